@@ -23,6 +23,7 @@ WEIGHTS = (
     *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
     *("table3:g64", "table2:g64", "float8:g128", "float8:gK", "int8/int8", "liquid4:g64/int8"),
     *("float8:gK/float8", "float8:g128/float8", "float4:g32", "int4:g128/int8"),
+    *("affine4:g32", "affine8:g32"),
 )
 [LARGEST, DOWN, SQUARE] = named(["qwen3-8b.gate_up", "qwen3-8b.down", "qwen3-8b.output"])
 EDGES = GemmShape("edges", 1536, 320)  # no tile of 128 outputs divides it
@@ -36,7 +37,7 @@ PRODUCTS = {
 # Weights of a mixture of 16 experts: a format of each kind of codes, and plain ones.
 EXPERTS = (
     *("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "float4:g32", "liquid4:g64/int8"),
-    "bfloat16",
+    *("affine4:g32", "bfloat16"),
 )
 
 # Qwen3's routing, and that of DeepSeek-V3, whose experts are in groups.

@@ -14,13 +14,15 @@ from mpjax.kernels import (
     ActivationFormat,
     ExpertMLP,
     Gate,
+    QuantizedTensor,
     Routing,
     expert_mlp_terms,
     grouped_matmul,
+    grouped_matmul_terms,
     route,
 )
 from mpjax.kernels.checks import as_array
-from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
+from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
 from mpjax.models.share import Cut, Share, share_size
@@ -44,7 +46,6 @@ class ExpertsSpec(MLPSpec):
     """
 
     kind: ClassVar[str] = "experts"
-    reads_norm_once: ClassVar[bool] = False  # the router and the shared MLP read it too
     num_experts: int = 8
     experts_per_token: int = 2
     scoring: str = "softmax"
@@ -97,6 +98,30 @@ class ExpertsSpec(MLPSpec):
             shared = GatedMLPSpec(self.shared_size).linear_maps(config)
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
+
+    def readers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The experts, the router, the shared MLP and its gate."""
+        found = ["experts.gate_up", "router"]
+        if self.shared_size is not None:
+            found += ["shared.gate_up", *["shared_gate"] * self.shared_gate]
+        return tuple(found)
+
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The experts, and the shared MLP."""
+        return ("experts.down", *["shared.down"] * (self.shared_size is not None))
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From up to down in each expert and in the shared MLP.
+
+        A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
+        """
+        found = []
+        if self.gate_limit is None:
+            found.append(Fold("experts.down", "experts.gate_up", 1))
+        if self.shared_size is not None:
+            shared = GatedMLPSpec(self.shared_size).folds(config)
+            found += [fold.below("shared") for fold in shared]
+        return tuple(found)
 
     def token_bytes(self, config: DecoderConfig) -> int:
         """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
@@ -176,8 +201,16 @@ class ExpertStack(nnx.Module):
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
         gate_up: Any = self.gate_up.kernel.get_value()
         down: Any = self.down.kernel.get_value()
-        mlp = ExpertMLP(gate_up, down, self.gate, _bias(self.gate_up), _bias(self.down))
-        terms = expert_mlp_terms(x, mlp, experts, weights, activations=self.down.divided_rows)
+        biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
+        if isinstance(down, QuantizedTensor) and down.permutation is not None:
+            # Each expert reads the channels in its own order, also those of other devices.
+            inner, kernel = self.down.routed(self.gated(x, experts), experts)
+            terms = grouped_matmul_terms(
+                inner, kernel, experts, weights, bias=biases[1], activations=rows
+            )
+        else:
+            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
+            terms = expert_mlp_terms(x, mlp, experts, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
 

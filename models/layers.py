@@ -94,6 +94,13 @@ class Linear(nnx.Module):
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
         return terms
 
+    def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+        """The input [..., k, in] of k experts, and the stack of kernels that multiplies it.
+
+        experts: int32 [..., k], their numbers.
+        """
+        return x, self.kernel.get_value()
+
     @property
     def divided_rows(self) -> DividedRows | None:
         """How the kernel's input is rounded if it is a part of rows: here it is whole."""
@@ -188,6 +195,12 @@ class RMSNorm(nnx.Module):
         """Normalises x over its last axis; the same shape and dtype."""
         x = as_array("RMSNorm: x", x)
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
+
+    def scaled(self, x: jax.Array, mean: jax.Array) -> jax.Array:
+        """The norm of a part of the channels of x; mean: float32 [..., 1], of all x²."""
+        weight = self.weight.get_value().astype(jnp.float32)
+        wide = x.astype(jnp.float32) * jax.lax.rsqrt(mean + self.epsilon)
+        return (wide * jax.lax.broadcast_to_rank(weight, wide.ndim)).astype(x.dtype)
 
     def add(
         self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None

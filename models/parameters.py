@@ -115,10 +115,13 @@ class LinearPlace:
         return join(list(maps))
 
     def maps(self, model: nnx.Module) -> list[Linear]:
+        """One Linear for each name."""
+        return self.maps_of(self.parts(model))
+
+    def maps_of(self, parts: Sequence[Linear]) -> list[Linear]:
         """One Linear for each name: undoes `join`."""
-        parts = self.parts(model)
         if len(parts) == len(self.names):
-            return parts
+            return list(parts)
         [joint] = parts
         return split(joint, [outputs for _, outputs in self.shapes])
 
@@ -169,9 +172,9 @@ class ExpertPlace(LinearPlace):
             maps = (halves_of(each) for each in maps)
         return [stack(maps, self.names, self.joined_maps)]
 
-    def maps(self, model: nnx.Module) -> list[Linear]:
+    def maps_of(self, parts: Sequence[Linear]) -> list[Linear]:
         """One Linear for each name: undoes `join`."""
-        [stacked] = self.parts(model)
+        [stacked] = parts
         sizes = [outputs for _, outputs in self.shapes[: self.joined_maps]]
         maps = [each for one in unstack(stacked, self.experts) for each in split(one, sizes)]
         return [alternating(each) for each in maps] if self.is_alternating else maps

@@ -92,8 +92,7 @@ class RowLinear(Linear):
             return jax.lax.psum(matmul(x, kernel, out_dtype=dtype), self.axis)
         if kernel.permutation is not None:
             assert isinstance(x, jax.Array)  # `activations` asks for 16 bits
-            everybody = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
-            x = jnp.take(everybody, kernel.permutation, axis=-1)
+            x = jnp.take(self._of_all_devices(x), kernel.permutation, axis=-1)
             kernel = dataclasses.replace(kernel, permutation=None)
         rows = self.divided_rows
         if rows is not None and rows.values == "int8" and dtype == jnp.float32:
@@ -101,6 +100,19 @@ class RowLinear(Linear):
         terms = matmul_terms(x, kernel, out_dtype=dtype, activations=rows)
         [total] = self.add_shares(terms, x.dtype)
         return total
+
+    def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+        """The input of k experts in the order of their kernels, which have none of their own."""
+        kernel: Any = self.kernel.get_value()
+        if not isinstance(kernel, QuantizedTensor) or kernel.permutation is None:
+            return x, kernel
+        order = kernel.permutation[experts]  # [..., k, in]
+        x = jnp.take_along_axis(self._of_all_devices(x), order, axis=-1)
+        return x, dataclasses.replace(kernel, permutation=None)
+
+    def _of_all_devices(self, x: jax.Array) -> jax.Array:
+        """The channels of x [..., in] of all devices, one after the other."""
+        return jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The one term [1, ..., out] that is the sum of terms [splits, ..., out] of all devices.

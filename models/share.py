@@ -89,6 +89,11 @@ class HeadShares:
             )
         return queries, 1
 
+    @property
+    def holders(self) -> int:
+        """The number of devices that have query heads of the same KV head, and so a copy of it."""
+        return 1 if self.count <= self.kv_heads else self.group // self.local[0]
+
     def runs(self, number: int) -> tuple[Run, Run]:
         """The query heads and the KV heads of a share."""
         queries, keys = self.local

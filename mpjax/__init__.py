@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
+    from mpjax.speculation.draft import Draft
+    from mpjax.speculation.ngram import Ngram
+    from mpjax.speculation.report import SpeculationReport
 
 __version__ = "0.1.0"
 
@@ -45,15 +48,18 @@ __all__ = [
     "BudgetRecipe",
     "Calibration",
     "Comparison",
+    "Draft",
     "Engine",
     "Evaluation",
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
     "Learning",
+    "Ngram",
     "Precision",
     "Recipe",
     "Sampling",
+    "SpeculationReport",
     "TextPiece",
     "bundled_model",
     "calibrate_cache",
@@ -76,15 +82,18 @@ _MODULES = {
     "BudgetRecipe": "quantization.budget",
     "Calibration": "quantization.api",
     "Comparison": "comparison",
+    "Draft": "speculation.draft",
     "Engine": "engine.engine",
     "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
     "Learning": "quantization.learning.descent",
+    "Ngram": "speculation.ngram",
     "Precision": "precision",
     "Recipe": "quantization.recipe",
     "Sampling": "sampling",
+    "SpeculationReport": "speculation.report",
     "TextPiece": "generation",
     "bundled_model": "loading",
     "calibrate_cache": "calibration",

@@ -14,7 +14,8 @@ import numpy as np
 
 from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
 from mpjax.buckets import bucket_rows, bucket_tokens
-from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
+from mpjax.decoding import decode_program, jit_prefill, speculative_program
+from mpjax.decoding_state import DecodingState, Limits
 from mpjax.finite import NotFiniteError
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
@@ -23,6 +24,9 @@ from mpjax.prompts import Prompts, encode
 from mpjax.random_keys import row_keys
 from mpjax.row_text import RowText
 from mpjax.sampling import Sampling, pad_sampling
+from mpjax.speculation import loop
+from mpjax.speculation.proposer import Proposer, read_speculate
+from mpjax.speculation.report import SpeculationReport
 from mpjax.tokenizer import Tokenizer
 
 # Decoding steps between two reads of the tokens, when streaming or with stop strings. A read costs
@@ -39,6 +43,7 @@ class Batch:
     stop_ids: token ids that end a row. prompt_tokens: number of tokens of each prompt.
     dtype: of the model. prefill_seconds, decode_seconds: wall time so far.
     logprobs: float32 [rows with padding, room], log-probabilities of the tokens.
+    speculation: what speculation has gained, as of the last `read`; None without it.
     """
 
     state: DecodingState
@@ -49,6 +54,7 @@ class Batch:
     prefill_seconds: float
     decode_seconds: float = 0.0
     logprobs: np.ndarray = dataclasses.field(init=False)
+    speculation: SpeculationReport | None = None
 
     def read(self) -> None:
         """Copies new tokens from the device to `rows`, in one round trip.
@@ -56,9 +62,14 @@ class Batch:
         Raises NotFiniteError for a row with a NaN or infinite logit.
         """
         state = self.state
-        tokens, self.logprobs, counts, finished = jax.device_get(
-            (state.tokens, state.logprobs, state.counts, state.finished)
+        done = None if state.speculation is None else state.speculation.done
+        tokens, self.logprobs, counts, finished, done = jax.device_get(
+            (state.tokens, state.logprobs, state.counts, state.finished, done)
         )
+        if done is not None:
+            numbers = done.proposed, done.accepted, done.steps, np.maximum(counts - 1, 0)
+            lists = (array[: len(self.rows)].tolist() for array in numbers)
+            self.speculation = SpeculationReport(*lists)
         for index, row in enumerate(self.rows):
             row.push(tokens[index, len(row.tokens) : counts[index]].tolist())
             if np.isnan(self.logprobs[index, : len(row.tokens)]).any():
@@ -73,6 +84,11 @@ class Batch:
         if stopped.any():
             finished = self.state.finished | stopped
             self.state = dataclasses.replace(self.state, finished=finished)
+
+    @property
+    def shortest(self) -> int | None:
+        """The fewest tokens of a row that has not ended; None if all have."""
+        return min((len(row.tokens) for row in self.rows if not row.ended), default=None)
 
     def finish_reason(self, row: int) -> str:
         """The reason why a row has ended: `stop` (a stop token or string) or `length`."""
@@ -90,6 +106,7 @@ class Job:
     stop: str | Sequence[str] | None
     seeds: Any
     chat_template: str | None
+    speculate: Proposer | None = None
 
 
 def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
@@ -104,13 +121,16 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     # Check the arguments, and encode the prompts.
     stop, sampling = stop_strings(job.stop), Sampling.of(job.sampling)
+    speculate = read_speculate(job.speculate)
     max_new_tokens = most_new_tokens(job.max_new_tokens, sampling.min_new_tokens)
     tokenizer = lm.require_tokenizer()
     encoded = encode(tokenizer, job.prompts, lm.config.vocab_size, job.chat_template)
     _check_lengths(lm, encoded, max_new_tokens)
+    if speculate is not None:
+        speculate.require(tokenizer, max(map(len, encoded)) + max_new_tokens)
     # Pad rows, prompts and room for new tokens to few sizes, each of which compiles a program.
     padded, room = bucket_tokens(max(map(len, encoded))), bucket_tokens(max_new_tokens)
-    rows = _choose_rows(lm, len(encoded), padded, room)
+    rows = _choose_rows(lm, len(encoded), padded, room, speculate)
     sampling = pad_sampling(sampling, len(encoded), rows)
     seeds = np.arange(len(encoded)) if job.seeds is None else job.seeds
     keys = row_keys(seeds, len(encoded), rows)
@@ -130,6 +150,8 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
         sampling,
         limits,
     )
+    if speculate is not None:
+        state = loop.begin(speculate, state, jnp.asarray(tokens), jnp.asarray(lengths))
     minima = np.broadcast_to(np.asarray(sampling.min_new_tokens), rows)
     texts = [
         RowText(tokenizer, ids, stop, int(minimum))
@@ -140,15 +162,17 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     batch = Batch(state, texts, stop_ids, [len(ids) for ids in encoded], lm.config.dtype, seconds)
     batch.read()
     yield batch
-    decode = decode_program(lm.model, state)
+    if speculate is None:
+        decode = decode_program(lm.model, state)
+    else:
+        decode = speculative_program(lm.model, state, speculate)
     chunk = CHUNK if watch or stop else max_new_tokens
-    done = 1  # prefill has drawn the first token
-    while done < max_new_tokens and not all(row.ended for row in batch.rows):
+    while (done := batch.shortest) is not None:
         batch.stop_rows()
         # Only the time of decoding counts, not the caller's time between two chunks.
         begin = time.perf_counter()
-        done = min(done + chunk, max_new_tokens)
-        batch.state = decode(lm.model, batch.state, sampling, limits, jnp.int32(done))
+        until = min(done + chunk, max_new_tokens)
+        batch.state = decode(lm.model, batch.state, sampling, limits, jnp.int32(until))
         batch.read()  # waits for the device
         batch.decode_seconds += time.perf_counter() - begin
         yield batch
@@ -172,12 +196,14 @@ def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_toke
     require_known_ids(encoded, lm.config.vocab_size)
 
 
-def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
+def _choose_rows(
+    lm: LanguageModel, batch: int, padded: int, room: int, speculate: Proposer | None = None
+) -> int:
     """The number of rows to which a batch is padded: `batch` where memory lacks for more.
 
     Raises DeviceMemoryError where it lacks for the batch itself.
     """
-    needed = functools.partial(_needed_bytes, lm, padded=padded, room=room)
+    needed = functools.partial(_needed_bytes, lm, padded=padded, room=room, speculate=speculate)
     rows = bucket_rows(batch)
     rows = rows if has_free_on(lm.model.mesh, needed(rows)) else batch
     what = f"a {lm.kv_format} cache for {rows} × {padded + room} tokens, with prefill,"
@@ -185,15 +211,20 @@ def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
     return rows
 
 
-def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int) -> int:
-    """Bytes of the cache and of a layer's widest activations, inside the MLP, during prefill.
+def _needed_bytes(
+    lm: LanguageModel, rows: int, *, padded: int, room: int, speculate: Proposer | None = None
+) -> int:
+    """Bytes of caches and of a layer's widest activations, inside the MLP, during prefill.
 
     The bytes are those of all devices together. Each device has its share of the channels inside
     the MLP, and the whole residual stream.
     """
-    shapes = jax.eval_shape(
-        lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)
-    )
+
+    def caches() -> Any:
+        own = None if speculate is None else speculate.create(rows, padded + room)
+        return lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size), own
+
+    shapes = jax.eval_shape(caches)
     cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size * lm.devices
     return cache + rows * padded * wide * jnp.dtype(lm.config.dtype).itemsize

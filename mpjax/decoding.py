@@ -16,88 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.arguments import most_new_tokens
-from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, device
-from mpjax.kernels.checks import are_between, as_arrays, require_type
+from mpjax.decoding_state import DecodingState, Limits, repeat
+from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
+from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
-
-STRIDE = 8  # decoding steps between two checks whether all rows are finished, on a GPU
-STOP_IDS = 8  # the number of stop ids is rounded up to a multiple
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["stop_ids", "maximum"],
-    meta_fields=["room"],
-)
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Conditions that end a row.
-
-    stop_ids: int32 [any number], tokens that end a row. maximum: int32 [batch], the most new tokens
-    of each row. room: columns for new tokens in a DecodingState (static).
-    """
-
-    stop_ids: jax.Array
-    maximum: jax.Array
-    room: int
-
-    @classmethod
-    def of(cls, batch: int, stop_ids: Any, maximum: Any, room: int) -> Limits:
-        """Limits of a batch. maximum: a number for all rows, or an array [batch]."""
-        ids = jnp.asarray(stop_ids, jnp.int32)
-        # The padding is an id that no vocabulary has. With it, few sizes of stop_ids are compiled.
-        padding = (0, -len(ids) % STOP_IDS)
-        return cls(
-            jnp.pad(ids, padding, constant_values=jnp.iinfo(jnp.int32).max),
-            jnp.full(batch, maximum, jnp.int32),
-            room,
-        )
+from mpjax.speculation import loop
+from mpjax.speculation.proposer import Proposer, Speculated, read_speculate
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "cache",
-        "keys",
-        "tokens",
-        "logprobs",
-        "counts",
-        "finished",
-        "seen",
-        "step",
-    ],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class DecodingState:
-    """The carry of the generation loop.
-
-    cache: keys and values of all tokens but each row's newest.
-    keys: typed PRNG keys [batch], one for each row.
-    tokens, logprobs: new tokens int32 and their log-probabilities float32 [batch, room].
-    counts: int32 [batch], number of new tokens of each row. finished: bool [batch].
-    seen: bool [batch, vocabulary], whether a token is in the prompt or among the new tokens; None
-        without repetition penalty.
-    step: int32 scalar, number of new tokens of the longest row.
-    """
-
-    cache: PagedKVCache
-    keys: jax.Array
-    tokens: jax.Array
-    logprobs: jax.Array
-    counts: jax.Array
-    finished: jax.Array
-    seen: jax.Array | None
-    step: jax.Array
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "logprobs", "stopped", "finite"],
+    data_fields=["tokens", "lengths", "logprobs", "stopped", "finite", "speculated"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +44,7 @@ class GeneratedTokens:
     stopped: bool [batch], whether a stop token ended the row rather than its maximum.
     finite: bool [batch], whether all logits of the row were finite. If not, its tokens mean
         nothing. float16 has no numbers beyond 65504: load such a model with dtype="bfloat16".
+    speculated: how many tokens were proposed and accepted; None without speculation.
     """
 
     tokens: jax.Array
@@ -118,6 +52,7 @@ class GeneratedTokens:
     logprobs: jax.Array
     stopped: jax.Array
     finite: jax.Array
+    speculated: Speculated | None = None
 
 
 def prefill(
@@ -168,16 +103,13 @@ def decode(
     The loop is one `while_loop`, without a copy to the host. With `state` donated to `jit`, the
     cache is written in place.
 
-    stride: decoding steps between two checks whether to go on (static); by default STRIDE on a GPU,
-        where the host makes the check and the GPU waits for it, and 1 elsewhere. Steps past the end
-        change nothing.
+    stride: decoding steps between two checks whether to go on (static); see `repeat`.
     """
-    stride = stride or (STRIDE if device.on_gpu() else 1)
 
     def unfinished(state: DecodingState) -> jax.Array:
         return (state.step < until) & ~state.finished.all()
 
-    def advance(_: int, state: DecodingState) -> DecodingState:
+    def advance(state: DecodingState) -> DecodingState:
         newest = jnp.take_along_axis(
             state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
         )
@@ -187,11 +119,7 @@ def decode(
         state = dataclasses.replace(state, cache=cache)
         return _draw(state, logits, sampling, limits, alive, model.shards > 1)
 
-    def advance_all(state: DecodingState) -> DecodingState:
-        # XLA launches all steps of a loop of known length without waiting for the GPU.
-        return jax.lax.fori_loop(0, stride, advance, state) if stride > 1 else advance(0, state)
-
-    return jax.lax.while_loop(unfinished, advance_all, state)
+    return repeat(advance, unfinished, state, stride)
 
 
 def _draw(
@@ -240,13 +168,10 @@ def _draw(
 
 # The cache and the state are donated, so that XLA reuses their buffers. The model is not.
 jit_prefill = jax.jit(prefill, donate_argnames="cache")
-jit_decode = jax.jit(decode, static_argnames="stride", donate_argnames="state")
-jit_decode_in_turn = jax.jit(
-    decode,
-    static_argnames="stride",
-    donate_argnames="state",
-    compiler_options={"xla_gpu_enable_pdl": False},
-)
+_jit = functools.partial(jax.jit, static_argnames="stride", donate_argnames="state")
+_jit_in_turn = functools.partial(_jit, compiler_options={"xla_gpu_enable_pdl": False})
+jit_decode, jit_decode_in_turn = _jit(decode), _jit_in_turn(decode)
+jit_speculate, jit_speculate_in_turn = _jit(loop.decode), _jit_in_turn(loop.decode)
 
 
 def decode_program(model: Decoder, state: DecodingState) -> Callable[..., DecodingState]:
@@ -257,10 +182,26 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     kernels, which are never launched early, slower. So they are off if any product runs on
     warpgroups. Inside another `jit` the compiler options are its caller's.
     """
+    return jit_decode_in_turn if _runs_in_turn(model, len(state.tokens)) else jit_decode
+
+
+def speculative_program(
+    model: Decoder, state: DecodingState, speculate: Proposer
+) -> Callable[..., DecodingState]:
+    """The jitted `speculation.loop.decode`, called as the program of `decode_program` is.
+
+    The state is one that `loop.begin` has prepared.
+    """
+    rows = len(state.tokens)
+    in_turn = any(_runs_in_turn(model, n) for n in (rows, rows * (speculate.k + 1)))
+    return functools.partial(jit_speculate_in_turn if in_turn else jit_speculate, speculate)
+
+
+def _runs_in_turn(model: Decoder, rows: int) -> bool:
+    """Whether kernels of a step of `rows` rows are launched one after the end of the other."""
     # Under `jit` every new array is a tracer, also where the model and the state are not.
     is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-    in_turn = not is_traced and has_warpgroups(model, len(state.tokens))
-    return jit_decode_in_turn if in_turn else jit_decode
+    return not is_traced and has_warpgroups(model, rows)
 
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
@@ -281,6 +222,7 @@ def generate_tokens(
     max_new_tokens: int,
     sampling: Sampling | Mapping[str, Any] | None = None,
     kv_format: KVFormat | str | None = None,
+    speculate: Proposer | None = None,
 ) -> GeneratedTokens:
     """Continues a batch of prompts, as a pure function of arrays.
 
@@ -298,6 +240,8 @@ def generate_tokens(
         generation_config.json and eos_token: pass these as stop_ids for the same ends.
     kv_format: of the cache, such as `KV8`; KV16 by default. The cache is created here, with pages
         of 128 tokens, and dropped at the end.
+    speculate: proposes tokens that the model verifies several at a time, without changing what it
+        generates: an Ngram or a Draft; see `generate`.
 
     A row's output does not depend on its neighbours, except for rounding: kernels choose their
     tiles, and so the order of sums, by the size of the batch.
@@ -320,7 +264,7 @@ def generate_tokens(
     for name, array in (("tokens", tokens), ("lengths", lengths)):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} are {array.dtype}: expected integers")
-    sampling = Sampling.of(sampling)
+    sampling, speculate = Sampling.of(sampling), read_speculate(speculate)
     max_new_tokens = most_new_tokens(max_new_tokens, sampling.min_new_tokens)
     vocabulary = model.config.vocab_size
     if not are_between(tokens, 0, vocabulary - 1):
@@ -334,6 +278,9 @@ def generate_tokens(
             f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
             "model with max_positions"
         )
+    if speculate is not None:
+        longest = int(np.max(lengths)) if is_known(lengths) else padded
+        speculate.require(None, longest + max_new_tokens)
     sampling, stop_ids = sampling.split(model.config.stop_ids)
     limits = Limits.of(batch, stop_ids, max_new_tokens, max_new_tokens)
     keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
@@ -342,7 +289,11 @@ def generate_tokens(
     )
     lengths = lengths.astype(jnp.int32)
     state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits)
-    run = decode_program(model, state)
+    if speculate is None:
+        run = decode_program(model, state)
+    else:
+        state = loop.begin(speculate, state, tokens, lengths)
+        run = speculative_program(model, state, speculate)
     state = run(model, state, sampling, limits, jnp.int32(max_new_tokens))
     return collect(state, limits)
 
@@ -352,4 +303,5 @@ def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.counts - 1, 0)[:, None], 1)
     stopped = (last == limits.stop_ids[None]).any(-1) & (state.counts > 0)
     finite = ~jnp.isnan(state.logprobs).any(-1)
-    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped, finite)
+    speculated = None if state.speculation is None else state.speculation.done
+    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped, finite, speculated)

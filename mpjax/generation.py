@@ -11,6 +11,8 @@ from mpjax.batch import Batch, Job, run
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import EXPECTED, Prompt, Prompts, is_single
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import Proposer
+from mpjax.speculation.report import SpeculationReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Generation:
     prompt_tokens: number of tokens of each prompt.
     prefill_seconds: wall time until the first token of all rows. decode_seconds: wall time after
         it. Both include compilation of programs that were not compiled before.
+    speculation: how many tokens were proposed and accepted; None without `speculate`.
     """
 
     text: list[str]
@@ -35,6 +38,7 @@ class Generation:
     prompt_tokens: list[int]
     prefill_seconds: float
     decode_seconds: float
+    speculation: SpeculationReport | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -66,6 +70,7 @@ def generate(
     stop: str | Sequence[str] | None = (),
     seeds: Any = None,
     chat_template: str | None = None,
+    speculate: Proposer | None = None,
 ) -> Generation:
     """Completes a batch of prompts.
 
@@ -81,6 +86,11 @@ def generate(
         because kernels choose their tiles by the size of the batch.
     chat_template: for chats: the name of one of the checkpoint's templates, or Jinja source; by
         default the checkpoint's own.
+    speculate: proposes tokens that the model verifies several at a time, which is faster where many
+        are accepted and changes nothing else: `Ngram()` for texts that repeat themselves, or
+        `Draft(lm)` with a smaller model. With Ngram the tokens are those of plain decoding, greedy
+        or drawn, but for rounding: kernels choose their tiles by the number of tokens. With Draft
+        that holds for greedy rows, and drawn tokens have the same distribution.
 
     A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens.
     To compile few of them, all three are rounded up: the batch to 1, 2, 4 or a multiple of 8, the
@@ -93,7 +103,7 @@ def generate(
     NaN or infinite logits; mpjax.memory.DeviceMemoryError, before anything is allocated, where the
     cache is too large.
     """
-    job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template)
+    job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template, speculate)
     [batch] = collections.deque(run(lm, job, watch=False), maxlen=1)
     return _generation(batch)
 
@@ -107,6 +117,7 @@ def stream(
     stop: str | Sequence[str] | None = (),
     seed: Any = 0,
     chat_template: str | None = None,
+    speculate: Proposer | None = None,
 ) -> Generator[str, None, Generation]:
     """Completes one prompt and yields its text in pieces, as it is generated.
 
@@ -118,7 +129,7 @@ def stream(
         raise ValueError(
             f"prompt is not a single prompt: expected {EXPECTED}; stream_batch takes several"
         )
-    job = Job([prompt], max_new_tokens, sampling, stop, [seed], chat_template)
+    job = Job([prompt], max_new_tokens, sampling, stop, [seed], chat_template, speculate)
     for batch in run(lm, job, watch=True):
         if text := batch.rows[0].take():
             yield text
@@ -134,6 +145,7 @@ def stream_batch(
     stop: str | Sequence[str] | None = (),
     seeds: Any = None,
     chat_template: str | None = None,
+    speculate: Proposer | None = None,
 ) -> Generator[TextPiece, None, Generation]:
     """Completes a batch of prompts and yields the text of all rows in pieces, as it is generated.
 
@@ -146,7 +158,7 @@ def stream_batch(
     for.
     """
     ended: set[int] = set()
-    job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template)
+    job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template, speculate)
     for batch in run(lm, job, watch=True):
         for row, found in enumerate(batch.rows):
             text = found.take()
@@ -171,4 +183,5 @@ def _generation(batch: Batch) -> Generation:
         prompt_tokens=batch.prompt_tokens,
         prefill_seconds=batch.prefill_seconds,
         decode_seconds=batch.decode_seconds,
+        speculation=batch.speculation,
     )

@@ -21,6 +21,7 @@ from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
+ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads onto any number"
 PARAMETER_BITS = 32  # a word for each group and output channel
 
 
@@ -57,12 +58,12 @@ class LanguageModel:
             )
         return self.tokenizer
 
-    def require_one_device(self, what: str) -> None:
+    def require_one_device(self, what: str, remedy: str = ON_ONE_DEVICE) -> None:
         """Raises ValueError for a model that is divided among devices; what: a gerund."""
         if self.devices > 1:
             raise ValueError(
                 f"{what} a model that is divided among {self.devices} devices is not possible: "
-                "load it on one device; a model that mpjax.save wrote then loads onto any number"
+                f"{remedy}"
             )
 
     @property

@@ -47,6 +47,11 @@ CLOSED = {
 }
 
 MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command line
+# Functions whose parameters are the options of a generation, which people write in a call.
+CALLS_WITH_OPTIONS = {
+    "mpjax/decoding.py": {"generate_tokens": 8},
+    "mpjax/generation.py": {"generate": 8, "stream": 8, "stream_batch": 8},
+}
 
 # Source files without a test file of the same name, and why.
 UNTESTED: dict[str, str] = {}
@@ -183,7 +188,8 @@ def test_functions_have_few_parameters(path):
         a = node.args
         names = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
         count = len([name for name in names if name.arg not in ("self", "cls")])
-        assert is_command or count <= MOST_PARAMETERS, f"{path}: {node.name} has {count} parameters"
+        most = CALLS_WITH_OPTIONS.get(path.as_posix(), {}).get(node.name, MOST_PARAMETERS)
+        assert is_command or count <= most, f"{path}: {node.name} has {count} parameters"
 
 
 @each_file

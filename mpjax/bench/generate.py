@@ -8,20 +8,22 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.bench import checkpoint, filled_pages, measure
+from mpjax.bench import checkpoint, filled_pages, measure, speculation
 from mpjax.bench.cached_bytes import cached_bytes
+from mpjax.bench.pieces import read_pieces, require_pieces
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
+from mpjax.decoding import decode, decode_program, jit_prefill
+from mpjax.decoding_state import STRIDE, DecodingState, Limits
 from mpjax.devices import read_devices
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import free_bytes_on, require_free_on
@@ -30,6 +32,7 @@ from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import read_k
 
 # The largest difference of log-probabilities, in nats. Kernels that round differently cause some,
 # and a cache of two bits about one nat. If a cache is wrong, the difference is several nats.
@@ -44,6 +47,17 @@ HEADERS = (
 )
 
 
+class Case(NamedTuple):
+    """One case of a sweep. is_read: whether its prompt is read, or the cache filled."""
+
+    batch: int
+    prompt: int
+    new: int
+    is_read: bool = True
+    piece: int | None = None
+    speculate: tuple[int, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """The cases of a benchmark: every precision with every batch and number of prompt tokens.
@@ -54,6 +68,8 @@ class Sweep:
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
     config: of the model, which gets more positions if the cases need them. decoder: its class.
     devices: numbers of devices among which the model is divided.
+    speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
+    piece_tokens: tokens of each row's prompt that are read at a time; None for the whole prompt.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
     checkpoint cannot have, and for numbers that leave nothing to measure.
@@ -68,27 +84,37 @@ class Sweep:
     config: DecoderConfig = QWEN3_8B
     decoder: type[Decoder] = Qwen3
     devices: tuple[int, ...] = (1,)
+    speculate: tuple[int, ...] = ()
+    piece_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for text in self.precisions:
-            precision = Precision.parse(text)
-            weights, kv = precision.weights, precision.kv
-            if precision.mixture or precision.bits != 16:
-                raise ValueError(
-                    f"{text}: random weights are all in one format, and compute in 16 bits"
-                )
-            if kv.scaling == "static":
-                raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
-            if self.from_disk and self.decoder is not Qwen3:
-                raise ValueError(f"{self.decoder.__name__} is not written to disk: only Qwen3 is")
-            if self.from_disk and weights not in (AWQ, None):
-                raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
+            self._require_random(text)
         if min(self.batches, default=0) < 1:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
         for count in self.devices:
             read_devices(count)
+        for k in self.speculate:
+            read_k("speculate", k)
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
             raise ValueError("a step is measured from one prompt token and two new ones on")
+        for prompt in self.prompt_tokens:
+            require_pieces(prompt, prompt if self.piece_tokens is None else self.piece_tokens)
+
+    def _require_random(self, text: str) -> None:
+        """Raises ValueError for a precision that random weights or the checkpoint can't have."""
+        precision = Precision.parse(text)
+        weights, kv = precision.weights, precision.kv
+        if precision.mixture or precision.bits != 16:
+            raise ValueError(
+                f"{text}: random weights are all in one format, and compute in 16 bits"
+            )
+        if kv.scaling == "static":
+            raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
+        if self.from_disk and self.decoder is not Qwen3:
+            raise ValueError(f"{self.decoder.__name__} is not written to disk: only Qwen3 is")
+        if self.from_disk and weights not in (AWQ, None):
+            raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
 
     @property
     def cases(self) -> int:
@@ -206,7 +232,10 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
                 row |= {"devices": devices}
                 row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
                 is_read = number == 0 or not sweep.filled
-                yield figures(row | _measure(lm, batch, prompt, sweep.new_tokens, is_read))
+                case = Case(
+                    batch, prompt, sweep.new_tokens, is_read, sweep.piece_tokens, sweep.speculate
+                )
+                yield figures(row | _measure(lm, case))
         del lm  # frees its memory before the next model is made
 
 
@@ -230,9 +259,8 @@ def _load(
 _decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_argnames="state")
 
 
-def _measure(
-    lm: mpjax.LanguageModel, batch: int, prompt: int, new: int, is_read: bool
-) -> dict[str, Any]:
+def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
+    batch, prompt, new, is_read, piece, speculate = case
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
     fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
@@ -242,7 +270,9 @@ def _measure(
     state = _empty_state(lm, batch, prompt + new, new)
     run = decode_program(lm.model, state)
     state, reading = (
-        _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt, lm.model.mesh), {})
+        _read(lm, state, tokens, limits, piece)
+        if is_read
+        else (_fill(state, prompt, lm.model.mesh), {})
     )
 
     def advance(until: jax.Array) -> jax.Array:
@@ -259,6 +289,13 @@ def _measure(
         if number == 0:
             said, scores = (np.array(x[:1]) for x in (state.tokens, state.logprobs))
     peak = _peak_bytes()
+
+    def act(generate: Callable[[DecodingState], DecodingState]) -> None:
+        nonlocal state
+        state = generate(_rewind(state, prompt))
+
+    measure_costs = functools.partial(speculation.step_costs, lm.model, tokens, limits)
+    costs = [measure_costs(k, act) for k in speculate]
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
@@ -279,6 +316,7 @@ def _measure(
         "prompt_tokens": prompt,
         "new_tokens": new,
         "filled": not is_read,
+        "piece_tokens": piece if is_read else None,
         "time_to_first_token_seconds": reading.get("time_to_first_token_seconds"),
         "decode_seconds_with_compilation": seconds[0],
         "decode_step_microseconds": statistics.median(seconds[1:]) / steps * 1e6,
@@ -290,6 +328,7 @@ def _measure(
         # The allocator never resets its peak. A case's own peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
         "logprob_difference": _difference(lm, text, jnp.asarray(scores)) if is_checked else None,
+        "speculation": costs,
         "case_seconds": time.perf_counter() - case_begin,
         "kernel_microseconds_per_step": kernels,
     }
@@ -359,9 +398,16 @@ def _fill(
 
 
 def _read(
-    lm: mpjax.LanguageModel, state: DecodingState, tokens: jax.Array, limits: Limits
+    lm: mpjax.LanguageModel,
+    state: DecodingState,
+    tokens: jax.Array,
+    limits: Limits,
+    piece: int | None = None,
 ) -> tuple[DecodingState, dict[str, Any]]:
-    """Reads prompts [batch, tokens] into a state; returns the state and the measured times."""
+    """Reads prompts [batch, tokens] into a state; returns the state and the measured times.
+
+    piece: the tokens of a row that are read at a time; None for all.
+    """
     batch, prompt = tokens.shape
     lengths, keys = jnp.full(batch, prompt, jnp.int32), state.keys
     jax.block_until_ready(state)
@@ -369,6 +415,11 @@ def _read(
     def read() -> jax.Array:
         nonlocal state
         cache = dataclasses.replace(state.cache, lengths=_from_host(np.zeros(batch, np.int32)))
+        if piece is not None:
+            best, chances, cache = read_pieces(lm.model, tokens, cache, piece)
+            first = state.tokens.at[:, 0].set(best), state.logprobs.at[:, 0].set(chances)
+            state = dataclasses.replace(state, cache=cache, tokens=first[0], logprobs=first[1])
+            return state.tokens
         # Always the same keys: those of the result have another sharding, and so another program.
         state = jit_prefill(lm.model, tokens, lengths, cache, keys, Sampling(), limits)
         return state.tokens

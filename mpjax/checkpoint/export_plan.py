@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.writing import REMEDY, Modules
 from mpjax.kernels import PlainCodes, QuantizedTensor, unpack
 from mpjax.kernels.checks import are_finite, did_you_mean, is_known, nearest, shown
-from mpjax.models import ArrayPlace, Decoder, ExpertPlace
+from mpjax.models import ArrayPlace, Decoder, ExpertPlace, Linear, LinearPlace
+from mpjax.models.gathered import abstract, gather
 from mpjax.models.parameters import name_of, names_of
 from mpjax.precision import describe_weights
 
@@ -39,13 +40,16 @@ class ExportPlan:
     cache: str | None
     dequantized: tuple[str, ...] = ()
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """All names and arrays, each made when it is asked for."""
+    def tensors(self, read: Callable[[Any], Any] = gather) -> Iterator[tuple[str, Any]]:
+        """All names and arrays, each made when it is asked for.
+
+        read: makes arrays of those of a model that was divided among devices.
+        """
         model, config = self.model, self.model.config
         for place in model.array_places(config):
-            yield place.name, _without_offset(place, place.read(model), config.dtype)
+            yield place.name, _without_offset(place, read(place.read(model)), config.dtype)
         for linear_place in model.linear_places(config):
-            maps = linear_place.maps(model)
+            maps = _maps(linear_place, model, read)
             for name, linear in zip(linear_place.names, maps, strict=True):
                 yield from self._linear(name, linear.kernel.get_value()).items()
                 if linear.bias is not None:
@@ -68,7 +72,7 @@ class ExportPlan:
 
         def arrays() -> dict[str, Any]:
             found: dict[str, Any] = {}
-            for name, array in self.tensors():
+            for name, array in self.tensors(abstract):
                 order.append(name)
                 (host if isinstance(array, np.ndarray) else found)[name] = array
             return found
@@ -91,6 +95,15 @@ class ExportPlan:
                 )
             found = {"weight": weight.T}
         return {f"{name}.{suffix}": array for suffix, array in found.items()}
+
+
+def _maps(place: LinearPlace, model: Decoder, read: Callable[[Any], Any]) -> list[Linear]:
+    """The linear maps of a place; read: makes arrays of those of a divided model."""
+    held = [
+        (part.kernel.get_value(), None if part.bias is None else part.bias.get_value())
+        for part in place.parts(model)
+    ]
+    return place.maps_of([Linear(*read(arrays)) for arrays in held])
 
 
 def _without_offset(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Array:
@@ -192,7 +205,7 @@ def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:
         return {
             name: unpack(kernel) if isinstance(kernel, QuantizedTensor) else None
             for place in places
-            for name, linear in zip(place.names, place.maps(model), strict=True)
+            for name, linear in zip(place.names, _maps(place, model, abstract), strict=True)
             for kernel in [linear.kernel.get_value()]
         }
 

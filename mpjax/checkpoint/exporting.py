@@ -6,6 +6,7 @@ what they are, bit for bit, in a layout that others read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from mpjax.checkpoint.saving import (
 from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
+from mpjax.models.sharded import ShardedDecoder
 
 # Files of the tokenizer, those that only other libraries read among them.
 COPIED_FILES = (
@@ -71,10 +73,11 @@ def export(
     source has no config.json of it. Raises mpjax.disk.DiskSpaceError where the disk has not enough
     room, before anything is written if that can be known.
     """
-    lm.require_one_device("exporting")
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # which may put a folder there that a killed export has moved away
     require_replaceable(folder, overwrite)
+    if isinstance(lm.model, ShardedDecoder):
+        lm = dataclasses.replace(lm, model=lm.model.whole())
     require_all_held(lm.model, model_arrays.take(lm.model))
     require_tokenizer_files(lm)
     plan = make_plan(lm.model, format)

@@ -7,6 +7,7 @@ than the largest tensor.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,11 +30,13 @@ from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.checkpoint.source import Source
+from mpjax.checkpoint.windows import narrow
 from mpjax.errors import CheckpointError
 from mpjax.memory import require_free_on
 from mpjax.models import ConfigError, Decoder, DecoderConfig, family
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.window import Window
 from mpjax.precision import Precision
 
 
@@ -197,14 +200,25 @@ def fill(
 
     for array, taken in plan.arrays:
         if belongs(array.path):
-            value = convert_array(taken, "float32" if array.offset else dtype, read)
+            rows = model.rows(array) if isinstance(taken, TensorInfo) else None
+            read_rows = read if rows is None else functools.partial(_read_rows, read, rows)
+            value = convert_array(taken, "float32" if array.offset else dtype, read_rows)
             value = value + jnp.float32(array.offset) if array.offset else value
-            model.put_array(array, jax.block_until_ready(value))
+            model.put_array(array, jax.block_until_ready(value), rows)
     for place, sources in plan.linears:
         if belongs(place.path):
+            windows = model.windows(place)
+            if windows is not None:
+                sources, windows = narrow(sources, windows, read)
             parts = convert_linear(place, sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
-            model.put_linears(place, parts)
+            model.put_linears(place, parts, windows)
     if plan.cache_scales and belongs("cache_scales"):
         scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
         model.put_cache_scales(jnp.asarray(scales))
+
+
+def _read_rows(
+    read: Callable[[TensorInfo], np.ndarray], rows: Window, info: TensorInfo
+) -> np.ndarray:
+    return read(info)[rows.begin : rows.end]

@@ -91,8 +91,11 @@ Examples:
   mpjax bench generate --precision W16A16KV16,W4A16KV8 --batch 1,16,64
   mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
       --prompt-tokens 1024,16384,131072 --filled
+  mpjax bench generate --speculate 2,4,8
   mpjax bench generate --shapes qwen3-30b-a3b
-  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,64
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,32 --filled
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --layers 16 \\
+      --batch 8 --prompt-tokens 4096 --new-tokens 2 --piece-tokens 1024
   mpjax bench generate --from-disk
 
 \b
@@ -118,6 +121,13 @@ each is as likely as any other.
                without a cache, by other kernels; the gate is 1, or 1.5 with a
                cache of two bits. Empty above 8192 tokens, and where the cache
                was filled, since there is no text then
+
+\b
+With --speculate there is a second table: the time of a step of the loop that
+speculates, over that of a plain step, where no row is proposed a token and
+where all rows are proposed k. Random weights accept none, so the speed-up is
+that of your text: its tokens per step (`mpjax generate --speculate` prints
+them) over the time of a step.
 
 \b
 The plot shows several contexts as lines below their rooflines, one context as
@@ -154,10 +164,16 @@ programs were compiled.
 SUMS_EPILOG = """\b
 Examples:
   mpjax bench sums --devices 2
+  mpjax bench sums --ways psum,gather,exchange --sizes 8,64,256
+  mpjax bench sums --options \\
+      xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
 
 \b
 Measures chains of 64 sums inside one jit. Between two sums each device adds
 an array of its own; the time of such additions alone is subtracted.
+  way   psum: XLA's sum. gather: each device gets the arrays of all others and
+        adds them. exchange: the same, one send after another. scatter: each
+        device adds a part, and gets the others' parts
   size  bytes of the array that each device has, and gets the sum of
   GB/s  size over the time of a sum
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,13 +15,13 @@ from mpjax.cli.compilation import Shapes
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
-    from mpjax.sampling import Sampling
 
 NAME = "chat"
 EPILOG = """\b
 Examples:
   mpjax chat --model Qwen3-8B-AWQ --precision W4A16KV8
   mpjax chat --model Qwen/Qwen3-8B --precision W4A16KV8 --temperature 0.7
+  mpjax chat --model Qwen3-8B --speculate draft:4:Qwen3-0.6B
   mpjax chat --model Qwen3-8B-AWQ --system "Answer in one sentence."
 
 \b
@@ -48,6 +48,7 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
+    speculate: options.Speculate = None,
 ) -> None:
     """Chat with a model in the terminal."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -57,8 +58,15 @@ def command(
             f"{lm.source} has no chat template, like most base models: continue a text with "
             "`mpjax generate`, or choose a model that was trained for chats"
         )
+    proposer = options.parse_speculate(speculate)
     start = [] if system is None else [{"role": "system", "content": system}]
-    conversation = Conversation(lm, sampling, max_new_tokens, stop or [], seed, start)
+    settings = {
+        "sampling": sampling,
+        "stop": stop or [],
+        "seed": seed,
+        "speculate": proposer,
+    }
+    conversation = Conversation(lm, max_new_tokens, settings, start)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (importing it gives `input` line editing and a history)
@@ -69,19 +77,19 @@ def command(
 
 
 class Conversation:
-    """The messages of a conversation, and the model and settings that answer it."""
+    """The messages of a conversation, and the model and settings that answer it.
+
+    settings: arguments of `stream`.
+    """
 
     def __init__(
         self,
         lm: LanguageModel,
-        sampling: Sampling,
         max_new_tokens: int,
-        stop: list[str],
-        seed: int,
+        settings: Mapping[str, Any],
         start: list[dict[str, str]],
     ) -> None:
-        self._lm, self._sampling, self._stop, self._seed = lm, sampling, stop, seed
-        self._max_new_tokens = max_new_tokens
+        self._lm, self._max_new_tokens, self._settings = lm, max_new_tokens, settings
         self._shapes = Shapes()
         self._start = start
         self.messages = list(start)
@@ -108,14 +116,7 @@ class Conversation:
                 "/reset it"
             )
         new_tokens = min(self._max_new_tokens, room)
-        pieces = mpjax.stream(
-            self._lm,
-            asked,
-            max_new_tokens=new_tokens,
-            sampling=self._sampling,
-            stop=self._stop,
-            seed=self._seed,
-        )
+        pieces = mpjax.stream(self._lm, asked, max_new_tokens=new_tokens, **self._settings)
         # The first piece comes from the prefill, the second from the decoding loop, which may have
         # to be compiled before.
         new = self._shapes.is_new(1, tokens, new_tokens)

@@ -50,6 +50,7 @@ def command(
     ] = None,
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
+    devices: options.DeviceCount = 1,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model exported there before.")
     ] = False,
@@ -66,7 +67,7 @@ def command(
         raise typer.BadParameter(str(error), param_hint="--format") from error
     # `export` raises this as well, but only after the model has been loaded.
     exporting.require_replaceable(target, overwrite)
-    lm = options.load(source, precision, dtype)
+    lm = options.load(source, precision, dtype, devices=devices)
     mpjax.export(lm, target, format=format, overwrite=overwrite)
     written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     weights = lm.precision.removesuffix(str(lm.kv_format))

@@ -26,7 +26,7 @@ Examples:
   mpjax generate "def fibonacci(n):" --max-new-tokens 64
   mpjax generate "class Stack:" --precision W4A16KV8 --stop "class "
   mpjax generate --temperature 0.8 --top-p 0.95 --seed 7 "import "
-  git diff | mpjax generate - --model Qwen3-8B-AWQ
+  git diff | mpjax generate - --model Qwen3-8B-AWQ --speculate ngram:4:3
   mpjax generate "def f(x):" "import os" --json
   mpjax generate --input prompts.jsonl --output results.jsonl
 
@@ -110,6 +110,7 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
+    speculate: options.Speculate = None,
     batch_size: Annotated[
         int, typer.Option("--batch", min=1, help="The most prompts to generate at a time.")
     ] = 64,
@@ -134,17 +135,19 @@ def command(
             f"{few[0].place} asks for at most {few[0].max_new_tokens} new tokens",
             param_hint="--min-new-tokens",
         )
+    _check_speculate(speculate, is_one=len(requests) == 1 and not as_json)
     sampling = options.sampling_options(
         temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
     )
     lm = options.load(model, precision, dtype, max_positions, devices)
+    proposer = options.parse_speculate(speculate)
     common: dict[str, Any] = {"sampling": sampling, "stop": stop or ()}
 
     import mpjax
 
     if len(requests) == 1 and not as_json:
         text = str(requests[0].prompt)
-        settings = {"max_new_tokens": max_new_tokens, "seed": seed, **common}
+        settings = {"max_new_tokens": max_new_tokens, "seed": seed, "speculate": proposer, **common}
         _show_one(lambda: mpjax.stream(lm, text, **settings), text if echo else "")
         return
     begin = time.perf_counter()
@@ -197,6 +200,16 @@ def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
     return "".join(output.to_json(result) + "\n" for result in results)
 
 
+def _check_speculate(speculate: str | None, *, is_one: bool) -> None:
+    """Raises for --speculate with prompts that an engine generates."""
+    if speculate is not None and not is_one:
+        raise typer.BadParameter(
+            "several prompts, and results in JSON, come from an engine, which does not speculate: "
+            "give one prompt, or call mpjax.generate(..., speculate=...)",
+            param_hint="--speculate",
+        )
+
+
 def _check_output(file: Path, input: Path | None) -> None:
     """Raises, before anything is generated, if the results could not be written to `file`."""
     from mpjax.atomic_write import require_writable
@@ -245,6 +258,8 @@ def _summary(generation: Generation, warm_up: float) -> str:
     )
     if len(tokens) > 1:
         line += f", {generation.tokens_per_second:,.1f} tokens/s"
+    if generation.speculation is not None:
+        line += f", {generation.speculation}"
     return f"{line} (warm-up {warm_up:.1f} s)"
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
     from mpjax.precision import Precision
     from mpjax.sampling import Sampling
+    from mpjax.speculation.proposer import Proposer
 
 SOURCE_HELP = (
     "Folder of a Hugging Face checkpoint, GGUF file, folder that `mpjax convert` wrote, or hub id "
@@ -91,6 +92,19 @@ Stop = Annotated[
     ),
 ]
 
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="ngram:4:3",
+        help="Propose tokens and verify several at a time: ngram:4:3 proposes the 4 tokens that "
+        "followed the last 3 before, for texts that repeat themselves; draft:4:FOLDER_OR_ID 4 "
+        "tokens of a smaller model with the same vocabulary (with @W4A16KV8 behind it in this "
+        "precision). The text stays the same, or has the same distribution.",
+        show_default=False,
+    ),
+]
+
 
 def parse_precision(text: str) -> Precision:
     """Parses a precision; a text that can't be read is wrong usage of --precision."""
@@ -100,6 +114,18 @@ def parse_precision(text: str) -> Precision:
         return Precision.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--precision") from error
+
+
+def parse_speculate(text: str | None) -> Proposer | None:
+    """The proposer of --speculate, whose draft model is loaded; None without the option."""
+    from mpjax.speculation.spelling import parse
+
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--speculate") from error
 
 
 def sampling_options(

@@ -169,6 +169,7 @@ class Planner:
         self._slots = list(range(sizes.slots - 1, -1, -1))
         self._has_read = False  # whether the last program read prompts
         self._has_more = False  # whether it left some for which there is room
+        self._left: list[tuple[int, list[int]]] = []
         self.preemptions = 0
         self.prompt_tokens = 0  # of rows that were given a slot
         self.shared_tokens = 0  # of them, those in pages of other rows
@@ -188,12 +189,25 @@ class Planner:
             "shorten the prompt, ask for fewer, or give the engine more cache_memory"
         )
 
-    def remove(self, row: Row) -> list[int]:
-        """Ends a row, wherever it is; returns the pages that it owned."""
+    def remove(self, row: Row, *, is_finite: bool = True) -> None:
+        """Ends a row, wherever it is.
+
+        is_finite: whether all that it has computed is known to be finite, also by programs whose
+            results are not read yet.
+        """
         if row.slot is None:
             self._take_from_waiting(row)
-            return []
-        return self._leave(row)
+        else:
+            self._leave(row, is_finite=is_finite)
+
+    def take_left(self) -> list[tuple[int, list[int]]]:
+        """Slots and pages that were left with numbers that may be NaN, each told once.
+
+        They have to be cleared before the next program, whose rows may own them: masked reads
+        multiply such numbers by zero, which gives NaN.
+        """
+        left, self._left = self._left, []
+        return left
 
     def plan(self) -> Extend | Decode | None:
         """The next program, or None if there is nothing to do before results are known."""
@@ -343,18 +357,20 @@ class Planner:
 
     def _preempt(self, row: Row) -> None:
         """Sends a row back to those that wait; what it has drawn is read again later."""
-        self._leave(row)
+        self._leave(row, is_finite=False)
         self.submit(row)
         self.preemptions += 1
 
-    def _leave(self, row: Row) -> list[int]:
+    def _leave(self, row: Row, *, is_finite: bool) -> None:
         assert row.slot is not None
         self.running.remove(row)
         self._slots.append(row.slot)
-        pages = row.pages
-        self.pool.release(pages)
+        self.pool.release(row.pages)
+        if not is_finite:
+            # Pages that others find or own are finite: `learn` has published them.
+            own = [page for page in row.pages if page != NOWHERE and self.pool.is_free(page)]
+            self._left.append((row.slot, own))
         row.slot, row.pages, row.length, row.target = None, [], 0, 0
-        return pages
 
     # -- pages
 

@@ -289,7 +289,7 @@ def clear(
     slot: jax.Array,
     mesh: jax.sharding.Mesh | None = None,
 ) -> EngineState:
-    """Sets pages and the residual of a slot to zero, which a row of NaN has left.
+    """Sets pages and the residual of a slot to zero, in which a row may have left NaN.
 
     pages: int32 [any number]. slot: int32 scalar. mesh: the devices among which the KV heads are
         divided (static).

@@ -11,6 +11,7 @@ import numpy as np
 from mpjax.engine import filling
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, PromptLogprobs, Scores
+from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
@@ -50,18 +51,16 @@ class Runner:
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
             is_late = before is not None and before.drawn.tokens.is_ready()
+            self._clear(self.planner.take_left())
             pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
             self.late_steps += is_late
         self._pending = pending
         return [] if before is None else self._read(before)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
-        """Ends a request, and clears what it has left in the cache if that is NaN."""
-        try:
-            self._end(request, reason, error)
-        finally:  # whoever waits for the request hears of its end, whatever fails here
-            event = request.handle.report([])
-        return event
+        """Ends a request before the device has, so that it may leave NaN behind in the cache."""
+        self._end(request, reason, error, is_finite=False)
+        return request.handle.report([])
 
     def free(self) -> None:
         """Frees the cache; no step may follow. Nothing happens the second time."""
@@ -122,7 +121,8 @@ class Runner:
         self.planner.learn(row, tokens[:taken])
         if handle.has_stopped or is_ended:
             is_stop = handle.has_stopped or handle.tokens[-1] in request.settings.stop_ids
-            self._end(request, "stop" if is_stop else "length")
+            # At a stop string the device goes on until it hears of it.
+            self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
         return handle.report(tokens[:taken])
 
     def _keep_scores(self, pending: _Pending) -> None:
@@ -144,19 +144,19 @@ class Runner:
             if piece.is_last:
                 handle.prompt_logprobs = PromptLogprobs.join(request.scores, len(handle.prompt))
 
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        row, slot = request.row, request.row.slot
+    def _end(
+        self, request: Request, reason: str, error: Exception | None = None, *, is_finite: bool
+    ) -> None:
         del self.requests[request.handle]
         request.handle.finish(reason, error)
-        pages = self.planner.remove(row) if row.is_known else []
-        if isinstance(error, NotFiniteError) and slot is not None:
-            self._clear(pages, slot)
+        if request.row.is_known:
+            self.planner.remove(request.row, is_finite=is_finite)
 
-    def _clear(self, pages: Sequence[int], slot: int) -> None:
-        own = [page for page in pages if self.planner.pool.is_free(page)]
-        padded = np.zeros(self._state.tables.shape[1], np.int32)
-        padded[: len(own)] = own
-        self._state = self.programs.clear(self._state, padded, np.int32(slot))
+    def _clear(self, left: Sequence[tuple[int, list[int]]]) -> None:
+        for slot, pages in left:
+            padded = np.full(self._state.tables.shape[1], NOWHERE, np.int32)
+            padded[: len(pages)] = pages
+            self._state = self.programs.clear(self._state, padded, np.int32(slot))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from mpjax.quantization.linears import quantize_map
 from mpjax.quantization.methods import SCALINGS
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
+from mpjax.quantization.scaling import Reader, of_each_expert
 from mpjax.quantization.statistics import Statistics
 from mpjax.quantization.text import Windows
 
@@ -104,18 +105,7 @@ def quantize_layer(
     """
     layer = nnx.clone(layer)  # with variables of its own, which folds change in place
     for fold in places:
-        rule = rules[fold.target]
-        if not rule.weights.is_packed:
-            continue
-        for name in rule.method.scalings:
-            scales = SCALINGS[name](
-                _wide(folds.linear_of(layer, fold.target)),
-                found[fold.target],
-                rule.weights,
-                fold=fold,
-            )
-            folds.apply(layer, fold, scales)
-            found[fold.target] = found[fold.target] / scales
+        _scale(layer, found, rules, fold)
     orders = reorder(layer, found, rules, places)
     errors = {}
     for path, rule in rules.items():
@@ -130,6 +120,28 @@ def quantize_layer(
             _replace(layer, path, quantized)
     _set_widths(layer, rules, errors)
     return layer
+
+
+def _scale(
+    layer: DecoderLayer, found: dict[str, Statistics], rules: Mapping[str, Rule], fold: Fold
+) -> None:
+    """Folds the scales of the target's method; the error of all readers that are packed counts."""
+    linear_readers = [path for path in fold.readers if path in rules]
+    packed = [path for path in linear_readers if rules[path].weights.is_packed]
+    if fold.target not in packed:
+        return
+    for name in rules[fold.target].method.scalings:
+        readers = [
+            Reader(_wide(folds.linear_of(layer, path)), found[path], rules[path].weights)
+            for path in packed
+        ]
+        if folds.is_of_experts(layer, fold):
+            scales = of_each_expert(SCALINGS[name], readers[0])
+        else:
+            scales = SCALINGS[name](*readers, fold=fold)
+        folds.apply(layer, fold, scales)
+        for path in linear_readers:
+            found[path] = found[path] / scales
 
 
 def reorder(

@@ -52,6 +52,14 @@ def test_engine(printed):
     assert int(shared) > 0
 
 
+@pytest.mark.sweep
+def test_speculation(printed):
+    text = printed("speculation.py")
+    steps = re.findall(r"(Ngram|Draft): ([\d.]+) tokens/step, .* accepted, same text: True", text)
+    assert [name for name, _ in steps] == ["Ngram", "Draft"]
+    assert all(float(number) > 1.3 for _, number in steps)
+
+
 def test_kernels(printed):
     text = printed("kernels.py")
     assert "1048576 bytes become 278528" in text

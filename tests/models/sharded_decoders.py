@@ -34,6 +34,7 @@ EXPERTS = ExpertsSpec(
     shared_gate=True,
 )
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+IN_ACT_ORDER = " in act-order"
 SHAPE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256}
 # Number of devices, what differs from SHAPE, the format of linear maps, and that of the cache.
 CASES = (
@@ -45,6 +46,7 @@ CASES = (
     (2, {"num_kv_heads": 1, "num_heads": 2, "head_dim": 64}, "liquid4:g64/int8", "KV2"),
     (4, {}, "float8:gK/float8", "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
+    (2, {"mlp": EXPERTS}, "uint4:g32 in act-order", "KV16"),
     (2, {"hidden_size": 128, "head_dim": 64, "intermediate_size": 512}, "int4:g128", "KV16"),
 )
 
@@ -86,10 +88,19 @@ _quantize = jax.jit(quantize, static_argnums=1)  # op by op takes longer to comp
 def quantize_all(model: Decoder, format: str) -> None:
     for place in model.linear_places(model.config):
         for linear in place.parts(model):
-            kernel = _quantize(linear.kernel.get_value(), format)
+            kernel = _quantize(linear.kernel.get_value(), format.removesuffix(IN_ACT_ORDER))
+            if format.endswith(IN_ACT_ORDER) and "experts" in place.path:
+                kernel = with_orders(kernel)
             if format == "int4:g128":
                 kernel = with_blocks(kernel, is_ordered=place.path.endswith("output"))
             linear.kernel = Packed(kernel)
+
+
+def with_orders(kernel: QuantizedTensor) -> QuantizedTensor:
+    """A stack of kernels, each with input channels in another order."""
+    rng, (experts, channels, _) = np.random.default_rng(6), kernel.shape
+    orders = np.stack([rng.permutation(channels) for _ in range(experts)]).astype(np.int32)
+    return dataclasses.replace(kernel, permutation=jnp.asarray(orders))
 
 
 def with_blocks(kernel: QuantizedTensor, *, is_ordered: bool) -> QuantizedTensor:

@@ -62,6 +62,45 @@ def test_queries_keys_and_values_are_cut_each_by_itself(joint, count):
         np.testing.assert_array_equal(part.bias, expected.bias)
 
 
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("count", "numbers"), [(2, (1,)), (4, (0, 1)), (8, (6, 7))])
+def test_shares_of_windows_are_those_of_whole_maps(joint, count, numbers):
+    found = division(count)
+    whole = [Part(random(64, outputs), random(outputs)) for _, outputs in QKV.shapes]
+    windows = found.windows(QKV, numbers)
+    read = [
+        Part(part.kernel[:, begin:end], part.bias[begin:end])
+        for part, (_, begin, end) in zip(whole, windows, strict=True)
+    ]
+    if joint:
+        read, whole = [joined(read)], [joined(whole)]
+    for number in numbers:
+        share = found.cut_linears(QKV, read, number, windows)
+        expected = found.cut_linears(QKV, whole, number)
+        for part, other in zip(share, expected, strict=True):
+            np.testing.assert_array_equal(part.kernel, other.kernel)
+            np.testing.assert_array_equal(part.bias, other.bias)
+
+
+def joined(parts: list[Part]) -> Part:
+    kernel = np.concatenate([part.kernel for part in parts], -1)
+    return Part(kernel, np.concatenate([part.bias for part in parts]))
+
+
+def test_windows_of_rows_and_of_a_table():
+    found, kernel = division(4), random(128, 64)
+    [window] = found.windows(DOWN, (2, 3))
+    assert window == (True, 64, 128)
+    [part] = found.cut_linears(DOWN, [Part(kernel[64:])], 2, [window])
+    np.testing.assert_array_equal(part.kernel, kernel[64:96])
+    embedding, norm, *_ = Decoder.array_places(CONFIG)
+    table, rows = random(50, 64), found.rows(embedding, (2, 3))
+    assert rows == (False, 26, 50)
+    share = found.cut_array(embedding, table[26:], 3, rows.begin)
+    np.testing.assert_array_equal(share, found.cut_array(embedding, table, 3))
+    assert found.rows(norm, (2, 3)) is None
+
+
 def test_the_first_share_has_the_first_heads_of_queries_keys_and_values():
     kernel = np.broadcast_to(np.arange(256, dtype=np.float32), (64, 256))  # 4, 2 and 2 heads
     [share] = division(2).cut_linears(QKV, [Part(kernel, None)], 0)
@@ -133,6 +172,10 @@ def test_maps_that_files_hold_as_one_are_cut_each_by_itself(path):
     ends = np.cumsum([outputs for _, outputs in apart.shapes])[:-1]
     halves = [np.split(each, 2, 1) for each in np.split(whole, ends, 1)]
     shares = [found.cut_linears(joint, [Part(whole)], number) for number in range(2)]
+    [window] = found.windows(joint, (1,))
+    assert window.begin > 0
+    [part] = found.cut_linears(joint, [Part(whole[:, window.begin :])], 1, [window])
+    np.testing.assert_array_equal(part.kernel, shares[1][0].kernel)
     for number, [share] in enumerate(shares):
         expected = np.concatenate([each[number] for each in halves], 1)
         np.testing.assert_array_equal(share.kernel, expected)

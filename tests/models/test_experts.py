@@ -56,8 +56,24 @@ def test_the_maps_and_arrays_of_a_layer():
     }
     assert SPEC.routing == Routing(2, renormalize=False)
     assert SPEC.gate == Gate(2.0, 1.5)
-    folds = LayerSpec(CONFIG.layers[0].attention, SPEC).folds(CONFIG)
-    assert "mlp_norm" not in {fold.source for fold in folds}  # the router reads it, too
+
+
+def test_all_that_reads_the_norm_has_its_scales():
+    layer = LayerSpec(CONFIG.layers[0].attention, SPEC)
+    [norm] = [fold for fold in layer.folds(CONFIG) if fold.source == "mlp_norm"]
+    assert norm.readers == (
+        "mlp.experts.gate_up",
+        "mlp.router",
+        "mlp.shared.gate_up",
+        "mlp.shared_gate",
+    )
+    assert layer.writers(CONFIG)[1:] == ("mlp.experts.down", "mlp.shared.down")
+
+
+def test_experts_whose_gate_limits_up_have_no_fold_with_it():
+    plain = dataclasses.replace(SPEC, gate_limit=None)
+    targets = [[fold.target for fold in spec.folds(CONFIG)] for spec in (SPEC, plain)]
+    assert targets == [["shared.down"], ["experts.down", "shared.down"]]
 
 
 def test_bytes_of_a_token_count_all_of_its_experts():

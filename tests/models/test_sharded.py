@@ -12,6 +12,7 @@ import pytest
 from mpjax.models import Decoder
 from mpjax.models.registry import FAMILIES
 from mpjax.models.sharded import ShardedDecoder
+from tests.models import sharded_families
 from tests.models.sharded_decoders import CASES, divide, require_same_arrays
 from tests.models.small import small_config, small_model
 
@@ -70,6 +71,16 @@ def test_whole_sequences_are_read(divided):
     tokens = np.array([[1, 2, 3]])
     expected = small_model(small_config((None,)))(tokens)
     np.testing.assert_allclose(divided(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_over_all_heads_is_that_of_all_devices():
+    model = sharded_families.build("Olmo2ForCausalLM")
+    divided = divide(model, 1)
+    norms = divided.share.layers[0].attention
+    assert (norms.joint_axis, norms.joint_channels) == ("model", (4 * 32, 2 * 32))
+    assert model.layers[0].attention.joint_axis is None
+    tokens = np.array([[1, 2, 3]])
+    np.testing.assert_allclose(divided(tokens), model(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_arguments_are_checked_as_by_any_decoder(divided):

@@ -143,6 +143,19 @@ def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
     assert found[0] == found[1]
 
 
+def require_quantised_and_exported_alike(folder: Path) -> None:
+    """Layers that are quantised one by one for two devices, and what an export makes of them."""
+    recipe, files = mpjax.Recipe.of("W4g32A16KV8", "rtn"), []
+    source = write(folder / "plain", "qwen2", None)  # which has biases
+    whole, *others = (mpjax.quantize(source, recipe, devices=n, progress=False) for n in (1, 2, 3))
+    for number, lm in enumerate((whole, *others)):
+        mpjax.export(lm, folder / f"{number}", progress=False)
+        files.append((folder / f"{number}" / "model.safetensors").read_bytes())
+        if number:
+            require_same_arrays(whole.model, lm.model.whole())
+    assert files[0] == files[1] == files[2]
+
+
 def require_greedy_tokens_of_one_device(precision: str, *counts: int) -> None:
     """The bundled model, whose rows of 8 bits all devices round with one scale."""
     given = {"precision": precision, "dtype": "float32", "progress": False}
@@ -195,6 +208,7 @@ if __name__ == "__main__":
     if cases is MANY:
         require_the_engine_draws_the_same(*pair)
         require_comparisons_of_the_vocabulary()
+        require_quantised_and_exported_alike(Path(sys.argv[1]) / "quantised")
         require_greedy_tokens_of_one_device("W8A8KV16", 4)
         require_greedy_tokens_of_one_device("W4A8KV16", 2, 8)
         require_greedy_tokens_of_one_device("WFP8AFP8KV16", 2)

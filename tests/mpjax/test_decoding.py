@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax import decoding
+from mpjax import decoding, decoding_state
 from mpjax.bench.random_model import random_model
-from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
+from mpjax.decoding import decode, generate_tokens, jit_decode, jit_prefill, prefill
+from mpjax.decoding_state import Limits
 from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.models import DecoderConfig, Llama, llama_layers
 from mpjax.random_keys import row_keys
@@ -162,7 +163,7 @@ def test_each_row_may_have_a_minimum_of_its_own(run):
 def test_stop_tokens_that_are_held_back_count_in_logprobs(run, prompts, full_logits):
     logits = full_logits(prompt(prompts, 0))
     ranked = np.argsort(-logits)
-    stops = ranked[: decoding.STOP_IDS]
+    stops = ranked[: decoding_state.STOP_IDS]
     expected = log_softmax(logits)
     without = -np.log1p(-np.exp(expected[stops]).sum())
     assert without > 1e-2, "the stop tokens are too unlikely to be missed: choose more"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from mpjax import decoding
+from mpjax import decoding, decoding_state
 from mpjax.decoding import generate_tokens
 from mpjax.kernels import KVFormat
 from mpjax.random_keys import row_keys
@@ -59,7 +59,7 @@ def test_what_is_not_given_has_a_default(tiny, given_to_prefill):
 
 def stop_tokens(limits):
     """The stop tokens that a vocabulary can have."""
-    assert len(limits.stop_ids) % decoding.STOP_IDS == 0
+    assert len(limits.stop_ids) % decoding_state.STOP_IDS == 0
     return set(limits.stop_ids.tolist()) - {2**31 - 1}
 
 

@@ -40,16 +40,19 @@ def stream(**arguments: Any) -> str:
 def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Calls that are right, by name."""
     of_text = {"max_new_tokens": 2, "sampling": None, "stop": "zz"}
+    speculated = of_text | {"speculate": mpjax.Ngram()}
     of_tokens = {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
     calibrated = dataclasses.replace(lm, kv_format=KVFormat("8s"))
     rounded = mpjax.quantize(lm, mpjax.Recipe.of("WNF2A32KV16", "rtn"))
     return {
-        "generate": (mpjax.generate, {"lm": lm, "prompts": "x ="} | of_text),
-        "stream": (stream, {"lm": lm, "prompt": "x ="} | of_text),
+        "generate": (mpjax.generate, {"lm": lm, "prompts": "x ="} | speculated),
+        "stream": (stream, {"lm": lm, "prompt": "x ="} | speculated),
         "generate_tokens": (
             mpjax.generate_tokens,
-            of_tokens | {"sampling": None, "kv_format": "KV16"},
+            of_tokens | {"sampling": None, "kv_format": "KV16", "speculate": None},
         ),
+        "Ngram": (mpjax.Ngram, {"k": 4, "n": 3}),
+        "Draft": (mpjax.Draft, {"lm": lm, "k": 4}),
         "the fields of a Sampling": (
             lambda **fields: mpjax.generate_tokens(**of_tokens, sampling=fields),
             {"min_new_tokens": 0, "stop_ids": [1], "repetition_penalty": 1.1},
@@ -104,6 +107,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
         *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
+        *("Ngram", "Draft"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

@@ -66,12 +66,13 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     assert found.format == format
     assert_same(found.codes, plain.codes.astype(code_kinds.of(format).code_dtype))
     assert_same(found.scales, plain.scales)
-    assert_same(tensor.zeros()[: len(plain.scales)], plain.zero_points())
+    zeros = plain.zero_points()
+    assert_same(tensor.zeros()[: len(zeros)], zeros)
     expected = {"zeros": plain.zeros, "channel_scales": plain.channel_scales, "table": plain.table}
     for name, array in (expected | {"permutation": permutation}).items():
         assert (getattr(found, name) is None) == (array is None)
         if array is not None:
-            dtype = {"permutation": np.int32, "zeros": np.uint16}.get(name, array.dtype)
+            dtype = {"permutation": np.int32, "zeros": zeros.dtype}.get(name, array.dtype)
             assert_same(getattr(found, name), array.astype(dtype))
     assert tensor.scale_dtype == plain.scales.dtype.name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
 
 import jax
 
@@ -28,6 +28,20 @@ class TensorSpec(Protocol):
 Specs = Mapping[str, TensorSpec]  # a module's tensors, or their descriptions, by suffix
 
 
+class Axis(NamedTuple):
+    """An axis of a tensor, each of whose entries belongs to so many channels."""
+
+    number: int
+    channels: int = 1
+
+
+class Axes(NamedTuple):
+    """The axes of a tensor along the input and the output channels; None where it has none."""
+
+    inputs: Axis | None = None
+    outputs: Axis | None = None
+
+
 class Scheme(abc.ABC):
     """The way in which a checkpoint stores its quantised linear maps.
 
@@ -44,6 +58,8 @@ class Scheme(abc.ABC):
         Python, such as the order of the channels.
     dequantizes_tables: whether embedding and head may be quantised too; they are dequantised.
     decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
+    order_suffix: of the tensor that gives the group of each input channel, if there is one.
+    shape_suffix: of the tensor that holds the shape [output, input channels], if there is one.
     layouts: names of the forms of the format that `mpjax.export` writes.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
         `uint4:sym` for codes that are all symmetric.
@@ -57,6 +73,8 @@ class Scheme(abc.ABC):
     on_host: ClassVar[tuple[str, ...]] = ()
     dequantizes_tables: ClassVar[bool] = False
     decoding_bytes: ClassVar[int] = 2
+    order_suffix: ClassVar[str | None] = None
+    shape_suffix: ClassVar[str | None] = None
     layouts: ClassVar[tuple[str, ...]] = ()
     default_for: ClassVar[tuple[str, ...]] = ()
 
@@ -102,6 +120,15 @@ class Scheme(abc.ABC):
     def weights(self) -> WeightFormat:
         """The weight format of most modules on the device; `format` gives that of each module."""
 
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """`weights`, of each of the schemes that a checkpoint mixes."""
+        return (self.weights,)
+
+    def of_module(self, name: str) -> Scheme:
+        """The scheme of one module: this one, but where a checkpoint mixes several."""
+        return self
+
     @abc.abstractmethod
     def format(self, name: str, channels: int) -> WeightFormat:
         """The weight format of one module on the device.
@@ -131,6 +158,14 @@ class Scheme(abc.ABC):
         (`convert.py`) turns both into the form that `pack` takes. Raises CheckpointError as `check`
         does, and for values that contradict config.json or are not finite.
         """
+
+    def axes(self, name: str) -> Mapping[str, Axes]:
+        """The axes of a module's tensors, by suffix, along which some channels can be read alone.
+
+        Empty where a module can only be decoded as a whole. Channels of a group, and those of a
+        word, are decoded together.
+        """
+        return {}
 
     def dequantize(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
@@ -168,6 +203,11 @@ class Scheme(abc.ABC):
     @property
     def has_cache_scales(self) -> bool:
         """Whether the checkpoint also has scales for an FP8 cache."""
+        return False
+
+    @property
+    def may_lack_cache_scales(self) -> bool:
+        """Whether the scales may be missing, although config.json says that there are some."""
         return False
 
     @classmethod

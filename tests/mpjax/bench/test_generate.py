@@ -13,7 +13,7 @@ import pytest
 import mpjax
 from mpjax.bench import generate, measure
 from mpjax.bench.random_model import random_model
-from mpjax.decoding import STRIDE
+from mpjax.decoding_state import STRIDE
 from mpjax.kernels import KVFormat, device
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import Qwen3
@@ -79,8 +79,10 @@ def test_decoding_that_disagrees_with_reading_fails():
         ({"precisions": ("W8A16KV8",), "from_disk": True}, "W8A16KV8: the checkpoint on disk"),
         ({"batches": (1, 0)}, "positive"),
         ({"new": 1}, "two new ones"),
+        ({"speculate": (4, 0)}, "speculate: k is 0: expected a whole number from 1 to 32"),
         ({"prompts": (5, 0)}, "one prompt token"),
         ({"devices": (1, 4096)}, "devices is 4096, and JAX sees"),
+        ({"piece_tokens": 4}, "prompts have 6 tokens, which pieces of 4 don't divide"),
     ],
 )
 def test_what_can_not_be_measured(arguments, message):
@@ -117,6 +119,7 @@ def quick(take, monkeypatch):
 
 def test_a_case_is_measured_and_checked(quick):
     [row] = generate.run(sweep())
+    assert row["speculation"] == []
     assert generate.failures([row]) == []
     assert row["peak_bytes"] == 20
     assert row["layers"] == 1
@@ -131,6 +134,12 @@ def test_a_case_is_measured_and_checked(quick):
     assert 0 < row["time_to_first_token_seconds"] < row["prefill_seconds_with_compilation"]
     assert row["logprob_difference"] < 0.2
     assert row == generate.figures(row)
+
+
+def test_a_prompt_is_read_in_pieces(quick):
+    [row] = generate.run(sweep(batches=(2,), piece_tokens=3))
+    assert (row["piece_tokens"], row["batch"]) == (3, 2)
+    assert row["logprob_difference"] < 0.2
 
 
 @pytest.mark.parametrize(
@@ -192,6 +201,21 @@ def test_the_state_of_a_filled_case_decodes_on_from_its_context():
     assert state.counts.tolist() == [4, 4]
 
 
+def test_steps_of_speculation_begin_behind_the_prompt(quick, monkeypatch):
+    seen = []
+
+    def costs(model, tokens, limits, k, act):
+        act(lambda state: seen.append((tokens.shape, limits.room, state.cache.lengths)) or state)
+        return {"k": k}
+
+    monkeypatch.setattr(generate.speculation, "step_costs", costs)
+    [row] = generate.run(sweep(speculate=(2, 3)))
+    assert row["speculation"] == [{"k": 2}, {"k": 3}]
+    assert [(shape, room, lengths.tolist()) for shape, room, lengths in seen] == [
+        ((1, 6), 4, [6])
+    ] * 2
+
+
 def test_long_texts_are_not_checked(quick, monkeypatch):
     monkeypatch.setattr(generate, "CHECKED_TOKENS", 9)
     [row] = generate.run(sweep())
@@ -216,8 +240,8 @@ def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
     monkeypatch.setattr(generate, "_load", load)
     left = ("precision", "batch", "load_seconds", "layers")
 
-    def measured(lm, batch, prompt, new, is_read):
-        seen = (str(lm.kv_format), batch, prompt, new, is_read)
+    def measured(lm, case):
+        seen = (str(lm.kv_format), *case)
         return {key: value for key, value in generate_row(seen=seen).items() if key not in left}
 
     monkeypatch.setattr(generate, "_measure", measured)
@@ -229,7 +253,7 @@ def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
         itertools.product(chosen.precisions, chosen.batches, chosen.prompt_tokens)
     )
     assert all(row["seen"][0] in row["precision"] for row in rows)
-    assert all(row["seen"][3:] == (4, True) for row in rows)
+    assert all(row["seen"][3:] == (4, True, None, ()) for row in rows)
     assert all(row["load_seconds"] == 3.0 for row in rows)
     assert rows[2]["decode_tokens_per_second"] == pytest.approx(1500.0)
 

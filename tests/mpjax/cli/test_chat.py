@@ -61,13 +61,17 @@ def test_the_conversation_is_remembered_until_it_is_reset(talk, heard):
 
 
 def test_options_are_passed_on(talk, heard):
-    talk("one\n", "--temperature", "0.5", "--seed", "7", "--stop", "x", "--stop", "y")
+    talk(
+        *("one\n", "--temperature", "0.5", "--seed", "7", "--stop", "x", "--stop", "y"),
+        *("--speculate", "ngram:5"),
+    )
     [(_, options)] = heard
     assert options == {
         "max_new_tokens": 16,
         "sampling": mpjax.Sampling(temperature=0.5),
         "stop": ["x", "y"],
         "seed": 7,
+        "speculate": mpjax.Ngram(5),
     }
 
 

@@ -46,6 +46,17 @@ def test_stdout_is_the_text_and_stderr_the_speed(run, expected):
     assert "tokens/s" in result.stderr
 
 
+def test_speculation_changes_the_speed_alone(run, expected):
+    result = run("def f", *HOT_OPTIONS, "--speculate", "ngram:3:1")
+    assert result.exit_code == 0
+    assert result.stdout == expected
+    assert re.search(r"tokens/s, [\d.]+ tokens/step, \d+% of \d+ proposed tokens", result.stderr)
+    for more in (["import"], ["--json"]):
+        result = run("def f", *more, "--speculate", "ngram")
+        assert result.exit_code == 2
+        assert "an engine, which does not speculate" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
 def test_prompts_from_stdin_and_files(run, expected, tmp_path):
     assert run("-", *HOT_OPTIONS, input="def f\n").stdout == expected
     file = tmp_path / "prompt"

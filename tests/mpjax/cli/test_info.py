@@ -162,8 +162,7 @@ def test_what_can_not_run_is_described(tmp_path):
 
 def test_a_gguf_file_and_what_is_rounded(tmp_path, rng):
     path = write_llama(tmp_path / "m.gguf", rng)
-    found = json.loads(run(path, "--json").stdout)
-    assert found["rounded"].startswith("Q4_1, Q5_1 to W8g32: by about 1/400 of the range")
+    assert json.loads(run(path, "--json").stdout)["rounded"] is None
     path.write_bytes(path.read_bytes()[:-500])
     result = run(path)
     assert (result.exit_code, "is truncated" in result.stderr) == (1, True)

@@ -14,6 +14,13 @@ def test_a_precision_that_can_not_be_read_is_wrong_usage():
         options.parse_precision("W3")
 
 
+def test_a_proposer_that_can_not_be_read_is_wrong_usage():
+    assert options.parse_speculate(None) is None
+    assert options.parse_speculate("ngram:5").k == 5
+    with pytest.raises(typer.BadParameter, match="speculate is 'fast': expected ngram"):
+        options.parse_speculate("fast")
+
+
 def test_sampling_values_out_of_range_are_wrong_usage():
     found = options.sampling_options(0.7, 5, 0.9, 0.1, 1.1)
     assert found == mpjax.Sampling(0.7, 5, 0.9, 0.1, 1.1)

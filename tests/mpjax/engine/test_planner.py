@@ -31,6 +31,7 @@ class Device:
         self.pending: list = []
         self.finished: list[Row] = []
         self.order: list[Row] = []
+        self.uncertain: set[tuple[int, int]] = set()  # written by rows that left early
 
     def text(self, row):
         """All tokens that the row would say; those of rows that `ends` names end earlier."""
@@ -57,6 +58,7 @@ class Device:
             )
 
     def run(self, plan):
+        self.clear()
         if isinstance(plan, Extend):
             assert 0 < len(plan.pieces) <= self.sizes.sequences
             assert sum(piece.end - piece.start for piece in plan.pieces) <= self.sizes.chunk
@@ -91,6 +93,12 @@ class Device:
             results.append((row, row.runs, drawn, count))
         return results
 
+    def clear(self):
+        for _, pages in self.planner.take_left():
+            for place in [place for place in self.content if place[0] in pages]:
+                del self.content[place]
+                self.uncertain.discard(place)
+
     def read(self, results):
         for row, runs, drawn, count in results:
             if row.slot is None or row.runs != runs:
@@ -112,7 +120,21 @@ class Device:
         before, self.pending = self.pending, results or []
         self.read(before)
         self.require_order()
+        self.require_clear()
         return plan
+
+    def require_clear(self):
+        """No row owns what another has left that may be NaN, but before the next program."""
+        told = {page for _, pages in self.planner._left for page in pages}
+        held = {page for row in self.planner.running for page in row.pages}
+        assert not {page for page, _ in self.uncertain} & (held - told)
+
+    def leave(self, row):
+        """Cancels a row, which may have written NaN to pages that nobody else finds."""
+        pages = set(row.pages) - {NOWHERE}
+        self.planner.remove(row, is_finite=False)
+        free = {page for page in pages if self.planner.pool.is_free(page)}
+        self.uncertain |= {place for place in self.content if place[0] in free}
 
     def require_order(self):
         """What holds after each step."""
@@ -287,9 +309,14 @@ def test_a_row_that_waits_or_runs_can_be_removed():
     first, second = row(0), row(1)
     planner.submit(first)
     planner.submit(second)
-    assert planner.remove(second) == []
+    planner.remove(second, is_finite=False)
+    assert planner.take_left() == []
     planner.plan()
-    assert len(planner.remove(first)) == 3
+    slot, pages = first.slot, list(first.pages)
+    assert len(pages) == 3
+    planner.remove(first, is_finite=False)
+    assert planner.take_left() == [(slot, pages)]
+    assert planner.take_left() == []
     assert planner.plan() is None
     assert planner.pool.available == 8
 
@@ -368,7 +395,7 @@ def test_any_trace(trace):
                 if when <= clock:
                     del cancelled[one]
                     if one.slot is not None or one in device.planner.waiting:
-                        device.planner.remove(one)
+                        device.leave(one)
                         device.finished.append(one)
                         one.most = -1
 

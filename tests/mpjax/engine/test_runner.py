@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from mpjax.finite import NotFiniteError
 from tests.mpjax.engine.conftest import make_engine
 
 
@@ -40,19 +40,32 @@ def test_results_are_read_a_step_late(runner, submit):
     assert not runner.requests
 
 
-def test_an_end_is_reported_although_the_cache_can_not_be_cleared(tiny, monkeypatch):
+@pytest.mark.parametrize("tokens", [20, 150])
+def test_what_a_row_left_is_cleared_before_the_next_program(tokens, tiny):
+    """It is cancelled while its prompt is read, or while it decodes: it may be NaN by then."""
     with make_engine(tiny) as engine:
-        handle = engine.submit([1, 2, 3])
-        engine.step()
+        runner = engine._runner
+        handle = engine.submit([5] * tokens, max_new_tokens=20)
+        for _ in range(2):
+            engine.step()
+        [request] = runner.requests.values()
+        pages, slot = list(request.row.pages), request.row.slot
+        handle.cancel()
+        assert engine.step()[-1].finish_reason == "cancelled"
+        assert runner.planner._left == [(slot, [page for page in pages if page])]
+        engine.submit([7], max_new_tokens=1).result()
+        assert runner.planner._left == []
+        own = np.array([page for page in pages if page != 0 and runner.planner.pool.is_free(page)])
+        layers = runner._state.layers
+        written = [np.asarray(layer.keys)[own].any() for layer in layers]
+        assert not any(written)
 
-        def fail(*_):
-            raise RuntimeError("the device is lost")
 
-        monkeypatch.setattr(engine._runner, "_clear", fail)
-        [request] = engine._runner.requests.values()
-        with pytest.raises(RuntimeError, match="the device is lost"):
-            engine._runner.end(request, "error", NotFiniteError("request", 0, "float32"))
-        assert handle.finish_reason == "error"
+def test_a_stop_string_lets_the_device_go_on_and_so_is_cleared(tiny):
+    with make_engine(tiny) as engine:
+        text = engine.submit("def f(x):", max_new_tokens=16).result().text
+        engine.submit("def f(x):", max_new_tokens=16, stop=[text[2:4]]).result()
+        assert len(engine._runner.planner._left) == 1
 
 
 def test_what_a_row_said_after_its_end_is_left_out(runner, submit):

@@ -39,7 +39,7 @@ FORMATS = (
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
     *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
-    "int4:g128/int8",
+    *("int4:g128/int8", "affine4:g32", "affine8:g64"),
 )
 # For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
@@ -78,6 +78,8 @@ CASES = [
     ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
+    ("affine4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
+    ("affine8:g64", 40, 320, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
@@ -361,6 +363,8 @@ def test_any_configuration_on_the_gpu(config, rng):
         *(("table4:g64", WarpgroupConfig(16, 4, 2, 4)), ("table3:g64", WarpgroupConfig(16, 3, 2))),
         *(("table3:g64", WarpgroupConfig(16, 4, 2, 2)), ("table3:g32", WarpgroupConfig(16, 2, 1))),
         *(("table2:g64", WarpgroupConfig(16, 2, 2, 2)), ("uint4:g32", WarpgroupConfig(32, 2, 2))),
+        *(("affine4:g32", WarpgroupConfig(rows, 2, 2)) for rows in (8, 32, 128)),
+        ("affine8:g64", WarpgroupConfig(64, 2, 1)),
         *(("int8/int8", WarpgroupConfig(256, 3, 1)), ("int8/int8", WarpgroupConfig(192, 3, 1))),
         ("liquid4:g64/int8", WarpgroupConfig(16, 4, 2, 2)),
         *(("liquid4:g64/int8", WarpgroupConfig(rows, 3, 1)) for rows in (8, 32, 160)),

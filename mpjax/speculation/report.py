@@ -1,0 +1,40 @@
+"""What speculation has gained, as `generate` reports it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationReport:
+    """Counts of a batch's speculation; lists have an entry for each prompt.
+
+    proposed, accepted: numbers of proposed tokens, and of those that the model accepted.
+    steps: steps of the model in which the row got a token or more.
+    tokens: new tokens of these steps, which is all but each row's first. If a row ends at a stop
+        string, they include those behind it that were generated before the host saw it.
+    """
+
+    proposed: list[int]
+    accepted: list[int]
+    steps: list[int]
+    tokens: list[int]
+
+    @property
+    def acceptance(self) -> float:
+        """The share of proposed tokens that were accepted; 0 where none was proposed."""
+        proposed = sum(self.proposed)
+        return sum(self.accepted) / proposed if proposed else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens of a row for each step of the model, 1 in plain decoding; 0 without a step."""
+        steps = sum(self.steps)
+        return sum(self.tokens) / steps if steps else 0.0
+
+    def __str__(self) -> str:
+        """A part of a sentence."""
+        return (
+            f"{self.tokens_per_step:.2f} tokens/step, {self.acceptance:.0%} of "
+            f"{sum(self.proposed)} proposed tokens accepted"
+        )

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import mpjax
+from benchmarks import speculation
+from mpjax import SpeculationReport
+
+pytestmark = pytest.mark.any_version
+
+
+def generation(tokens, seconds, report=None):
+    return SimpleNamespace(tokens=[tokens], tokens_per_second=1 / seconds, speculation=report)
+
+
+def test_rows_compare_each_proposer_with_plain_decoding(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def generate(lm, prompts, **options):
+        asked.append(options)
+        if "speculate" in options:
+            return generation([1, 2], 0.1, SpeculationReport([4], [3], [2], [5]))
+        return generation([1, 2], 0.4)
+
+    monkeypatch.setattr(mpjax, "generate", generate)
+    file = tmp_path / "rows.json"
+    arguments = ["--speculate", "ngram:4:2", "--temperature", "0.5", "--new-tokens", "9"]
+    assert speculation.main([str(file), *arguments, "--rounds", "1"]) == 0
+    assert asked[0] == {"max_new_tokens": 9, "sampling": {"temperature": 0.5}}
+    assert asked[2] == asked[0] | {"speculate": mpjax.Ngram(4, 2)}
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["repeat", "rename", "prose", "code"]
+    assert [row["repeats"] for row in rows] == [True, True, False, False]
+    assert len(asked) == 4 * (2 + 2)
+    assert rows[0]["speed_up"] == pytest.approx(4)
+    assert (rows[0]["acceptance"], rows[0]["tokens_per_step"]) == (0.75, 2.5)
+    assert rows[0]["proposed_per_step"] == 2
+    assert rows[0]["same_tokens"]
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_a_chat_model_gets_requests():
+    tokenizer = SimpleNamespace(chat_templates={"default": ""})
+    found = speculation.prompts(SimpleNamespace(require_tokenizer=lambda: tokenizer))
+    assert set(speculation.REPEATING) & set(found) == {"edit", "quote", "answer"}
+    assert found["quote"][0]["content"].endswith(speculation.PROSE)

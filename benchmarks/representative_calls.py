@@ -78,6 +78,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
     for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
+    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+        yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -139,6 +141,16 @@ def _experts(text: str, tokens: int) -> Call:
         return kernels.grouped_matmul_terms(gated, down, chosen, weights)
 
     return layer, (x, chosen, weights, gate_up, down)
+
+
+def _expert_mlp(text: str, tokens: int) -> Call:
+    """The layer of `_experts` in one call."""
+    _, (*tokens_and_experts, gate_up, down) = _experts(text, tokens)
+
+    def layer(x: Any, chosen: Any, weights: Any, mlp: Any) -> Any:
+        return kernels.expert_mlp_terms(x, mlp, chosen, weights)
+
+    return layer, (*tokens_and_experts, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:

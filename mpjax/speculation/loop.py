@@ -222,7 +222,7 @@ class _Loop:
         history = put(before.history, new, known, counts)
         own = self.proposer.settle(before.own, known, done.proposed, accepted)
         speculation = Speculation(history, own, jax.tree.map(jnp.add, before.done, done))
-        return dataclasses.replace(end, speculation=speculation)
+        return dataclasses.replace(end, step=end.counts.max(), speculation=speculation)
 
     def read(self, state: DecodingState, proposal: Proposal, alive: jax.Array) -> _Drawn:
         """Reads each row's newest token and its proposed ones, and draws a token behind each."""
@@ -264,5 +264,4 @@ class _Loop:
             counts=begin + counts,
             finished=state.finished | is_stopped | is_full,
             seen=seen,
-            step=jnp.maximum(state.step, (begin + counts).max()),
         )

@@ -13,6 +13,7 @@ from flax import nnx
 
 from mpjax import kernels
 from mpjax.bench.random_model import random_model
+from mpjax.greedy import likeliest
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.attention.shapes import DECODE, AttentionShape
 from mpjax.kernels.gemm.shapes import GemmShape, named
@@ -97,6 +98,7 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"triton {text}", functools.partial(_terms, text)
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
+        yield f"likeliest {rows}", functools.partial(_likeliest, rows)
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
@@ -110,6 +112,10 @@ def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"attention {text} masks", functools.partial(_masked, text)
         for tokens in (1, 512):
             yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
+
+
+def _likeliest(rows: int) -> Call:
+    return likeliest, (Array((rows, 151_936), "float32"),)
 
 
 def _head(rows: int) -> Call:

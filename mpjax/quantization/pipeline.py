@@ -60,11 +60,16 @@ class Stream:
         return cls(states, [windows.is_real for windows in batches], angles)
 
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
-        """The statistics of the inputs of each linear map of a layer, by its path."""
+        """The statistics of the inputs of each linear map of a layer, by its path.
+
+        One batch is under way while another is read. More would each take room on the device, and
+        as much page-locked memory of the host.
+        """
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles[layer.rope], is_real, samples)
+            jax.block_until_ready(found)
             if found is None:
                 found = part
                 continue

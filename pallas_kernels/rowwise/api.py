@@ -26,7 +26,7 @@ from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise import blocks, reference, triton
-from mpjax.kernels.rowwise.hadamard import expected_block, transformed
+from mpjax.kernels.rowwise.hadamard import expected_block, transformed, why_no_room
 from mpjax.kernels.rowwise.reference import Rounding
 
 Implementation = Literal["triton", "reference"]
@@ -168,6 +168,8 @@ def gated(
     reason = _why_not_triton(terms, dtype, rounding)
     if isinstance(rounding, ActivationBlocks) and activation != "silu":
         reason = f"{activation} has no kernel that rounds to blocks"
+    if hadamard is not None and reason is None and (sm := device.compute_capability()) is not None:
+        reason = why_no_room(terms.shape[-1] // 2, hadamard, sm)
     default = "triton" if hadamard is not None and terms.size else _default(terms, rounding)
     if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)

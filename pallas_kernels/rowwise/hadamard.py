@@ -10,7 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
+from mpjax.kernels import device
 from mpjax.kernels.target import current_target
 
 LEAST = 16  # channels of a block: the least side of a tile that tensor cores multiply
@@ -45,6 +47,20 @@ def tile_size(channels: int, block: int) -> int:
     channels: of the row, a power of two.
     """
     return max(channels, LEAST * max(_sides(block)))
+
+
+def why_no_room(channels: int, block: int, capability: float) -> str | None:
+    """The reason why a kernel can't transform a row of so many channels, or None if it can.
+
+    The row passes through shared memory between two products.
+    """
+    needed = 4 * tile_size(pl.next_power_of_2(channels), block)
+    if needed <= (room := device.shared_memory(capability)):
+        return None
+    return (
+        f"Hadamard's transform of {channels} channels takes {needed} bytes of shared memory, and "
+        f"this GPU has {room}"
+    )
 
 
 def transform_tile(wide: jax.Array, block: int) -> jax.Array:

@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.kernels import ActivationBlocks, gated, hadamard, quantize_rows
 from mpjax.kernels.rowwise import reference, triton
-from mpjax.kernels.rowwise.hadamard import LEAST, tile_size, transform_tile
+from mpjax.kernels.rowwise.hadamard import LEAST, tile_size, transform_tile, why_no_room
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import Rows, assert_result, parsed, run
 from tests.sweeps import in_sweep
@@ -131,6 +131,15 @@ def test_lowers(channels, block, lower_for_cuda):
     program = lower_for_cuda(gate, both)
     assert 'name = "gated_silu_hadamard"' in program
     assert "dot_general" in program
+
+
+def test_a_row_passes_through_shared_memory():
+    """An RTX 4090 has 99 KiB, an H100 227."""
+    assert why_no_room(12288, 512, 8.9) is None
+    assert why_no_room(28672, 512, 9.0) is None
+    reason = why_no_room(28672, 512, 8.9)
+    assert reason is not None
+    assert "of 28672 channels takes 131072 bytes of shared memory, and this GPU has" in reason
 
 
 @pytest.mark.gpu

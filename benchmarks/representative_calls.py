@@ -102,6 +102,7 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
+        yield f"hadamard {text}", functools.partial(_hadamard, text)
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
@@ -216,6 +217,13 @@ def _rows(text: str) -> Call:
 
     terms, both = Array((2, 16, 2304), jnp.float32), Array((1, 16, 18432), jnp.bfloat16)
     return compute, (terms, both, Array((2304,), jnp.float32))
+
+
+def _hadamard(text: str) -> Call:
+    """The gate before Qwen3-8B's down projection, with Hadamard's transform."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "format": text, "hadamard": 512}
+    gate = functools.partial(kernels.gated, activation="silu", **options)
+    return gate, (Array((2, 16, 24576), jnp.float32),)
 
 
 def _append(text: str, tokens: int) -> Call:

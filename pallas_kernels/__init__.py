@@ -31,7 +31,14 @@ from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
-from mpjax.kernels.rowwise.api import add_rms_norm, gated, gated_silu, quantize_rows, rms_norm
+from mpjax.kernels.rowwise.api import (
+    add_rms_norm,
+    gated,
+    gated_silu,
+    hadamard,
+    quantize_rows,
+    rms_norm,
+)
 
 __all__ = [
     "ActivationBlocks",
@@ -62,6 +69,7 @@ __all__ = [
     "gated_silu",
     "grouped_matmul",
     "grouped_matmul_terms",
+    "hadamard",
     "matmul",
     "matmul_terms",
     "pack",

@@ -169,8 +169,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gated": (
         kernels.gated,
         {"terms": X[None], "activation": "gelu", "dtype": "f32", "format": None}
-        | {"implementation": "reference"},
+        | {"hadamard": 16, "implementation": "reference"},
     ),
+    "hadamard": (kernels.hadamard, {"x": X, "block": 32}),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
     "KVLayout": (
         kernels.KVLayout,

@@ -61,6 +61,7 @@ class Scheme(abc.ABC):
     order_suffix: of the tensor that gives the group of each input channel, if there is one.
     shape_suffix: of the tensor that holds the shape [output, input channels], if there is one.
     layouts: names of the forms of the format that `mpjax.export` writes.
+    joins_experts: whether they hold maps of all experts in one tensor, and no other maps.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
         `uint4:sym` for codes that are all symmetric.
     """
@@ -76,6 +77,7 @@ class Scheme(abc.ABC):
     order_suffix: ClassVar[str | None] = None
     shape_suffix: ClassVar[str | None] = None
     layouts: ClassVar[tuple[str, ...]] = ()
+    joins_experts: ClassVar[bool] = False
     default_for: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

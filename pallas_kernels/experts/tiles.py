@@ -66,3 +66,15 @@ def sorted_by_expert(experts: jax.Array, count: int, tile_m: int) -> Tiles:
     pairs = jnp.take(order, place, mode="clip")
     pairs = jnp.where(place < ends[known][:, None], pairs, flat.size)
     return Tiles(jnp.where(expert < count, expert, -1), pairs.astype(jnp.int32), flat.size)
+
+
+def places(tiles: Tiles) -> jax.Array:
+    """The place of each pair, int32 [pairs], among the rows of all tiles one after another."""
+    if tiles.pairs is None:
+        return jnp.arange(tiles.count, dtype=jnp.int32)
+    is_used = (tiles.expert >= 0)[:, None] & (tiles.pairs < tiles.count)
+    row = jnp.arange(tiles.pairs.size, dtype=jnp.int32)
+    # Rows without a pair have numbers of their own past the last one, and are left out.
+    pair = jnp.where(is_used.reshape(-1), tiles.pairs.reshape(-1), tiles.count + row)
+    found = jnp.zeros(tiles.count, jnp.int32)
+    return found.at[pair].set(row, mode="drop", unique_indices=True)

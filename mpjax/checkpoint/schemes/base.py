@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
 
@@ -11,6 +12,7 @@ import jax
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.precision import describe_weights
 
 
 class TensorSpec(Protocol):
@@ -184,6 +186,13 @@ class Scheme(abc.ABC):
     def loss(self) -> str | None:
         """A sentence about weights that are rounded when they are loaded; None if none are."""
         return None
+
+    @property
+    def contents(self) -> str:
+        """A text about the modules in the files, and the formats that they have when loaded."""
+        formats = (dataclasses.replace(format, operand=None) for format in self.formats)
+        held = ", ".join(dict.fromkeys(describe_weights(format) for format in formats))
+        return f"{self.title}, {'rounded to' if self.loss else 'codes kept as'} {held}"
 
     def rounded_to(self, format: WeightFormat) -> Scheme | None:
         """The scheme that rounds weights to a format; None where their codes must stay."""

@@ -134,6 +134,13 @@ class MixedScheme(Scheme):
         losses = dict.fromkeys(part.scheme.loss for part in self.parts if part.scheme.loss)
         return "; ".join(losses) or None
 
+    @property
+    def contents(self) -> str:
+        """The text of each part, behind its targets."""
+        return "; ".join(
+            f"{', '.join(targets)}: {scheme.contents}" for targets, scheme in self.parts
+        )
+
     def rounded_to(self, format: WeightFormat) -> MixedScheme | None:
         """All parts rounded to a format; None where the codes of one must stay."""
         schemes = [part.scheme.rounded_to(format) for part in self.parts]

@@ -10,7 +10,8 @@ import safetensors.numpy
 
 import mpjax
 from mpjax.checkpoint import CheckpointError
-from mpjax.checkpoint.huggingface import decoder_config, read_config
+from mpjax.checkpoint.huggingface import decoder_config, open_headers, read_config
+from mpjax.checkpoint.outlook import look
 from mpjax.kernels import QuantizedTensor
 from mpjax.loading import load
 from mpjax.models import ExpertPlace, family
@@ -180,6 +181,8 @@ def test_mxfp4_as_gpt_oss_is_published(tmp_path, request):
     safetensors.numpy.save_file(tensors, file)
     parity.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     loaded, _ = parity.compare_logits(model, tmp_path, request)
+    found = look(open_headers(tmp_path))
+    assert (found.contents, found.others) == ("MXFP4, codes kept as WMXFP4", {})
     lm = load(tmp_path, dtype="float32")
     counts = lm.summary()["linear_maps"]
     assert counts["mlp.experts.gate_up"] == counts["mlp.experts.down"] == {"WMXFP4": 2}

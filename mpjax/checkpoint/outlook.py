@@ -38,7 +38,7 @@ class Outlook:
 
 
 def look(opened: Opened) -> Outlook:
-    """The outlook of a checkpoint whose headers were read."""
+    """The outlook of a checkpoint whose headers were read, and that can be loaded."""
     scheme, others = opened.scheme, dict(_others(opened))
     if scheme is None:
         return Outlook(f"numbers in {opened.config.dtype}", None, None, others)
@@ -55,9 +55,10 @@ def _others(opened: Opened) -> Iterator[tuple[str, int]]:
     if len(choices) > 1:
         for choice in choices:
             yield str(Precision.mixed(choice.formats, KVFormat(), 16)), _bytes(opened, choice)
-    for pattern in ROUNDED:
-        found = (_rounded(opened, Precision.parse(pattern.format(size))) for size in GROUPS)
-        yield from [next(filter(None, found))] if _can_be_rounded(opened) else []
+    for pattern in ROUNDED if _can_be_rounded(opened) else ():
+        tried = (_rounded(opened, Precision.parse(pattern.format(size))) for size in GROUPS)
+        if (found := next(filter(None, tried), None)) is not None:
+            yield found
 
 
 def _can_be_rounded(opened: Opened) -> bool:

@@ -44,6 +44,13 @@ def test_types_of_a_gguf_file(tmp_path, rng):
     require_true(path, dict([found.others.popitem()]))
 
 
+def test_nothing_is_promised_of_a_checkpoint_that_lacks_a_tensor(tmp_path, rng):
+    tensors = random_tensors(CONFIGS["llama"], rng)
+    del tensors["model.norm.weight"]
+    opened = open_headers(write_checkpoint(tmp_path, CONFIGS["llama"], tensors))
+    assert look(opened).others == {}
+
+
 def test_codes_that_must_stay(tmp_path, rng):
     found = look(open_headers(saved_models.mixed(tmp_path, rng)))
     assert (found.contents, found.others) == ("GPTQ, codes kept as W4g32", {})

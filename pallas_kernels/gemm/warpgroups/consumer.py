@@ -225,7 +225,6 @@ class Consumer:
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)
             operands = [decode() for decode in self._decoders(block, scaled=False)]
-            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
 
             def multiply(total: Any) -> None:
                 for plane, weights in enumerate(operands):
@@ -233,11 +232,13 @@ class Consumer:
                     products.multiply(total, weights, shared.x_tiles.at[block.slot, :, channels])
                 memory.arrive(next_turn)
                 products.wait_for_products(0)
-                memory.arrive(shared.free.at[block.slot])
 
             start = memory.full(shape, integer_sums.OFFSET_BITS, jnp.int32)
             memory.wait(turn)
             total = products.accumulate_from(start, multiply, self.scratch)
+            # Loaded only now: before, sums and operands take most registers.
+            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
+            memory.arrive(shared.free.at[block.slot])
             parameters = integer_sums.without_last_bits(block.parameters[0])
             group = call.kind.load(parameters, call.scale_dtype, call.operand, shape[1])
             assert group.scale is not None

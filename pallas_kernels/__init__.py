@@ -13,6 +13,7 @@ from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.mlp import ExpertMLP, expert_mlp_terms
 from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
@@ -43,6 +44,7 @@ __all__ = [
     "ActivationBlocks",
     "ActivationFormat",
     "DividedRows",
+    "ExpertMLP",
     "Gate",
     "HeadNorms",
     "KVFormat",
@@ -62,6 +64,7 @@ __all__ = [
     "add_rms_norm",
     "append",
     "cache_scales",
+    "expert_mlp_terms",
     "gated",
     "gated_silu",
     "grouped_matmul",

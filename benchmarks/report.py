@@ -380,8 +380,8 @@ def _online_rotation(result: dict[str, Any]) -> list[str]:
     return [
         "## A rotation of what the down projection reads: "
         f"{'the bundled model' if is_bundled else result['model']}\n",
-        "R4: QuaRot's online rotation, computed in float32. Perplexity on text that calibration "
-        "has not seen; Δ against 16 bits.\n",
+        "R4: the step `hadamard` before the others, QuaRot's online rotation. Perplexity on text "
+        "that calibration has not seen; Δ against 16 bits.\n",
         tables.markdown(methods.HEADERS, map(online_rotation.cells, result["results"])),
         _source(result, command if is_bundled else f"{command} {result['model']}"),
     ]

@@ -44,7 +44,7 @@ CASES = (
     (8, {}, "float8:gK", "KV4"),  # half of the devices have no heads
     (2, {"hidden_size": 128}, "uint4:g128", "KVfp8"),
     (2, {"num_kv_heads": 1, "num_heads": 2, "head_dim": 64}, "liquid4:g64/int8", "KV2"),
-    (4, {}, "float8:gK/float8", "KV16"),
+    (4, {"hadamard": 64}, "float8:gK/float8", "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
     (2, {"mlp": EXPERTS}, "uint4:g32 in act-order", "KV16"),
     (2, {"hidden_size": 128, "head_dim": 64, "intermediate_size": 512}, "int4:g128", "KV16"),
@@ -66,12 +66,13 @@ def divide(model: Decoder, count: int) -> ShardedDecoder:
     return divided
 
 
-def build(mlp: ExpertsSpec | None = None, **changes: Any) -> Decoder:
+def build(mlp: ExpertsSpec | None = None, hadamard: int | None = None, **changes: Any) -> Decoder:
     config = small_config((None,), **changes)
+    gated = dataclasses.replace(config.layers[0].mlp, hadamard=hadamard)
+    layers = (dataclasses.replace(config.layers[0], mlp=mlp or gated),)
+    config = dataclasses.replace(config, layers=layers)
     if mlp is None:
         return small_model(config)
-    layers = (dataclasses.replace(config.layers[0], mlp=mlp),)
-    config = dataclasses.replace(config, layers=layers)
     state = nnx.state(small_model(config))
     model = nnx.eval_shape(lambda: Qwen2MoE(config, nnx.Rngs(0)))  # which has names for all maps
     nnx.update(model, state)

@@ -431,9 +431,9 @@ def _perplexity(results: Results) -> list[str]:
     for result in sorted(results, key=lambda result: not _is_bundled(result)):
         command, output = "mpjax evaluate", "perplexity"
         if not _is_bundled(result):
-            name, precisions = result["model"], (row["precision"] for row in result["rows"])
+            name = result["model"]
             parts.append(f"## Perplexity of {name}\n")
-            command += f" {name} --precisions {','.join(precisions)}"
+            command += f" {name} --precisions {_distinct(result['rows'], 'precision')}"
             output += f"-{name.split('.')[0].lower()}"
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])

@@ -12,8 +12,11 @@ from flax import nnx
 
 from mpjax.kernels import (
     ActivationFormat,
+    ExpertMLP,
     Gate,
+    QuantizedTensor,
     Routing,
+    expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
     route,
@@ -196,15 +199,18 @@ class ExpertStack(nnx.Module):
 
     def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        inner, kernel = self.down.routed(self.gated(x, experts), experts)
-        terms = grouped_matmul_terms(
-            inner,
-            kernel,
-            experts,
-            weights,
-            bias=_bias(self.down),
-            activations=self.down.divided_rows,
-        )
+        gate_up: Any = self.gate_up.kernel.get_value()
+        down: Any = self.down.kernel.get_value()
+        biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
+        if isinstance(down, QuantizedTensor) and down.permutation is not None:
+            # Each expert reads the channels in its own order, also those of other devices.
+            inner, kernel = self.down.routed(self.gated(x, experts), experts)
+            terms = grouped_matmul_terms(
+                inner, kernel, experts, weights, bias=biases[1], activations=rows
+            )
+        else:
+            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
+            terms = expert_mlp_terms(x, mlp, experts, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
 

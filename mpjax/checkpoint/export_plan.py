@@ -126,6 +126,12 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     ValueError for an unknown layout, and for one that can't hold the weights.
     """
     require_layout(layout)
+    if any(model.config.hadamard_blocks):
+        raise ValueError(
+            "a model with Hadamard's transform before its down projections can't be exported, "
+            "because no format has a place for it: save it with mpjax.save, or quantise without "
+            "`hadamard` in the method"
+        )
     maps = _shapes(model)
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     tables = {name: packed.pop(name) for name in _packed_tables(model)}

@@ -1,7 +1,6 @@
 """Decoders divided among devices against whole ones: logits, the cache, the shares joined again.
 
-It needs a process of its own with several devices:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.models.sharded_decoders`
+They need a process of its own with several devices; sharded_families.py runs them.
 """
 
 from __future__ import annotations
@@ -146,9 +145,3 @@ def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> N
         assert np.all(found[:, 50:] == -np.inf)
         error = np.abs(found[:, :50] - expected).max() / np.abs(expected).max()
         assert error < tolerance, (count, changes, format, kv, error)
-
-
-if __name__ == "__main__":
-    for case in CASES:
-        check(*case)
-    print(f"{len(CASES)} cases")

@@ -13,6 +13,7 @@ from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
@@ -41,6 +42,7 @@ __all__ = [
     "KVFormat",
     "KVLayout",
     "KVPages",
+    "LocalExperts",
     "Masks",
     "PagedKVCache",
     "PlainCodes",

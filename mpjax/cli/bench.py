@@ -29,7 +29,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
-from mpjax.cli.options import DeviceCount
+from mpjax.cli.options import DeviceCount, Experts, ExpertsKind
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -205,6 +205,7 @@ def generate_command(
     devices: Annotated[
         str, _texts("COUNT", "Numbers of devices among which the model is divided.")
     ] = "1",
+    experts: Experts = ExpertsKind.divided,
     speculate: Annotated[
         str,
         _texts("K", "Also measure steps that verify K proposed tokens.", show_default=False),
@@ -267,6 +268,7 @@ def generate_command(
             _numbers("--devices", devices),
             _numbers("--speculate", speculate) if speculate else (),
             piece_tokens,
+            experts.value,
         )
 
     sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}

@@ -23,6 +23,7 @@ from mpjax.kernels.experts import counting, reference, triton
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.gradient import differentiable
+from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.plans import ExpertsConfig, Problem, config_of, plan_of
 from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
 from mpjax.kernels.implementation import choose
@@ -36,7 +37,7 @@ Implementation = Literal["triton", "reference"]
 def grouped_matmul(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     *,
     routing_weights: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -51,7 +52,8 @@ def grouped_matmul(
     x: [..., K], or [..., k, K]. weight: [experts, K, N], a stack of plain matrices, or a
         QuantizedTensor with one leading axis, in any weight format.
     experts: int [..., k], the numbers of each token's experts; an expert may have any number of
-        tokens, also none or all.
+        tokens, also none or all. Of LocalExperts, those that the weight does not have add nothing
+        to sums with routing weights, and read nothing; without, their products are any numbers.
     routing_weights: [..., k]. If they are given, the result is the sum of a token's products times
         them, in the order of k; without, it is all products.
     bias: [experts, N], added to the products, before a gate and routing weights.
@@ -76,7 +78,7 @@ def grouped_matmul(
 def grouped_matmul_terms(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     routing_weights: jax.Array,
     *,
     bias: jax.Array | None = None,
@@ -120,13 +122,14 @@ class _Call(NamedTuple):
     experts: jax.Array  # [tokens, k]
     epilogue: Epilogue
     tokens: tuple[int, ...]  # the axes that the tokens had
+    is_local: bool  # whether experts may be −1
 
 
 def _run(
     call: _Call, implementation: Implementation | None, rows: DividedRows | None = None
 ) -> jax.Array:
     """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N]."""
-    x, weight, experts, epilogue, _ = call
+    x, weight, experts, epilogue, *_ = call
     problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None)
     name = choose(
         "grouped_matmul",
@@ -136,7 +139,7 @@ def _run(
         lambda _: _why_not_triton(x, weight),
     )
     if name == "triton":
-        run = functools.partial(_by_kernel, config_of(problem), rows)
+        run = functools.partial(_by_kernel, config_of(problem), rows, call.is_local)
         return differentiable(run, x, weight, experts, epilogue)
     found = reference.products(x, weight, experts, epilogue, rows)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
@@ -145,6 +148,7 @@ def _run(
 def _by_kernel(
     config: ExpertsConfig,
     divided: DividedRows | None,
+    is_local: bool,
     x: jax.Array,
     weight: Any,
     experts: jax.Array,
@@ -155,10 +159,10 @@ def _by_kernel(
     apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
     if apart is not None:
         epilogue = dataclasses.replace(epilogue, gate=None)
-    tiles = _tiles(experts, weight.shape[0], config)
+    tiles = _tiles(experts, weight.shape[0], config, is_local)
     terms = triton.products(rows, weight, tiles, epilogue, config, out_dtype)
     if epilogue.routing_weights is not None:
-        return terms
+        return _without_others(terms, experts) if is_local else terms
     # XLA fuses the sum, in a fixed order, with the gate.
     found = terms[0] if len(terms) == 1 else terms.sum(0)
     if apart is not None:
@@ -166,11 +170,23 @@ def _by_kernel(
     return found.astype(out_dtype).reshape(*experts.shape, -1)
 
 
-def _tiles(experts: jax.Array, count: int, config: ExpertsConfig) -> Tiles:
+def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
+    """Terms [splits · k, tokens, N], with zeros in the place of those that no program has stored.
+
+    experts: int32 [tokens, k], −1 for those.
+    """
+    tokens, per_token = experts.shape
+    split = terms.reshape(-1, per_token, tokens, terms.shape[-1])
+    return jnp.where((experts.T >= 0)[None, ..., None], split, 0.0).reshape(terms.shape)
+
+
+def _tiles(experts: jax.Array, count: int, config: ExpertsConfig, is_local: bool) -> Tiles:
     if config.tiling == "pairs":
         return one_for_each_pair(experts)
     if config.tiling == "counted":
         return counting.counted(experts, count, config.tile_m)
+    if is_local:  # the others come last
+        experts = jnp.where(experts < 0, count, experts)
     return sorted_by_expert(experts, count, config.tile_m)
 
 
@@ -210,7 +226,9 @@ def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
 
 def _read(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> _Call:
     """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
-    x, experts = as_array(f"{operation}: x", x), as_array(f"{operation}: experts", experts)
+    is_local = isinstance(experts, LocalExperts)
+    experts = as_array(f"{operation}: experts", experts.numbers if is_local else experts)
+    x = as_array(f"{operation}: x", x)
     require_floats(operation, x=x)
     if not isinstance(weight, QuantizedTensor):
         weight = as_array(f"{operation}: the weight", weight)
@@ -232,17 +250,22 @@ def _read(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue)
             f"{operation}: x has shape {x.shape}: expected {(*experts.shape[:-1], channels)} or "
             f"{(*experts.shape, channels)}, by the experts and the weight"
         )
-    if not are_between(experts, 0, count - 1):
+    if not are_between(experts, -1 if is_local else 0, count - 1):
         raise ValueError(f"{operation}: experts must be from 0 to {count - 1}")
     epilogue = _read_epilogue(operation, epilogue, experts.shape, (count, outputs))
     per_token = experts.shape[-1]
+    numbers = experts.reshape(-1, per_token).astype(jnp.int32)
+    if is_local and epilogue.routing_weights is not None:
+        mine = jnp.where(numbers >= 0, epilogue.routing_weights, 0)
+        epilogue = dataclasses.replace(epilogue, routing_weights=mine)
     own_rows = x.ndim > experts.ndim
     return _Call(
         x.reshape(-1, per_token, channels) if own_rows else x.reshape(-1, channels),
         weight,
-        experts.reshape(-1, per_token).astype(jnp.int32),
+        numbers,
         epilogue,
         experts.shape[:-1],
+        is_local,
     )
 
 

@@ -69,11 +69,15 @@ CALLED = (
 )
 
 
+def keys(architecture: str) -> dict[str, Any]:
+    """The config.json of a tiny model of a family."""
+    return {"architectures": [architecture], **COMMON, **CHANGES.get(architecture, {})}
+
+
 def build(architecture: str) -> Decoder:
     """A tiny model of a family, with strong random weights."""
     family = FAMILIES[architecture]
-    hf = {"architectures": [architecture], **COMMON, **CHANGES.get(architecture, {})}
-    config = family.config_from_hf(hf)
+    config = family.config_from_hf(keys(architecture))
     model = nnx.eval_shape(lambda: family(config, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
 

@@ -7,6 +7,7 @@ It needs a process of its own with several devices:
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import sys
@@ -20,10 +21,12 @@ import numpy as np
 import mpjax
 from mpjax.comparison import _differ
 from mpjax.decoding import Limits, decode, prefill
-from mpjax.kernels import KVFormat
+from mpjax.kernels import KVFormat, quantize
+from mpjax.models import Packed
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.models.sharded_decoders import divide, require_same_arrays
+from tests.models.sharded_families import build, keys
 from tests.models.small import small_config, small_model
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -95,9 +98,22 @@ def write_integers(folder: Path, hf: dict[str, Any], tensors: dict[str, Any]) ->
     return folder / "exported"
 
 
+def write_experts(folder: Path) -> Path:
+    """Writes a mixture of four experts, in compressed-tensors' packed integers."""
+    model = build("MixtralForCausalLM")
+    for place in model.linear_places(model.config):
+        for linear in place.parts(model):
+            linear.kernel = Packed(quantize(linear.kernel.get_value(), "uint4:g32"))
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(keys("MixtralForCausalLM")))
+    lm = mpjax.LanguageModel(model, None, KVFormat("16"), folder)
+    mpjax.export(lm, folder / "experts", progress=False)
+    return folder / "experts"
+
+
 def run(lm: mpjax.LanguageModel) -> mpjax.GeneratedTokens:
     """A greedy row, and one that is drawn."""
-    tokens = jnp.asarray(np.random.default_rng(1).integers(3, 96, (2, 6)), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(3, 51, (2, 6)), jnp.int32)
     options: dict[str, Any] = {"max_new_tokens": 12, "kv_format": lm.kv_format}
     lengths = jnp.asarray([6, 4], jnp.int32)
     return mpjax.generate_tokens(lm.model, tokens, lengths, sampling=SAMPLING, **options)
@@ -131,6 +147,20 @@ def call(whole: mpjax.LanguageModel, lm: mpjax.LanguageModel) -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert len(set(np.asarray(found.tokens).ravel().tolist())) > 4
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def require_experts_of_either_division(folder: Path) -> None:
+    """Loaded with whole experts, and restored with divided ones on more devices."""
+    source = write_experts(folder)
+    given = {"dtype": "float32", "progress": False}
+    whole, lm = (mpjax.load(source, devices=n, experts="whole", **given) for n in (1, 2))
+    assert lm.model.share.layers[0].mlp.experts.down.kernel.get_value().shape == (4, 96, 64)
+    require_same_arrays(whole.model, lm.model.whole())
+    call(whole, lm)
+    mpjax.save(lm, folder / "saved", progress=False)
+    for count, experts in ((4, "divided"), (3, "whole")):
+        restored = mpjax.load(folder / "saved", devices=count, experts=experts, progress=False)
+        require_same_arrays(whole.model, restored.model.whole())
 
 
 def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
@@ -212,6 +242,7 @@ if __name__ == "__main__":
     require_no_device_gets_all_logits(pair[1])
     if cases is MANY:
         require_the_engine_draws_the_same(*pair)
+        require_experts_of_either_division(Path(sys.argv[1]) / "mixture")
         require_comparisons_of_the_vocabulary()
         require_quantised_and_exported_alike(Path(sys.argv[1]) / "quantised")
         require_greedy_tokens_of_one_device("W4A8KV16", 8)

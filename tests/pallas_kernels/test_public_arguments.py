@@ -186,6 +186,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda **fields: kernels.quantize_activations(X, kernels.ActivationBlocks(**fields)),
         {"bits": jnp.full(1, 4), "permutation": jnp.arange(64)},
     ),
+    "LocalExperts.of": (
+        kernels.LocalExperts.of,
+        {"experts": jnp.ones((2, 1), jnp.int32), "first": 1, "count": 2},
+    ),
     "DividedRows": (
         kernels.DividedRows,
         {"format": kernels.ActivationFormat("int8"), "axis": "model"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from benchmarks import blocks, memory, methods, online_rotation, quantization, summary, systems
@@ -82,7 +83,7 @@ def _summary_of_generate(results: Results) -> list[str]:
 
 
 def _summary_of_gemm(results: Results) -> list[str]:
-    rows = [gemm.figures(row) for result in results for row in result["results"]]
+    rows = [gemm.figures(row) for rows in _of_one_gpu(results) for row in rows]
     return [
         "## Products with packed weights\n",
         "The largest matrix of a layer of Qwen3-8B, K4096 N24576. Activations of 8 bits are "
@@ -191,9 +192,8 @@ def _shares(result: dict[str, Any]) -> str:
 
 
 def _gemm(results: Results, folder: Path) -> list[str]:
-    rows = [row for result in results for row in result["results"]]
     parts = ["# Products with packed weights\n"]
-    chosen_by_plans = [row for row in rows if not _is_partial(row)]
+    chosen_by_plans = [row for rows in _of_one_gpu(results) for row in rows if not _is_partial(row)]
     for model in roofline.models(chosen_by_plans):
         name = f"gemm-{model}.svg"
         chosen = [row for row in chosen_by_plans if row["shape"].partition(".")[0] == model]
@@ -222,6 +222,12 @@ def _gemm(results: Results, folder: Path) -> list[str]:
             parts.append("The floor of this table reads codes without scales and zero points.\n")
         parts.append(_source(result, "mpjax bench gemm" + command))
     return parts
+
+
+def _of_one_gpu(results: Results) -> list[Results]:
+    """The rows of results from the GPU that has the most results: plots don't compare GPUs."""
+    devices = [result["device"] for result in results]
+    return [result["results"] for result in results if result["device"] == mode(devices)]
 
 
 def _is_partial(row: dict[str, Any]) -> bool:

@@ -76,6 +76,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     yield from _calls_of_caches()
     for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
+    for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
+        yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):

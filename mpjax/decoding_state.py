@@ -100,11 +100,14 @@ def repeat(
         the host makes the check and the GPU waits for it, and 1 elsewhere.
     """
     stride = stride or (STRIDE if device.on_gpu() else 1)
+    return jax.lax.while_loop(unfinished, functools.partial(several, advance, stride), state)
 
-    def advance_all(state: DecodingState) -> DecodingState:
-        # XLA launches all steps of a loop of known length without waiting for the GPU.
-        if stride == 1:
-            return advance(state)
-        return jax.lax.fori_loop(0, stride, lambda _, state: advance(state), state)
 
-    return jax.lax.while_loop(unfinished, advance_all, state)
+def several(
+    advance: Callable[[DecodingState], DecodingState], stride: int, state: DecodingState
+) -> DecodingState:
+    """The state after `stride` steps, which the host launches without waiting for the GPU."""
+    # XLA launches all steps of a loop of known length at once.
+    if stride == 1:
+        return advance(state)
+    return jax.lax.fori_loop(0, stride, lambda _, state: advance(state), state)

@@ -58,9 +58,9 @@ def first_pieces(
     token ids that a vocabulary of that size does not have.
     """
     for number, text in enumerate(documents):
+        ids = document_tokens(tokenizer, text)[:most]  # raises ValueError for what is not a text
         if not text.strip():
             continue
-        ids = document_tokens(tokenizer, text)[:most]
         require_known_ids([ids], vocabulary)
         most -= len(ids)
         for begin in range(0, len(ids), window):

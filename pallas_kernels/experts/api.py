@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -24,14 +25,24 @@ from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.gradient import differentiable
 from mpjax.kernels.experts.local import LocalExperts
-from mpjax.kernels.experts.plans import ExpertsConfig, Problem, config_of, plan_of
+from mpjax.kernels.experts.plans import (
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Problem,
+    config_of,
+    plan_by_rule,
+    plan_of,
+    warpgroup_config_of,
+    why_not_warpgroups,
+)
 from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
+from mpjax.kernels.gemm.plans import can_be_operand
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.rowwise.api import quantize_rows
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["triton", "mosaic", "reference"]
 
 
 def grouped_matmul(
@@ -59,8 +70,9 @@ def grouped_matmul(
     bias: [experts, N], added to the products, before a gate and routing weights.
     gate: maps the two halves of a product, gate and up, to one.
     implementation: `triton`, the fused kernel, on a CUDA GPU of compute capability 8.0 or more, for
-        x in bfloat16 or float16; or `reference`, a loop over all experts in plain jnp in float32.
-        By default the kernel where it can run.
+        x in bfloat16 or float16; `mosaic`, a kernel of warpgroups for many tokens, on compute
+        capability 9.0 alone, for packed weights; or `reference`, a loop over all experts in plain
+        jnp in float32. By default the faster kernel that can run.
 
     Returns [..., k, N], with a gate [..., k, N / 2], and with routing weights without the axis k,
     in the dtype of x.
@@ -134,19 +146,20 @@ def _run(
     name = choose(
         "grouped_matmul",
         implementation,
-        "reference" if x.size == 0 else plan_of(problem).implementation,
+        "reference" if x.size == 0 else _default(problem, x, weight),
         get_args(Implementation),
-        lambda _: _why_not_triton(x, weight),
+        lambda name: _why_not(name, problem, x, weight),
     )
-    if name == "triton":
-        run = functools.partial(_by_kernel, config_of(problem), rows, call.is_local)
+    if name != "reference":
+        config = config_of(problem) if name == "triton" else warpgroup_config_of(problem)
+        run = functools.partial(_by_kernel, config, rows, call.is_local)
         return differentiable(run, x, weight, experts, epilogue)
     found = reference.products(x, weight, experts, epilogue, rows)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
 
 
 def _by_kernel(
-    config: ExpertsConfig,
+    config: ExpertsConfig | ExpertsWarpgroupConfig,
     divided: DividedRows | None,
     is_local: bool,
     x: jax.Array,
@@ -160,9 +173,10 @@ def _by_kernel(
     if apart is not None:
         epilogue = dataclasses.replace(epilogue, gate=None)
     tiles = _tiles(experts, weight.shape[0], config, is_local)
-    terms = triton.products(rows, weight, tiles, epilogue, config, out_dtype)
+    terms = _products_of(config)(rows, weight, tiles, epilogue, config, out_dtype)
     if epilogue.routing_weights is not None:
-        return _without_others(terms, experts) if is_local else terms
+        is_stored = not is_local or isinstance(config, ExpertsWarpgroupConfig)
+        return terms if is_stored else _without_others(terms, experts)
     # XLA fuses the sum, in a fixed order, with the gate.
     found = terms[0] if len(terms) == 1 else terms.sum(0)
     if apart is not None:
@@ -180,14 +194,30 @@ def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
     return jnp.where((experts.T >= 0)[None, ..., None], split, 0.0).reshape(terms.shape)
 
 
-def _tiles(experts: jax.Array, count: int, config: ExpertsConfig, is_local: bool) -> Tiles:
+def _products_of(config: ExpertsConfig | ExpertsWarpgroupConfig) -> Callable[..., jax.Array]:
+    """The function that launches the kernel of a configuration."""
+    if isinstance(config, ExpertsConfig):
+        return triton.products
+    from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
+
+    return warpgroups.products
+
+
+def _tiles(
+    experts: jax.Array,
+    count: int,
+    config: ExpertsConfig | ExpertsWarpgroupConfig,
+    is_local: bool,
+) -> Tiles:
     if config.tiling == "pairs":
-        return one_for_each_pair(experts)
-    if config.tiling == "counted":
-        return counting.counted(experts, count, config.tile_m)
-    if is_local:  # the others come last
-        experts = jnp.where(experts < 0, count, experts)
-    return sorted_by_expert(experts, count, config.tile_m)
+        tiles = one_for_each_pair(experts)
+    elif config.tiling == "counted":
+        tiles = counting.counted(experts, count, config.tile_m)
+    else:
+        if is_local:  # those that the weight does not have come last
+            experts = jnp.where(experts < 0, count, experts)
+        tiles = sorted_by_expert(experts, count, config.tile_m)
+    return dataclasses.replace(tiles, is_partial=is_local)
 
 
 def _in_packed_order(
@@ -205,6 +235,26 @@ def _in_packed_order(
         weight = dataclasses.replace(weight, format=unsymmetric)
     rows, activations = x.reshape(-1, x.shape[-1]), ActivationFormat.of(weight.format)
     return (quantize_rows(rows, divided or activations) if activations.values else rows), weight
+
+
+def _default(problem: Problem, x: jax.Array, weight: Any) -> str:
+    """The planned implementation, or the next best where it can't do the call."""
+    name = plan_of(problem).implementation
+    if name == "mosaic" and _why_not(name, problem, x, weight) is not None:
+        return plan_by_rule(problem, warpgroups=False).implementation
+    return name
+
+
+def _why_not(name: str, problem: Problem, x: jax.Array, weight: Any) -> str | None:
+    reason = _why_not_triton(x, weight)
+    if reason is not None or name == "triton":
+        return reason
+    if reason := why_not_warpgroups(problem):
+        return reason
+    in_operand = weight.format.group_size is not None and weight.format.operand is None
+    if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(x.dtype)):
+        return f"scales are {weight.scale_dtype}, whose range {x.dtype} does not have"
+    return None
 
 
 def _why_not_triton(x: jax.Array, weight: Any) -> str | None:

@@ -70,8 +70,9 @@ def add_rms_norm(
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
     normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
-    once. Differentiable unless it quantises. Raises ValueError for shapes that don't match, and
-    UnsupportedError, with the reason, if a requested implementation can't run.
+    once, and another rounds to blocks. Differentiable unless it quantises. Raises ValueError for
+    shapes that don't match, and UnsupportedError, with the reason, if a requested implementation
+    can't run.
     """
     terms, weight = as_arrays("add_rms_norm", terms=terms, weight=weight)
     require_floats("add_rms_norm", terms=terms, weight=weight)
@@ -96,15 +97,13 @@ def add_rms_norm(
         reference.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted
     )
     reason = _why_not_triton(terms, wanted, rounding)
-    if isinstance(rounding, ActivationBlocks) and wanted != weight.dtype:
-        reason = f"the weight is {weight.dtype}, and of blocks the result has its dtype"
     if not is_known(epsilon):
         reason = "epsilon is traced, expected a Python number"
     default = "reference" if terms.size == 0 else "triton"
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
     if isinstance(rounding, ActivationBlocks):
-        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon)
+        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted)
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
     return _differentiable(kernel, plain, terms, residual, weight)
 

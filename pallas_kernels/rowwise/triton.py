@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import arithmetic
@@ -37,12 +38,15 @@ def add_rms_norm(
     residual: jax.Array | None,
     weight: jax.Array,
     epsilon: float,
-    format: ActivationFormat | None = None,
+    format: ActivationFormat | np.dtype | None = None,
     dtype: jnp.dtype | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
-    """The stream and its norm; see the public function."""
+    """The stream and its norm; see the public function.
+
+    format: of the norm; a dtype, for an array of another one than the stream has.
+    """
     splits, *shape, channels = terms.shape
     rows = terms.size // (splits * channels)
     operands = _Operands(
@@ -94,8 +98,12 @@ def quantize_rows(
     return quantized
 
 
-def _result(rows: int, channels: int, dtype: jnp.dtype, format: ActivationFormat | None) -> Any:
-    """Shapes of a result: rows in `dtype`, or quantised as `format` says."""
+def _result(
+    rows: int, channels: int, dtype: jnp.dtype, format: ActivationFormat | np.dtype | None
+) -> Any:
+    """Shapes of a result: rows in `dtype`, or as `format` says."""
+    if isinstance(format, np.dtype):
+        return jax.ShapeDtypeStruct((rows, channels), format)
     if format is None or not quantizes(format):
         return jax.ShapeDtypeStruct((rows, channels), dtype)
     return QuantizedActivations(

@@ -141,6 +141,15 @@ def test_a_command_names_what_was_measured(page, tmp_path):
     assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line, nor what is a part"
 
 
+def test_a_plot_has_the_rows_of_one_gpu(page, tmp_path):
+    other = {"results": [gemm_row(shape="llama3-70b.down")], "device": "another"}
+    rows = [gemm_row(shape="qwen3-8b.down")]
+    text = page(**{"gemm": {"results": rows}, "gemm-more": {"results": rows}, "gemm-other": other})
+    assert "another" in text
+    names = {path.name for path in (tmp_path / "docs" / "benchmarks").glob("gemm-*.svg")}
+    assert names == {"gemm-qwen3-8b.svg"}
+
+
 def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):
     filled = {"filled": True, "time_to_first_token_seconds": None, "logprob_difference": None}
     text = page(

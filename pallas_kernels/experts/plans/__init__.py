@@ -1,16 +1,28 @@
 """Plans of grouped products: from a `Problem`, the tiles that multiply it."""
 
 from mpjax.kernels.experts.plans.candidates import candidates
-from mpjax.kernels.experts.plans.choice import config_of, forced, plan_of
-from mpjax.kernels.experts.plans.configuration import PLAIN_CHANNELS, ExpertsConfig, Tiling
+from mpjax.kernels.experts.plans.choice import (
+    config_of,
+    forced,
+    plan_of,
+    warpgroup_config_of,
+)
+from mpjax.kernels.experts.plans.configuration import (
+    PLAIN_CHANNELS,
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Tiling,
+)
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.rule import plan_by_rule
 from mpjax.kernels.experts.plans.tables import TABLES, Key, bucket
+from mpjax.kernels.experts.plans.warpgroup_rule import why_not_warpgroups
 
 __all__ = [
     "PLAIN_CHANNELS",
     "TABLES",
     "ExpertsConfig",
+    "ExpertsWarpgroupConfig",
     "Key",
     "Problem",
     "Tiling",
@@ -20,4 +32,6 @@ __all__ = [
     "forced",
     "plan_by_rule",
     "plan_of",
+    "warpgroup_config_of",
+    "why_not_warpgroups",
 ]

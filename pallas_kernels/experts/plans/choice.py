@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mpjax.kernels.experts.plans.configuration import ExpertsConfig
+from mpjax.kernels.experts.plans.configuration import ExpertsConfig, ExpertsWarpgroupConfig
 from mpjax.kernels.experts.plans.problem import Problem
-from mpjax.kernels.experts.plans.rule import config_by_rule, plan_by_rule
+from mpjax.kernels.experts.plans.rule import config_by_rule, plan_by_rule, warpgroups_by_rule
 from mpjax.kernels.experts.plans.tables import TABLES
 from mpjax.kernels.plans.planner import Planner
 
@@ -13,9 +13,15 @@ plan_of, forced = PLANNER.plan_of, PLANNER.forced
 
 
 def config_of(problem: Problem) -> ExpertsConfig:
-    """The configuration of the kernel: the plan's, or the rule's if it plans the reference.
+    """The configuration of Triton's kernel: the plan's, or the rule's if it plans another.
 
     Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
     """
     config = plan_of(problem).config
     return config if isinstance(config, ExpertsConfig) else config_by_rule(problem)
+
+
+def warpgroup_config_of(problem: Problem) -> ExpertsWarpgroupConfig:
+    """The warpgroups' configuration: the plan's, or the rule's if the plan has another kernel."""
+    config = plan_of(problem).config
+    return config if isinstance(config, ExpertsWarpgroupConfig) else warpgroups_by_rule(problem)

@@ -40,7 +40,10 @@ class Consumer:
     def __init__(self, program: Program, column: Any, share: Any) -> None:
         call, arguments, shared = program.call, program.arguments, program.shared
         self.program, self.call, self.share = program, call, share
-        # Its output channels in the program's tile.
+        # Its output channels in a half of the program's tile, which is the whole without a gate.
+        self.half = program.half_of(column)
+        if call.gate is not None:
+            column = jax.lax.rem(column, call.columns // 2)
         self.outputs = pl.ds(column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS)
         self.scratch = None
         if shared.interpreted_sums is not None:
@@ -48,16 +51,16 @@ class Consumer:
         self.count = pl.cdiv(program.last - program.first - share, call.config.shares)
         # Columns beyond the matrix read the scales of other channels, and nothing stores their
         # sums.
-        output = program.first_output + column * WARPGROUP_OUTPUTS
+        output = program.outputs_of(self.half) + column * WARPGROUP_OUTPUTS
         output = jnp.minimum(output, arguments.words.shape[1] - WARPGROUP_OUTPUTS)
+        self.output_range = pl.ds(output, WARPGROUP_OUTPUTS)  # in the matrix
         # Parameters [N] of whole output channels, if there are any.
         of_outputs = arguments.channel_scales
         if not call.has_groups:
-            of_outputs = arguments.parameters.at[0]
+            of_outputs = arguments.parameters.at[program.matrix]
         self.output_parameters = None
         if of_outputs is not None:
-            of_column = of_outputs.at[pl.ds(output, WARPGROUP_OUTPUTS)]
-            self.output_parameters = memory.load_row(of_column)
+            self.output_parameters = memory.load_row(of_outputs.at[self.output_range])
         width = call.format.plane_width
         # The table, in the form that `kind.decoder` takes.
         self.table = call.kind.shared(arguments.table, call.operand, width)
@@ -181,7 +184,8 @@ class Consumer:
             if call.format.is_flat:  # words are operands, which are read from shared memory
                 place = self.program.slot(self.share, number, call.stages.blocks)
                 memory.wait(shared.full.at[place])
-                operands = [lambda: shared.word_tiles.at[place, self.outputs, :]]
+                tile = self.program.place_of(place, self.half)
+                operands = [lambda: shared.word_tiles.at[tile, self.outputs, :]]
             else:
                 block = self._load(number)
                 place, operands = block.slot, self._decoders(block, scaled=False)
@@ -243,9 +247,10 @@ class Consumer:
         format, width = call.format, call.format.plane_width
         place = self.program.slot(self.share, number, call.stages.blocks)
         memory.wait(shared.full.at[place])
+        tile = self.program.place_of(place, self.half)
         words = [
             memory.load(
-                shared.word_tiles.at[place, self.outputs, pl.ds(first, width)],
+                shared.word_tiles.at[tile, self.outputs, pl.ds(first, width)],
             )
             for first in range(0, format.columns * width, width)
         ]
@@ -253,7 +258,7 @@ class Consumer:
             assert self.output_parameters is not None
             return Block(place, words, [self.output_parameters])
         rows = [
-            memory.load_row(shared.parameter_tiles.at[place, word, self.outputs])
+            memory.load_row(shared.parameter_tiles.at[tile, word, self.outputs])
             for word in range(format.parameters_of_block)
         ]
         return Block(place, words, rows)

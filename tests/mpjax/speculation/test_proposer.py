@@ -32,7 +32,7 @@ def test_speculate_is_a_proposer_or_none(tiny):
 def test_a_proposer_has_no_state_unless_it_says_so():
     proposer = Proposer()
     assert proposer.create(1, 2) is None
-    assert proposer.read("own", None, None) == proposer.settle("own", None, None) == "own"
+    assert proposer.read("own", None, None) == proposer.settle("own", *[None] * 3) == "own"
     assert proposer.require(None, 10**6) is None
     with pytest.raises(NotImplementedError):
         proposer.propose(None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels import sum_over_devices
+
 # Sums of up to so many bytes take the time of a signal between devices, in float32 as in 16 bits:
 # between two H100s by NVLink, where `mpjax bench sums --devices 2` measured them.
 LATENCY_BYTES = 256 << 10
@@ -17,7 +19,7 @@ def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def add_over_devices(x: jax.Array, axis: str) -> jax.Array:
     """The sum of the x of all devices of a mesh axis, which each of them gets; in x's dtype."""
-    return jax.lax.psum(x, axis)
+    return sum_over_devices(x, axis)
 
 
 def add_terms(terms: jax.Array, dtype: jax.typing.DTypeLike, axis: str) -> jax.Array:

@@ -32,6 +32,7 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rowwise.api import add_rms_norm, gated, gated_silu, quantize_rows, rms_norm
+from mpjax.kernels.sums.api import sum_over_devices
 
 __all__ = [
     "ActivationBlocks",
@@ -75,5 +76,6 @@ __all__ = [
     "rotate",
     "rotate_and_append",
     "route",
+    "sum_over_devices",
     "unpack",
 ]

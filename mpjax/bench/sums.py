@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import statistics
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.devices import read_devices
+from mpjax.kernels import sum_over_devices
 
 CHAIN = 64  # operations, one after the other, inside one jit
 ROUNDS = 11  # the first compiles, and is not counted
@@ -41,6 +43,7 @@ WAYS: Mapping[str, Callable[[jax.Array, str], jax.Array]] = {
     "gather": lambda x, axis: jax.lax.all_gather(x, axis).sum(0),
     "exchange": _exchange,
     "scatter": _scatter,
+    "peer": functools.partial(sum_over_devices, implementation="mosaic"),
 }
 
 

@@ -394,7 +394,7 @@ def sums_command(
     ),
     dtypes: Annotated[str, _texts("DTYPE", "Dtypes.")] = "bfloat16,float32",
     ways: Annotated[
-        str, _texts("WAY", "Ways to add: psum, gather, exchange, scatter, as below.")
+        str, _texts("WAY", "Ways to add: psum, gather, exchange, scatter, peer, as below.")
     ] = "psum",
     options: Annotated[
         str,

@@ -123,6 +123,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"x": X, "weight": STACK, "experts": CHOSEN, "routing_weights": jnp.ones((3, 2))}
         | {"bias": None, "activations": None, "implementation": None},
     ),
+    "sum_over_devices": (
+        lambda **given: jax.vmap(
+            lambda x: kernels.sum_over_devices(**({"x": x} | given)), axis_name="i"
+        )(X),
+        {"axis": "i", "implementation": "reference"},
+    ),
     "route": (
         kernels.route,
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)},

@@ -413,6 +413,7 @@ def sums_command(
     )
     measured, _ = _measure("sums", sums, sweep, output)
     tables.show("sums over devices", sums.HEADERS, map(sums.cells, measured))
+    _check(sums, measured)
 
 
 def _compiler_option(text: str) -> tuple[str, bool | int | str]:

@@ -41,7 +41,10 @@ CASES = {
         "awq+gptq",
         "awq+gptq+learn_scales",
     ),
-    "W4A8KV16": ("rtn", "gptq", "os+gptq", "awq+os+gptq", "rotate+gptq", "rotate+os+gptq"),
+    "W4A8KV16": (
+        *("rtn", "gptq", "os+gptq", "awq+os+gptq", "rotate+gptq", "rotate+os+gptq"),
+        "rotate+hadamard+os+gptq",
+    ),
     "W8A8KV16": ("rtn", "os+rtn", "rotate+rtn"),
     "WNF4A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
     "WNF3A16KV16": (

@@ -3,10 +3,10 @@
 python -m benchmarks.online_rotation           the bundled model, on Python source
 python -m benchmarks.online_rotation FOLDER    another model, on English: the help topics of Python
 
-QuaRot's R4 (Ashkboos et al. 2024, §4.2) multiplies what the down projection reads by a Hadamard
-matrix in every step. Here it is a product in float32, so that only its quality is measured, and its
-time is not. Scales of channels can't be folded between up and down where a rotation lies. Models
-are read layer by layer, which takes a CPU less time to compile than whole models do.
+QuaRot's R4 (Ashkboos et al. 2024, §4.2), the step `hadamard` of a method, mixes what the down
+projection reads in every step; `python -m benchmarks.hadamard` measures the time. Scales of
+channels can't be folded between up and down then. Models are read layer by layer, which takes a CPU
+less time to compile than whole models do.
 """
 
 from __future__ import annotations
@@ -17,24 +17,19 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import mpjax
 from benchmarks import methods
 from benchmarks.methods import english, possible, python_source
 from mpjax.bench import measure
-from mpjax.kernels import quantize_rows
-from mpjax.models import Decoder, GatedMLP, GatedMLPSpec
-from mpjax.models.config import DecoderConfig, Fold
-from mpjax.models.layers import Activations, Rounding
+from mpjax.models import Decoder
 from mpjax.quantization.learning.teacher import ends_of, token_losses
 from mpjax.quantization.pipeline import Stream
-from mpjax.quantization.rotations import rotation
 from mpjax.quantization.text import Windows, windows_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,58 +40,6 @@ CASES = {
 }
 CALIBRATION = mpjax.Calibration(window=512, tokens=12 * 512, batch=4)
 HELD_OUT_TOKENS = 16 * 512
-SEED = 3
-PRECISION = jax.lax.Precision.HIGHEST
-
-
-@dataclasses.dataclass(frozen=True)
-class TurnedMLPSpec(GatedMLPSpec):
-    """Spec of a gated MLP whose down projection reads rotated channels."""
-
-    kind: ClassVar[str] = "turned"
-
-    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> TurnedMLP:
-        """A TurnedMLP with random weights."""
-        return TurnedMLP(config, self, rngs)
-
-    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """None: a rotation mixes the channels of up."""
-        return ()
-
-
-class TurnedMLP(GatedMLP):
-    """The MLP down(activation(gate(x)) · up(x) · turn), with an orthogonal matrix `turn`."""
-
-    def __init__(self, config: DecoderConfig, spec: GatedMLPSpec, rngs: nnx.Rngs):
-        super().__init__(config, spec, rngs)
-        self.turn = nnx.Param(_turn(spec.intermediate_size))
-
-    def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
-        """The input of the down projection, rotated in float32 and then rounded to `format`."""
-        inner: Any = super().gated(x)
-        wide = jnp.matmul(inner.astype(jnp.float32), self.turn.get_value(), precision=PRECISION)
-        turned = wide.astype(inner.dtype)
-        return turned if format is None else quantize_rows(turned, format)
-
-
-def with_turns(model: Decoder) -> Decoder:
-    """A model that computes the same, with TurnedMLPs in the place of its gated MLPs."""
-    config, layers = model.config, []
-    model = nnx.clone(model)
-    for layer, spec in zip(model.layers, config.layers, strict=True):
-        turned = TurnedMLPSpec(**dataclasses.asdict(spec.mlp))
-        layers.append(dataclasses.replace(spec, mlp=turned))
-        mlp = nnx.eval_shape(lambda spec=turned: TurnedMLP(config, spec, nnx.Rngs(0)))
-        mlp.turn = nnx.Param(_turn(turned.intermediate_size))
-        mlp.gate_up, mlp.down = layer.mlp.gate_up, layer.mlp.down
-        kernel = mlp.down.kernel
-        weight = kernel.get_value()
-        wide = weight.astype(jnp.float32)
-        rows = jnp.matmul(mlp.turn.get_value().T, wide, precision=PRECISION)
-        kernel.set_value(rows.astype(weight.dtype))
-        layer.mlp = mlp
-    model.config = dataclasses.replace(config, layers=tuple(layers))
-    return model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,7 +71,6 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """A row for the 16-bit model, and two for each precision and method."""
     base = mpjax.load(source, precision="A16KV16", progress=False)
-    turned = dataclasses.replace(base, model=with_turns(base.model))
     batches = windows_of(
         *(held_out, base.require_tokenizer(), base.config.vocab_size),
         window=calibration.window,
@@ -139,9 +81,10 @@ def run(
     yield {"precision": base.precision, "method": "", "perplexity": plain, "rise": 0.0}
     for precision, names in cases.items():
         for method in names:
-            for is_turned, lm in ((False, base), (True, turned)):
+            for is_turned in (False, True):
                 recipe = mpjax.Recipe.of(precision, method)
-                lm = mpjax.quantize(lm, recipe, text, calibration=calibration, progress=False)
+                recipe = dataclasses.replace(recipe, hadamard=is_turned)
+                lm = mpjax.quantize(base, recipe, text, calibration=calibration, progress=False)
                 found = perplexity(lm.model, batches)
                 row = {"precision": precision, "method": method, "perplexity": found}
                 yield row | {"rise": found / plain - 1, "online": is_turned}
@@ -169,10 +112,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     """The texts of a row of the table, in the order of `methods.HEADERS`."""
     precision, method, *others = methods.cells(row)
     return [precision, f"{method} with R4" if row.get("online") else method, *others]
-
-
-def _turn(size: int) -> jax.Array:
-    return jnp.asarray(rotation(size, SEED), jnp.float32)
 
 
 if __name__ == "__main__":

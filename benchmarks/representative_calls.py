@@ -13,6 +13,7 @@ from flax import nnx
 
 from mpjax import kernels
 from mpjax.bench.random_model import random_model
+from mpjax.greedy import likeliest
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.attention.shapes import DECODE, AttentionShape
 from mpjax.kernels.gemm.shapes import GemmShape, named
@@ -78,6 +79,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
     for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
+    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+        yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -95,9 +98,11 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"triton {text}", functools.partial(_terms, text)
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
+        yield f"likeliest {rows}", functools.partial(_likeliest, rows)
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
+        yield f"hadamard {text}", functools.partial(_hadamard, text)
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
@@ -108,6 +113,10 @@ def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"attention {text} masks", functools.partial(_masked, text)
         for tokens in (1, 512):
             yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
+
+
+def _likeliest(rows: int) -> Call:
+    return likeliest, (Array((rows, 151_936), "float32"),)
 
 
 def _head(rows: int) -> Call:
@@ -139,6 +148,16 @@ def _experts(text: str, tokens: int) -> Call:
         return kernels.grouped_matmul_terms(gated, down, chosen, weights)
 
     return layer, (x, chosen, weights, gate_up, down)
+
+
+def _expert_mlp(text: str, tokens: int) -> Call:
+    """The layer of `_experts` in one call."""
+    _, (*tokens_and_experts, gate_up, down) = _experts(text, tokens)
+
+    def layer(x: Any, chosen: Any, weights: Any, mlp: Any) -> Any:
+        return kernels.expert_mlp_terms(x, mlp, chosen, weights)
+
+    return layer, (*tokens_and_experts, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:
@@ -198,6 +217,13 @@ def _rows(text: str) -> Call:
 
     terms, both = Array((2, 16, 2304), jnp.float32), Array((1, 16, 18432), jnp.bfloat16)
     return compute, (terms, both, Array((2304,), jnp.float32))
+
+
+def _hadamard(text: str) -> Call:
+    """The gate before Qwen3-8B's down projection, with Hadamard's transform."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "format": text, "hadamard": 512}
+    gate = functools.partial(kernels.gated, activation="silu", **options)
+    return gate, (Array((2, 16, 24576), jnp.float32),)
 
 
 def _append(text: str, tokens: int) -> Call:

@@ -333,6 +333,11 @@ class DecoderConfig:
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
+    def hadamard_blocks(self) -> tuple[int | None, ...]:
+        """Channels of each block that layers mix before their down projections; None for none."""
+        return tuple(getattr(layer.mlp, "hadamard", None) for layer in self.layers)
+
+    @property
     def intermediate_size(self) -> int:
         """The largest intermediate_size of the layers' MLPs."""
         return max(layer.mlp.intermediate_size for layer in self.layers)

@@ -218,8 +218,7 @@ class Decoder(nnx.Module):
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
         hidden, layers = self._hidden(tokens, positions, cache.layers, span)
         if not every_position:
-            last = jnp.maximum(counts - 1, 0)
-            hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+            hidden = _last(hidden, counts)
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return self._logits(hidden), cache
 
@@ -467,6 +466,14 @@ class Decoder(nnx.Module):
             if (cap := self.config.logit_softcap) is not None:
                 found = cap * jnp.tanh(found / cap)
             return self.vocabulary.mask(found)
+
+
+def _last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
+    """The hidden state of each row's last token, [batch, hidden]; counts: tokens of each row."""
+    if hidden.shape[1] == 1:
+        return hidden[:, 0]
+    last = jnp.maximum(counts - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def _room(pages: tuple[KVPages, ...], span: Span) -> int:

@@ -12,8 +12,11 @@ from flax import nnx
 
 from mpjax.kernels import (
     ActivationFormat,
+    ExpertMLP,
     Gate,
+    QuantizedTensor,
     Routing,
+    expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
     route,
@@ -230,15 +233,19 @@ class ExpertStack(nnx.Module):
 
     def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        inner, kernel = self.down.routed(self.gated(x, experts), experts)
-        terms = grouped_matmul_terms(
-            inner,
-            kernel,
-            self.down.own(experts),
-            weights,
-            bias=_bias(self.down),
-            activations=self.down.divided_rows,
-        )
+        gate_up: Any = self.gate_up.kernel.get_value()
+        down: Any = self.down.kernel.get_value()
+        biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
+        own = self.down.own(experts)
+        if isinstance(down, QuantizedTensor) and down.permutation is not None:
+            # Each expert reads the channels in its own order, also those of other devices.
+            inner, kernel = self.down.routed(self.gated(x, experts), experts)
+            terms = grouped_matmul_terms(
+                inner, kernel, own, weights, bias=biases[1], activations=rows
+            )
+        else:
+            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
+            terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
 

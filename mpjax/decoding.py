@@ -17,13 +17,14 @@ import numpy as np
 
 from mpjax.arguments import most_new_tokens
 from mpjax.decoding_state import DecodingState, Limits, repeat
+from mpjax.drawing import draw
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys, step_keys
-from mpjax.sampling import Sampling, logprobs, sample
+from mpjax.sampling import Sampling
 from mpjax.speculation import loop
 from mpjax.speculation.proposer import Proposer, Speculated, read_speculate
 
@@ -135,14 +136,13 @@ def _draw(
     logits: [batch, vocabulary], any float dtype. divided: whether devices have parts of them.
     """
     batch, vocabulary = logits.shape
-    is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
     allowed = logits
     if sampling.min_new_tokens is not None:
         too_short = state.counts < jnp.asarray(sampling.min_new_tokens, jnp.int32)
+        is_stop = limits.stops(jnp.arange(vocabulary))
         allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
     keys = step_keys(state.keys, state.step)
-    drawn = sample(allowed, keys, sampling, state.seen, divided=divided)
-    chance = logprobs(logits, drawn)
+    drawn, chance = draw(logits, allowed, keys, sampling, state.seen, divided=divided)
     counts = state.counts + alive.astype(jnp.int32)
     seen = state.seen
     if seen is not None:
@@ -160,7 +160,7 @@ def _draw(
         tokens=record(state.tokens, drawn),
         logprobs=record(state.logprobs, chance),
         counts=counts,
-        finished=state.finished | (alive & (is_stop[drawn] | (counts >= limits.maximum))),
+        finished=state.finished | (alive & (limits.stops(drawn) | (counts >= limits.maximum))),
         seen=seen,
         step=state.step + alive.any().astype(jnp.int32),
     )

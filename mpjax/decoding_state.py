@@ -45,6 +45,16 @@ class Limits:
             room,
         )
 
+    def stops(self, tokens: jax.Array) -> jax.Array:
+        """Whether each token ends a row, bool of the tokens' shape."""
+        if len(self.stop_ids) > 2 * STOP_IDS:
+            return jnp.isin(tokens, self.stop_ids)
+        # XLA fuses comparisons, but not a reduction, with what reads the result.
+        found = jnp.zeros(tokens.shape, bool)
+        for number in range(len(self.stop_ids)):
+            found |= tokens == self.stop_ids[number]
+        return found
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -15,12 +15,12 @@ from mpjax.checkpoint.plan import LinearSource, TableSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.transfer import to_device
 from mpjax.checkpoint.windows import take
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
-from mpjax.kernels.device import default_device
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Linear, LinearPlace
 
@@ -33,7 +33,7 @@ def convert_array(source: TensorInfo | TableSource, dtype: str, read: Read) -> j
     Raises CheckpointError for values that are not finite in the file, or beyond the dtype's range.
     """
     if isinstance(source, TensorInfo):
-        array = _to_device(read(source))
+        array = to_device(read(source))
         return _require_finite(source, array, array.astype(dtype))
     table = source.scheme.dequantize(_read_module(source, source.scheme, read), source.name)
     return _require_finite(_first(source), table, _transpose(table, dtype))
@@ -67,7 +67,7 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     if source.scheme is not None:
         return pack(_decode(source, source.scheme, read))
     info = source.tensors["weight"]
-    weight = _to_device(take(source, "weight", read(info)))
+    weight = to_device(take(source, "weight", read(info)))
     weight = weight.T if source.is_transposed else weight
     if source.format is None:
         return _require_finite(info, weight, _transpose(weight, dtype))
@@ -105,7 +105,7 @@ def _read_module(source: TableSource | LinearSource, scheme: Scheme, read: Read)
         if suffix != "bias":
             array = read(info)
             array = array if isinstance(source, TableSource) else take(source, suffix, array)
-            found[suffix] = array if suffix in scheme.on_host else _to_device(array)
+            found[suffix] = array if suffix in scheme.on_host else to_device(array)
     return found
 
 
@@ -171,11 +171,6 @@ def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) ->
         f"{info.name}: {beyond} of {array.size} values are beyond the range of {converted.dtype}: "
         f"load with dtype='{wider}'"
     )
-
-
-def _to_device(array: np.ndarray) -> jax.Array:
-    # On a CPU, JAX may use the array's memory without a copy: a mapped file, which may change.
-    return jax.device_put(array.copy() if default_device().platform == "cpu" else array)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

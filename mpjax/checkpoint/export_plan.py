@@ -124,6 +124,12 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
                 f"a {type(model).__name__} can't be exported, because its files hold all experts "
                 "in one tensor: save it with mpjax.save"
             )
+    if any(model.config.hadamard_blocks):
+        raise ValueError(
+            "a model with Hadamard's transform before its down projections can't be exported, "
+            "because no format has a place for it: save it with mpjax.save, or quantise without "
+            "`hadamard` in the method"
+        )
     maps = _shapes(model)
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     tables = {name: packed.pop(name) for name in _packed_tables(model)}

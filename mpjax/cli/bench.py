@@ -148,11 +148,11 @@ def gemm_command(
 def _measure_experts(formats: str, rows: str, shapes: str, output: Path | None) -> None:
     """`mpjax bench gemm --experts`; options that were not given have the defaults of experts."""
     from mpjax.bench import experts, tables
-    from mpjax.kernels.experts.shapes import named
+    from mpjax.kernels.experts.shapes import named_mlps
 
     sweep = _checked(
         lambda: experts.Sweep(
-            named(_split(EXPERT_SHAPES if shapes == SHAPES else shapes)),
+            named_mlps(_split(EXPERT_SHAPES if shapes == SHAPES else shapes)),
             _numbers("--rows", EXPERT_ROWS if rows == ROWS else rows),
             _split(EXPERT_FORMATS if formats == WEIGHT_FORMATS else formats),
         )

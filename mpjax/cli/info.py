@@ -46,7 +46,8 @@ The keys of --json: model, source, precision, num_layers, hidden_size,
 num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
 other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
 number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
-the blocks of activations in 8 bits, and all; else null), tables (format and
+the blocks of activations in 8 bits, and all; else null), hadamard_block
+(channels of the blocks mixed before down projections, or null), tables (format and
 bytes of the embedding and the head), activations (the choice that an FP8
 checkpoint needs, or null), rounded (what is lost by loading, or null), and
 memory_bytes (by KV format and number of tokens: weights, and the cache of one

@@ -29,6 +29,8 @@ Examples:
 Methods are steps joined by +. First, for all of the model, or not at all:
   rotate  QuaRot: rotates the residual stream and values, so that no channel
           is much larger than others; needs no text
+  hadamard  QuaRot's R4: mixes what down projections read, in every step,
+          for 4 and 8-bit activations; after rotate, if both are wanted
 Then any of those that scale channels:
   awq     weights that meet large inputs get finer steps
   smooth  SmoothQuant: activations of 8 bits get smaller, weights larger

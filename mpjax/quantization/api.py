@@ -25,6 +25,7 @@ from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderLayer, ExpertPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
+from mpjax.quantization.hadamard import check_blocks
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.placing import LAYERS, divided_decoder, move_layer, move_rest
 from mpjax.quantization.recipe import Recipe, Rule
@@ -201,6 +202,8 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
     places = [place for place in model.linear_places(model.config) if not place.is_table]
     if recipe.rotates:
         _check_rotation(model)
+    if recipe.hadamard:
+        check_blocks(model.config)
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)

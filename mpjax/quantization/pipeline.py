@@ -19,11 +19,12 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec, Linear
 from mpjax.models.config import Fold
 from mpjax.models.mlp import RoutedInputs
 from mpjax.models.parameters import find
 from mpjax.quantization import blocks, folds
+from mpjax.quantization.hadamard import mix_down, set_blocks
 from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.linears import quantize_map
 from mpjax.quantization.methods import SCALINGS
@@ -59,11 +60,16 @@ class Stream:
         return cls(states, [windows.is_real for windows in batches], angles)
 
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
-        """The statistics of the inputs of each linear map of a layer, by its path."""
+        """The statistics of the inputs of each linear map of a layer, by its path.
+
+        One batch is under way while another is read. More would each take room on the device, and
+        as much page-locked memory of the host.
+        """
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles[layer.rope], is_real, samples)
+            jax.block_until_ready(found)
             if found is None:
                 found = part
                 continue
@@ -203,6 +209,8 @@ def quantize_decoder(
     Raises ValueError for maps that the recipe does not name, and for hidden states that are NaN or
     infinite.
     """
+    if recipe.hadamard:
+        set_blocks(model)
     if recipe.rotates:
         rotate_tables(model)
     for table, format in packed(tables_of(recipe.tables, model.config)).items():
@@ -211,9 +219,8 @@ def quantize_decoder(
     for number, spec in enumerate(model.config.layers):
         layer, is_finished = read_layer(number)
         try:
+            _turn(layer, spec, model.config, recipe, is_finished)
             if not is_finished:
-                if recipe.rotates:
-                    rotate_layer(layer, spec, model.config)
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
@@ -227,6 +234,16 @@ def quantize_decoder(
             raise ValueError(f"layer {number}: {error}") from error
         model.layers[number] = layer
         watch(number, layer)
+
+
+def _turn(
+    layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig, recipe: Recipe, is_finished: bool
+) -> None:
+    """Rotates a layer and mixes what its down projection reads, in place, as the recipe says."""
+    if recipe.rotates and not is_finished:
+        rotate_layer(layer, spec, config)
+    if recipe.hadamard:
+        mix_down(layer, spec, is_folded=is_finished)
 
 
 def learned_paths(rules: Mapping[str, Rule]) -> list[str]:

@@ -8,8 +8,7 @@ than the others. A rotation of the channels of each value head is undone by the 
 
 The layer's spec says which maps read and write the stream, and which channels may be mixed.
 QuaRot's other rotations take time in every step: R3 turns queries and keys after their rotary
-embedding, as KV4 does with keys, and R4 the inputs of the down projection, which a kernel would
-have to do between the gate and the product.
+embedding, as KV4 does with keys, and R4 the inputs of the down projection (`hadamard`).
 """
 
 from __future__ import annotations

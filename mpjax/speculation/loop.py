@@ -222,7 +222,7 @@ class _Loop:
         history = put(before.history, new, known, counts)
         own = self.proposer.settle(before.own, known, done.proposed, accepted)
         speculation = Speculation(history, own, jax.tree.map(jnp.add, before.done, done))
-        return dataclasses.replace(end, speculation=speculation)
+        return dataclasses.replace(end, step=end.counts.max(), speculation=speculation)
 
     def read(self, state: DecodingState, proposal: Proposal, alive: jax.Array) -> _Drawn:
         """Reads each row's newest token and its proposed ones, and draws a token behind each."""
@@ -237,7 +237,7 @@ class _Loop:
 
     def kept(self, state: DecodingState, drawn: _Drawn, alive: jax.Array) -> jax.Array:
         """The number of new tokens of each row, int32 [batch]: up to a stop token or its end."""
-        is_stop = (drawn.tokens[..., None] == self.limits.stop_ids[None, None]).any(-1)
+        is_stop = self.limits.stops(drawn.tokens)
         before_stop = jnp.argmax(is_stop, axis=1) + 1
         before_stop = jnp.where(is_stop.any(axis=1), before_stop, is_stop.shape[1])
         counts = jnp.minimum(drawn.accepted + 1, before_stop.astype(jnp.int32))
@@ -249,7 +249,7 @@ class _Loop:
         begin = state.counts
         tokens = put(state.tokens, drawn.tokens, begin, counts)
         last = jnp.take_along_axis(drawn.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)
-        is_stopped = (counts > 0) & (last == self.limits.stop_ids[None]).any(-1)
+        is_stopped = (counts > 0) & self.limits.stops(last[:, 0])
         is_full = (counts > 0) & (begin + counts >= self.limits.maximum)
         seen = state.seen
         if seen is not None:
@@ -264,5 +264,4 @@ class _Loop:
             counts=begin + counts,
             finished=state.finished | is_stopped | is_full,
             seen=seen,
-            step=jnp.maximum(state.step, (begin + counts).max()),
         )

@@ -167,6 +167,9 @@ def put(target: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Arr
 
     target: [batch, columns]. values: [batch, most values]. starts, counts: int32 [batch].
     """
+    if values.shape[1] == 1:  # XLA fuses this, also for several targets, but no scatter
+        is_place = jnp.arange(target.shape[1])[None] == starts[:, None]
+        return jnp.where(is_place & (counts > 0)[:, None], values, target)
     column = jnp.arange(values.shape[1])[None]
     places = jnp.where(column < counts[:, None], starts[:, None] + column, target.shape[1])
     return target.at[jnp.arange(len(target))[:, None], places].set(values, mode="drop")

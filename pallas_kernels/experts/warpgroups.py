@@ -23,8 +23,6 @@ from mpjax.kernels.gemm.plans import WarpgroupConfig
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
-# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
-@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def products(
     x: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
@@ -43,45 +41,58 @@ def products(
     x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], packed.
     config: without splits.
     """
-    rows = _in_tiles(x, tiles, weight.padded_channels)
-    row_weights = _weights_of_rows(epilogue.routing_weights, tiles)
-    of_tiles = grouped.Tiles(tiles.expert, epilogue.bias, epilogue.gate, row_weights)
-    found = grouped.products(rows, weight, of_tiles, config, out_dtype, interpret=interpret)
+    rows = in_tiles(x, tiles)
+    found = of_tiles(rows, weight, tiles, epilogue, config, out_dtype, interpret=interpret)
     if epilogue.routing_weights is None:
         return jnp.take(found, places(tiles), axis=0)[None]
-    of_tokens = places(tiles).reshape(epilogue.routing_weights.shape)
-    missing: dict[str, Any] = {"mode": "fill", "fill_value": 0} if tiles.is_partial else {}
-    total, *others = (jnp.take(found, place, axis=0, **missing) for place in of_tokens.T)
-    for product in others:
-        total += product
-    return total[None]
+    return of_tokens(found, tiles, epilogue.routing_weights.shape[1])[None]
 
 
-def _in_tiles(
-    x: jax.Array | QuantizedActivations, tiles: Tiles, channels: int
-) -> jax.Array | QuantizedActivations:
-    """The rows of x in the order of tiles, [tiles · tile_m, channels], with zeros beyond K.
+def in_tiles(x: jax.Array | QuantizedActivations, tiles: Tiles) -> jax.Array | QuantizedActivations:
+    """The rows of x, of tokens or of pairs, in the order of tiles: [tiles · tile_m, K].
 
     Rows without a pair have values of others.
     """
     assert tiles.pairs is not None
     count = len(x if isinstance(x, jax.Array) else x.values)
     row = tiles.pairs.reshape(-1) // (tiles.count // count)
-
-    def ordered(array: jax.Array, size: int) -> jax.Array:
-        found = jnp.take(array, row, axis=0, mode="clip")
-        return jnp.pad(found, ((0, 0), (0, size - array.shape[1])))
-
-    if isinstance(x, jax.Array):
-        return ordered(x, channels)
-    scales = ordered(x.scales, x.scales.shape[1])
-    return dataclasses.replace(x, values=ordered(x.values, channels), scales=scales)
+    return jax.tree.map(lambda array: jnp.take(array, row, axis=0, mode="clip"), x)
 
 
-def _weights_of_rows(weights: jax.Array | None, tiles: Tiles) -> jax.Array | None:
-    """The routing weight of each row of the tiles, float32, from those of pairs [tokens, k]."""
-    if weights is None:
-        return None
-    assert tiles.pairs is not None
-    of_pairs = weights.astype(jnp.float32).reshape(-1)
-    return jnp.take(of_pairs, tiles.pairs.reshape(-1), mode="clip")
+# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+def of_tiles(
+    x: jax.Array | QuantizedActivations,
+    weight: QuantizedTensor,
+    tiles: Tiles,
+    epilogue: Epilogue,
+    config: WarpgroupConfig,
+    out_dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The products of rows in the order of tiles, [tiles · tile_m, N], or [tiles · tile_m, N / 2].
+
+    Rows of tiles that are not used have any values.
+    """
+    values = x if isinstance(x, jax.Array) else x.values
+    padding = weight.padded_channels - values.shape[1]
+    values = jnp.pad(values, ((0, 0), (0, padding))) if padding else values
+    x = values if isinstance(x, jax.Array) else dataclasses.replace(x, values=values)
+    weights = epilogue.routing_weights
+    if weights is not None:
+        assert tiles.pairs is not None
+        of_pairs = weights.astype(jnp.float32).reshape(-1)
+        weights = jnp.take(of_pairs, tiles.pairs.reshape(-1), mode="clip")
+    own = grouped.Tiles(tiles.expert, epilogue.bias, epilogue.gate, weights)
+    return grouped.products(x, weight, own, config, out_dtype, interpret=interpret)
+
+
+def of_tokens(products: jax.Array, tiles: Tiles, per_token: int) -> jax.Array:
+    """The sums [tokens, N] of each token's products, in the order of k."""
+    of_token = places(tiles).reshape(-1, per_token)
+    missing: dict[str, Any] = {"mode": "fill", "fill_value": 0} if tiles.is_partial else {}
+    total, *others = (jnp.take(products, place, axis=0, **missing) for place in of_token.T)
+    for product in others:
+        total += product
+    return total

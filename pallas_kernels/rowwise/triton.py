@@ -15,6 +15,7 @@ from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 from mpjax.kernels.product_format import ActivationFormat
+from mpjax.kernels.rowwise.hadamard import tile_size, transform_tile
 from mpjax.kernels.rowwise.reference import ACTIVATIONS, quantizes
 from mpjax.kernels.target import current_target
 
@@ -62,12 +63,15 @@ def add_rms_norm(
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "dtype", "format", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("activation", "dtype", "format", "hadamard", "interpret")
+)
 def gated(
     terms: jax.Array,
     activation: str,
     dtype: jnp.dtype,
     format: ActivationFormat | None = None,
+    hadamard: int | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array | QuantizedActivations:
@@ -75,10 +79,13 @@ def gated(
     splits, *shape, both = terms.shape
     rows, channels = terms.size // (splits * both), both // 2
     size = pl.next_power_of_2(channels)
-    kernel = functools.partial(_gated_kernel, activation=activation, size=size)
+    if hadamard is not None:
+        size = tile_size(size, hadamard)
+    kernel = functools.partial(_gated_kernel, activation=activation, hadamard=hadamard, size=size)
     result = _result(rows, channels, dtype, format)
     rows_of_terms = terms.reshape(splits, rows, both)
-    outputs = _launch(kernel, rows_of_terms, result, f"gated_{activation}", interpret)
+    name = f"gated_{activation}" if hadamard is None else f"gated_{activation}_hadamard"
+    outputs = _launch(kernel, rows_of_terms, result, name, interpret)
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
@@ -145,7 +152,9 @@ def _norm_kernel(
     _store(result_ref, wide, row, channel, mask)
 
 
-def _gated_kernel(terms_ref: Any, result_ref: Any, *, activation: str, size: int) -> None:
+def _gated_kernel(
+    terms_ref: Any, result_ref: Any, *, activation: str, hadamard: int | None, size: int
+) -> None:
     channels = terms_ref.shape[2] // 2
     row, channel, mask = _row(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
@@ -153,7 +162,10 @@ def _gated_kernel(terms_ref: Any, result_ref: Any, *, activation: str, size: int
     target = current_target()
     argument = ACTIVATIONS[activation](gate)
     sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
-    _store(result_ref, gate * sigmoid * up, row, channel, mask)
+    wide = gate * sigmoid * up
+    if hadamard is not None:
+        wide = transform_tile(wide, hadamard)
+    _store(result_ref, wide, row, channel, mask)
 
 
 def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
@@ -164,7 +176,7 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The program's row, the indices of its channels, and their mask, or None if none is needed.
 
-    size: `channels`, rounded up to a power of two.
+    size: a power of two, `channels` or more.
     """
     row = first_program_id()
     # The compiler lets a thread hold as many neighbours as fill 16 bytes of the narrowest operand.

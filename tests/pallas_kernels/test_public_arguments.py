@@ -129,6 +129,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         )(X),
         {"axis": "i", "implementation": "reference"},
     ),
+    "expert_mlp_terms": (
+        kernels.expert_mlp_terms,
+        {"x": X, "mlp": kernels.ExpertMLP(STACK, jnp.ones((4, 8, 16))), "experts": CHOSEN}
+        | {"routing_weights": jnp.ones((3, 2)), "activations": None, "implementation": None},
+    ),
     "route": (
         kernels.route,
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)},
@@ -170,8 +175,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gated": (
         kernels.gated,
         {"terms": X[None], "activation": "gelu", "dtype": "f32", "format": None}
-        | {"implementation": "reference"},
+        | {"hadamard": 16, "implementation": "reference"},
     ),
+    "hadamard": (kernels.hadamard, {"x": X, "block": 32}),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
     "KVLayout": (
         kernels.KVLayout,

@@ -4,6 +4,7 @@ from mpjax.kernels.experts.plans.candidates import candidates
 from mpjax.kernels.experts.plans.choice import (
     config_of,
     forced,
+    joint_configs_of,
     plan_of,
     warpgroup_config_of,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "candidates",
     "config_of",
     "forced",
+    "joint_configs_of",
     "plan_by_rule",
     "plan_of",
     "warpgroup_config_of",

@@ -40,6 +40,7 @@ class Consumer:
     def __init__(self, program: Program, column: Any, share: Any) -> None:
         call, arguments, shared = program.call, program.arguments, program.shared
         self.program, self.call, self.share = program, call, share
+        self.column = column
         # Its output channels in a half of the program's tile, which is the whole without a gate.
         self.half = program.half_of(column)
         if call.gate is not None:
@@ -208,25 +209,35 @@ class Consumer:
     def _of_scaled_blocks(self) -> jax.Array:
         """The main loop for many rows of 8 bits with a scale for each block.
 
-        The sums of a block are scaled while another consumer's block is multiplied.
+        The sums of a block are scaled while another consumer's block is multiplied. Consumers would
+        wait for the same copies, multiply at the same time, and scale at the same time, while the
+        tensor cores idle. So they take turns: a consumer's products begin after those of the one
+        before it.
         """
         call, shared = self.call, self.program.shared
         shape, width = (WARPGROUP_OUTPUTS, call.config.tile_m), call.format.plane_width
+        turn, next_turn = (
+            shared.turns.at[jax.lax.rem(self.column + later, call.columns)] for later in range(2)
+        )
+        # The first turn is that of column 0, as if the last consumer had begun before.
+        pl.when(self.column == call.columns - 1)(lambda: memory.arrive(next_turn))
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)
-            operands = self._decoders(block, scaled=False)
+            operands = [decode() for decode in self._decoders(block, scaled=False)]
+            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
 
             def multiply(total: Any) -> None:
-                for plane, decode in enumerate(operands):
+                for plane, weights in enumerate(operands):
                     channels = pl.ds(plane * width, width)
-                    products.multiply(total, decode(), shared.x_tiles.at[block.slot, :, channels])
+                    products.multiply(total, weights, shared.x_tiles.at[block.slot, :, channels])
+                memory.arrive(next_turn)
                 products.wait_for_products(0)
+                memory.arrive(shared.free.at[block.slot])
 
             start = memory.full(shape, OFFSET_BITS, jnp.int32)
+            memory.wait(turn)
             total = as_float(products.accumulate_from(start, multiply, self.scratch))
-            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
-            memory.arrive(shared.free.at[block.slot])
             return sums + self.scaled(total * scales, block.parameters[0])
 
         zeros = memory.zeros(shape, jnp.float32)

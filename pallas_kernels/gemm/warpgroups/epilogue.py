@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from mpjax.kernels.gemm.warpgroups.consumer import Consumer
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
 from mpjax.kernels.target import current_target
+
+# Rows whose sums a gate joins at a time: a row of them in shared memory is a swizzled one.
+GATED_ROWS = memory.SWIZZLED_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Epilogue:
         assert gate is not None
         pair = jax.lax.rem(self.column, self.program.call.columns // 2)
         rows = sums[0].shape[1]
+        size = max(math.gcd(rows, GATED_ROWS), shared.out_tiles.shape[1])
 
         @pl.when(self.consumer.half == 1)
         def _send() -> None:
@@ -141,8 +146,10 @@ class Epilogue:
             memory.wait(shared.up_full.at[pair])
             for number, part in enumerate(sums):
                 product = self._scaled(part, number * rows)
-                up = memory.load(shared.up_sums.at[pair, number])
-                self._store(gate(product, up), number * rows)
+                for first in range(0, rows, size):  # so that both fit the registers
+                    up = memory.load(shared.up_sums.at[pair, number, :, pl.ds(first, size)])
+                    joined = gate(product[:, first : first + size], up)
+                    self._store(joined, number * rows + first)
             memory.wait_for_stores()
 
     def _store(self, sums: jax.Array, row: int) -> None:

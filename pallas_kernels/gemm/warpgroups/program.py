@@ -127,6 +127,7 @@ class Shared(NamedTuple):
     # [slots · halves, parameters of a block, tile_n / halves], if groups have any
     parameter_tiles: Any = None
     x_scale_tiles: Any = None  # [slots, 1, tile_m], if x has a scale for each row and block
+    turns: Any = None  # barriers [columns]: the consumer's turn to begin the products of a block
     x_full: Any = None  # barriers [slots of x], if x is copied plane by plane
     x_free: Any = None  # barriers [slots of x], if x is copied plane by plane
     shared_sums: Any = None  # [senders, columns, 64, tile_m], if consumers share outputs
@@ -171,6 +172,7 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
         arrays["parameter_tiles"] = memory.shared_rows(shape, jnp.uint32)
     if call.scales_x_blocks:
         arrays["x_scale_tiles"] = memory.shared_rows((slots, 1, config.tile_m), jnp.float32)
+        arrays["turns"] = memory.Barrier(num_barriers=columns)
     if staged.parts > 1:
         arrays["x_full"] = memory.Barrier(num_barriers=x_slots)
         arrays["x_free"] = memory.Barrier(num_arrivals=columns, num_barriers=x_slots)

@@ -9,8 +9,8 @@ import pytest
 
 from mpjax.kernels import LocalExperts, grouped_matmul, grouped_matmul_terms, quantize
 from mpjax.kernels.experts import warpgroups
-from mpjax.kernels.experts.api import _by_kernel
 from mpjax.kernels.experts.epilogue import Epilogue
+from mpjax.kernels.experts.kernels import products_by_kernel
 from mpjax.kernels.experts.plans import ExpertsConfig, ExpertsWarpgroupConfig, forced
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
@@ -90,7 +90,7 @@ def test_the_kernel_of_warpgroups_leaves_other_experts_out(rng):
             mine = jax.tree.map(lambda array, at=first: array[at : at + HALF], weight)
             numbers = LocalExperts.of(chosen, first, HALF).numbers
             epilogue = Epilogue(None, None, jnp.where(numbers < 0, 0, weights))
-            total += _by_kernel(config, None, True, x, mine, numbers, epilogue)[0]
+            total += products_by_kernel(config, None, True, x, mine, numbers, epilogue)[0]
     whole = expected(wide(x), wide(weight.dequantize()), chosen, wide(weights))
     assert relative_error(total, whole) < GATES["bfloat16"]
 

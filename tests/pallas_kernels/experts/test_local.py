@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mpjax.kernels import LocalExperts, grouped_matmul, grouped_matmul_terms, quantize
-from mpjax.kernels.experts import warpgroups
-from mpjax.kernels.experts.epilogue import Epilogue
-from mpjax.kernels.experts.kernels import products_by_kernel
-from mpjax.kernels.experts.plans import ExpertsConfig, ExpertsWarpgroupConfig, forced
+from mpjax.kernels.experts.plans import ExpertsConfig, forced
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
-from tests.pallas_kernels.experts.test_triton import stack
-from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
 from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
 
 HALF = EXPERTS // 2
@@ -74,25 +67,6 @@ def test_the_kernel_leaves_other_experts_out(arrays, tiling, interpreted_triton)
     others = terms[0].reshape(2, 2, 5, 32)[:, is_others.T]
     assert others.size > 0
     np.testing.assert_array_equal(others, 0.0)
-
-
-@interpreted_here
-@pytest.mark.sweep
-def test_the_kernel_of_warpgroups_leaves_other_experts_out(rng):
-    weight, x = stack(rng, "uint4:g128", 256, 192), random_array(rng, (70, 256), "bfloat16")
-    chosen = np.array([[2, 4], [4, 0]] * 35, np.int32)
-    weights, total = random_array(rng, (70, 2), "float32"), 0.0
-    config = ExpertsWarpgroupConfig(48, 3, 1)
-    run = functools.partial(warpgroups.products, interpret=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warpgroups, "products", run)
-        for first in (0, HALF):
-            mine = jax.tree.map(lambda array, at=first: array[at : at + HALF], weight)
-            numbers = LocalExperts.of(chosen, first, HALF).numbers
-            epilogue = Epilogue(None, None, jnp.where(numbers < 0, 0, weights))
-            total += products_by_kernel(config, None, True, x, mine, numbers, epilogue)[0]
-    whole = expected(wide(x), wide(weight.dequantize()), chosen, wide(weights))
-    assert relative_error(total, whole) < GATES["bfloat16"]
 
 
 def test_derivatives_are_those_of_the_own_experts(arrays):

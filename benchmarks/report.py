@@ -108,7 +108,7 @@ def _summary_of_quality(results: Results) -> list[str]:
     rows = [
         row
         for result in results
-        if "rows" in result and not result.get("reference")
+        if "rows" in result and not result.get("reference") and _is_bundled(result)
         for row in result["rows"]
     ]
     return [
@@ -416,14 +416,25 @@ def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
     return ",".join(dict.fromkeys(str(row[key]) for row in rows))
 
 
+def _is_bundled(result: dict[str, Any]) -> bool:
+    """Whether a result is of the model that comes with mpjax."""
+    return result.get("model", "bundled") == "bundled"
+
+
 def _perplexity(results: Results) -> list[str]:
+    """Tables of the bundled model's perplexities, and of those of others on the same text."""
     parts = [
         "## Perplexity of the bundled model\n",
         "On its held-out text, with keys and values read from the cache; Δ is the change from the "
         "first row.\n",
     ]
-    for result in results:
+    for result in sorted(results, key=lambda result: not _is_bundled(result)):
         command, output = "mpjax evaluate", "perplexity"
+        if not _is_bundled(result):
+            name, precisions = result["model"], (row["precision"] for row in result["rows"])
+            parts.append(f"## Perplexity of {name}\n")
+            command += f" {name} --precisions {','.join(precisions)}"
+            output += f"-{name.split('.')[0].lower()}"
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])
             command += f"{precisions} --calibrate {calibration}"

@@ -55,6 +55,7 @@ def export(
         `int-quantized`: W8A8 (compressed-tensors). `float-quantized`: FP8 with a scale for each
             output channel, or for blocks of 128 × 128 (compressed-tensors). `fp8`: the latter, as
             DeepSeek-V3 and Qwen have it.
+        `mxfp4`: the experts of gpt-oss as it is published, all of a layer in one tensor.
         `plain`: none stays packed; every map is dequantised to the dtype that the model computes
             in. Any model can be written so.
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,

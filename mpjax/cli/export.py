@@ -20,6 +20,7 @@ Formats:
   int-quantized    W8A8 (compressed-tensors): vLLM, transformers
   float-quantized  FP8 (compressed-tensors): vLLM, transformers
   fp8              FP8 in blocks of 128: vLLM, SGLang, transformers
+  mxfp4            the experts of gpt-oss, as published: vLLM, SGLang, transformers
   plain            nothing packed, from any model: everything
 
 \b
@@ -45,7 +46,7 @@ def command(
             show_default=False,
             help="How weights are written, as below. By default what most servers take: "
             "pack-quantized for symmetric integers, awq or gptq_v2 for others, int-quantized for "
-            "W8A8, float-quantized for FP8, plain for 16 bits.",
+            "W8A8, float-quantized for FP8, mxfp4 for gpt-oss, plain for 16 bits.",
         ),
     ] = None,
     precision: options.PrecisionText = None,

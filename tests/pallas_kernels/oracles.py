@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack
+from tests.sweeps import in_sweep
 
 NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WEIGHT_FORMATS = tuple(
@@ -26,6 +28,14 @@ ALL_FORMATS = (
     *("int8:gK/int8", "int4:g128/int8", "liquid4:g64/int8", "bfloat16", "float16"),
 )
 PACKED_FORMATS = ALL_FORMATS[:-2]
+# Formats that differ from affine4:g32 or affine8:g64 in the size of groups alone.
+ALIKE = ("affine4:g64", "affine4:g128", "affine8:g32", "affine8:g128")
+
+
+def most_formats(formats: Sequence[str]) -> list[Any]:
+    """Cases of `parametrize`, of which the formats that are like others are in the sweep."""
+    return [in_sweep(text) if text in ALIKE else text for text in formats]
+
 
 # The values of e2m1's codes.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
 
@@ -11,6 +12,7 @@ import jax
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.precision import describe_weights
 
 
 class TensorSpec(Protocol):
@@ -61,6 +63,7 @@ class Scheme(abc.ABC):
     order_suffix: of the tensor that gives the group of each input channel, if there is one.
     shape_suffix: of the tensor that holds the shape [output, input channels], if there is one.
     layouts: names of the forms of the format that `mpjax.export` writes.
+    joins_experts: whether they hold maps of all experts in one tensor, and no other maps.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
         `uint4:sym` for codes that are all symmetric.
     """
@@ -76,6 +79,7 @@ class Scheme(abc.ABC):
     order_suffix: ClassVar[str | None] = None
     shape_suffix: ClassVar[str | None] = None
     layouts: ClassVar[tuple[str, ...]] = ()
+    joins_experts: ClassVar[bool] = False
     default_for: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -182,6 +186,13 @@ class Scheme(abc.ABC):
     def loss(self) -> str | None:
         """A sentence about weights that are rounded when they are loaded; None if none are."""
         return None
+
+    @property
+    def contents(self) -> str:
+        """A text about the modules in the files, and the formats that they have when loaded."""
+        formats = (dataclasses.replace(format, operand=None) for format in self.formats)
+        held = ", ".join(dict.fromkeys(describe_weights(format) for format in formats))
+        return f"{self.title}, {'rounded to' if self.loss else 'codes kept as'} {held}"
 
     def rounded_to(self, format: WeightFormat) -> Scheme | None:
         """The scheme that rounds weights to a format; None where their codes must stay."""

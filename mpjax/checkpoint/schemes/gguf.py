@@ -23,7 +23,9 @@ from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.rounded import ROUNDED, describe_rounding, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.precision import describe_weights
 
+TABLE_NAMES = ("model.embed_tokens", "lm_head")  # which are dequantised
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
 
@@ -66,8 +68,9 @@ class GGUFScheme(Scheme):
     @property
     def loss(self) -> str | None:
         """A sentence about the types whose codes, or whose scales, are not kept."""
-        rounded = {self.types[name] for name in self.types if not self.keeps_codes(name)}
-        kept = set(self.types.values()) - rounded
+        maps = [name for name in self.types if name not in TABLE_NAMES]
+        rounded = {self.types[name] for name in maps if not self.keeps_codes(name)}
+        kept = {self.types[name] for name in maps} - rounded
         narrowed = {type for type in kept if type.endswith("_K")}
         parts = []
         if rounded:
@@ -75,6 +78,19 @@ class GGUFScheme(Scheme):
         if narrowed:
             parts.append(f"scales and minima of {', '.join(sorted(narrowed))} to float16")
         return "; ".join(parts) or None
+
+    @property
+    def contents(self) -> str:
+        """The types of maps and tables with their numbers, and what becomes of each."""
+        maps = collections.Counter(t for name, t in self.types.items() if name not in TABLE_NAMES)
+        tables = sorted({t for name, t in self.types.items() if name in TABLE_NAMES})
+        parts = []
+        for type, count in maps.most_common():
+            format, own = self._format(type), own_format(BLOCK_TYPES[type])
+            said = "codes kept as" if format == own else "rounded to"
+            parts.append(f"{count} maps in {type}, {said} {describe_weights(format)}")
+        parts += [f"tables in {type}, dequantised" for type in tables]
+        return f"GGUF: {'; '.join(parts)}"
 
     def rounded_to(self, format: WeightFormat) -> GGUFScheme:
         """The same weights, rounded to a format, plain arrays among them."""

@@ -20,6 +20,8 @@ from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
+SHOWN_TARGETS = 2  # in a text; ModelOpt lists all modules
+
 
 class Part(NamedTuple):
     """The scheme of the modules that targets name: in full, by a pattern, or as all others."""
@@ -133,6 +135,16 @@ class MixedScheme(Scheme):
         """What the parts say of their rounding."""
         losses = dict.fromkeys(part.scheme.loss for part in self.parts if part.scheme.loss)
         return "; ".join(losses) or None
+
+    @property
+    def contents(self) -> str:
+        """The text of each part, behind its first targets."""
+        parts = []
+        for targets, scheme in self.parts:
+            more = len(targets) - SHOWN_TARGETS
+            shown = ", ".join(targets[:SHOWN_TARGETS]) + (f" and {more} more" if more > 0 else "")
+            parts.append(f"{shown}: {scheme.contents}")
+        return "; ".join(parts)
 
     def rounded_to(self, format: WeightFormat) -> MixedScheme | None:
         """All parts rounded to a format; None where the codes of one must stay."""

@@ -32,7 +32,7 @@ from tests.pallas_kernels.gemm.weights import (
     random_weight,
     weight_struct,
 )
-from tests.pallas_kernels.oracles import GATES, relative_error
+from tests.pallas_kernels.oracles import ALIKE, GATES, most_formats, relative_error
 from tests.sweeps import combinations, in_sweep
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
@@ -111,7 +111,8 @@ CASES = [
     ("liquid4:g64/int8", 3, 192, 130, accumulated(16, 64, 2), "bfloat16", "uint16"),
 ]
 each_case = pytest.mark.parametrize(
-    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"), CASES
+    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"),
+    [in_sweep(*case) if case[0] in ALIKE else case for case in CASES],
 )
 
 
@@ -293,7 +294,7 @@ def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTens
     return triton.matmul(x, weight, config, jnp.dtype(dtype))
 
 
-@each_format
+@pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 @pytest.mark.parametrize("kinds", ["few", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     """Every configuration that is chosen for a named shape: different sizes lower alike.

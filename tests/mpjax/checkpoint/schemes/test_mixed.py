@@ -138,6 +138,18 @@ def test_modelopt_lists_the_algorithm_of_each_module():
         scheme.of_module("a.k_proj")
 
 
+def test_what_each_part_holds():
+    assert registry.read(TWO).contents == (
+        f"Linear: pack-quantized, codes kept as W4g32; {MLP}: int-quantized, codes kept as W8A8"
+    )
+    layers = {f"layers.{number}.up": {"quant_algo": "FP8"} for number in range(5)}
+    layers["head"] = {"quant_algo": "NVFP4", "group_size": 16}
+    assert registry.read(MODELOPT | {"quantized_layers": layers}).contents == (
+        "layers.0.up, layers.1.up and 3 more: FP8, codes kept as WFP8gK; "
+        "head: NVFP4, rounded to W8g32"
+    )
+
+
 def test_parts_that_round_are_rounded_together():
     layers = {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A16_NVFP4"}}
     scheme = registry.read(MODELOPT | {"quantized_layers": layers})

@@ -11,7 +11,16 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
-from benchmarks import blocks, memory, methods, online_rotation, quantization, summary, systems
+from benchmarks import (
+    block_steps,
+    blocks,
+    memory,
+    methods,
+    online_rotation,
+    quantization,
+    summary,
+    systems,
+)
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -26,6 +35,8 @@ DOCS = HERE.parent / "docs"
 SHARES = 10  # number of kernels of a decoding step that are listed by name
 GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # GPUs with a shipped table, and their limits
 Results = list[dict[str, Any]]
+# Models of the benchmarks of blocks.
+ABOUT = {"bundled": "the bundled model", "planted": "a random model with planted outliers"}
 
 
 def main() -> None:
@@ -52,7 +63,7 @@ def write(results: Path, docs: Path) -> None:
             "quality",
             (
                 *("perplexity*.json", "agreement*.json", "methods*.json", "blocks*.json"),
-                *("online-rotation*.json", "memory*.json"),
+                *("block-steps*.json", "online-rotation*.json", "memory*.json"),
                 "quantization.json",
             ),
             _quality,
@@ -297,7 +308,9 @@ def _quality(results: Results, folder: Path) -> list[str]:
     for result in results:
         if "rows" in result or "host_peak_bytes" in result:
             continue
-        if any("wide" in row for row in result["results"]):
+        if any("scales" in row for row in result["results"]):
+            parts += _block_steps(result)
+        elif any("wide" in row for row in result["results"]):
             parts += _blocks(result, folder)
         elif any("online" in row for row in result["results"]):
             parts += _online_rotation(result)
@@ -379,10 +392,8 @@ def _blocks(result: dict[str, Any], folder: Path) -> list[str]:
     model = result["model"]
     name = f"blocks-{model}.svg"
     blocks_plot.draw(result["results"], folder / name)
-    about = {"bundled": "the bundled model", "planted": "a random model with planted outliers"}
-    argument = "" if model == "bundled" else f" {model}"
     return [
-        f"## W4Ax by the share of blocks in 8 bits: {about.get(model, model)}\n",
+        f"## W4Ax by the share of blocks in 8 bits: {ABOUT.get(model, model)}\n",
         "Weights are rounded once for each order of channels. The text is not that of the "
         "calibration"
         + (
@@ -393,8 +404,25 @@ def _blocks(result: dict[str, Any], folder: Path) -> list[str]:
         ),
         tables.markdown(blocks.HEADERS, map(blocks.cells, result["results"])),
         _plot("rise of perplexity over the share of blocks in 8 bits", name),
-        _source(result, f"python -m benchmarks.blocks{argument}"),
+        _source(result, f"python -m benchmarks.blocks{_argument(model)}"),
     ]
+
+
+def _block_steps(result: dict[str, Any]) -> list[str]:
+    """A table of W4Ax with steps of blocks that are multiples of one scale."""
+    model = result["model"]
+    return [
+        f"## W4Ax with integer steps: {ABOUT.get(model, model)}\n",
+        "Steps of blocks that are whole multiples of one scale of the token, or of one for each "
+        "width, beside a scale for each block. An emulation; channels are sorted.\n",
+        tables.markdown(block_steps.HEADERS, block_steps.cells(result["results"])),
+        _source(result, f"python -m benchmarks.block_steps{_argument(model)}"),
+    ]
+
+
+def _argument(model: str) -> str:
+    """The model as an argument of a benchmark of blocks."""
+    return "" if model == "bundled" else f" {model}"
 
 
 def _quantization(result: dict[str, Any]) -> list[str]:
@@ -431,9 +459,9 @@ def _perplexity(results: Results) -> list[str]:
     for result in sorted(results, key=lambda result: not _is_bundled(result)):
         command, output = "mpjax evaluate", "perplexity"
         if not _is_bundled(result):
-            name, precisions = result["model"], (row["precision"] for row in result["rows"])
+            name, names = result["model"], [row["precision"] for row in result["rows"]]
             parts.append(f"## Perplexity of {name}\n")
-            command += f" {name} --precisions {','.join(precisions)}"
+            command += f" {name} --precisions {','.join(names)}"
             output += f"-{name.split('.')[0].lower()}"
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.gemm.integer_sums import OFFSET_BITS, as_float
+from mpjax.kernels.gemm import integer_sums
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory, products
 from mpjax.kernels.target import current_target
@@ -225,7 +225,6 @@ class Consumer:
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)
             operands = [decode() for decode in self._decoders(block, scaled=False)]
-            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
 
             def multiply(total: Any) -> None:
                 for plane, weights in enumerate(operands):
@@ -233,12 +232,18 @@ class Consumer:
                     products.multiply(total, weights, shared.x_tiles.at[block.slot, :, channels])
                 memory.arrive(next_turn)
                 products.wait_for_products(0)
-                memory.arrive(shared.free.at[block.slot])
 
-            start = memory.full(shape, OFFSET_BITS, jnp.int32)
+            start = memory.full(shape, integer_sums.OFFSET_BITS, jnp.int32)
             memory.wait(turn)
-            total = as_float(products.accumulate_from(start, multiply, self.scratch))
-            return sums + self.scaled(total * scales, block.parameters[0])
+            total = products.accumulate_from(start, multiply, self.scratch)
+            # Loaded only now: before, sums and operands take most registers.
+            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
+            memory.arrive(shared.free.at[block.slot])
+            parameters = integer_sums.without_last_bits(block.parameters[0])
+            group = call.kind.load(parameters, call.scale_dtype, call.operand, shape[1])
+            assert group.scale is not None
+            total = integer_sums.scaled(total, group.scale)
+            return current_target().multiply_add(total, scales, sums)
 
         zeros = memory.zeros(shape, jnp.float32)
         return jax.lax.fori_loop(0, self.count, go_on, zeros)

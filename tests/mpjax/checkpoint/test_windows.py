@@ -52,13 +52,13 @@ class Shares:
 @pytest.fixture
 def filled(monkeypatch):
     """The shares of some devices, and the bytes of tensors that were brought to the device."""
-    counted, to_device = [], convert._to_device
+    counted, to_device = [], convert.to_device
 
     def count(array):
         counted.append(array.nbytes)
         return to_device(array)
 
-    monkeypatch.setattr(convert, "_to_device", count)
+    monkeypatch.setattr(convert, "to_device", count)
 
     def fill(folder, precision, count, numbers, *, own, experts="divided"):
         arguments = []

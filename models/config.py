@@ -200,6 +200,13 @@ class MLPSpec(SublayerSpec):
 
     intermediate_size: int
 
+    def spread(self, count: int, units: Mapping[str, int]) -> MLPSpec:
+        """The spec of one of `count` shares that have whole experts, if the module has any.
+
+        Arguments and errors are as for `divide`.
+        """
+        return self.divide(count, units)
+
     def token_bytes(self, config: DecoderConfig) -> int:
         """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
         return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize

@@ -27,7 +27,7 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
 from mpjax.models.parameters import TABLES, ArrayPlace, ExpertPlace, LinearPlace
-from mpjax.models.share import Cut, HeadShares, Share, divide_config, share_size
+from mpjax.models.share import Cut, ExpertDivision, HeadShares, Share, divide_config, share_size
 from mpjax.models.window import Window
 
 
@@ -60,21 +60,24 @@ class Division:
         config: DecoderConfig,
         count: int,
         formats: Mapping[str, Sequence[WeightFormat | None]],
+        experts: ExpertDivision = "divided",
     ) -> Division:
         """The division of a decoder whose linear maps have these formats.
 
         formats: for the path of each place of linear maps, such as `layers.0.mlp.down`, the
             formats of its kernels; None for plain ones.
+        experts: as `divide_config` takes it.
 
         Raises ValueError for a model that can't be divided so.
         """
+        _require_experts(config, experts)
         units: list[dict[str, int]] = [{} for _ in config.layers]
         for path, found in formats.items():
             if path in TABLES:
                 continue
             _, layer, inner = path.split(".", 2)
             units[int(layer)][inner] = max(cutting_unit(one) if one else 1 for one in found)
-        division = cls(decoder, config, divide_config(config, count, units), count)
+        division = cls(decoder, config, divide_config(config, count, units, experts), count)
         division._require_whole_arrays()
         for path, found in formats.items():
             division._require_cuttable(path, [one for one in found if one])
@@ -130,8 +133,14 @@ class Division:
         return put_runs(shares, self._outputs(place.path), -1)
 
     def windows(self, place: LinearPlace, numbers: Sequence[int]) -> list[Window]:
-        """The channels of each map in the files of a place that some shares need together."""
+        """The channels of each map in the files of a place that some shares need together.
+
+        Of experts that are whole, there is a window of experts for each map of an expert.
+        """
         count = place.joined_maps
+        if spread := self._experts(place.path):
+            window = Window.around(False, [spread[number] for number in numbers])
+            return [window._replace(is_of_experts=True)] * count
         if self.is_divided_along_inputs(place):
             runs = self._inputs(place.path)
             return [Window.around(True, [runs[number] for number in numbers])] * len(place.names)
@@ -157,6 +166,9 @@ class Division:
 
         windows: the channels that each map in the files has here; None for all.
         """
+        if spread := self._experts(place.path):
+            mine = [spread[number].moved(-windows[0].begin if windows else 0)]
+            return [jax.tree.map(lambda array: take_runs(array, mine, 0), part) for part in parts]
         if self.is_divided_along_inputs(place):
             runs, begin = self._inputs(place.path), windows[0].begin if windows else 0
             # The products of experts have their biases before they are added: one device's.
@@ -187,6 +199,12 @@ class Division:
 
         shares: the parts of each device. formats: of the whole kernels.
         """
+        if spread := self._experts(place.path):
+            runs = [[run] for run in spread]
+            pieces = zip(*shares, strict=True)
+            return [
+                jax.tree.map(lambda *arrays: put_runs(arrays, runs, 0), *parts) for parts in pieces
+            ]
         along_inputs = self.is_divided_along_inputs(place)
         each = [] if along_inputs else self._runs_of_parts(place, len(formats))
         joined = []
@@ -232,6 +250,14 @@ class Division:
         cuts = [self._cut(path, number) for number in range(self.count)]
         return [cut.inputs for cut in cuts if cut is not None and cut.inputs is not None]
 
+    def is_spread(self, place: LinearPlace) -> bool:
+        """Whether shares of a place's maps have some of the experts."""
+        return bool(self._experts(place.path))
+
+    def _experts(self, path: str) -> list[Run]:
+        cuts = [self._cut(path, number) for number in range(self.count)]
+        return [cut.experts for cut in cuts if cut is not None and cut.experts is not None]
+
     def _outputs(self, path: str) -> list[tuple[Run, ...]]:
         if path in TABLES:
             return [tuple(runs) for runs in self.runs_of_table()]
@@ -274,6 +300,13 @@ class Division:
         every = getattr(self.config.layers[int(layer)], half).linear_maps(self.config)
         [shapes] = [maps.shapes for maps in every if maps.path == inner]
         return [outputs for _, outputs in shapes]
+
+
+def _require_experts(config: DecoderConfig, experts: ExpertDivision) -> None:
+    """Raises ValueError where whole experts are asked for, and the model has no experts."""
+    maps = (maps for layer in config.layers for maps in layer.mlp.linear_maps(config))
+    if experts == "whole" and all(each.experts is None for each in maps):
+        raise ValueError("experts is 'whole', and the model has no experts: leave it out")
 
 
 @functools.lru_cache(maxsize=1 << 12)

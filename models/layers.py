@@ -13,6 +13,7 @@ from mpjax.kernels import (
     ActivationBlocks,
     ActivationFormat,
     DividedRows,
+    LocalExperts,
     QuantizedActivations,
     QuantizedTensor,
     WeightFormat,
@@ -93,6 +94,10 @@ class Linear(nnx.Module):
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
         return terms
+
+    def own(self, experts: jax.Array) -> jax.Array | LocalExperts:
+        """The experts int32 [..., k] of tokens as `grouped_matmul` takes them: this map has all."""
+        return experts
 
     def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
         """The input [..., k, in] of k experts, and the stack of kernels that multiplies it.

@@ -21,11 +21,8 @@ from mpjax.kernels import (
     quantize_rows,
 )
 from mpjax.kernels.quantized_tensor import with_scales
+from mpjax.models.device_sums import add_over_devices, add_terms, summing_dtype
 from mpjax.models.layers import Activations, Linear, Rounding
-
-# Sums of up to so many bytes take the time of a signal between devices, in float32 as in 16 bits:
-# between two H100s by NVLink, where `mpjax bench sums --devices 2` measured them.
-LATENCY_BYTES = 256 << 10
 
 
 class RowLinear(Linear):
@@ -89,7 +86,7 @@ class RowLinear(Linear):
         shape, outputs = _shape(x), kernel.shape[-1]
         dtype = summing_dtype(math.prod(shape[:-1]) * outputs, x.dtype)
         if not isinstance(kernel, QuantizedTensor):
-            return jax.lax.psum(matmul(x, kernel, out_dtype=dtype), self.axis)
+            return add_over_devices(matmul(x, kernel, out_dtype=dtype), self.axis)
         if kernel.permutation is not None:
             assert isinstance(x, jax.Array)  # `activations` asks for 16 bits
             x = jnp.take(self._of_all_devices(x), kernel.permutation, axis=-1)
@@ -119,8 +116,7 @@ class RowLinear(Linear):
 
         dtype: of activations.
         """
-        total = terms.sum(0)
-        return jax.lax.psum(total.astype(summing_dtype(total.size, dtype)), self.axis)[None]
+        return add_terms(terms, dtype, self.axis)
 
     def terms(self, x: Activations) -> jax.Array:
         """The one term [1, ..., out], x · kernel + bias."""
@@ -142,7 +138,7 @@ def _exact_product(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -
     else:
         kernel = dataclasses.replace(kernel, channel_scales=ones)
     codes = dataclasses.replace(x, scales=jnp.ones_like(x.scales))
-    sums = jax.lax.psum(matmul(codes, kernel, out_dtype=jnp.float32), rows.axis)
+    sums = add_over_devices(matmul(codes, kernel, out_dtype=jnp.float32), rows.axis)
     return (sums * x.scales * jax.lax.broadcast_to_rank(scales, sums.ndim)).astype(x.dtype)
 
 
@@ -161,11 +157,6 @@ def _backward(rows: DividedRows, saved: Any, gradient: jax.Array) -> Any:
 
 
 _exact_product.defvjp(_forward, _backward)
-
-
-def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which devices add arrays of `size` numbers; dtype: of activations."""
-    return jnp.dtype(jnp.float32 if size * 4 <= LATENCY_BYTES else dtype)
 
 
 def _shape(x: Activations) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from mpjax.models.layers import Linear
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 from mpjax.models.share import HeadShares
+from mpjax.models.spread_linear import SpreadLinear
 from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
@@ -87,7 +88,8 @@ class ShardedDecoder(Decoder):
     def windows(self, place: LinearPlace) -> list[Window] | None:
         """The channels of each map in the files of a place that this process needs; None: all."""
         alternates = isinstance(place, ExpertPlace) and place.is_alternating
-        if len(self._own_numbers) == self.shards or alternates:
+        is_cut = not alternates or self.division.is_spread(place)
+        if len(self._own_numbers) == self.shards or not is_cut:
             return None
         return self.division.windows(place, self._own_numbers)
 
@@ -112,10 +114,13 @@ class ShardedDecoder(Decoder):
         held = [_on_host_of_cpu(_part(part)) for part in parts]
         cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
         shares = self._distribute(cut)
+        axis = str(self.share.axis)
+        if self.division.is_spread(place):
+            place.assign(self.share, [SpreadLinear(p.kernel, p.bias, axis) for p in shares])
+            return
         if not self.division.is_divided_along_inputs(place):
             place.assign(self.share, [Linear(part.kernel, part.bias) for part in shares])
             return
-        axis = str(self.share.axis)
         formats = [linear.format for linear in parts]
         place.assign(
             self.share,

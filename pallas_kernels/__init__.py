@@ -13,6 +13,7 @@ from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.mlp import ExpertMLP, expert_mlp_terms
 from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
@@ -39,6 +40,7 @@ from mpjax.kernels.rowwise.api import (
     quantize_rows,
     rms_norm,
 )
+from mpjax.kernels.sums.api import sum_over_devices
 
 __all__ = [
     "ActivationBlocks",
@@ -50,6 +52,7 @@ __all__ = [
     "KVFormat",
     "KVLayout",
     "KVPages",
+    "LocalExperts",
     "Masks",
     "PagedKVCache",
     "PlainCodes",
@@ -84,5 +87,6 @@ __all__ = [
     "rotate",
     "rotate_and_append",
     "route",
+    "sum_over_devices",
     "unpack",
 ]

@@ -24,11 +24,12 @@ from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.decoding import decode, decode_program, jit_prefill
 from mpjax.decoding_state import STRIDE, DecodingState, Limits
-from mpjax.devices import read_devices
+from mpjax.devices import read_devices, read_experts
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import free_bytes_on, require_free_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
+from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -67,7 +68,8 @@ class Sweep:
         not checked.
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
     config: of the model, which gets more positions if the cases need them. decoder: its class.
-    devices: numbers of devices among which the model is divided.
+    devices: numbers of devices among which the model is divided. experts: how experts are divided
+        among them; see `mpjax.load`.
     speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
     piece_tokens: tokens of each row's prompt that are read at a time; None for the whole prompt.
 
@@ -86,6 +88,7 @@ class Sweep:
     devices: tuple[int, ...] = (1,)
     speculate: tuple[int, ...] = ()
     piece_tokens: int | None = None
+    experts: ExpertDivision = "divided"
 
     def __post_init__(self) -> None:
         for text in self.precisions:
@@ -94,6 +97,7 @@ class Sweep:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
         for count in self.devices:
             read_devices(count)
+        read_experts(self.experts)
         for k in self.speculate:
             read_k("speculate", k)
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
@@ -229,7 +233,7 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
             pairs = itertools.product(sweep.batches, sweep.prompt_tokens)
             for number, (batch, prompt) in enumerate(pairs):
                 row = {"precision": text, "layers": sweep.config.num_layers, "batch": batch}
-                row |= {"devices": devices}
+                row |= {"devices": devices, "experts": sweep.experts}
                 row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
                 is_read = number == 0 or not sweep.filled
                 case = Case(
@@ -244,7 +248,11 @@ def _load(
 ) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
         mesh = read_devices(devices)
-        model = random_model(sweep.decoder, sweep.model_config, precision.weights, mesh=mesh)
+        model = random_model(
+            *(sweep.decoder, sweep.model_config, precision.weights),
+            mesh=mesh,
+            experts=sweep.experts,
+        )
         for path, format in packed(tables_of(precision.tables, model.config)).items():
             model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None

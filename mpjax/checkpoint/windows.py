@@ -35,6 +35,8 @@ def narrow(
     Windows are widened to whole groups and words. Where the format of a source can only be decoded
     or rounded as a whole, all are read so, and the windows have all channels.
     """
+    if windows[0].is_of_experts:
+        return _some_experts(sources, list(windows))
     found = []
     for source, window in zip(sources, windows, strict=True):
         channels = source.shape[0 if window.is_of_inputs else 1]
@@ -49,6 +51,17 @@ def narrow(
         for source, window in zip(sources, windows, strict=True)
     ]
     return tuple(sources), whole
+
+
+def _some_experts(
+    sources: Sequence[LinearSource], windows: list[Window]
+) -> tuple[tuple[LinearSource, ...], list[Window]]:
+    """The sources of a window's experts, which come one after the other; see `narrow`."""
+    each = len(windows)
+    if not all(map(_keeps_scales, sources)):
+        whole = windows[0]._replace(begin=0, end=len(sources) // each)
+        return tuple(sources), [whole] * each
+    return tuple(sources[windows[0].begin * each : windows[0].end * each]), windows
 
 
 def take(source: LinearSource, suffix: str, array: Any) -> Any:

@@ -29,7 +29,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
-from mpjax.cli.options import DeviceCount
+from mpjax.cli.options import DeviceCount, Experts, ExpertsKind
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -205,6 +205,7 @@ def generate_command(
     devices: Annotated[
         str, _texts("COUNT", "Numbers of devices among which the model is divided.")
     ] = "1",
+    experts: Experts = ExpertsKind.divided,
     speculate: Annotated[
         str,
         _texts("K", "Also measure steps that verify K proposed tokens.", show_default=False),
@@ -267,6 +268,7 @@ def generate_command(
             _numbers("--devices", devices),
             _numbers("--speculate", speculate) if speculate else (),
             piece_tokens,
+            experts.value,
         )
 
     sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}
@@ -392,7 +394,7 @@ def sums_command(
     ),
     dtypes: Annotated[str, _texts("DTYPE", "Dtypes.")] = "bfloat16,float32",
     ways: Annotated[
-        str, _texts("WAY", "Ways to add: psum, gather, exchange, scatter, as below.")
+        str, _texts("WAY", "Ways to add: psum, gather, exchange, scatter, peer, as below.")
     ] = "psum",
     options: Annotated[
         str,
@@ -411,6 +413,7 @@ def sums_command(
     )
     measured, _ = _measure("sums", sums, sweep, output)
     tables.show("sums over devices", sums.HEADERS, map(sums.cells, measured))
+    _check(sums, measured)
 
 
 def _compiler_option(text: str) -> tuple[str, bool | int | str]:

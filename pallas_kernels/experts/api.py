@@ -16,6 +16,7 @@ from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.gradient import differentiable
 from mpjax.kernels.experts.kernels import products_by_kernel, why_not
+from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.plans import (
     Problem,
     config_of,
@@ -32,7 +33,7 @@ Implementation = Literal["triton", "mosaic", "reference"]
 def grouped_matmul(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     *,
     routing_weights: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -47,7 +48,8 @@ def grouped_matmul(
     x: [..., K], or [..., k, K]. weight: [experts, K, N], a stack of plain matrices, or a
         QuantizedTensor with one leading axis, in any weight format.
     experts: int [..., k], the numbers of each token's experts; an expert may have any number of
-        tokens, also none or all.
+        tokens, also none or all. Of LocalExperts, those that the weight does not have add nothing
+        to sums with routing weights, and read nothing; without, their products are any numbers.
     routing_weights: [..., k]. If they are given, the result is the sum of a token's products times
         them, in the order of k; without, it is all products.
     bias: [experts, N], added to the products, before a gate and routing weights.
@@ -73,7 +75,7 @@ def grouped_matmul(
 def grouped_matmul_terms(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     routing_weights: jax.Array,
     *,
     bias: jax.Array | None = None,
@@ -100,7 +102,7 @@ def _run(
     call: Call, implementation: Implementation | None, rows: DividedRows | None = None
 ) -> jax.Array:
     """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N]."""
-    x, weight, experts, epilogue, _ = call
+    x, weight, experts, epilogue, *_ = call
     problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None)
     name = choose(
         "grouped_matmul",
@@ -111,7 +113,7 @@ def _run(
     )
     if name != "reference":
         config = config_of(problem) if name == "triton" else warpgroup_config_of(problem)
-        run = functools.partial(products_by_kernel, config, rows)
+        run = functools.partial(products_by_kernel, config, rows, call.is_local)
         return differentiable(run, x, weight, experts, epilogue)
     found = reference.products(x, weight, experts, epilogue, rows)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from mpjax.kernels.checks import (
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
@@ -30,11 +32,14 @@ class Call(NamedTuple):
     experts: jax.Array  # [tokens, k]
     epilogue: Epilogue
     tokens: tuple[int, ...]  # the axes that the tokens had
+    is_local: bool  # whether experts may be −1, as in LocalExperts
 
 
 def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> Call:
     """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
-    x, experts = as_array(f"{operation}: x", x), as_array(f"{operation}: experts", experts)
+    is_local = isinstance(experts, LocalExperts)
+    experts = as_array(f"{operation}: experts", experts.numbers if is_local else experts)
+    x = as_array(f"{operation}: x", x)
     require_floats(operation, x=x)
     if not isinstance(weight, QuantizedTensor):
         weight = as_array(f"{operation}: the weight", weight)
@@ -56,17 +61,22 @@ def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilo
             f"{operation}: x has shape {x.shape}: expected {(*experts.shape[:-1], channels)} or "
             f"{(*experts.shape, channels)}, by the experts and the weight"
         )
-    if not are_between(experts, 0, count - 1):
+    if not are_between(experts, -1 if is_local else 0, count - 1):
         raise ValueError(f"{operation}: experts must be from 0 to {count - 1}")
     epilogue = _read_epilogue(operation, epilogue, experts.shape, (count, outputs))
     per_token = experts.shape[-1]
+    numbers = experts.reshape(-1, per_token).astype(jnp.int32)
+    if is_local and epilogue.routing_weights is not None:
+        mine = jnp.where(numbers >= 0, epilogue.routing_weights, 0)
+        epilogue = dataclasses.replace(epilogue, routing_weights=mine)
     own_rows = x.ndim > experts.ndim
     return Call(
         x.reshape(-1, per_token, channels) if own_rows else x.reshape(-1, channels),
         weight,
-        experts.reshape(-1, per_token).astype(jnp.int32),
+        numbers,
         epilogue,
         experts.shape[:-1],
+        is_local,
     )
 
 

@@ -29,6 +29,7 @@ from mpjax.kernels.rowwise.api import quantize_rows
 def products_by_kernel(
     config: ExpertsConfig | ExpertsWarpgroupConfig,
     divided: DividedRows | None,
+    is_local: bool,
     x: jax.Array,
     weight: Any,
     experts: jax.Array,
@@ -43,15 +44,26 @@ def products_by_kernel(
     apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
     if apart is not None:
         epilogue = dataclasses.replace(epilogue, gate=None)
-    tiles = find_tiles(experts, weight.shape[0], config)
+    tiles = find_tiles(experts, weight.shape[0], config, is_local=is_local)
     terms = _products_of(config)(rows, weight, tiles, epilogue, config, out_dtype)
     if epilogue.routing_weights is not None:
-        return terms
+        is_stored = not is_local or isinstance(config, ExpertsWarpgroupConfig)
+        return terms if is_stored else _without_others(terms, experts)
     # XLA fuses the sum, in a fixed order, with the gate.
     found = terms[0] if len(terms) == 1 else terms.sum(0)
     if apart is not None:
         found = apart(*jnp.split(found.astype(jnp.float32), 2, -1))
     return found.astype(out_dtype).reshape(*experts.shape, -1)
+
+
+def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
+    """Terms [splits · k, tokens, N], with zeros in the place of those that no program has stored.
+
+    experts: int32 [tokens, k], −1 for those.
+    """
+    tokens, per_token = experts.shape
+    split = terms.reshape(-1, per_token, tokens, terms.shape[-1])
+    return jnp.where((experts.T >= 0)[None, ..., None], split, 0.0).reshape(terms.shape)
 
 
 def _products_of(config: ExpertsConfig | ExpertsWarpgroupConfig) -> Callable[..., jax.Array]:
@@ -64,14 +76,25 @@ def _products_of(config: ExpertsConfig | ExpertsWarpgroupConfig) -> Callable[...
 
 
 def find_tiles(
-    experts: jax.Array, count: int, config: ExpertsConfig | ExpertsWarpgroupConfig
+    experts: jax.Array,
+    count: int,
+    config: ExpertsConfig | ExpertsWarpgroupConfig,
+    *,
+    is_local: bool = False,
 ) -> Tiles:
-    """The tiles of experts [tokens, k] below `count`, found as a configuration says."""
+    """The tiles of experts [tokens, k] below `count`, found as a configuration says.
+
+    is_local: whether there may be −1 among the experts, whose pairs no tile has.
+    """
     if config.tiling == "pairs":
-        return one_for_each_pair(experts)
-    if config.tiling == "counted":
-        return counting.counted(experts, count, config.tile_m)
-    return sorted_by_expert(experts, count, config.tile_m)
+        tiles = one_for_each_pair(experts)
+    elif config.tiling == "counted":
+        tiles = counting.counted(experts, count, config.tile_m)
+    else:
+        if is_local:  # those that the weight does not have come last
+            experts = jnp.where(experts < 0, count, experts)
+        tiles = sorted_by_expert(experts, count, config.tile_m)
+    return dataclasses.replace(tiles, is_partial=is_local)
 
 
 def in_packed_order(

@@ -21,6 +21,7 @@ from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.gradient import with_gradients_of
 from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
+from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_configs_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
@@ -51,7 +52,7 @@ class ExpertMLP:
 def expert_mlp_terms(
     x: jax.Array,
     mlp: ExpertMLP,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     routing_weights: jax.Array,
     *,
     activations: DividedRows | None = None,
@@ -62,15 +63,22 @@ def expert_mlp_terms(
     It is `grouped_matmul` with the gate and `grouped_matmul_terms` with the routing weights. Their
     arguments, errors and derivatives are also this function's.
 
-    x: [..., K]. experts: int [..., k]. routing_weights: [..., k]. activations: how the second
-        product rounds its input, where that and `down` are parts of rows and of input channels.
+    x: [..., K]. experts: int [..., k], or LocalExperts. routing_weights: [..., k].
+    activations: how the second product rounds its input, where that and `down` are parts of rows
+        and of input channels.
     """
     require_type("expert_mlp_terms: mlp", mlp, ExpertMLP)
-    x, experts, routing_weights = (
+    is_local = isinstance(experts, LocalExperts)
+    x, numbers, routing_weights = (
         as_array(f"expert_mlp_terms: {name}", array)
-        for name, array in (("x", x), ("experts", experts), ("routing_weights", routing_weights))
+        for name, array in (
+            ("x", x),
+            ("experts", experts.numbers if isinstance(experts, LocalExperts) else experts),
+            ("routing_weights", routing_weights),
+        )
     )
-    configs = _joint_configs(x, mlp, experts, routing_weights, implementation)
+    experts = LocalExperts(numbers) if is_local else numbers
+    configs = _joint_configs(x, mlp, numbers, routing_weights, implementation)
     if configs is None:
         return _apart(activations, implementation, x, mlp, experts, routing_weights)
     if activations is not None:
@@ -78,11 +86,14 @@ def expert_mlp_terms(
     first = Epilogue(mlp.gate_up_bias, mlp.gate)
     call = read_call("expert_mlp_terms", x, mlp.gate_up, experts, first)
     weights = routing_weights.reshape(call.experts.shape)
+    if is_local:
+        weights = jnp.where(call.experts >= 0, weights, 0)
 
-    def reference(*arguments: Any) -> jax.Array:
-        return _apart(activations, "reference", *arguments).sum(0, keepdims=True)
+    def reference(x: jax.Array, mlp: ExpertMLP, numbers: jax.Array, weights: jax.Array) -> Any:
+        chosen = LocalExperts(numbers) if is_local else numbers
+        return _apart(activations, "reference", x, mlp, chosen, weights).sum(0, keepdims=True)
 
-    run = functools.partial(_by_warpgroups, configs, activations)
+    run = functools.partial(_by_warpgroups, configs, activations, is_local)
     terms = with_gradients_of(run, reference, call.x, mlp, call.experts, weights)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
 
@@ -92,7 +103,7 @@ def _apart(
     implementation: Implementation | None,
     x: jax.Array,
     mlp: ExpertMLP,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     routing_weights: jax.Array,
 ) -> jax.Array:
     """The terms, by one product after the other."""
@@ -151,6 +162,7 @@ def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
 def _by_warpgroups(
     configs: Configs,
     activations: DividedRows | None,
+    is_local: bool,
     x: jax.Array,
     mlp: ExpertMLP,
     experts: jax.Array,
@@ -160,7 +172,7 @@ def _by_warpgroups(
     from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
 
     rows, gate_up = in_packed_order(x, mlp.gate_up, experts, None)
-    tiles = find_tiles(experts, gate_up.shape[0], configs[0])
+    tiles = find_tiles(experts, gate_up.shape[0], configs[0], is_local=is_local)
     rows = warpgroups.in_tiles(rows, tiles)
     first = Epilogue(mlp.gate_up_bias, mlp.gate)
     inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,8 @@ def of_tiles(
 def of_tokens(products: jax.Array, tiles: Tiles, per_token: int) -> jax.Array:
     """The sums [tokens, N] of each token's products, in the order of k."""
     of_token = places(tiles).reshape(-1, per_token)
-    total, *others = (jnp.take(products, place, axis=0) for place in of_token.T)
+    missing: dict[str, Any] = {"mode": "fill", "fill_value": 0} if tiles.is_partial else {}
+    total, *others = (jnp.take(products, place, axis=0, **missing) for place in of_token.T)
     for product in others:
         total += product
     return total

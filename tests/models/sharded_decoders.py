@@ -1,7 +1,6 @@
 """Decoders divided among devices against whole ones: logits, the cache, the shares joined again.
 
-It needs a process of its own with several devices:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.models.sharded_decoders`
+They need a process of its own with several devices; sharded_families.py runs them.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from mpjax.models import Decoder, ExpertsSpec, Packed
 from mpjax.models.division import Division
 from mpjax.models.qwen_moe import Qwen2MoE
 from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.share import ExpertDivision
 from tests.models.small import small_config, small_model
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -36,6 +36,7 @@ EXPERTS = ExpertsSpec(
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 IN_ACT_ORDER = " in act-order"
 SHAPE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256}
+WHOLE = {"experts": "whole"}
 # Number of devices, what differs from SHAPE, the format of linear maps, and that of the cache.
 CASES = (
     # Each KV head is on two devices, and four don't divide the vocabulary.
@@ -46,15 +47,17 @@ CASES = (
     (2, {"num_kv_heads": 1, "num_heads": 2, "head_dim": 64}, "liquid4:g64/int8", "KV2"),
     (4, {"hadamard": 64}, "float8:gK/float8", "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
+    (2, {"mlp": EXPERTS} | WHOLE, "float8:gK/float8", "KV16"),
+    (3, {"mlp": EXPERTS} | WHOLE, "uint4:g32 in act-order", "KV16"),  # two experts, one and one
     (2, {"mlp": EXPERTS}, "uint4:g32 in act-order", "KV16"),
     (2, {"hidden_size": 128, "head_dim": 64, "intermediate_size": 512}, "int4:g128", "KV16"),
 )
 
 
-def divide(model: Decoder, count: int) -> ShardedDecoder:
+def divide(model: Decoder, count: int, experts: ExpertDivision = "divided") -> ShardedDecoder:
     places = model.linear_places(model.config)
     formats = {place.path: [part.format for part in place.parts(model)] for place in places}
-    division = Division.of(type(model), model.config, count, formats)
+    division = Division.of(type(model), model.config, count, formats, experts)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("model",))
     divided = ShardedDecoder.of(division, mesh)
     for array in model.array_places(model.config):
@@ -121,13 +124,14 @@ def require_same_arrays(whole: Decoder, joined: Decoder) -> None:
 
 
 def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> None:
-    model = build(**(SHAPE | changes))
+    experts = changes.get("experts", "divided")
+    model = build(**{k: v for k, v in (SHAPE | changes).items() if k != "experts"})
     if format is not None:
         quantize_all(model, format)
     if kv == "KVfp8":
         scales = np.random.default_rng(2).uniform(0.01, 0.02, (1, 2, model.config.num_kv_heads))
         model.put_cache_scales(jnp.asarray(scales, jnp.float32))
-    divided = divide(model, count)
+    divided = divide(model, count, experts)
     require_same_arrays(model, divided.whole())
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 5)), jnp.int32)
 
@@ -147,9 +151,3 @@ def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> N
         assert np.all(found[:, 50:] == -np.inf)
         error = np.abs(found[:, :50] - expected).max() / np.abs(expected).max()
         assert error < tolerance, (count, changes, format, kv, error)
-
-
-if __name__ == "__main__":
-    for case in CASES:
-        check(*case)
-    print(f"{len(CASES)} cases")

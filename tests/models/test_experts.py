@@ -10,7 +10,17 @@ import pytest
 from flax import nnx
 
 from mpjax.kernels import Gate, Routing, quantize
-from mpjax.models import ConfigError, Decoder, ExpertsSpec, LayerSpec, LinearMaps, Packed
+from mpjax.kernels.cutting import Run
+from mpjax.models import (
+    ConfigError,
+    Decoder,
+    ExpertsSpec,
+    GatedMLPSpec,
+    LayerSpec,
+    LinearMaps,
+    Packed,
+)
+from mpjax.models.share import Cut, Share
 from tests.models.small import CONFIG
 from tests.pallas_kernels.experts.cases import expected
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
@@ -148,3 +158,18 @@ def test_a_routing_that_does_not_fit_is_found_in_the_configuration():
     with pytest.raises(ConfigError, match=r"layers\[0\]\.mlp: 5 experts per token are more than"):
         Decoder(config, nnx.Rngs(0))
     assert "expected softmax or sigmoid" in (ExpertsSpec(32, scoring="x").why_unsound() or "")
+
+
+def test_a_share_has_experts_whole_beside_the_router_of_all():
+    spec = dataclasses.replace(SPEC, shared_size=96)
+    share = spec.spread(3, {"shared.down": 32})
+    assert (share.num_experts, share.held_experts, share.intermediate_size) == (4, 2, 32)
+    assert share.shared_size == 32
+    assert share.arrays(CONFIG) == dataclasses.replace(spec, shared_size=32).arrays(CONFIG)
+    experts = [maps.experts for maps in share.linear_maps(CONFIG)]
+    assert experts == [2, 2, None, None]
+    cuts = spec.cuts(CONFIG, share, Share(1, 3))
+    assert cuts["experts.gate_up"] == cuts["experts.down"] == Cut(experts=Run(2, 4, 2))
+    assert cuts["shared.down"] == Cut(inputs=Run(32, 64, 32))
+    dense = GatedMLPSpec(64)
+    assert dense.spread(2, {"down": 32}) == dense.divide(2, {"down": 32})

@@ -20,7 +20,7 @@ from mpjax.kernels import (
     quantize_rows,
 )
 from mpjax.models import Linear
-from mpjax.models.row_linear import LATENCY_BYTES, RowLinear, summing_dtype
+from mpjax.models.row_linear import RowLinear
 from tests.sweeps import in_sweep
 
 
@@ -81,11 +81,6 @@ def test_rounding_counts_as_the_identity_in_derivatives():
     gradient = jax.grad(lambda x: on_one_device(linear, x)[1].sum())(x)
     expected = jax.grad(lambda x: Linear(kernel)(x)[1].sum())(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_sums_that_take_no_longer_are_in_float32():
-    assert summing_dtype(LATENCY_BYTES // 4, jnp.bfloat16) == jnp.float32
-    assert summing_dtype(LATENCY_BYTES // 4 + 1, jnp.bfloat16) == jnp.bfloat16
 
 
 def test_experts_read_the_channels_of_all_devices_in_their_order():

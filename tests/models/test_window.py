@@ -20,6 +20,11 @@ def test_a_window_of_whole_units_ends_with_the_channels():
     assert Window(True, 5, 9).widened(4, 10) == Window(True, 4, 10)
 
 
+def test_a_window_of_experts():
+    experts = Window.around(False, [Run(2, 4, 2)])._replace(is_of_experts=True)
+    assert (experts.length, experts.is_of_experts) == (2, True)
+
+
 def test_the_shape_of_a_window():
     assert Window(True, 2, 5).of((8, 9)) == (3, 9)
     assert Window(False, 2, 5).of((8, 9)) == (8, 3)

@@ -17,7 +17,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     compressed_fp8,
     compressed_integers,
 )
-from tests.mpjax.on_devices import ACT_ORDER, write
+from tests.mpjax.on_devices import ACT_ORDER, write, write_experts
 from tests.sweeps import in_sweep
 
 
@@ -52,15 +52,15 @@ class Shares:
 @pytest.fixture
 def filled(monkeypatch):
     """The shares of some devices, and the bytes of tensors that were brought to the device."""
-    counted, to_device = [], convert._to_device
+    counted, to_device = [], convert.to_device
 
     def count(array):
         counted.append(array.nbytes)
         return to_device(array)
 
-    monkeypatch.setattr(convert, "_to_device", count)
+    monkeypatch.setattr(convert, "to_device", count)
 
-    def fill(folder, precision, count, numbers, *, own):
+    def fill(folder, precision, count, numbers, *, own, experts="divided"):
         arguments = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(huggingface, "fill", lambda *given: arguments.extend(given))
@@ -68,7 +68,7 @@ def filled(monkeypatch):
             huggingface.load(folder, precision=precision, dtype="float32", progress=False)
         model, checkpoint, plan, _ = arguments
         formats = {place.path: [each.format for each in sources] for place, sources in plan.linears}
-        division = Division.of(type(model), model.config, count, formats)
+        division = Division.of(type(model), model.config, count, formats, experts)
         shares = Shares(division, numbers, own=own)
         counted.clear()
         huggingface.fill(shares, checkpoint, plan)
@@ -110,5 +110,17 @@ def test_windows_are_those_of_several_devices(filled, tmp_path):
     for numbers in ((4, 5), (6, 7)):
         found, counted = filled(folder, "W4g32A32KV16", 8, numbers, own=True)
         assert counted < 0.45 * everything
+        for key, share in found.items():
+            jax.tree.map(np.testing.assert_array_equal, share, whole[key])
+
+
+@pytest.mark.sweep
+def test_a_process_reads_its_experts_where_they_are_whole(filled, tmp_path):
+    """Two of four experts, and the halves of attention."""
+    folder = write_experts(tmp_path)
+    whole, everything = filled(folder, None, 2, (0, 1), own=False, experts="whole")
+    for number in (0, 1):
+        found, counted = filled(folder, None, 2, (number,), own=True, experts="whole")
+        assert counted <= 0.55 * everything
         for key, share in found.items():
             jax.tree.map(np.testing.assert_array_equal, share, whole[key])

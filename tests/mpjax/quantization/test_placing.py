@@ -40,7 +40,7 @@ def test_layers_that_are_done_are_placed_before_the_next(tiny_folder, tmp_path, 
 
 @pytest.mark.sweep
 def test_the_cache_of_a_divided_model_is_calibrated(tiny_folder, tmp_path):
-    recipe = mpjax.Recipe.of("W4g32A16KV8s", "awq")
+    recipe = mpjax.Recipe.of("W4g32A16KV8s", "rtn")
     whole, found = (
         mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, devices=devices)
         for devices in (None, MESH)

@@ -12,6 +12,7 @@ import pytest
 from mpjax.kernels import (
     ExpertMLP,
     Gate,
+    LocalExperts,
     expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
@@ -71,6 +72,24 @@ def test_rows_stay_in_the_order_of_experts(text, rng, monkeypatch):
     assert relative_error(found[0], exact(x, mlp, experts, weights)) < GATES["bfloat16"]
 
 
+@interpreted_here
+@pytest.mark.parametrize("implementation", ["reference", in_sweep("mosaic")])
+def test_parts_of_the_experts_add_up(implementation, rng, monkeypatch):
+    """Also by warpgroups, whose tiles have the pairs of their own experts alone."""
+    if implementation == "mosaic":
+        for kernels, name in ((warpgroups, "of_tiles"), (counting, "counted")):
+            launch = functools.partial(getattr(kernels, name), interpret=True)
+            monkeypatch.setattr(kernels, name, launch)
+        monkeypatch.setattr(module, "why_not", lambda *arguments: None)
+    x, mlp, experts, weights = arguments(rng, "uint4:g128")
+    count, total = mlp.gate_up.shape[0], 0.0
+    for first, size in ((0, 1), (1, count - 1)):
+        part = jax.tree.map(lambda array, at=first, size=size: array[at : at + size], mlp)
+        own = LocalExperts.of(experts, first, size)
+        total += expert_mlp_terms(x, part, own, weights, implementation=implementation).sum(0)
+    assert relative_error(total, exact(x, mlp, experts, weights)) < GATES["bfloat16"]
+
+
 def layer(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> jax.Array:
     return expert_mlp_terms(x, mlp, experts, weights)
 
@@ -92,6 +111,8 @@ def test_it_lowers_with_one_order_of_tokens(lower_for_cuda, pretend_gpu):
     lowered = lower_for_cuda(layer, *many)
     assert lowered.count("experts_warpgroups_uint4") >= 2
     assert jax.eval_shape(layer, *many).shape == (1, 300, 512)
+    own = (*many[:2], LocalExperts(many[2]), many[3])  # experts of a device of several
+    assert lower_for_cuda(layer, *own).count("experts_warpgroups_uint4") >= 2
     few = structs(8)
     assert "experts_warpgroups" not in lower_for_cuda(layer, *few)
     assert jax.eval_shape(layer, *few).shape == (2, 8, 512)

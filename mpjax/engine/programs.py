@@ -115,46 +115,100 @@ def extend(
     model: Decoder,
     state: EngineState,
     reading: Reading,
+    riders: Stepping | None = None,
     *,
     greedy: bool = False,
     scored: bool = False,
 ) -> tuple[EngineState, Drawn, PromptScores | None]:
     """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
 
+    riders: rows that decode a token beside them; None for none, and where prompts are scored.
+        `Drawn` has them behind all pieces.
     greedy: whether all rows are known to take their likeliest token, as `draw` says (static).
     scored: whether to compute log-probabilities of the prompts' tokens (static).
     """
-    slots, last = reading.slots, len(state.lengths) - 1
-    settings = jax.tree.map(_put(slots), state.settings, reading.settings)
-    cache = _view(state, reading.tables, reading.starts, jnp.minimum(slots, last))
+    rows = _reading_rows(reading)
+    if riders is not None:
+        both = rows, _stepping_rows(state, riders)
+        rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
+    slots, last = rows.slots, len(state.lengths) - 1
+    cache = _view(state, rows.tables, rows.starts, jnp.minimum(slots, last))
     encoded = None if state.format.block is None else reading.encoded
     seen = _see(state.seen, reading)
+    tokens = reading.tokens
+    if riders is not None:
+        tokens = jnp.concatenate([tokens, state.newest[jnp.minimum(riders.slots, last)]])
     logits, cache = model.step_varlen(
-        reading.tokens, reading.counts, cache, encoded=encoded, every_position=scored
+        tokens,
+        rows.counts,
+        cache,
+        encoded=encoded,
+        every_position=scored,
+        riders=len(tokens) - len(reading.tokens),
     )
     scores = None
     if scored:
         scores = _score(logits, reading.following)
         logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
     seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
-    drawn, chance = draw(
-        logits, reading.settings, reading.drawn, seen_by_rows, divided=model.shards > 1
-    )
-    counts = reading.drawn + reading.is_last.astype(jnp.int32)
-    running = reading.is_last & ~is_end(drawn, chance, reading.settings, counts)
+    drawn, chance = draw(logits, rows.settings, rows.drawn, seen_by_rows, divided=model.shards > 1)
+    one = rows.draws.astype(jnp.int32)
+    counts = rows.drawn + one
+    running = rows.draws & ~is_end(drawn, chance, rows.settings, counts)
     state = dataclasses.replace(
         state,
         layers=cache.layers,
-        tables=_put(slots)(state.tables, reading.tables),
+        tables=_put(slots)(state.tables, rows.tables),
         lengths=_put(slots)(state.lengths, cache.lengths),
         newest=_put(slots)(state.newest, drawn),
         counts=_put(slots)(state.counts, counts),
         running=_put(slots)(state.running, running),
-        seen=seen.at[jnp.where(reading.is_last, slots, last + 1), drawn].set(True, mode="drop"),
-        settings=settings,
+        seen=seen.at[jnp.where(rows.draws, slots, last + 1), drawn].set(True, mode="drop"),
+        settings=jax.tree.map(_put(slots), state.settings, rows.settings),
     )
-    one = reading.is_last.astype(jnp.int32)
     return state, Drawn(drawn[:, None], chance[:, None], one, running), scores
+
+
+@_arrays
+class _Rows:
+    """The rows of a program that reads: of pieces, and of riders.
+
+    slots, starts, counts, tables, drawn, settings: as in Reading. draws: bool [rows], whether the
+    next token is drawn.
+    """
+
+    slots: Any
+    starts: Any
+    counts: Any
+    tables: Any
+    drawn: Any
+    draws: Any
+    settings: RowSettings
+
+
+def _reading_rows(reading: Reading) -> _Rows:
+    return _Rows(
+        *(reading.slots, reading.starts, reading.counts, reading.tables, reading.drawn),
+        reading.is_last,
+        reading.settings,
+    )
+
+
+def _stepping_rows(state: EngineState, riders: Stepping) -> _Rows:
+    """Rows that decode. Those that have ended, which their plan did not know, become padding."""
+    last = len(state.lengths) - 1
+    own = jnp.minimum(riders.slots, last)
+    alive = state.running[own] & (riders.slots <= last)
+    tables = state.tables.at[riders.slots, riders.entries].set(riders.pages, mode="drop")
+    return _Rows(
+        jnp.where(alive, riders.slots, last + 1),
+        state.lengths[own],
+        alive.astype(jnp.int32),
+        tables[own],
+        state.counts[own],
+        alive,
+        jax.tree.map(lambda x: x[own], state.settings),
+    )
 
 
 def _view(

@@ -7,9 +7,27 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mpjax.decoding_state import DecodingState
 from mpjax.engine.state import ALL, RowSettings
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """The rule of rows that differ in how they are drawn, for `decoding_step.advance`."""
+
+    settings: RowSettings
+
+    def draw(
+        self, logits: jax.Array, state: DecodingState, *, divided: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `draw`, of which state.seen is an argument."""
+        return draw(logits, self.settings, state.counts, state.seen, divided=divided)
+
+    def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
+        """See `is_end`."""
+        return is_end(drawn, chance, self.settings, counts)
 
 
 def draw(

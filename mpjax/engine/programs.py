@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from mpjax.engine.drawing import draw, is_end
+from mpjax.decoding_state import DecodingState
+from mpjax.decoding_step import advance
+from mpjax.engine.drawing import RowRule, draw, is_end
 from mpjax.engine.state import EngineState, RowSettings
 from mpjax.kernels import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
+from mpjax.random_keys import row_keys
 
 Class = TypeVar("Class")
 
@@ -264,77 +267,41 @@ def decode(
     own = jnp.minimum(slots, len(state.lengths) - 1)
     tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
     settings = jax.tree.map(lambda x: x[own], state.settings)
-    begun = _Loop(
+    tokens = jnp.zeros((rows, steps + 1), jnp.int32)
+    begun = DecodingState(
         cache=_view(state, tables[own], state.lengths[own], own),
-        newest=state.newest[own],
+        keys=row_keys(settings.key_words),
+        tokens=tokens.at[:, 0].set(state.newest[own]),
+        logprobs=jnp.zeros((rows, steps + 1), jnp.float32),
         counts=state.counts[own],
-        alive=state.running[own] & (slots < len(state.lengths)),
-        seen=state.seen,
-        tokens=jnp.zeros((rows, steps), jnp.int32),
-        logprobs=jnp.zeros((rows, steps), jnp.float32),
-        drawn=jnp.zeros(rows, jnp.int32),
-        step=jnp.int32(0),
+        finished=~state.running[own] | (slots >= len(state.lengths)),
+        seen=None if greedy else state.seen[own],
+        step=jnp.int32(1),
     )
 
-    def unfinished(loop: _Loop) -> jax.Array:
-        return (loop.step < steps) & loop.alive.any()
+    def unfinished(loop: DecodingState) -> jax.Array:
+        return (loop.step <= steps) & ~loop.finished.all()
 
-    def advance(loop: _Loop) -> _Loop:
-        alive = loop.alive
-        logits, cache = model.step(loop.newest[:, None], alive.astype(jnp.int32), loop.cache)
-        seen = None if greedy else loop.seen[own]
-        token, chance = draw(logits, settings, loop.counts, seen, divided=model.shards > 1)
-        counts = loop.counts + alive.astype(jnp.int32)
-        seen = loop.seen
-        if not greedy:
-            seen = seen.at[jnp.where(alive, slots, len(seen)), token].set(True, mode="drop")
-
-        def record(target: jax.Array, new: jax.Array) -> jax.Array:
-            new = jnp.where(alive, new, jnp.zeros_like(new))[:, None]
-            return jax.lax.dynamic_update_slice_in_dim(target, new, loop.step, axis=1)
-
-        return _Loop(
-            cache=cache,
-            newest=jnp.where(alive, token, loop.newest),
-            counts=counts,
-            alive=alive & ~is_end(token, chance, settings, counts),
-            seen=seen,
-            tokens=record(loop.tokens, token),
-            logprobs=record(loop.logprobs, chance),
-            drawn=loop.drawn + alive.astype(jnp.int32),
-            step=loop.step + 1,
-        )
+    def go_on(loop: DecodingState) -> DecodingState:
+        return advance(model, loop, RowRule(settings), ~loop.finished)
 
     if waits and steps > 1:
-        end = jax.lax.while_loop(unfinished, advance, begun)
+        end = jax.lax.while_loop(unfinished, go_on, begun)
     else:
-        end = jax.lax.fori_loop(0, steps, lambda _, loop: advance(loop), begun)
+        end = jax.lax.fori_loop(0, steps, lambda _, loop: go_on(loop), begun)
+    drawn = end.counts - begun.counts
+    newest = jnp.take_along_axis(end.tokens, drawn[:, None], 1)[:, 0]
     state = dataclasses.replace(
         state,
         layers=end.cache.layers,
         tables=tables,
         lengths=_put(slots)(state.lengths, end.cache.lengths),
-        newest=_put(slots)(state.newest, end.newest),
+        newest=_put(slots)(state.newest, newest),
         counts=_put(slots)(state.counts, end.counts),
-        running=_put(slots)(state.running, end.alive),
-        seen=end.seen,
+        running=_put(slots)(state.running, ~end.finished),
+        seen=state.seen if end.seen is None else _put(slots)(state.seen, end.seen),
     )
-    return state, Drawn(end.tokens, end.logprobs, end.drawn, end.alive)
-
-
-@_arrays
-class _Loop:
-    """The carry of `decode`'s loop: numbers of rows, the cache, and what has been drawn."""
-
-    cache: PagedKVCache
-    newest: Any
-    counts: Any
-    alive: Any
-    seen: Any
-    tokens: Any
-    logprobs: Any
-    drawn: Any
-    step: Any
+    return state, Drawn(end.tokens[:, 1:], end.logprobs[:, 1:], drawn, ~end.finished)
 
 
 def clear(

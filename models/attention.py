@@ -34,6 +34,7 @@ from mpjax.models.layers import (
     Rounding,
     as_activations,
 )
+from mpjax.models.riders import RidersSpan
 from mpjax.models.share import Cut, HeadShares, Share
 
 
@@ -45,7 +46,11 @@ class AttentionModule(Protocol):
         """How the input of the first map is rounded."""
 
     def attend(
-        self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
+        self,
+        x: Activations,
+        angles: jax.Array,
+        pages: KVPages | None,
+        span: Span | RidersSpan | None,
     ) -> tuple[jax.Array, KVPages | None]:
         """Everything but the last map; see `Attention.attend`."""
 
@@ -156,7 +161,11 @@ class Attention(nnx.Module):
         self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
 
     def __call__(
-        self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
+        self,
+        x: Activations,
+        angles: jax.Array,
+        pages: KVPages | None,
+        span: Span | RidersSpan | None,
     ) -> tuple[jax.Array, KVPages | None]:
         """Attention and its output map: x [batch, tokens, hidden] to the same shape, and the pages.
 
@@ -188,7 +197,11 @@ class Attention(nnx.Module):
         return {"qkv": x, "output": attended}
 
     def attend(
-        self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
+        self,
+        x: Activations,
+        angles: jax.Array,
+        pages: KVPages | None,
+        span: Span | RidersSpan | None,
     ) -> tuple[jax.Array, KVPages | None]:
         """Attends without the output map; returns [batch, tokens, heads · head dim] and the pages.
 
@@ -205,8 +218,7 @@ class Attention(nnx.Module):
             terms = self._ordered(self._normed_terms(x))
             turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
-            query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
-            attended = paged_attention(query, pages, span, masks, transformed=True)
+            attended, pages = _attend_cached((terms, rotation), pages, span, masks, x.dtype)
             return attended.reshape(*x.shape[:-1], self.heads[0] * self.head_dim), pages
         batch, tokens, _ = x.shape
         query, key, value = (
@@ -217,7 +229,7 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
         query, key = (rotate(self._ordered(each), *turn) for each in (query, key))
-        if pages is not None and span is not None:
+        if pages is not None and isinstance(span, Span):
             pages = append(pages, key, value, span)
         attended = prefill_attention(query, key, value, masks)
         return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
@@ -273,3 +285,34 @@ def _means_of_squares(
     """
     sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in parts]
     return [total / count for total, count in zip(jax.lax.psum(sums, axis), channels, strict=True)]
+
+
+def _attend_cached(
+    new: tuple[jax.Array, Rotation],
+    pages: KVPages,
+    span: Span | RidersSpan,
+    masks: Masks,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, KVPages]:
+    """Appends new tokens to the pages, and attends from them, in each part of the span apart.
+
+    new: terms of queries, keys and values, and the tokens' rotation, as for `rotate_and_append`.
+    """
+    terms, rotation = new
+    if isinstance(span, Span):
+        query, pages = rotate_and_append(terms, pages, span, rotation, dtype=dtype)
+        return paged_attention(query, pages, span, masks, transformed=True), pages
+    # All parts are appended before any is read, so that the pages are written in place.
+    queries, parts = [], span.parts(terms.shape[1])
+    for part in parts:
+        turn = rotation.map_angles(part.of)
+        query, pages = rotate_and_append(
+            part.of(terms, leading=1), pages, part.span, turn, dtype=dtype
+        )
+        queries.append(query)
+    attended = [
+        paged_attention(query, pages, part.span, masks, transformed=True)
+        for query, part in zip(queries, parts, strict=True)
+    ]
+    prompts, rows = attended
+    return jnp.concatenate([prompts, rows[:, 0]]), pages

@@ -34,6 +34,7 @@ from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
+from mpjax.models.riders import RidersSpan, last_tokens
 from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from mpjax.models.vocabulary import Vocabulary
 from mpjax.models.window import Window
@@ -254,6 +255,7 @@ class Decoder(nnx.Module):
         *,
         encoded: jax.Array | None = None,
         every_position: bool = False,
+        riders: int = 0,
     ) -> tuple[jax.Array, PagedKVCache]:
         """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
 
@@ -261,6 +263,9 @@ class Decoder(nnx.Module):
         counts: int32 [batch], the number of each sequence's new tokens.
         encoded: as in Span, for sequences that begin behind a shared prefix.
         every_position: whether to return logits after each token (static).
+        riders: number of sequences, the last ones, that have one token each, which stand at the end
+            of `tokens`, behind the padding (static). Attention takes them as rows that decode, and
+            not as prompts. A count of 0 is a rider that adds nothing. `encoded` is of the others.
 
         New tokens read earlier keys and values, and their own, from the cache in its format. In
         formats with blocks they have the logits of steps of single tokens if no sequence's tokens
@@ -270,19 +275,23 @@ class Decoder(nnx.Module):
         sequence's last token, without meaning for sequences without new tokens; or with
         every_position [tokens, vocabulary]. Nothing is checked.
         """
-        found = tokens_of(counts, len(tokens))
+        prompts = len(counts) - riders
+        found = tokens_of(counts[:prompts], len(tokens) - riders)
         positions = cache.lengths[found.sequence] + found.number
-        span = Span(
+        span: Span | RidersSpan = Span(
             cache.block_tables,
             cache.lengths,
             counts,
             residual_pages=cache.residual_pages,
             encoded=encoded,
         )
+        if riders:
+            positions = jnp.concatenate([positions, cache.lengths[prompts:]])
+            span = RidersSpan.of(cache, counts, encoded, riders)
         hidden, layers = self._hidden(tokens, positions, cache.layers, span)
         if not every_position:
-            hidden = hidden[jnp.maximum(span.offsets + counts - 1, 0)]
-        cache = dataclasses.replace(cache, layers=layers, lengths=span.ends)
+            hidden = hidden[last_tokens(span, len(tokens))]
+        cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return self._logits(hidden), cache
 
     def create_cache(
@@ -425,7 +434,7 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         pages: tuple[KVPages, ...] | None,
-        span: Span | None,
+        span: Span | RidersSpan | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Embeds tokens, runs all layers and the final norm.
 
@@ -476,6 +485,6 @@ def _last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
-def _room(pages: tuple[KVPages, ...], span: Span) -> int:
+def _room(pages: tuple[KVPages, ...], span: Span | RidersSpan) -> int:
     """The tokens for which a sequence has room in the cache."""
     return span.block_tables.shape[1] * pages[0].page_size

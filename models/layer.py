@@ -13,6 +13,7 @@ from mpjax.models.attention import AttentionModule
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.layers import Activations, RMSNorm, Rounding
 from mpjax.models.mlp import MLP, Inputs
+from mpjax.models.riders import RidersSpan
 
 
 class DecoderLayer(nnx.Module):
@@ -35,7 +36,7 @@ class DecoderLayer(nnx.Module):
         residual: jax.Array | None,
         angles: jax.Array,
         pages: KVPages | None,
-        span: Span | None,
+        span: Span | RidersSpan | None,
     ) -> tuple[jax.Array, jax.Array, KVPages | None]:
         """Runs the layer; returns the next terms, the next residual stream, and the pages.
 

@@ -268,9 +268,10 @@ class ShardedDecoder(Decoder):
         *,
         encoded: jax.Array | None = None,
         every_position: bool = False,
+        riders: int = 0,
     ) -> tuple[jax.Array, PagedKVCache]:
         """Adds varlen tokens to the cache, as `step` adds padded ones; see `Decoder`."""
-        options = Options("step_varlen", 2, False, every_position)
+        options = Options("step_varlen", 2, False, every_position, riders)
         return _step(plan_conditions(), options, self, cache, (tokens, counts, encoded))
 
     def create_cache(
@@ -378,12 +379,16 @@ def _on_host_of_cpu(tree: Any) -> Any:
 
 
 class Options(NamedTuple):
-    """A call of a share's step; static. axes: of the logits, the last of which is divided."""
+    """A call of a share's step; static. axes: of the logits, the last of which is divided.
+
+    riders: of `step_varlen`.
+    """
 
     method: str
     axes: int
     fresh: bool
     every_position: bool
+    riders: int = 0
 
     def call(self, share: Decoder, cache: PagedKVCache, arrays: Sequence[Any]) -> Any:
         """The logits of a share's columns, and the next cache."""
@@ -394,7 +399,12 @@ class Options(NamedTuple):
             )
         tokens, counts, encoded = arrays
         return share.step_varlen(
-            tokens, counts, cache, encoded=encoded, every_position=self.every_position
+            tokens,
+            counts,
+            cache,
+            encoded=encoded,
+            every_position=self.every_position,
+            riders=self.riders,
         )
 
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from mpjax.arguments import most_new_tokens
 from mpjax.decoding_state import DecodingState, Limits, repeat
-from mpjax.drawing import draw
+from mpjax.decoding_step import BatchRule, advance, draw
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
 from mpjax.models.sharded import ShardedDecoder
-from mpjax.random_keys import row_keys, step_keys
+from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from mpjax.speculation import loop
 from mpjax.speculation.proposer import Proposer, Speculated, read_speculate
@@ -87,7 +87,8 @@ def prefill(
         seen=seen,
         step=jnp.int32(0),
     )
-    return _draw(state, logits, sampling, limits, ~state.finished, model.shards > 1)
+    rule = BatchRule(sampling, limits)
+    return draw(state, logits, rule, ~state.finished, divided=model.shards > 1)
 
 
 def decode(
@@ -110,60 +111,12 @@ def decode(
     def unfinished(state: DecodingState) -> jax.Array:
         return (state.step < until) & ~state.finished.all()
 
-    def advance(state: DecodingState) -> DecodingState:
-        newest = jnp.take_along_axis(
-            state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
-        )
-        # A finished row adds nothing to the cache, and its logits are not used.
-        alive = ~state.finished & (state.step < until)
-        logits, cache = model.step(newest, alive.astype(jnp.int32), state.cache)
-        state = dataclasses.replace(state, cache=cache)
-        return _draw(state, logits, sampling, limits, alive, model.shards > 1)
+    rule = BatchRule(sampling, limits)
 
-    return repeat(advance, unfinished, state, stride)
+    def go_on(state: DecodingState) -> DecodingState:
+        return advance(model, state, rule, ~state.finished & (state.step < until))
 
-
-def _draw(
-    state: DecodingState,
-    logits: jax.Array,
-    sampling: Sampling,
-    limits: Limits,
-    alive: jax.Array,
-    divided: bool,
-) -> DecodingState:
-    """Samples a token for each row and records it where `alive` (bool [batch]).
-
-    logits: [batch, vocabulary], any float dtype. divided: whether devices have parts of them.
-    """
-    batch, vocabulary = logits.shape
-    allowed = logits
-    if sampling.min_new_tokens is not None:
-        too_short = state.counts < jnp.asarray(sampling.min_new_tokens, jnp.int32)
-        is_stop = limits.stops(jnp.arange(vocabulary))
-        allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
-    keys = step_keys(state.keys, state.step)
-    drawn, chance = draw(logits, allowed, keys, sampling, state.seen, divided=divided)
-    counts = state.counts + alive.astype(jnp.int32)
-    seen = state.seen
-    if seen is not None:
-        seen = seen.at[jnp.arange(batch), drawn].max(alive)
-
-    def record(tokens: jax.Array, new: jax.Array) -> jax.Array:
-        # Rows that are not alive keep the old value: zeros, or after the last step the last column,
-        # to which dynamic_slice clamps.
-        old = jax.lax.dynamic_slice_in_dim(tokens, state.step, 1, axis=1)
-        new = jnp.where(alive[:, None], new[:, None], old)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, new, state.step, axis=1)
-
-    return dataclasses.replace(
-        state,
-        tokens=record(state.tokens, drawn),
-        logprobs=record(state.logprobs, chance),
-        counts=counts,
-        finished=state.finished | (alive & (limits.stops(drawn) | (counts >= limits.maximum))),
-        seen=seen,
-        step=state.step + alive.any().astype(jnp.int32),
-    )
+    return repeat(go_on, unfinished, state, stride)
 
 
 # The cache and the state are donated, so that XLA reuses their buffers. The model is not.

@@ -93,7 +93,7 @@ class Load:
 class Sweep:
     """A load, for each of several precisions.
 
-    slots, chunk_tokens, steps, cache_memory, share_prefixes: of the engine.
+    slots, chunk_tokens, steps, cache_memory, share_prefixes, ride: of the engine.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
     rounds: how often the load is run; all but the last compile, and are not counted.
@@ -110,6 +110,7 @@ class Sweep:
     steps: int = 8
     cache_memory: float | None = None
     share_prefixes: bool = True
+    ride: bool = False
     static: int = 0
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
@@ -157,6 +158,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         chunk_tokens=sweep.chunk_tokens,
         steps=sweep.steps,
         share_prefixes=sweep.share_prefixes,
+        ride=sweep.ride,
     ) as engine:
         begin = time.perf_counter()
         for number in range(sweep.rounds):
@@ -168,6 +170,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             "through": "engine",
             "slots": sweep.slots,
             "chunk_tokens": sweep.chunk_tokens,
+            "ride": sweep.ride,
             "capacity_tokens": engine.capacity,
             "programs": after["programs"],
             "lost_pages": after["pages"] - after["free_pages"],

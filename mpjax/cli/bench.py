@@ -341,6 +341,9 @@ def serve_command(
         typer.Option(min=1e-6, help="Bytes of the cache, or the share of free memory."),
     ] = None,
     share: Annotated[bool, typer.Option(help="Share the pages of equal beginnings.")] = True,
+    ride: Annotated[
+        bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
+    ] = False,
     static: Annotated[
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
@@ -372,6 +375,7 @@ def serve_command(
             steps=steps,
             cache_memory=cache_memory,
             share_prefixes=share,
+            ride=ride,
             static=static,
             rounds=rounds,
             config=config,

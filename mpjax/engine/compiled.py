@@ -9,13 +9,12 @@ from typing import Any
 import jax
 
 from mpjax.decoding import has_warpgroups
-from mpjax.engine.planner import scored_chunk
+from mpjax.engine.planner import Sizes, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
 from mpjax.models import Decoder
 
-LEAST_TOKENS = 16  # readings of fewer tokens take as long
 FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 
 
@@ -72,16 +71,20 @@ def count() -> int:
 class Programs:
     """The jitted programs of one model, with the sizes to which their arguments are padded.
 
-    chunk: the most tokens of a Reading. slots: of the state. steps: the most of a Stepping.
+    limits: the sizes of the engine.
 
     Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
     sizes are few: with those for scores and for clearing there are at most 15 programs.
     """
 
-    def __init__(self, model: Decoder, *, chunk: int, slots: int, steps: int) -> None:
+    def __init__(self, model: Decoder, limits: Sizes) -> None:
+        chunk, slots, steps = limits.chunk, limits.slots, limits.steps
         self._waits = not device.on_gpu()
         self.scored_size = scored_chunk(chunk)
-        self.reading_sizes = sorted({chunk, max(chunk // 8, min(LEAST_TOKENS, chunk))})
+        self.reading_sizes = sorted({chunk, small_chunk(chunk)})
+        # Rows that ride along, by whether all rows are greedy; the first sizes are for none.
+        few = sorted({-(-slots // 4), slots})
+        self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
 
         def sizes(*divisors: int, least: int) -> list[int]:
             parts = [-(-slots // divisor) for divisor in divisors]
@@ -90,9 +93,10 @@ class Programs:
         # By whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
             (True, steps): sorted({1, min(FEW_ROWS, slots), *sizes(2, 4, 16, least=FEW_ROWS)}),
-            (True, 1): sizes(4, least=2 * FEW_ROWS),
             (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
         }
+        if not limits.rides:
+            self.decoding_sizes[True, 1] = sizes(4, least=2 * FEW_ROWS)
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._leaves, structure = jax.tree.flatten(model)
@@ -101,14 +105,20 @@ class Programs:
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
     def extend(
-        self, state: EngineState, reading: Reading, *, greedy: bool, scored: bool
+        self,
+        state: EngineState,
+        reading: Reading,
+        riders: Stepping | None = None,
+        *,
+        greedy: bool,
+        scored: bool,
     ) -> tuple[EngineState, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
-        tokens = len(reading.tokens)
-        self.used.add((extend, tokens, greedy, scored))
-        run = _JITTED[extend, self._is_in_turn(tokens)]
+        tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
+        self.used.add((extend, tokens, rows, greedy, scored))
+        run = _JITTED[extend, self._is_in_turn(tokens + rows)]
         options = {"greedy": greedy, "scored": scored}
-        return run(self._structure, self._leaves, state, reading, **options)
+        return run(self._structure, self._leaves, state, reading, riders, **options)
 
     def decode(
         self, state: EngineState, stepping: Stepping, *, steps: int, greedy: bool
@@ -128,6 +138,11 @@ class Programs:
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
         """The number of rows to which rows are padded."""
         sizes = self.decoding_sizes[greedy, steps]
+        return next(size for size in sizes if size >= rows)
+
+    def rider_size(self, rows: int, *, greedy: bool, scored: bool) -> int:
+        """The number of rows to which rows that ride along are padded; 0 for none."""
+        sizes = [0] if scored else self.rider_sizes.get(greedy, [0])
         return next(size for size in sizes if size >= rows)
 
     def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:

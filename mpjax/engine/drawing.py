@@ -7,9 +7,28 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mpjax.decoding_state import DecodingState
 from mpjax.engine.state import ALL, RowSettings
+from mpjax.greedy import likeliest
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """The rule of rows that differ in how they are drawn, for `decoding_step.advance`."""
+
+    settings: RowSettings
+
+    def draw(
+        self, logits: jax.Array, state: DecodingState, *, divided: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `draw`, of which state.seen is an argument."""
+        return draw(logits, self.settings, state.counts, state.seen, divided=divided)
+
+    def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
+        """See `is_end`."""
+        return is_end(drawn, chance, self.settings, counts)
 
 
 def draw(
@@ -30,6 +49,8 @@ def draw(
     A row's token is that of `sample` with the row's settings and key: it does not depend on other
     rows. The log-probability is NaN where a logit is NaN or infinite.
     """
+    if seen is None and not divided:
+        return likeliest(logits)
     if seen is None:
         drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return drawn, logprobs(logits, drawn)

@@ -43,7 +43,9 @@ class Engine:
     chunk_tokens: the most tokens of prompts that are read before rows that decode go on. Fewer,
         where what they attend to is long.
     steps: tokens that are drawn for each row between two returns to the host.
-    share_prefixes: whether requests share pages of the cache that begin with the same tokens.
+    how: share_prefixes (whether requests share pages of the cache that begin with the same tokens,
+        True), ride (whether rows that decode draw a token in programs that read long prompts, so
+        that weights are read once for both; by default reading and decoding take turns).
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -71,8 +73,9 @@ class Engine:
         max_tokens: int | None = None,
         chunk_tokens: int = 1024,
         steps: int = 8,
-        share_prefixes: bool = True,
+        **how: bool,
     ) -> None:
+        switches = _Switches.of(how)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         slots = positive_whole("slots", slots)
         chunk, steps = positive_whole("chunk_tokens", chunk_tokens), positive_whole("steps", steps)
@@ -86,7 +89,7 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         pages = count_pages(lm, slots, most, cache_memory, chunk)
-        self.lm, self.max_tokens, self._shares = lm, most, share_prefixes
+        self.lm, self.max_tokens, self._shares = lm, most, switches.share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
             slots=slots,
@@ -97,6 +100,7 @@ class Engine:
             sequences=min(slots, SEQUENCES),
             steps=steps,
             window=None if None in windows else max(w for w in windows if w is not None),
+            rides=switches.ride,
         )
         self._runner = Runner(lm, sizes, most)
         # Requests that have come, and handles of those to cancel.
@@ -382,6 +386,28 @@ def _cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Switches:
+    """Rarer arguments of `Engine`, which are true or false."""
+
+    share_prefixes: bool = True
+    ride: bool = False
+
+    @classmethod
+    def of(cls, how: Mapping[str, Any]) -> _Switches:
+        _require_known("Engine", cls, how)
+        for name, value in how.items():
+            require_type(name, value, bool)
+        return cls(**how)
+
+
+def _require_known(function: str, options: type, how: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that are no fields of a dataclass."""
+    known = {field.name for field in dataclasses.fields(options)}
+    if unknown := sorted(set(how) - known):
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+
+
+@dataclasses.dataclass(frozen=True)
 class _Options:
     """Rarer arguments of `submit`."""
 
@@ -391,9 +417,7 @@ class _Options:
 
     @classmethod
     def of(cls, how: Mapping[str, Any]) -> _Options:
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(how) - known):
-            raise TypeError(f"submit() got an unexpected keyword argument {unknown[0]!r}")
+        _require_known("submit", cls, how)
         options = cls(**how)
         if isinstance(options.priority, bool) or not isinstance(options.priority, int):
             raise ValueError(f"priority is {options.priority!r}: expected a whole number")

@@ -18,12 +18,18 @@ from mpjax.engine.pages import NOWHERE, PagePool, page_key
 CONTEXT = 8192
 PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
 WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
+LEAST_TOKENS = 16  # readings of fewer tokens take as long
 HEADROOM = 16  # one of so many pages, at most, stays free for rows that run when others come
 
 
 def scored_chunk(chunk: int) -> int:
     """The most tokens of prompts in a program that scores them, since logits take memory."""
     return max(chunk // 4, 1)
+
+
+def small_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a small program, which takes as long as a step of decoding."""
+    return max(chunk // 8, min(LEAST_TOKENS, chunk))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Sizes:
     chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
     steps: decoding steps of a program.
     window: the widest of all layers' windows, or None if a layer has none.
+    rides: whether rows that decode ride along where much of prompts is read; else the two take
+        turns.
     """
 
     slots: int
@@ -45,6 +53,7 @@ class Sizes:
     sequences: int = 32
     steps: int = 8
     window: int | None = None
+    rides: bool = False
 
     @property
     def unit(self) -> int:
@@ -134,14 +143,6 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Extend:
-    """A program that reads pieces of prompts. scored: whether with their log-probabilities."""
-
-    pieces: list[Piece]
-    scored: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Decode:
     """A program that draws up to `steps` tokens of each row.
 
@@ -155,10 +156,30 @@ class Decode:
     entries: list[tuple[int, int] | None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Extend:
+    """A program that reads pieces of prompts.
+
+    scored: whether with their log-probabilities. riders: rows that draw a token in the same
+    program, or None.
+    """
+
+    pieces: list[Piece]
+    scored: bool = False
+    riders: Decode | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all pieces."""
+        return sum(piece.end - piece.start for piece in self.pieces)
+
+
 class Planner:
     """Rows that wait and rows that run, and what to do next.
 
-    Reading prompts and decoding take turns, so that no row waits for longer than a chunk.
+    Reading prompts and decoding take turns, so that no row waits for longer than a chunk. Or rows
+    that decode ride along: the program that reads a chunk draws one token for each. Small readings,
+    and rows for which no page is free, take turns also then.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -167,7 +188,7 @@ class Planner:
         self.waiting: list[Row] = []
         self.running: list[Row] = []  # by order
         self._slots = list(range(sizes.slots - 1, -1, -1))
-        self._has_read = False  # whether the last program read prompts
+        self._has_left = False  # whether the last program let rows that decode wait
         self._has_more = False  # whether it left some for which there is room
         self._left: list[tuple[int, list[int]]] = []
         self.preemptions = 0
@@ -211,13 +232,17 @@ class Planner:
 
     def plan(self) -> Extend | Decode | None:
         """The next program, or None if there is nothing to do before results are known."""
-        if self._has_read and (decode := self._plan_decode()):
-            self._has_read = False
+        if self._has_left and (decode := self._plan_decode()):
+            self._has_left = False
             return decode
+        decoding = self._decoding()
         if extend := self._plan_extend():
-            self._has_read = True
+            if self.sizes.rides and not extend.scored:
+                extend = self._with_riders(extend, decoding)
+            riders = extend.riders.rows if extend.riders else []
+            self._has_left = len(riders) < len(decoding) or not self.sizes.rides
             return extend
-        self._has_read = False
+        self._has_left = False
         return self._plan_decode()
 
     def learn(self, row: Row, tokens: Sequence[int]) -> None:
@@ -237,7 +262,7 @@ class Planner:
         pieces: list[Piece] = []
         room, self._has_more = self.sizes.chunk, False
         least = max(1, room // PIECES)
-        is_urgent = any(not row.is_reading and row.left > 0 for row in self.running)
+        is_urgent = bool(self._decoding())
         for row in self._rows_to_read():
             is_full = room < least or len(pieces) == self.sizes.sequences
             if pieces and (is_full or row.scored != pieces[0].row.scored):
@@ -323,18 +348,38 @@ class Planner:
 
     # -- decoding
 
+    def _decoding(self) -> list[Row]:
+        """The rows of which a token can be drawn next."""
+        return [row for row in self.running if not row.is_reading and row.left > 0]
+
     def _plan_decode(self) -> Decode | None:
-        rows, entries = [], []
-        candidates = [row for row in self.running if not row.is_reading and row.left > 0]
+        candidates = self._decoding()
         greedy = all(row.is_greedy for row in candidates)
-        # A single step where others wait for the next piece of their prompts, and where the next
-        # step depends on random numbers, whose program has one step.
-        steps = self.sizes.steps if greedy and not self._has_more else 1
+        # A single step where others wait for the next piece of their prompts, unless rows ride
+        # along then, and where the next step depends on random numbers, whose program has one step.
+        waits = self._has_more and not self.sizes.rides
+        steps = self.sizes.steps if greedy and not waits else 1
+        return self._step(candidates, steps, greedy, preempts=True)
+
+    def _with_riders(self, extend: Extend, rows: Sequence[Row]) -> Extend:
+        """The program with rows that ride along, unless it is small: then turns cost little."""
+        greedy = all(row.is_greedy for row in [*rows, *(piece.row for piece in extend.pieces)])
+        if greedy and extend.tokens <= small_chunk(self.sizes.chunk):
+            return extend
+        # No row is preempted here, since it might be one of which the program reads a piece.
+        riders = self._step(rows, 1, greedy, preempts=False)
+        return dataclasses.replace(extend, riders=riders)
+
+    def _step(
+        self, candidates: Sequence[Row], steps: int, greedy: bool, *, preempts: bool
+    ) -> Decode | None:
+        """Steps of those rows for which there are pages; None without any."""
+        rows, entries = [], []
         for row in candidates:
             if row.slot is None:
                 continue  # it was preempted for one before it
             count, entry = min(steps, row.left), len(row.pages)
-            if not self._make_room(row, count):
+            if not self._make_room(row, count, preempts=preempts):
                 continue
             rows.append(row)
             entries.append((entry, row.pages[entry]) if entry < len(row.pages) else None)
@@ -342,12 +387,14 @@ class Planner:
             row.drawn += count
         return Decode(rows, steps, greedy, entries) if rows else None
 
-    def _make_room(self, row: Row, count: int) -> bool:
+    def _make_room(self, row: Row, count: int, *, preempts: bool) -> bool:
         """Gives a row pages for `count` more tokens, if need be those of the youngest rows."""
         needed = self.sizes.pages_for(row.length + count) - len(row.pages)
         if needed <= 0:
             return True
         while (pages := self.pool.allocate(needed)) is None:
+            if not preempts:
+                return False
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is row:

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from mpjax.engine.drawing import draw, is_end
+from mpjax.decoding_state import DecodingState
+from mpjax.decoding_step import advance
+from mpjax.engine.drawing import RowRule, draw, is_end
 from mpjax.engine.state import EngineState, RowSettings
 from mpjax.kernels import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
+from mpjax.random_keys import row_keys
 
 Class = TypeVar("Class")
 
@@ -115,46 +118,100 @@ def extend(
     model: Decoder,
     state: EngineState,
     reading: Reading,
+    riders: Stepping | None = None,
     *,
     greedy: bool = False,
     scored: bool = False,
 ) -> tuple[EngineState, Drawn, PromptScores | None]:
     """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
 
+    riders: rows that decode a token beside them; None for none, and where prompts are scored.
+        `Drawn` has them behind all pieces.
     greedy: whether all rows are known to take their likeliest token, as `draw` says (static).
     scored: whether to compute log-probabilities of the prompts' tokens (static).
     """
-    slots, last = reading.slots, len(state.lengths) - 1
-    settings = jax.tree.map(_put(slots), state.settings, reading.settings)
-    cache = _view(state, reading.tables, reading.starts, jnp.minimum(slots, last))
+    rows = _reading_rows(reading)
+    if riders is not None:
+        both = rows, _stepping_rows(state, riders)
+        rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
+    slots, last = rows.slots, len(state.lengths) - 1
+    cache = _view(state, rows.tables, rows.starts, jnp.minimum(slots, last))
     encoded = None if state.format.block is None else reading.encoded
     seen = _see(state.seen, reading)
+    tokens = reading.tokens
+    if riders is not None:
+        tokens = jnp.concatenate([tokens, state.newest[jnp.minimum(riders.slots, last)]])
     logits, cache = model.step_varlen(
-        reading.tokens, reading.counts, cache, encoded=encoded, every_position=scored
+        tokens,
+        rows.counts,
+        cache,
+        encoded=encoded,
+        every_position=scored,
+        riders=len(tokens) - len(reading.tokens),
     )
     scores = None
     if scored:
         scores = _score(logits, reading.following)
         logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
     seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
-    drawn, chance = draw(
-        logits, reading.settings, reading.drawn, seen_by_rows, divided=model.shards > 1
-    )
-    counts = reading.drawn + reading.is_last.astype(jnp.int32)
-    running = reading.is_last & ~is_end(drawn, chance, reading.settings, counts)
+    drawn, chance = draw(logits, rows.settings, rows.drawn, seen_by_rows, divided=model.shards > 1)
+    one = rows.draws.astype(jnp.int32)
+    counts = rows.drawn + one
+    running = rows.draws & ~is_end(drawn, chance, rows.settings, counts)
     state = dataclasses.replace(
         state,
         layers=cache.layers,
-        tables=_put(slots)(state.tables, reading.tables),
+        tables=_put(slots)(state.tables, rows.tables),
         lengths=_put(slots)(state.lengths, cache.lengths),
         newest=_put(slots)(state.newest, drawn),
         counts=_put(slots)(state.counts, counts),
         running=_put(slots)(state.running, running),
-        seen=seen.at[jnp.where(reading.is_last, slots, last + 1), drawn].set(True, mode="drop"),
-        settings=settings,
+        seen=seen.at[jnp.where(rows.draws, slots, last + 1), drawn].set(True, mode="drop"),
+        settings=jax.tree.map(_put(slots), state.settings, rows.settings),
     )
-    one = reading.is_last.astype(jnp.int32)
     return state, Drawn(drawn[:, None], chance[:, None], one, running), scores
+
+
+@_arrays
+class _Rows:
+    """The rows of a program that reads: of pieces, and of riders.
+
+    slots, starts, counts, tables, drawn, settings: as in Reading. draws: bool [rows], whether the
+    next token is drawn.
+    """
+
+    slots: Any
+    starts: Any
+    counts: Any
+    tables: Any
+    drawn: Any
+    draws: Any
+    settings: RowSettings
+
+
+def _reading_rows(reading: Reading) -> _Rows:
+    return _Rows(
+        *(reading.slots, reading.starts, reading.counts, reading.tables, reading.drawn),
+        reading.is_last,
+        reading.settings,
+    )
+
+
+def _stepping_rows(state: EngineState, riders: Stepping) -> _Rows:
+    """Rows that decode. Those that have ended, which their plan did not know, become padding."""
+    last = len(state.lengths) - 1
+    own = jnp.minimum(riders.slots, last)
+    alive = state.running[own] & (riders.slots <= last)
+    tables = state.tables.at[riders.slots, riders.entries].set(riders.pages, mode="drop")
+    return _Rows(
+        jnp.where(alive, riders.slots, last + 1),
+        state.lengths[own],
+        alive.astype(jnp.int32),
+        tables[own],
+        state.counts[own],
+        alive,
+        jax.tree.map(lambda x: x[own], state.settings),
+    )
 
 
 def _view(
@@ -210,77 +267,41 @@ def decode(
     own = jnp.minimum(slots, len(state.lengths) - 1)
     tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
     settings = jax.tree.map(lambda x: x[own], state.settings)
-    begun = _Loop(
+    tokens = jnp.zeros((rows, steps + 1), jnp.int32)
+    begun = DecodingState(
         cache=_view(state, tables[own], state.lengths[own], own),
-        newest=state.newest[own],
+        keys=row_keys(settings.key_words),
+        tokens=tokens.at[:, 0].set(state.newest[own]),
+        logprobs=jnp.zeros((rows, steps + 1), jnp.float32),
         counts=state.counts[own],
-        alive=state.running[own] & (slots < len(state.lengths)),
-        seen=state.seen,
-        tokens=jnp.zeros((rows, steps), jnp.int32),
-        logprobs=jnp.zeros((rows, steps), jnp.float32),
-        drawn=jnp.zeros(rows, jnp.int32),
-        step=jnp.int32(0),
+        finished=~state.running[own] | (slots >= len(state.lengths)),
+        seen=None if greedy else state.seen[own],
+        step=jnp.int32(1),
     )
 
-    def unfinished(loop: _Loop) -> jax.Array:
-        return (loop.step < steps) & loop.alive.any()
+    def unfinished(loop: DecodingState) -> jax.Array:
+        return (loop.step <= steps) & ~loop.finished.all()
 
-    def advance(loop: _Loop) -> _Loop:
-        alive = loop.alive
-        logits, cache = model.step(loop.newest[:, None], alive.astype(jnp.int32), loop.cache)
-        seen = None if greedy else loop.seen[own]
-        token, chance = draw(logits, settings, loop.counts, seen, divided=model.shards > 1)
-        counts = loop.counts + alive.astype(jnp.int32)
-        seen = loop.seen
-        if not greedy:
-            seen = seen.at[jnp.where(alive, slots, len(seen)), token].set(True, mode="drop")
-
-        def record(target: jax.Array, new: jax.Array) -> jax.Array:
-            new = jnp.where(alive, new, jnp.zeros_like(new))[:, None]
-            return jax.lax.dynamic_update_slice_in_dim(target, new, loop.step, axis=1)
-
-        return _Loop(
-            cache=cache,
-            newest=jnp.where(alive, token, loop.newest),
-            counts=counts,
-            alive=alive & ~is_end(token, chance, settings, counts),
-            seen=seen,
-            tokens=record(loop.tokens, token),
-            logprobs=record(loop.logprobs, chance),
-            drawn=loop.drawn + alive.astype(jnp.int32),
-            step=loop.step + 1,
-        )
+    def go_on(loop: DecodingState) -> DecodingState:
+        return advance(model, loop, RowRule(settings), ~loop.finished)
 
     if waits and steps > 1:
-        end = jax.lax.while_loop(unfinished, advance, begun)
+        end = jax.lax.while_loop(unfinished, go_on, begun)
     else:
-        end = jax.lax.fori_loop(0, steps, lambda _, loop: advance(loop), begun)
+        end = jax.lax.fori_loop(0, steps, lambda _, loop: go_on(loop), begun)
+    drawn = end.counts - begun.counts
+    newest = jnp.take_along_axis(end.tokens, drawn[:, None], 1)[:, 0]
     state = dataclasses.replace(
         state,
         layers=end.cache.layers,
         tables=tables,
         lengths=_put(slots)(state.lengths, end.cache.lengths),
-        newest=_put(slots)(state.newest, end.newest),
+        newest=_put(slots)(state.newest, newest),
         counts=_put(slots)(state.counts, end.counts),
-        running=_put(slots)(state.running, end.alive),
-        seen=end.seen,
+        running=_put(slots)(state.running, ~end.finished),
+        seen=state.seen if end.seen is None else _put(slots)(state.seen, end.seen),
     )
-    return state, Drawn(end.tokens, end.logprobs, end.drawn, end.alive)
-
-
-@_arrays
-class _Loop:
-    """The carry of `decode`'s loop: numbers of rows, the cache, and what has been drawn."""
-
-    cache: PagedKVCache
-    newest: Any
-    counts: Any
-    alive: Any
-    seen: Any
-    tokens: Any
-    logprobs: Any
-    drawn: Any
-    step: Any
+    return state, Drawn(end.tokens[:, 1:], end.logprobs[:, 1:], drawn, ~end.finished)
 
 
 def clear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError
 from mpjax.language_model import LanguageModel
 
+NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
+
 
 class Runner:
     """Runs the requests of an engine, a program at a time, in one thread.
@@ -30,7 +33,7 @@ class Runner:
         self.planner = Planner(sizes)
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
-        self.programs = Programs(lm.model, chunk=sizes.chunk, slots=sizes.slots, steps=sizes.steps)
+        self.programs = Programs(lm.model, sizes)
         self._dtype = lm.config.dtype
         self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens)
         self._pending: _Pending | None = None
@@ -68,21 +71,23 @@ class Runner:
         self._pending = None
 
     def _extend(self, plan: Extend) -> _Pending:
-        count = sum(piece.end - piece.start for piece in plan.pieces)
-        kind = {
-            "greedy": not plan.scored and all(piece.row.is_greedy for piece in plan.pieces),
-            "scored": plan.scored,
-        }
+        riders = [] if plan.riders is None else plan.riders.rows
+        greedy = all(row.is_greedy for row in [*riders, *(piece.row for piece in plan.pieces)])
+        kind = {"greedy": greedy and not plan.scored, "scored": plan.scored}
         slots, entries = self._state.tables.shape
-        reading = filling.reading(
-            plan.pieces,
-            tokens=self.programs.reading_size(count, **kind),
-            rows=self.planner.sizes.sequences,
-            slots=slots,
-            entries=entries,
-        )
-        self._state, drawn, scores = self.programs.extend(self._state, reading, **kind)
-        return _Pending(plan, [piece.row.runs for piece in plan.pieces], drawn, scores)
+        size = {"slots": slots, "entries": entries}
+        pieces = self.planner.sizes.sequences
+        # Programs with riders have one size of what they read.
+        count = self.planner.sizes.chunk if riders else plan.tokens
+        tokens = self.programs.reading_size(count, **kind)
+        reading = filling.reading(plan.pieces, tokens=tokens, rows=pieces, **size)
+        stepping = None
+        if rows := self.programs.rider_size(len(riders), **kind):
+            stepping = filling.stepping(plan.riders or NOBODY, rows=rows, **size)
+        self._state, drawn, scores = self.programs.extend(self._state, reading, stepping, **kind)
+        drawers = [_Drawer(i, piece.row) for i, piece in enumerate(plan.pieces) if piece.is_last]
+        drawers += [_Drawer(pieces + i, row) for i, row in enumerate(riders)]
+        return _Pending(plan, drawers, drawn, scores)
 
     def _decode(self, plan: Decode) -> _Pending:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
@@ -90,7 +95,7 @@ class Runner:
         size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
         self._state, drawn = self.programs.decode(self._state, stepping, **kind)
-        return _Pending(plan, [row.runs for row in plan.rows], drawn, None)
+        return _Pending(plan, list(itertools.starmap(_Drawer, enumerate(plan.rows))), drawn, None)
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""
@@ -98,11 +103,10 @@ class Runner:
         if pending.scores is not None:
             self._keep_scores(pending)
         events = []
-        for index, row in enumerate(pending.rows):
-            if row.slot is None or row.runs != pending.runs[index]:
+        for drawer in pending.drawers:
+            index, row = drawer.index, drawer.row
+            if row.slot is None or row.runs != drawer.runs:
                 continue  # it was cancelled, or made room for another and will be read again
-            if isinstance(pending.plan, Extend) and not pending.plan.pieces[index].is_last:
-                continue
             count = counts[index]
             new, chances = tokens[index, :count].tolist(), logprobs[index, :count].tolist()
             events.append(self._tell(row, new, chances, is_ended=not running[index]))
@@ -159,21 +163,21 @@ class Runner:
             self._state = self.programs.clear(self._state, padded, np.int32(slot))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A program that was started, and is to be read.
+class _Drawer:
+    """A row of which a program draws tokens.
 
-    runs: of each row, when it was started. drawn, scores: its results, on the device.
+    index: of the row among the results. runs: of the row when the program was started.
     """
 
+    def __init__(self, index: int, row: Row) -> None:
+        self.index, self.row, self.runs = index, row, row.runs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A program that was started, and is to be read. drawn, scores: its results, on the device."""
+
     plan: Extend | Decode
-    runs: list[int]
+    drawers: list[_Drawer]
     drawn: Drawn
     scores: PromptScores | None
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows of the program, in the order of its results."""
-        if isinstance(self.plan, Extend):
-            return [piece.row for piece in self.plan.pieces]
-        return self.plan.rows

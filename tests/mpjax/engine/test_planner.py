@@ -63,7 +63,12 @@ class Device:
             assert 0 < len(plan.pieces) <= self.sizes.sequences
             assert sum(piece.end - piece.start for piece in plan.pieces) <= self.sizes.chunk
             assert len({piece.row for piece in plan.pieces}) == len(plan.pieces)
-            results = []
+            results = [] if plan.riders is None else self.decode(plan.riders)
+            if plan.riders is not None:
+                assert plan.riders.steps == 1
+                assert self.sizes.rides
+                assert not plan.scored
+                assert not {piece.row for piece in plan.pieces} & {*plan.riders.rows}
             for piece in plan.pieces:
                 self.write(piece.row, piece.start, piece.end)
                 self.require_content(piece.row, piece.start, piece.end)
@@ -75,6 +80,9 @@ class Device:
                     results.append((piece.row, piece.row.runs, drawn, 1))
                     self.lengths[piece.row] = piece.end
             return results
+        return self.decode(plan)
+
+    def decode(self, plan):
         assert len(plan.rows) == len(set(plan.rows)) > 0
         results = []
         for row, new in zip(plan.rows, plan.entries, strict=True):
@@ -182,6 +190,37 @@ def test_a_prompt_is_read_in_chunks_between_steps_of_others():
         [(1, 32, 40)],
     ]
     assert kinds[7] == (4, 2)
+
+
+def test_rows_ride_along_where_a_chunk_is_read():
+    """They take turns with what is small."""
+    device = Device(dataclasses.replace(SMALL, pages=80, chunk=32, rides=True))
+    device.planner.submit(row(0, prompt=4, most=40))
+    plans = [device.step()]
+    device.planner.submit(row(1, prompt=80, most=4, text=100))
+    plans += [device.step() for _ in range(6)]
+    kinds = [
+        (plan.tokens, plan.riders and len(plan.riders.rows))
+        if isinstance(plan, Extend)
+        else [plan.steps, len(plan.rows)]
+        for plan in plans
+    ]
+    assert kinds == [(4, None), (32, 1), (32, 1), (16, None), [4, 2], [4, 1], [4, 1]]
+    device.finish()
+
+
+def test_rows_without_a_page_take_turns():
+    device = Device(dataclasses.replace(SMALL, pages=10, slots=2, chunk=32, rides=True))
+    first, second = row(0, prompt=4, most=8), row(1, prompt=31, most=1, text=100)
+    device.planner.submit(first)
+    device.step()
+    device.planner.submit(second)
+    plan = device.step()
+    assert (plan.tokens, plan.riders) == (31, None)
+    assert isinstance(device.step(), Decode)
+    device.finish()
+    assert first.tokens == device.text(first)
+    assert second.tokens == device.text(second)
 
 
 def test_several_prompts_share_a_program():
@@ -361,6 +400,7 @@ def traces(draw):
         sequences=draw(st.integers(1, 3)),
         steps=draw(st.integers(1, 4)),
         window=draw(st.sampled_from([None, None, 8])),
+        rides=draw(st.booleans()),
     )
     rows = draw(
         st.lists(

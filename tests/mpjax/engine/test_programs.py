@@ -64,7 +64,11 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
 
     waiting = "KV2" in text
     names = {f"attention_{text}".lower(), "rotate_and_append_kv16" if waiting else "rotate_and"}
-    for program, argument in ((extend, reading), (decode, stepping)):
+
+    def ride(arrays, state, reading):
+        return programs.extend(nnx.merge(graph, arrays), state, reading, stepping, greedy=True)
+
+    for program, argument in ((extend, reading), (decode, stepping), (ride, reading)):
         lowered = lower_for_cuda(program, arrays, state, argument)
         for name in names | ({f"flush_{text}".lower()} if waiting else set()):
             assert f'name = "{name}' in lowered, (program, name)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpjax import Sampling
 from tests.mpjax.engine.conftest import make_engine
+from tests.sweeps import in_sweep
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +82,43 @@ def test_what_a_row_said_after_its_end_is_left_out(runner, submit):
         assert all(event.handle is second.handle for event in runner.step())
     assert first.handle.tokens == before
     assert len(second.handle.tokens) == 30
+
+
+GREEDY = Sampling(stop_ids=())
+OTHERS = [
+    GREEDY,
+    Sampling(temperature=1.2, top_k=50, stop_ids=()),
+    Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, stop_ids=()),
+]
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("each", [OTHERS, in_sweep([GREEDY] * 3)], ids=["mixed", "greedy"])
+def test_rows_that_ride_along_draw_what_they_draw_in_turns(each, engine, tiny):
+    """While a long prompt is read in several programs."""
+    long = np.random.default_rng(2).integers(1, 2048, 170).tolist()
+
+    def serve(engine):
+        handles, rode = [], []
+        for number, how in enumerate(each):
+            options = {"sampling": how, "seed": number, "max_new_tokens": 16}
+            handles.append(engine.submit([7, 8, 9][: number + 1], **options))
+        engine.step()
+        late = engine.submit(long, max_new_tokens=3, sampling=GREEDY)
+        while not late.tokens:
+            engine.step()
+            rode.append(bool(getattr(engine._runner._pending.plan, "riders", None)))
+        for _ in engine:
+            pass
+        return [*handles, late], any(rode)
+
+    expected, rode = serve(engine)
+    assert not rode
+    with make_engine(tiny, chunk_tokens=32, ride=True) as riding:
+        found, rode = serve(riding)
+        assert rode
+        numbers = riding.statistics()
+        assert numbers["free_pages"] == numbers["pages"]
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

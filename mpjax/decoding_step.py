@@ -1,0 +1,102 @@
+"""The decoding step that all plain generation repeats: attend, draw, record, and end rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import drawing
+from mpjax.decoding_state import DecodingState, Limits
+from mpjax.models import Decoder
+from mpjax.random_keys import step_keys
+from mpjax.sampling import Sampling
+
+
+class Rule(Protocol):
+    """How the tokens of rows are drawn, and what ends rows."""
+
+    def draw(
+        self, logits: jax.Array, state: DecodingState, *, divided: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """A token for each row, int32 [batch], and its log-probability, float32 [batch].
+
+        logits: [batch, vocabulary], any float dtype. divided: whether devices have parts of them.
+        """
+
+    def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
+        """Whether a row ends with its token, bool [batch].
+
+        chance: the tokens' log-probabilities. counts: int32 [batch], new tokens with these.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRule:
+    """The rule of a batch whose rows have been generated together from their first token on."""
+
+    sampling: Sampling
+    limits: Limits
+
+    def draw(
+        self, logits: jax.Array, state: DecodingState, *, divided: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """See Rule."""
+        allowed = logits
+        if self.sampling.min_new_tokens is not None:
+            too_short = state.counts < jnp.asarray(self.sampling.min_new_tokens, jnp.int32)
+            is_stop = self.limits.stops(jnp.arange(logits.shape[1]))
+            allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
+        keys = step_keys(state.keys, state.step)
+        return drawing.draw(logits, allowed, keys, self.sampling, state.seen, divided=divided)
+
+    def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
+        """See Rule."""
+        return self.limits.stops(drawn) | (counts >= self.limits.maximum)
+
+
+def advance(model: Decoder, state: DecodingState, rule: Rule, alive: jax.Array) -> DecodingState:
+    """Reads the newest token of rows, and draws the next.
+
+    alive: bool [batch], rows that go on. Others add nothing to the cache, and nothing is recorded
+        for them. The newest token of a row that goes on is in the column before state.step.
+    """
+    newest = jnp.take_along_axis(
+        state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
+    )
+    logits, cache = model.step(newest, alive.astype(jnp.int32), state.cache)
+    state = dataclasses.replace(state, cache=cache)
+    return draw(state, logits, rule, alive, divided=model.shards > 1)
+
+
+def draw(
+    state: DecodingState, logits: jax.Array, rule: Rule, alive: jax.Array, *, divided: bool
+) -> DecodingState:
+    """Draws a token for each row and records it where `alive` (bool [batch]), at state.step.
+
+    logits, divided: as for Rule.draw.
+    """
+    drawn, chance = rule.draw(logits, state, divided=divided)
+    counts = state.counts + alive.astype(jnp.int32)
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(drawn)), drawn].max(alive)
+
+    def record(tokens: jax.Array, new: jax.Array) -> jax.Array:
+        # Rows that are not alive keep the old value: zeros, or after the last step the last column,
+        # to which dynamic_slice clamps.
+        old = jax.lax.dynamic_slice_in_dim(tokens, state.step, 1, axis=1)
+        new = jnp.where(alive[:, None], new[:, None], old)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, new, state.step, axis=1)
+
+    return dataclasses.replace(
+        state,
+        tokens=record(state.tokens, drawn),
+        logprobs=record(state.logprobs, chance),
+        counts=counts,
+        finished=state.finished | (alive & rule.is_end(drawn, chance, counts)),
+        seen=seen,
+        step=state.step + alive.any().astype(jnp.int32),
+    )

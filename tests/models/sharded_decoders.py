@@ -47,7 +47,7 @@ CASES = (
     (2, {"num_kv_heads": 1, "num_heads": 2, "head_dim": 64}, "liquid4:g64/int8", "KV2"),
     (4, {"hadamard": 64}, "float8:gK/float8", "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
-    (2, {"mlp": EXPERTS} | WHOLE, "float8:gK/float8", "KV16"),
+    (4, {"mlp": EXPERTS} | WHOLE, "float8:gK/float8", "KV16"),
     (3, {"mlp": EXPERTS} | WHOLE, "uint4:g32 in act-order", "KV16"),  # two experts, one and one
     (2, {"mlp": EXPERTS}, "uint4:g32 in act-order", "KV16"),
     (2, {"hidden_size": 128, "head_dim": 64, "intermediate_size": 512}, "int4:g128", "KV16"),

@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 from benchmarks import speculation
 from mpjax.bench import experts, serve, sums, tables
 from mpjax.bench import speculation as steps
+from mpjax.models.presets import LLAMA3_70B
 
 Row = Mapping[str, Any]
+SUMMED_KIBIBYTES = (
+    "8,16,64,256,1024,4096,16384,65536"  # sizes that `mpjax bench sums` measures by default
+)
 
 
 class Section(NamedTuple):
@@ -92,10 +96,13 @@ def _length(lengths: Mapping[str, Any]) -> str:
 
 
 def _devices_cells(row: Row) -> list[str]:
+    first = row.get("time_to_first_token_seconds")
     return [
         row["precision"],
+        str(row["layers"]),
         str(row["batch"]),
         str(row["devices"]),
+        "" if first is None else f"{first * 1e3:.0f} ms",
         f"{row['decode_tokens_per_second']:.0f}",
         f"{row['decode_step_microseconds'] / 1e3:.2f} ms",
         f"{row['roofline_share']:.0%}",
@@ -106,11 +113,32 @@ def _devices_cells(row: Row) -> list[str]:
 def _devices_command(rows: Sequence[Row]) -> str:
     devices, batch = (_distinct(row[key] for row in rows) for key in ("devices", "batch"))
     command = f"mpjax bench generate --shapes llama3-70b --devices {devices} --batch {batch}"
-    return f"{command} --new-tokens {rows[0]['new_tokens']}"
+    options = {
+        "layers": (rows[0]["layers"], LLAMA3_70B.num_layers),
+        "prompt-tokens": (rows[0]["prompt_tokens"], 2048),
+        "piece-tokens": (rows[0].get("piece_tokens"), None),
+        "new-tokens": (rows[0]["new_tokens"], 256),
+    }
+    command += _not_default(options)
+    return command + (" --filled" if any(row["filled"] for row in rows) else "")
 
 
 def _sums_command(rows: Sequence[Row]) -> str:
-    return f"mpjax bench sums --devices {_distinct(row['devices'] for row in rows)}"
+    options = {
+        "sizes": (_distinct(row["bytes"] // 1024 for row in rows), SUMMED_KIBIBYTES),
+        "dtypes": (_distinct(row["dtype"] for row in rows), "bfloat16,float32"),
+        "ways": (_distinct(row.get("way", "psum") for row in rows), "psum"),
+    }
+    command = f"mpjax bench sums --devices {_distinct(row['devices'] for row in rows)}"
+    of_xla = [f"{k}={str(v).lower()}" for k, v in rows[0].get("compiler_options", {}).items()]
+    return command + _not_default(options) + "".join(f" --options {text}" for text in of_xla)
+
+
+def _not_default(options: Mapping[str, tuple[Any, Any]]) -> str:
+    """The options of a command whose value, the first of each pair, is not the default."""
+    return "".join(
+        f" --{name} {value}" for name, (value, usual) in options.items() if value != usual
+    )
 
 
 def _distinct(values: Iterable[Any]) -> str:
@@ -160,9 +188,12 @@ SECTIONS = (
     Section(
         "A model on several devices: Llama-3-70B's shapes, random weights",
         ("devices-llama3-70b*.json",),
-        "Decoding after 2048 tokens. The roofline is the time to read all weights and the cache; "
+        "Decoding after a prompt. The roofline is the time to read all weights and the cache; "
         "with several devices, each reads its share at the same time.",
-        ("precision", "batch", "devices", "tokens/s", "step", "of roofline", "cache tokens"),
+        (
+            *("precision", "layers", "batch", "devices", "first token", "tokens/s", "step"),
+            *("of roofline", "cache tokens"),
+        ),
         functools.partial(map, _devices_cells),
         _devices_command,
     ),

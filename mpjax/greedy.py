@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,22 +28,21 @@ def likeliest(logits: jax.Array, allowed: jax.Array | None = None) -> tuple[jax.
     """
     wide = logits.astype(jnp.float32)
     allowed = wide if allowed is None else allowed.astype(jnp.float32)
-    ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 1)
-    each = (
-        _cut(allowed, -jnp.inf),
-        _cut(ids, LAST),
-        _cut(wide, -jnp.inf),
-        _cut(jnp.ones_like(wide), 0),
-    )
+    parts = _cut(allowed), _cut(wide)
+    # Numbers of the padded shape: XLA would compute padded constants of that size as it compiles.
+    shape = parts[0].shape
+    ids = jax.lax.broadcasted_iota(jnp.int32, (shape[0], shape[1] * PART), 1).reshape(shape)
+    counts = jnp.where(ids < wide.shape[1], np.float32(1), np.float32(0))
+    each = parts[0], ids, parts[1], counts
     best, token, top, total = _reduced(_reduced(each, 2), 1)
     chance = best - (top + jnp.log(total))
     return token, jnp.where(jnp.isposinf(top), jnp.nan, chance)
 
 
-def _cut(x: jax.Array, padding: Any) -> jax.Array:
-    """The rows of x [rows, vocabulary] in parts, [rows, parts, PART], padded."""
+def _cut(x: jax.Array) -> jax.Array:
+    """The rows of x [rows, vocabulary] in parts, [rows, parts, PART], padded with -inf."""
     rows, size = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, -size % PART)), constant_values=padding)
+    padded = jnp.pad(x, ((0, 0), (0, -size % PART)), constant_values=-jnp.inf)
     return padded.reshape(rows, -1, PART)
 
 

@@ -26,11 +26,12 @@ EXPERTS = {
 DIVIDED = {
     **{"precision": "W4A16KV8", "batch": 1, "devices": 2, "decode_tokens_per_second": 89.0},
     **{"decode_step_microseconds": 11230.0, "roofline_share": 0.54, "new_tokens": 128},
-    "cache_tokens_that_fit": 487808,
+    **{"cache_tokens_that_fit": 487808, "layers": 16, "prompt_tokens": 2048, "filled": True},
 }
 SUMMED = {
     **{"devices": 2, "dtype": "bfloat16", "bytes": 8192, "pair_microseconds": 22.0},
     **{"addition_microseconds": 4.0, "sum_microseconds": 18.0},
+    "compiler_options": {"a_flag": True},
 }
 STEPS = {
     **{"precision": "W4A16KV8", "batch": 1, "prompt_tokens": 2048, "new_tokens": 256},
@@ -76,8 +77,9 @@ def page(*patterns):
         ),
         (
             "devices-llama3-70b*.json",
-            "| W4A16KV8 | 1 | 2 | 89 | 11.23 ms | 54% | 487,808 |",
-            "mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1 --new-tokens 128",
+            "| W4A16KV8 | 16 | 1 | 2 | 89 | 11.23 ms | 54% | 487,808 |",
+            "mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1 --layers 16 "
+            "--new-tokens 128 --filled",
         ),
         (
             "speculation-steps*.json",
@@ -89,7 +91,11 @@ def page(*patterns):
             "| prose | 0.8 | ngram:4:3 | 100 | 98 | 0.98 | 1.00 | 0% | 0.01 |",
             "python -m benchmarks.speculation OUT.json --speculate ngram:4:3",
         ),
-        ("sums*.json", "| 2 | bfloat16 | 8 KiB | 22.0 µs |", "mpjax bench sums --devices 2"),
+        (
+            "sums*.json",
+            "| 2 | bfloat16 | 8 KiB | 22.0 µs |",
+            "mpjax bench sums --devices 2 --sizes 8 --dtypes bfloat16 --options a_flag=true",
+        ),
     ],
 )
 def test_results_have_a_table_and_the_command_that_measured_them(pattern, cells, command):

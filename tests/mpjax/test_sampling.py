@@ -322,15 +322,6 @@ def test_fields_out_of_range_are_errors(fields, message):
         Sampling(**fields)
 
 
-def test_stop_ids_that_no_token_has_are_refused():
-    assert Sampling(stop_ids=[7]).split((), 8)[1].tolist() == [7]
-    assert Sampling().split((9,), 8)[1] == (9,)  # the checkpoint's, which its reader has checked
-    with pytest.raises(
-        ValueError, match=r"stop_ids are \[3, 8\]: expected each from 0 to 7, the m"
-    ):
-        Sampling(stop_ids=[3, 8]).split((), 8)
-
-
 def test_what_ends_a_row_is_no_rule_of_drawing():
     """`split` gives the ids apart, and a minimum in any case, as an argument of one program."""
     usual = Sampling().split((4, 5))

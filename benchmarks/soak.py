@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import resource
 import sys
@@ -34,7 +35,7 @@ from mpjax.precision import Precision
 
 ROUND = 64  # requests of a round
 REPEATED = 4  # greedy requests of a round that are repeated
-WARM_ROUNDS = 3  # in which programs are compiled, and memory may grow
+WARM_ROUNDS = 3  # in which memory may grow, as in any that compiles a program
 GROWTH = 64 << 20  # bytes by which a process may grow: allocators keep some
 SMALL = dataclasses.replace(
     QWEN3_8B,
@@ -155,13 +156,14 @@ def soak(engine: mpjax.Engine, tokens: int, *, exact: bool, seed: int = 0) -> di
         the number of rows, and so near ties are decided otherwise.
     """
     rng, began = np.random.default_rng(seed), time.perf_counter()
-    rounds = differ = grown = resident = 0
+    rounds = differ = grown = resident = programs = 0
     found: list[str] = []
     while engine.statistics()["new_tokens"] < tokens and not found:
         others = run_round(engine, rng)
         rounds, differ = rounds + 1, differ + others
-        if rounds <= WARM_ROUNDS:
-            resident = resident_bytes()
+        gc.collect()
+        if rounds <= WARM_ROUNDS or engine.statistics()["programs"] > programs:
+            resident, programs = resident_bytes(), engine.statistics()["programs"]
         grown = resident_bytes() - resident
         found = faults(engine.statistics(), grown, others if exact else 0)
     return {

@@ -26,7 +26,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep real mutants lint format types check docs clean
+.PHONY: help demo test sweep fuzz real mutants lint format types check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,6 +39,9 @@ test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUD
 
 sweep: $(VENV)/.development ## run the rest of the products of parameters, of which `test` runs a part
 	$(PYTEST) -m sweep $(TESTS)
+
+fuzz: $(VENV)/.development ## open 100,000 hostile GGUF files
+	$(PYTEST) -m fuzz $(or $(TESTS),tests/mpjax/checkpoint/gguf)
 
 # Real models that are packages, one GGUF file each, without what those packages depend on.
 REAL = build/real

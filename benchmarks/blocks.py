@@ -13,9 +13,9 @@ import argparse
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,14 @@ PLANTED = DecoderConfig(
 Errors = Mapping[str, np.ndarray]
 
 
+class Measured(NamedTuple):
+    """A model, and how the models that it becomes are measured."""
+
+    model: Decoder
+    batches: Sequence[Windows]  # for calibration
+    perplexity: Callable[[Decoder], float]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the results of a model."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
@@ -65,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     name = given.name or (given.folder and Path(given.folder).name.lower())
     rows = []
-    for row in run_planted() if given.folder == "planted" else run(given.folder):
+    for row in run(given.folder):
         rows.append(row)
         print(json.dumps(row), flush=True)
     print(
@@ -78,7 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(folder: str | None) -> Iterator[dict[str, Any]]:
-    """A row for the 16-bit model, one for W4A8, and one for each share and order of channels."""
+    """A row for the 16-bit model, one for W4A8, and one for each share and order of channels.
+
+    folder: as for `measured_model`.
+    """
+    yield from _rows(*measured_model(folder))
+
+
+def measured_model(folder: str | None) -> Measured:
+    """A model in 16 bits, the text that calibrates it, and what gives the perplexity of others.
+
+    folder: of the checkpoint; None for the bundled model, `planted` for the random one.
+    """
+    if folder == "planted":
+        return _planted()
     text, held_out = python_source() if folder is None else english()
     held_out = [each[:HELD_OUT_CHARACTERS] for each in held_out]
     source = mpjax.bundled_model() if folder is None else Path(folder)
@@ -98,11 +119,11 @@ def run(folder: str | None) -> Iterator[dict[str, Any]]:
         found = mpjax.evaluate(lm, held_out, window=calibration.window, progress=False)
         return found.perplexity
 
-    yield from _rows(base.model, batches, measured)
+    return Measured(base.model, batches, measured)
 
 
-def run_planted() -> Iterator[dict[str, Any]]:
-    """The same for a random model with outliers; the loss is measured on what it says itself."""
+def _planted() -> Measured:
+    """The random model with outliers; the loss is measured on what it says itself."""
     model = planted_model(PLANTED)
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, PLANTED.vocab_size, (3, 8, 128)).astype(np.int32)
@@ -113,7 +134,7 @@ def run_planted() -> Iterator[dict[str, Any]]:
         """The cross entropy of the exact model's predictions, as a perplexity."""
         return float(jnp.exp(-(exact * jax.nn.log_softmax(model(tokens[2]), -1)).sum(-1).mean()))
 
-    yield from _rows(model, batches, measured)
+    return Measured(model, batches, measured)
 
 
 def planted_model(config: DecoderConfig) -> Decoder:
@@ -154,17 +175,17 @@ def _rows(model: Decoder, batches: Sequence[Windows], measured: Any) -> Iterator
     shapes = [shape for place in model.linear_places(model.config) for shape in place.shapes]
     can_split = all(usual.can_split(channels) for channels, _ in shapes)
     for label in ("W4A16" if can_split else "W4g64A16", "W4A8"):
-        yield row(label, measured(_quantized(model, batches, f"{label}KV16")[0]))
+        yield row(label, measured(rounded(model, batches, f"{label}KV16")[0]))
     for is_ordered in (True, False):
-        quantized, errors = _quantized(model, batches, "W4AxKV16", is_ordered=is_ordered)
+        quantized, errors = rounded(model, batches, "W4AxKV16", is_ordered=is_ordered)
         for share in SHARES:
-            wide, total = _set_widths(quantized, errors, share)
+            wide, total = set_widths(quantized, errors, share)
             yield row(
                 "W4Ax", measured(quantized), one_in=share, ordered=is_ordered, wide=wide / total
             )
 
 
-def _quantized(
+def rounded(
     model: Decoder, batches: Sequence[Windows], precision: str, *, is_ordered: bool = True
 ) -> tuple[Decoder, list[Errors]]:
     """A quantised model, and for each layer the errors of the blocks of W4Ax."""
@@ -194,7 +215,7 @@ def _errors(layer: DecoderLayer, found: Mapping[str, Statistics], *, is_ordered:
     return errors
 
 
-def _set_widths(model: Decoder, errors: Sequence[Errors], share: int) -> tuple[int, int]:
+def set_widths(model: Decoder, errors: Sequence[Errors], share: int) -> tuple[int, int]:
     """Gives all blocks of a model their widths; returns the number of blocks in 8 bits, and all."""
     wide = total = 0
     for layer, found in zip(model.layers, errors, strict=True):

@@ -3,7 +3,9 @@
 python -m benchmarks.memory                  GPTQ of 4 of 36 layers, on 128 windows of 2048 tokens
 python -m benchmarks.memory --method awq+gptq --layers 8
 
-Weights are random. The peaks are those of the whole process. Every layer takes the same memory and
+Weights are random. The peaks are those of the whole process, with the libraries that CUDA and JAX
+map into it; those of anonymous memory leave out the pages of files, which the system takes back
+where it needs room. Every layer takes the same memory and
 time but for the first, which compiles, and the quantised ones before it, which stay on the device;
 the figures of all layers are sums of the measured ones.
 """
@@ -20,12 +22,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
@@ -52,6 +56,7 @@ QWEN3_8B: dict[str, Any] = {
     "eos_token_id": 151645,
 }
 POOL = 1 << 22  # random numbers, of which all weights consist
+INTERVAL = 0.02  # seconds between two readings of the process's memory
 HOST_BYTES = 4e9  # beside the hidden states
 DEVICE_BYTES = 12e9
 
@@ -111,9 +116,14 @@ def run(
     source: Path, recipe: mpjax.Recipe, calibration: mpjax.Calibration, all_layers: int
 ) -> dict[str, Any]:
     """Quantises the checkpoint in a folder; returns bytes, seconds, and those of all layers."""
-    work, before, begin = source.with_name("layers"), _resident_bytes(), time.time()
+    work, before = source.with_name("layers"), resident_bytes()
+    jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))  # starts CUDA and cuBLAS
+    started, begin = resident_bytes(), time.time()
     texts = python_texts(calibration.tokens)
-    lm = mpjax.quantize(source, recipe, texts, calibration=calibration, work=work, progress=False)
+    with Watch() as watch:
+        lm = mpjax.quantize(
+            source, recipe, texts, calibration=calibration, work=work, progress=False
+        )
     total = time.time() - begin
     ends = [file.stat().st_mtime for file in sorted(work.glob("layer-*.json"))]
     seconds = np.diff([begin, *ends]).tolist()
@@ -134,7 +144,9 @@ def run(
         "packed_layer_bytes": layer_bytes,
         "device_peak_bytes_of_all_layers": device and device + missing * layer_bytes,
         "device_limit_bytes": DEVICE_BYTES,
-        "host_bytes_before": before,
+        "host_bytes_before": before["all"],
+        "host_bytes_of_started_device": started,
+        "host_peak_bytes_by_kind": watch.peaks,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "hidden_states_bytes": states,
         "host_limit_bytes": states + HOST_BYTES,
@@ -200,11 +212,41 @@ def python_texts(tokens: int) -> list[str]:
     return texts
 
 
-def _resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
+KINDS = {"VmRSS:": "all", "RssAnon:": "anonymous", "RssFile:": "files", "RssShmem:": "shared"}
+
+
+def resident_bytes() -> dict[str, int]:
+    """Bytes of the process in memory: all, anonymous, pages of files, and shared."""
+    words = map(str.split, Path("/proc/self/status").read_text().splitlines())
+    return {KINDS[line[0]]: int(line[1]) * 1024 for line in words if line and line[0] in KINDS}
+
+
+class Watch:
+    """A context in which the memory of the process is read every few milliseconds.
+
+    peaks: the largest number of bytes of each kind, which need not be of one moment.
+    """
+
+    def __init__(self) -> None:
+        self.peaks = resident_bytes()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._read()
+
+    def _run(self) -> None:
+        while not self._end.wait(INTERVAL):
+            self._read()
+
+    def _read(self) -> None:
+        self.peaks = {kind: max(self.peaks[kind], it) for kind, it in resident_bytes().items()}
 
 
 if __name__ == "__main__":

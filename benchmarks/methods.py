@@ -3,8 +3,10 @@
 python -m benchmarks.methods             the bundled model, on Python source
 python -m benchmarks.methods FOLDER      another model, on English: the help topics of Python
 python -m benchmarks.methods FOLDER --precisions WNF3A16KV16,W4g64A16KV16
+python -m benchmarks.methods FOLDER --precisions W8A8KV16 --add
 
-The file of results is whole only without --precisions, which prints rows and writes nothing.
+With --precisions, rows are printed, and nothing is written; with --add, they take the place of the
+rows of these precisions in the file of results, so that it can be made in several runs.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ CASES = {
         "awq+gptq",
         "awq+gptq+learn_scales",
     ),
-    "W4A8KV16": ("rtn", "gptq", "os+gptq", "rotate+gptq", "rotate+os+gptq"),
+    "W4A8KV16": (
+        *("rtn", "gptq", "os+gptq", "awq+os+gptq", "rotate+gptq", "rotate+os+gptq"),
+        "rotate+hadamard+os+gptq",
+    ),
     "W8A8KV16": ("rtn", "os+rtn", "rotate+rtn"),
     "WNF4A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
     "WNF3A16KV16": (
         *("rtn", "range", "gptq", "gptq-fresh", "awq+gptq", "awq+gptq+learn"),
-        *("rtn+learn_scales", "awq+gptq+learn_scales"),
+        *("rtn+learn_scales", "awq+gptq+learn_scales", "awq+gptq-fresh+learn_scales"),
     ),
 }
 CALIBRATION = mpjax.Calibration(window=512, tokens=48 * 512, batch=8)
@@ -58,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint")
     parser.add_argument("--precisions", help="of the rows, with commas")
+    parser.add_argument("--add", action="store_true", help="keep the file's other rows")
     given = parser.parse_args(arguments)
     folder = given.folder
     text, held_out = python_source() if folder is None else english()
@@ -69,10 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in run(source, text, held_out, cases):
         rows.append(row)
         print(json.dumps(row), flush=True)
-    if given.precisions:
+    if given.precisions and not given.add:
         return
     name = "methods" if folder is None else f"methods-{source.name.lower()}"
+    if given.add:
+        rows = joined(RESULTS / f"{name}.json", rows)
     print(measure.save(name, {"model": source.name, "results": rows}, RESULTS))
+
+
+def joined(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows among those of a file of results that have other precisions, in the usual order."""
+    new = {row["precision"] for row in rows}
+    kept = json.loads(file.read_text())["results"] if file.exists() else []
+    order = ["", *CASES]
+    return sorted(
+        [*rows, *(row for row in kept if row["precision"] not in new)],
+        key=lambda row: order.index(row["precision"] if row["method"] else ""),
+    )
 
 
 def possible(cases: Mapping[str, Sequence[str]], source: Path) -> dict[str, Sequence[str]]:

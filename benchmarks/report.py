@@ -8,9 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
-from benchmarks import blocks, memory, methods, quantization, summary, systems
+from benchmarks import (
+    block_steps,
+    blocks,
+    memory,
+    methods,
+    online_rotation,
+    quantization,
+    summary,
+    systems,
+)
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -25,6 +35,8 @@ DOCS = HERE.parent / "docs"
 SHARES = 10  # number of kernels of a decoding step that are listed by name
 GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # GPUs with a shipped table, and their limits
 Results = list[dict[str, Any]]
+# Models of the benchmarks of blocks.
+ABOUT = {"bundled": "the bundled model", "planted": "a random model with planted outliers"}
 
 
 def main() -> None:
@@ -51,7 +63,7 @@ def write(results: Path, docs: Path) -> None:
             "quality",
             (
                 *("perplexity*.json", "agreement*.json", "methods*.json", "blocks*.json"),
-                "memory*.json",
+                *("block-steps*.json", "online-rotation*.json", "memory*.json"),
                 "quantization.json",
             ),
             _quality,
@@ -82,7 +94,7 @@ def _summary_of_generate(results: Results) -> list[str]:
 
 
 def _summary_of_gemm(results: Results) -> list[str]:
-    rows = [gemm.figures(row) for result in results for row in result["results"]]
+    rows = [gemm.figures(row) for rows in _of_one_gpu(results) for row in rows]
     return [
         "## Products with packed weights\n",
         "The largest matrix of a layer of Qwen3-8B, K4096 N24576. Activations of 8 bits are "
@@ -107,7 +119,7 @@ def _summary_of_quality(results: Results) -> list[str]:
     rows = [
         row
         for result in results
-        if "rows" in result and not result.get("reference")
+        if "rows" in result and not result.get("reference") and _is_bundled(result)
         for row in result["rows"]
     ]
     return [
@@ -191,9 +203,8 @@ def _shares(result: dict[str, Any]) -> str:
 
 
 def _gemm(results: Results, folder: Path) -> list[str]:
-    rows = [row for result in results for row in result["results"]]
     parts = ["# Products with packed weights\n"]
-    chosen_by_plans = [row for row in rows if not _is_partial(row)]
+    chosen_by_plans = [row for rows in _of_one_gpu(results) for row in rows if not _is_partial(row)]
     for model in roofline.models(chosen_by_plans):
         name = f"gemm-{model}.svg"
         chosen = [row for row in chosen_by_plans if row["shape"].partition(".")[0] == model]
@@ -222,6 +233,12 @@ def _gemm(results: Results, folder: Path) -> list[str]:
             parts.append("The floor of this table reads codes without scales and zero points.\n")
         parts.append(_source(result, "mpjax bench gemm" + command))
     return parts
+
+
+def _of_one_gpu(results: Results) -> list[Results]:
+    """The rows of results from the GPU that has the most results: plots don't compare GPUs."""
+    devices = [result["device"] for result in results]
+    return [result["results"] for result in results if result["device"] == mode(devices)]
 
 
 def _is_partial(row: dict[str, Any]) -> bool:
@@ -291,8 +308,12 @@ def _quality(results: Results, folder: Path) -> list[str]:
     for result in results:
         if "rows" in result or "host_peak_bytes" in result:
             continue
-        if any("wide" in row for row in result["results"]):
+        if any("scales" in row for row in result["results"]):
+            parts += _block_steps(result)
+        elif any("wide" in row for row in result["results"]):
             parts += _blocks(result, folder)
+        elif any("online" in row for row in result["results"]):
+            parts += _online_rotation(result)
         else:
             parts += _methods(result) if "model" in result else _quantization(result)
     return parts
@@ -353,15 +374,26 @@ def _methods(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _online_rotation(result: dict[str, Any]) -> list[str]:
+    command = "python -m benchmarks.online_rotation"
+    is_bundled = result["model"] == "bundled"
+    return [
+        "## A rotation of what the down projection reads: "
+        f"{'the bundled model' if is_bundled else result['model']}\n",
+        "R4: the step `hadamard` before the others, QuaRot's online rotation. Perplexity on text "
+        "that calibration has not seen; Δ against 16 bits.\n",
+        tables.markdown(methods.HEADERS, map(online_rotation.cells, result["results"])),
+        _source(result, command if is_bundled else f"{command} {result['model']}"),
+    ]
+
+
 def _blocks(result: dict[str, Any], folder: Path) -> list[str]:
     """A table and a plot of W4Ax by the share of blocks in 8 bits."""
     model = result["model"]
     name = f"blocks-{model}.svg"
     blocks_plot.draw(result["results"], folder / name)
-    about = {"bundled": "the bundled model", "planted": "a random model with planted outliers"}
-    argument = "" if model == "bundled" else f" {model}"
     return [
-        f"## W4Ax by the share of blocks in 8 bits: {about.get(model, model)}\n",
+        f"## W4Ax by the share of blocks in 8 bits: {ABOUT.get(model, model)}\n",
         "Weights are rounded once for each order of channels. The text is not that of the "
         "calibration"
         + (
@@ -372,8 +404,25 @@ def _blocks(result: dict[str, Any], folder: Path) -> list[str]:
         ),
         tables.markdown(blocks.HEADERS, map(blocks.cells, result["results"])),
         _plot("rise of perplexity over the share of blocks in 8 bits", name),
-        _source(result, f"python -m benchmarks.blocks{argument}"),
+        _source(result, f"python -m benchmarks.blocks{_argument(model)}"),
     ]
+
+
+def _block_steps(result: dict[str, Any]) -> list[str]:
+    """A table of W4Ax with steps of blocks that are multiples of one scale."""
+    model = result["model"]
+    return [
+        f"## W4Ax with integer steps: {ABOUT.get(model, model)}\n",
+        "Steps of blocks that are whole multiples of one scale of the token, or of one for each "
+        "width, beside a scale for each block. An emulation; channels are sorted.\n",
+        tables.markdown(block_steps.HEADERS, block_steps.cells(result["results"])),
+        _source(result, f"python -m benchmarks.block_steps{_argument(model)}"),
+    ]
+
+
+def _argument(model: str) -> str:
+    """The model as an argument of a benchmark of blocks."""
+    return "" if model == "bundled" else f" {model}"
 
 
 def _quantization(result: dict[str, Any]) -> list[str]:
@@ -395,14 +444,25 @@ def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
     return ",".join(dict.fromkeys(str(row[key]) for row in rows))
 
 
+def _is_bundled(result: dict[str, Any]) -> bool:
+    """Whether a result is of the model that comes with mpjax."""
+    return result.get("model", "bundled") == "bundled"
+
+
 def _perplexity(results: Results) -> list[str]:
+    """Tables of the bundled model's perplexities, and of those of others on the same text."""
     parts = [
         "## Perplexity of the bundled model\n",
         "On its held-out text, with keys and values read from the cache; Δ is the change from the "
         "first row.\n",
     ]
-    for result in results:
+    for result in sorted(results, key=lambda result: not _is_bundled(result)):
         command, output = "mpjax evaluate", "perplexity"
+        if not _is_bundled(result):
+            name, names = result["model"], [row["precision"] for row in result["rows"]]
+            parts.append(f"## Perplexity of {name}\n")
+            command += f" {name} --precisions {','.join(names)}"
+            output += f"-{name.split('.')[0].lower()}"
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])
             command += f"{precisions} --calibrate {calibration}"

@@ -13,6 +13,7 @@ from flax import nnx
 
 from mpjax import kernels
 from mpjax.bench.random_model import random_model
+from mpjax.greedy import likeliest
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.attention.shapes import DECODE, AttentionShape
 from mpjax.kernels.gemm.shapes import GemmShape, named
@@ -23,6 +24,7 @@ WEIGHTS = (
     *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
     *("table3:g64", "table2:g64", "float8:g128", "float8:gK", "int8/int8", "liquid4:g64/int8"),
     *("float8:gK/float8", "float8:g128/float8", "float4:g32", "int4:g128/int8"),
+    *("affine4:g32", "affine8:g32"),
 )
 [LARGEST, DOWN, SQUARE] = named(["qwen3-8b.gate_up", "qwen3-8b.down", "qwen3-8b.output"])
 EDGES = GemmShape("edges", 1536, 320)  # no tile of 128 outputs divides it
@@ -36,7 +38,7 @@ PRODUCTS = {
 # Weights of a mixture of 16 experts: a format of each kind of codes, and plain ones.
 EXPERTS = (
     *("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "float4:g32", "liquid4:g64/int8"),
-    "bfloat16",
+    *("affine4:g32", "bfloat16"),
 )
 
 # Qwen3's routing, and that of DeepSeek-V3, whose experts are in groups.
@@ -75,6 +77,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     yield from _calls_of_caches()
     for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
+    for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
+        yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
+    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+        yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -92,9 +98,11 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"triton {text}", functools.partial(_terms, text)
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
+        yield f"likeliest {rows}", functools.partial(_likeliest, rows)
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
+        yield f"hadamard {text}", functools.partial(_hadamard, text)
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
@@ -105,6 +113,10 @@ def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"attention {text} masks", functools.partial(_masked, text)
         for tokens in (1, 512):
             yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
+
+
+def _likeliest(rows: int) -> Call:
+    return likeliest, (Array((rows, 151_936), "float32"),)
 
 
 def _head(rows: int) -> Call:
@@ -136,6 +148,16 @@ def _experts(text: str, tokens: int) -> Call:
         return kernels.grouped_matmul_terms(gated, down, chosen, weights)
 
     return layer, (x, chosen, weights, gate_up, down)
+
+
+def _expert_mlp(text: str, tokens: int) -> Call:
+    """The layer of `_experts` in one call."""
+    _, (*tokens_and_experts, gate_up, down) = _experts(text, tokens)
+
+    def layer(x: Any, chosen: Any, weights: Any, mlp: Any) -> Any:
+        return kernels.expert_mlp_terms(x, mlp, chosen, weights)
+
+    return layer, (*tokens_and_experts, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:
@@ -195,6 +217,13 @@ def _rows(text: str) -> Call:
 
     terms, both = Array((2, 16, 2304), jnp.float32), Array((1, 16, 18432), jnp.bfloat16)
     return compute, (terms, both, Array((2304,), jnp.float32))
+
+
+def _hadamard(text: str) -> Call:
+    """The gate before Qwen3-8B's down projection, with Hadamard's transform."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "format": text, "hadamard": 512}
+    gate = functools.partial(kernels.gated, activation="silu", **options)
+    return gate, (Array((2, 16, 24576), jnp.float32),)
 
 
 def _append(text: str, tokens: int) -> Call:

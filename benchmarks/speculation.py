@@ -1,9 +1,9 @@
 """Speculation on real text: python -m benchmarks.speculation OUT.json [--model FOLDER] [...].
 
 A model continues texts that repeat their prompt, and texts that don't, in plain decoding and with
-each proposer, one prompt at a time. A row of the JSON file has the case, the proposer, tokens/s of
-both, their ratio, the acceptance and the tokens per step. Models with a chat template get requests
-in words, and base models a file of Python that they have begun to repeat.
+each proposer, one prompt at a time. A result of the JSON file has the case, the proposer, tokens/s
+of both, their ratio, the acceptance and the tokens per step. Models with a chat template get
+requests in words, and base models a file of Python that they have begun to repeat.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpjax
+from mpjax.bench import measure
 from mpjax.models import config as example
 from mpjax.speculation.spelling import parse
 
@@ -51,6 +52,10 @@ REQUESTS = {
     "story": "Write a story about a fisherman who finds a letter.",
     "advice": "How do I learn to play the piano as an adult?",
 }
+HEADERS = (
+    *("model", "precision", "text", "temperature", "proposer", "plain tokens/s", "tokens/s"),
+    *("×", "tokens per step", "accepted", "proposed per step"),
+)
 REPEATING = ("edit", "quote", "answer", "repeat", "rename")
 
 
@@ -90,6 +95,8 @@ def run(
             report = found.speculation
             assert report is not None
             yield {
+                "model": Path(lm.source).name,
+                "precision": lm.precision,
                 "case": case,
                 "repeats": case in REPEATING,
                 "temperature": temperature,
@@ -103,6 +110,31 @@ def run(
                 "new_tokens": len(found.tokens[0]),
                 "same_tokens": found.tokens == plain.tokens,
             }
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    return [
+        row["model"],
+        row["precision"],
+        row["case"],
+        f"{row['temperature']:g}",
+        row["proposer"],
+        f"{row['plain_tokens_per_second']:.0f}",
+        f"{row['tokens_per_second']:.0f}",
+        "" if row["speed_up"] is None else f"{row['speed_up']:.2f}",
+        f"{row['tokens_per_step']:.2f}",
+        f"{row['acceptance']:.0%}",
+        f"{row['proposed_per_step']:.2f}",
+    ]
+
+
+def command(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The command that measured the rows of a file."""
+    model, proposers = rows[0]["model"], dict.fromkeys(row["proposer"] for row in rows)
+    options = "" if model == mpjax.bundled_model().name else f" --model {model}"
+    options += "".join(f" --speculate {each}" for each in proposers)
+    return f"python -m benchmarks.speculation OUT.json{options}"
 
 
 def _measure(
@@ -131,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
         for row in run(lm, proposers, temperature, chosen.new_tokens, chosen.rounds):
             rows.append(row)
             print(json.dumps(row), flush=True)
-            text = json.dumps({"model": str(lm.source), "precision": lm.precision, "rows": rows})
+            text = json.dumps(measure.stamp() | {"results": rows}, indent=1)
             chosen.output.write_text(text, encoding="utf-8")
     return 0
 

@@ -1,11 +1,15 @@
-"""Makes the page of tables of experts, of serving, and of several devices, from saved results."""
+"""Makes the page of tables of experts, speculation, serving and several devices, from results."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks import speculation
 from mpjax.bench import experts, serve, sums, tables
+from mpjax.bench import speculation as steps
 
 Row = Mapping[str, Any]
 
@@ -14,7 +18,7 @@ class Section(NamedTuple):
     """A part of the page: the files that it is made from, and how.
 
     patterns: of the names of result files. about: sentences before the tables.
-    headers, cells: of a table, which has a row for each of a file's results.
+    headers, lines: of a table for each file; its lines come from the file's results.
     command: the command that measured the results of a file.
     """
 
@@ -22,7 +26,7 @@ class Section(NamedTuple):
     patterns: tuple[str, ...]
     about: str
     headers: Sequence[str]
-    cells: Callable[[Row], list[str]]
+    lines: Callable[[Sequence[Row]], Iterable[list[str]]]
     command: Callable[[Sequence[Row]], str]
 
 
@@ -37,9 +41,9 @@ def page(results: Callable[[str], Iterable[dict[str, Any]]]) -> list[str]:
         for result in found:
             rows = result["results"]
             source = f"`{section.command(rows)}` · {result['device']}"
-            parts.append(tables.markdown(section.headers, map(section.cells, rows)))
+            parts.append(tables.markdown(section.headers, section.lines(rows)))
             parts.append(f"{source}, jax {result['versions']['jax']}\n")
-    return ["# Experts, serving and several devices\n", *parts] if parts else []
+    return ["# Experts, speculation, serving and several devices\n", *parts] if parts else []
 
 
 def _experts_cells(row: Row) -> list[str]:
@@ -50,6 +54,17 @@ def _experts_command(rows: Sequence[Row]) -> str:
     shapes = _distinct(row["shape"].partition(".")[0] for row in rows)
     formats, tokens = _distinct(row["format"] for row in rows), _distinct(row["M"] for row in rows)
     return f"mpjax bench gemm --experts --shapes {shapes} --formats {formats} --rows {tokens}"
+
+
+def _steps_lines(rows: Sequence[Row]) -> Iterable[list[str]]:
+    return itertools.chain.from_iterable(map(steps.rows, rows))
+
+
+def _steps_command(rows: Sequence[Row]) -> str:
+    precisions, batches = (_distinct(row[key] for row in rows) for key in ("precision", "batch"))
+    proposed = _distinct(costs["k"] for row in rows for costs in row["speculation"])
+    command = f"mpjax bench generate --precision {precisions} --batch {batches}"
+    return f"{command} --new-tokens {rows[0]['new_tokens']} --speculate {proposed}"
 
 
 def _serve_cells(row: Row) -> list[str]:
@@ -111,8 +126,26 @@ SECTIONS = (
         "the experts that are hit; cuBLAS multiplies one matrix with as many rows; ragged_dot is "
         "jax.lax.ragged_dot on experts in bfloat16 and rows that are sorted already.",
         ("matrices", *experts.HEADERS),
-        _experts_cells,
+        functools.partial(map, _experts_cells),
         _experts_command,
+    ),
+    Section(
+        "Speculation: the cost of a step",
+        ("speculation-steps*.json",),
+        "Qwen3-8B's shapes, random weights: a step of the speculative loop over one of plain "
+        "decoding, where no row is proposed a token, and where each row is proposed k.",
+        steps.HEADERS,
+        _steps_lines,
+        _steps_command,
+    ),
+    Section(
+        "Speculation on text",
+        ("speculation-text*.json",),
+        "One sequence. Texts that repeat their prompt: repeat, rename, edit, quote and answer. A "
+        "step is one of the model, with or without proposed tokens.",
+        speculation.HEADERS,
+        functools.partial(map, speculation.cells),
+        speculation.command,
     ),
     Section(
         "Serving: Qwen3-8B's shapes, random weights",
@@ -121,7 +154,7 @@ SECTIONS = (
         "static batch reads all prompts, then decodes all rows to the end. First token and token "
         "are times, P50 / P99.",
         ("chunk", *serve.HEADERS),
-        _serve_cells,
+        functools.partial(map, _serve_cells),
         _serve_command,
     ),
     Section(
@@ -130,7 +163,7 @@ SECTIONS = (
         "Decoding after 2048 tokens. The roofline is the time to read all weights and the cache; "
         "with several devices, each reads its share at the same time.",
         ("precision", "batch", "devices", "tokens/s", "step", "of roofline", "cache tokens"),
-        _devices_cells,
+        functools.partial(map, _devices_cells),
         _devices_command,
     ),
     Section(
@@ -139,7 +172,7 @@ SECTIONS = (
         "A chain of additions, with and without a sum over devices behind each, in one program; "
         "the difference is the sum's. A divided model has two sums for each layer.",
         sums.HEADERS,
-        sums.cells,
+        functools.partial(map, sums.cells),
         _sums_command,
     ),
 )

@@ -60,6 +60,9 @@ class AttentionModule(Protocol):
     def inputs(self, x: jax.Array, attended: jax.Array) -> dict[str, jax.Array]:
         """The input of each linear map, by its path, from the arguments of `attend` and `terms`."""
 
+    def divide_norms(self, axis: str, heads: HeadShares) -> None:
+        """Makes norms over all heads those over the heads of all devices of a mesh axis."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedQuerySpec(AttentionSpec):
@@ -116,23 +119,21 @@ class GroupedQuerySpec(AttentionSpec):
         return (Fold("output", "qkv", 2, heads, is_mixable=True),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
-        """The same spec: the configuration has the number of heads.
-
-        Raises ValueError for a norm over all heads, of which each device would have a part.
-        """
-        if self.joint_norm and count > 1:
-            raise ValueError(
-                "the norm of queries and keys is over all heads, which can't be divided among "
-                "devices: load the model on one"
-            )
+        """The same spec: the configuration has the number of heads."""
         return self
 
     def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
-        """The outputs of a share's heads, their sinks, and as many inputs of the output map."""
+        """The outputs of a share's heads, their sinks, and as many inputs of the output map.
+
+        Of a joint norm, a share has the weights of its heads.
+        """
         heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
         own = heads.runs(share.number)
         query, key = (run.times(config.head_dim) for run in own)
         found = {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
+        if self.qk_norm and self.joint_norm:
+            found["query_norm.weight"] = Cut(outputs=(query,))
+            found["key_norm.weight"] = Cut(outputs=(key,))
         return found | ({"sinks": Cut(outputs=own[:1])} if self.sinks else {})
 
 
@@ -149,6 +150,8 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm.of(config, query) if spec.qk_norm else None
         self.key_norm = RMSNorm.of(config, key) if spec.qk_norm else None
         self.joint_norm = spec.qk_norm and spec.joint_norm
+        self.joint_axis: str | None = None  # of devices that have some heads each
+        self.joint_channels = query, key  # of all devices
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.masks = spec.scale, spec.window, spec.softcap
@@ -170,6 +173,15 @@ class Attention(nnx.Module):
         """
         attended, pages = self.attend(x, angles, pages, span)
         return self.output(attended), pages
+
+    def divide_norms(self, axis: str, heads: HeadShares) -> None:
+        """Makes joint norms those over the heads of all devices of a mesh axis.
+
+        A key head counts as often as there are devices with a copy of it.
+        """
+        self.joint_axis = axis
+        keys = heads.kv_heads * heads.holders
+        self.joint_channels = heads.heads * self.head_dim, keys * self.head_dim
 
     @property
     def activations(self) -> Rounding:
@@ -228,7 +240,11 @@ class Attention(nnx.Module):
         if self.joint_norm:
             assert self.query_norm is not None
             assert self.key_norm is not None
-            query, key = self.query_norm(query), self.key_norm(key)
+            if self.joint_axis is None:
+                return [self.query_norm(query), self.key_norm(key), value]
+            means = _means_of_squares((query, key), self.joint_channels, self.joint_axis)
+            query = self.query_norm.scaled(query, means[0])
+            key = self.key_norm.scaled(key, means[1])
         return [query, key, value]
 
     def _normed_terms(self, x: Activations) -> jax.Array:
@@ -258,6 +274,17 @@ class Attention(nnx.Module):
         weights = self.query_norm.weight.get_value(), self.key_norm.weight.get_value()
         query, key = (self._ordered(weight) for weight in weights)
         return HeadNorms(query, key, self.query_norm.epsilon)
+
+
+def _means_of_squares(
+    parts: tuple[jax.Array, ...], channels: tuple[int, ...], axis: str
+) -> list[jax.Array]:
+    """The means float32 [..., 1] of the squares of arrays of which each device has a part.
+
+    parts: [..., own channels]. channels: those of all devices.
+    """
+    sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in parts]
+    return [total / count for total, count in zip(jax.lax.psum(sums, axis), channels, strict=True)]
 
 
 def _attend_cached(

@@ -80,9 +80,9 @@ class Fold:
     Dividing the outputs of the source by scales, and multiplying the rows of the target by them,
     leaves a layer's outputs as they are, if all that lies between is linear in each channel.
 
-    target: the path of the linear map whose rows are multiplied, such as `attention.qkv`. It is
-        all that reads the source's outputs.
-    source: the path of the norm or the linear map whose outputs are divided.
+    target: the path of the linear map whose rows are multiplied, such as `attention.qkv`.
+    source: the path of the norm or the linear map whose outputs are divided. If it is a stack of
+        experts' maps, as the target then is, each expert has scales of its own.
     part: which outputs of a source that is several maps joined; None for all.
     repeats: (heads, copies, channels) where the target reads each head of the source several times,
         as query heads that share values do; None where it reads each channel once.
@@ -90,6 +90,8 @@ class Fold:
         matrix that the target's rows undo: all that lies between treats them alike.
     is_elementwise: whether each channel that the target reads depends on that channel of every part
         of the source, and on no other, so that channels can be put in another order.
+    others: the paths of all others that read the source's outputs and are multiplied, too: linear
+        maps, and arrays [outputs, channels] such as a router.
     """
 
     target: str
@@ -98,6 +100,19 @@ class Fold:
     repeats: tuple[int, int, int] | None = None
     is_mixable: bool = False
     is_elementwise: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The paths of all that reads the source's outputs, the target first."""
+        return (self.target, *self.others)
+
+    def below(self, parent: str) -> Fold:
+        """The fold with paths that begin at the parent of the module that they began at."""
+        source, target, *others = (
+            f"{parent}.{path}" for path in (self.source, self.target, *self.others)
+        )
+        return dataclasses.replace(self, source=source, target=target, others=tuple(others))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +123,9 @@ class SublayerSpec(abc.ABC):
     model can hold them in JSON; config_checks checks them by their types.
 
     kind: the name of the subclass in a saved model's mpjax.json.
-    reads_norm_once: whether the first of `linear_maps` is all that reads the module's input.
     """
 
     kind: ClassVar[str]
-    reads_norm_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -128,6 +141,18 @@ class SublayerSpec(abc.ABC):
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the module's other parameters, which are never quantised, by path."""
         return {}
+
+    def readers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The paths of all that reads the module's input, a linear map first.
+
+        They are linear maps, and arrays [outputs, channels]. A module that reads its input in any
+        other way has none, and its norm takes part in no fold.
+        """
+        return (self.linear_maps(config)[0].path,)
+
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The paths of the linear maps whose outputs are the module's, or are added up to it."""
+        return (self.linear_maps(config)[-1].path,)
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The places inside of the module where scales of channels can move; see Fold."""
@@ -175,6 +200,13 @@ class MLPSpec(SublayerSpec):
 
     intermediate_size: int
 
+    def spread(self, count: int, units: Mapping[str, int]) -> MLPSpec:
+        """The spec of one of `count` shares that have whole experts, if the module has any.
+
+        Arguments and errors are as for `divide`.
+        """
+        return self.divide(count, units)
+
     def token_bytes(self, config: DecoderConfig) -> int:
         """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
         return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
@@ -211,30 +243,24 @@ class LayerSpec:
         )
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of the linear maps whose outputs are added to the residual stream.
-
-        They are the last of each half.
-        """
+        """The paths of the linear maps whose outputs are added to the residual stream."""
         return tuple(
-            f"{half}.{spec.linear_maps(config)[-1].path}"
+            f"{half}.{path}"
             for half, spec in (("attention", self.attention), ("mlp", self.mlp))
+            for path in spec.writers(config)
         )
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The folds of the layer, in the order of the computation.
 
-        The first linear maps of a half have a fold with the norm if they are all that reads it.
+        All that reads a norm before a half has a fold with it.
         """
         found = []
         for half, spec in (("attention", self.attention), ("mlp", self.mlp)):
-            if spec.reads_norm_once and self.has_pre_norms:
-                found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
-            found += [
-                dataclasses.replace(
-                    fold, target=f"{half}.{fold.target}", source=f"{half}.{fold.source}"
-                )
-                for fold in spec.folds(config)
-            ]
+            readers = [f"{half}.{path}" for path in spec.readers(config)]
+            if readers and self.has_pre_norms:
+                found.append(Fold(readers[0], f"{half}_norm", others=tuple(readers[1:])))
+            found += [fold.below(half) for fold in spec.folds(config)]
         return tuple(found)
 
 
@@ -305,6 +331,11 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, in keys; None for a layer that attends to all keys."""
         return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def hadamard_blocks(self) -> tuple[int | None, ...]:
+        """Channels of each block that layers mix before their down projections; None for none."""
+        return tuple(getattr(layer.mlp, "hadamard", None) for layer in self.layers)
 
     @property
     def intermediate_size(self) -> int:

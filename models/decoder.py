@@ -37,6 +37,7 @@ from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 from mpjax.models.riders import RidersSpan, last_tokens
 from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from mpjax.models.vocabulary import Vocabulary
+from mpjax.models.window import Window
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -115,13 +116,26 @@ class Decoder(nnx.Module):
         """Places of all linear maps, in the module and in files: of layers, and packed tables."""
         return parameters.linear_places(config, cls.names)
 
-    def put_array(self, place: ArrayPlace, array: Any) -> None:
-        """Puts an array, whole, into its place."""
+    def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
+        """Puts an array into its place; rows: those that it has of a table, None for all."""
         place.assign(self, array)
 
-    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
-        """Puts linear maps, whole, into their place."""
+    def put_linears(
+        self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
+    ) -> None:
+        """Puts linear maps into their place.
+
+        windows: the channels that they have of each map in the files; None for all.
+        """
         place.assign(self, parts)
+
+    def windows(self, place: LinearPlace) -> list[Window] | None:
+        """The channels of each map in the files of a place that this process needs; None: all."""
+        return None
+
+    def rows(self, place: ArrayPlace) -> Window | None:
+        """The rows of a table that this process needs; None: all."""
+        return None
 
     def put_cache_scales(self, scales: Any) -> None:
         """Puts the scales of a cache, whole, into the model."""
@@ -205,8 +219,7 @@ class Decoder(nnx.Module):
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
         hidden, layers = self._hidden(tokens, positions, cache.layers, span)
         if not every_position:
-            last = jnp.maximum(counts - 1, 0)
-            hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+            hidden = _last(hidden, counts)
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return self._logits(hidden), cache
 
@@ -462,6 +475,14 @@ class Decoder(nnx.Module):
             if (cap := self.config.logit_softcap) is not None:
                 found = cap * jnp.tanh(found / cap)
             return self.vocabulary.mask(found)
+
+
+def _last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
+    """The hidden state of each row's last token, [batch, hidden]; counts: tokens of each row."""
+    if hidden.shape[1] == 1:
+        return hidden[:, 0]
+    last = jnp.maximum(counts - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def _room(pages: tuple[KVPages, ...], span: Span | RidersSpan) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
 from mpjax.models.parameters import TABLES, ArrayPlace, ExpertPlace, LinearPlace
-from mpjax.models.share import Cut, HeadShares, Share, divide_config, share_size
+from mpjax.models.share import Cut, ExpertDivision, HeadShares, Share, divide_config, share_size
+from mpjax.models.window import Window
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kernel", "bias"], meta_fields=[])
@@ -58,21 +60,24 @@ class Division:
         config: DecoderConfig,
         count: int,
         formats: Mapping[str, Sequence[WeightFormat | None]],
+        experts: ExpertDivision = "divided",
     ) -> Division:
         """The division of a decoder whose linear maps have these formats.
 
         formats: for the path of each place of linear maps, such as `layers.0.mlp.down`, the
             formats of its kernels; None for plain ones.
+        experts: as `divide_config` takes it.
 
         Raises ValueError for a model that can't be divided so.
         """
+        _require_experts(config, experts)
         units: list[dict[str, int]] = [{} for _ in config.layers]
         for path, found in formats.items():
             if path in TABLES:
                 continue
             _, layer, inner = path.split(".", 2)
             units[int(layer)][inner] = max(cutting_unit(one) if one else 1 for one in found)
-        division = cls(decoder, config, divide_config(config, count, units), count)
+        division = cls(decoder, config, divide_config(config, count, units, experts), count)
         division._require_whole_arrays()
         for path, found in formats.items():
             division._require_cuttable(path, [one for one in found if one])
@@ -105,10 +110,17 @@ class Division:
         size = share_size(self.config.vocab_size, self.count)
         return [[share.run(self.config.vocab_size, size)] for share in self._shares]
 
-    def cut_array(self, place: ArrayPlace, array: Any, number: int) -> Any:
-        """The share of an array that is no linear map."""
+    def rows(self, place: ArrayPlace, numbers: Sequence[int]) -> Window | None:
+        """The rows of a table that some shares need together; None for another array."""
+        if place.path not in TABLES:
+            return None
+        runs = self.runs_of_table()
+        return Window.around(False, [run for number in numbers for run in runs[number]])
+
+    def cut_array(self, place: ArrayPlace, array: Any, number: int, begin: int = 0) -> Any:
+        """The share of an array that is no linear map; begin: the first row of a table in it."""
         if place.path in TABLES:
-            return take_runs(array, self.runs_of_table()[number], 0)
+            return take_runs(array, [run.moved(-begin) for run in self.runs_of_table()[number]], 0)
         cut = self._cut(place.path, number)
         return array if cut is None or cut.outputs is None else take_runs(array, cut.outputs, -1)
 
@@ -120,25 +132,55 @@ class Division:
             return shares[0]
         return put_runs(shares, self._outputs(place.path), -1)
 
+    def windows(self, place: LinearPlace, numbers: Sequence[int]) -> list[Window]:
+        """The channels of each map in the files of a place that some shares need together.
+
+        Of experts that are whole, there is a window of experts for each map of an expert.
+        """
+        count = place.joined_maps
+        if spread := self._experts(place.path):
+            window = Window.around(False, [spread[number] for number in numbers])
+            return [window._replace(is_of_experts=True)] * count
+        if self.is_divided_along_inputs(place):
+            runs = self._inputs(place.path)
+            return [Window.around(True, [runs[number] for number in numbers])] * len(place.names)
+        of_maps = [
+            Window.around(False, [run for number in numbers for run in shares[number]])
+            for shares in self._runs_of_parts(place, count)
+        ]
+        return of_maps * (len(place.names) // count)
+
     def is_divided_along_inputs(self, place: LinearPlace) -> bool:
         """Whether shares of a place's maps have some of the input channels."""
         cut = self._cut(place.path, 0)
         return cut is not None and cut.inputs is not None
 
-    def cut_linears(self, place: LinearPlace, parts: Sequence[Part], number: int) -> list[Part]:
-        """The share of the linear maps of a place, as many parts as there are."""
+    def cut_linears(
+        self,
+        place: LinearPlace,
+        parts: Sequence[Part],
+        number: int,
+        windows: Sequence[Window] | None = None,
+    ) -> list[Part]:
+        """The share of the linear maps of a place, as many parts as there are.
+
+        windows: the channels that each map in the files has here; None for all.
+        """
+        if spread := self._experts(place.path):
+            mine = [spread[number].moved(-windows[0].begin if windows else 0)]
+            return [jax.tree.map(lambda array: take_runs(array, mine, 0), part) for part in parts]
         if self.is_divided_along_inputs(place):
-            runs = self._inputs(place.path)
+            runs, begin = self._inputs(place.path), windows[0].begin if windows else 0
             # The products of experts have their biases before they are added: one device's.
             is_mine = number == 0 or not isinstance(place, ExpertPlace)
             return [
                 Part(
-                    _cut_inputs(part.kernel, runs, number),
+                    _cut_inputs(part.kernel, runs, number, begin),
                     part.bias if is_mine or part.bias is None else part.bias * 0,
                 )
                 for part in parts
             ]
-        each = self._runs_of_parts(place, len(parts))
+        each = self._runs_of_parts(place, len(parts), windows)
         return [
             Part(
                 _cut_outputs(part.kernel, runs[number]),
@@ -157,6 +199,12 @@ class Division:
 
         shares: the parts of each device. formats: of the whole kernels.
         """
+        if spread := self._experts(place.path):
+            runs = [[run] for run in spread]
+            pieces = zip(*shares, strict=True)
+            return [
+                jax.tree.map(lambda *arrays: put_runs(arrays, runs, 0), *parts) for parts in pieces
+            ]
         along_inputs = self.is_divided_along_inputs(place)
         each = [] if along_inputs else self._runs_of_parts(place, len(formats))
         joined = []
@@ -202,25 +250,47 @@ class Division:
         cuts = [self._cut(path, number) for number in range(self.count)]
         return [cut.inputs for cut in cuts if cut is not None and cut.inputs is not None]
 
+    def is_spread(self, place: LinearPlace) -> bool:
+        """Whether shares of a place's maps have some of the experts."""
+        return bool(self._experts(place.path))
+
+    def _experts(self, path: str) -> list[Run]:
+        cuts = [self._cut(path, number) for number in range(self.count)]
+        return [cut.experts for cut in cuts if cut is not None and cut.experts is not None]
+
     def _outputs(self, path: str) -> list[tuple[Run, ...]]:
         if path in TABLES:
             return [tuple(runs) for runs in self.runs_of_table()]
         cuts = [self._cut(path, number) for number in range(self.count)]
         return [cut.outputs for cut in cuts if cut is not None and cut.outputs is not None]
 
-    def _runs_of_parts(self, place: LinearPlace, count: int) -> list[list[tuple[Run, ...]]]:
-        """For each of `count` parts, the output channels of each share, in channels of the part."""
+    def _runs_of_parts(
+        self, place: LinearPlace, count: int, windows: Sequence[Window] | None = None
+    ) -> list[list[tuple[Run, ...]]]:
+        """For each of `count` parts, the output channels of each share, in channels of the part.
+
+        windows: the channels that each map in the files has in the parts; None for all.
+        """
         shares, sizes = self._outputs(place.path), self._sizes_of_maps(place)
+        in_files = [Window(False, 0, size) for size in sizes] if windows is None else windows
         if count == len(sizes):
-            return [[(share[index],) for share in shares] for index in range(count)]
-        joint: list[list[Run]] = [[] for _ in shares]
-        begin = 0
-        for index, outputs in enumerate(sizes):
-            for share, runs in zip(shares, joint, strict=True):
-                run = share[index]
-                runs.append(Run(begin + run.begin, begin + run.end, run.size))
-            begin += outputs
-        return [[tuple(runs) for runs in joint]]
+            return [
+                [(share[index].moved(-in_files[index].begin),) for share in shares]
+                for index in range(count)
+            ]
+        if place.joined_maps == len(sizes):  # maps of several tensors are joined
+            ends = [0, *itertools.accumulate(in_files[i].length for i in range(len(sizes)))]
+            places = [ends[i] - in_files[i].begin for i in range(len(sizes))]
+        else:  # one tensor has them all
+            ends = [0, *itertools.accumulate(sizes)]
+            skipped = 0 if windows is None else windows[0].begin
+            places = [ends[i] - skipped for i in range(len(sizes))]
+        return [
+            [
+                tuple(run.moved(place) for run, place in zip(share, places, strict=True))
+                for share in shares
+            ]
+        ]
 
     def _sizes_of_maps(self, place: LinearPlace) -> list[int]:
         """The output channels of each map of a place, also where files hold the maps as one."""
@@ -230,6 +300,13 @@ class Division:
         every = getattr(self.config.layers[int(layer)], half).linear_maps(self.config)
         [shapes] = [maps.shapes for maps in every if maps.path == inner]
         return [outputs for _, outputs in shapes]
+
+
+def _require_experts(config: DecoderConfig, experts: ExpertDivision) -> None:
+    """Raises ValueError where whole experts are asked for, and the model has no experts."""
+    maps = (maps for layer in config.layers for maps in layer.mlp.linear_maps(config))
+    if experts == "whole" and all(each.experts is None for each in maps):
+        raise ValueError("experts is 'whole', and the model has no experts: leave it out")
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -242,10 +319,10 @@ def _cuts(division: Division, layer: int, half: str, number: int) -> dict[str, C
     return spec.cuts(division.config, local, Share(number, division.count))
 
 
-def _cut_inputs(kernel: Any, runs: Sequence[Run], number: int) -> Any:
+def _cut_inputs(kernel: Any, runs: Sequence[Run], number: int, begin: int) -> Any:
     if isinstance(kernel, QuantizedTensor):
-        return cut_inputs(kernel, runs, number)
-    return take_runs(kernel, [runs[number]], -2)
+        return cut_inputs(kernel, runs, number, begin)
+    return take_runs(kernel, [runs[number].moved(-begin)], -2)
 
 
 def _join_inputs(kernels: Sequence[Any], runs: Sequence[Run], format: WeightFormat | None) -> Any:

@@ -12,14 +12,17 @@ from flax import nnx
 
 from mpjax.kernels import (
     ActivationFormat,
+    ExpertMLP,
     Gate,
+    QuantizedTensor,
     Routing,
+    expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
     route,
 )
 from mpjax.kernels.checks import as_array
-from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
+from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
 from mpjax.models.share import Cut, Share, share_size
@@ -43,7 +46,6 @@ class ExpertsSpec(MLPSpec):
     """
 
     kind: ClassVar[str] = "experts"
-    reads_norm_once: ClassVar[bool] = False  # the router and the shared MLP read it too
     num_experts: int = 8
     experts_per_token: int = 2
     scoring: str = "softmax"
@@ -97,6 +99,30 @@ class ExpertsSpec(MLPSpec):
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
 
+    def readers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The experts, the router, the shared MLP and its gate."""
+        found = ["experts.gate_up", "router"]
+        if self.shared_size is not None:
+            found += ["shared.gate_up", *["shared_gate"] * self.shared_gate]
+        return tuple(found)
+
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The experts, and the shared MLP."""
+        return ("experts.down", *["shared.down"] * (self.shared_size is not None))
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From up to down in each expert and in the shared MLP.
+
+        A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
+        """
+        found = []
+        if self.gate_limit is None:
+            found.append(Fold("experts.down", "experts.gate_up", 1))
+        if self.shared_size is not None:
+            shared = GatedMLPSpec(self.shared_size).folds(config)
+            found += [fold.below("shared") for fold in shared]
+        return tuple(found)
+
     def token_bytes(self, config: DecoderConfig) -> int:
         """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
 
@@ -113,18 +139,34 @@ class ExpertsSpec(MLPSpec):
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
         """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
         size = share_size(self.intermediate_size, count, units["experts.down"])
-        shared = self.shared_size
-        if shared is not None:
-            shared = share_size(shared, count, units["shared.down"])
+        shared = self._shared_share(count, units)
         return dataclasses.replace(self, intermediate_size=size, shared_size=shared)
 
+    def spread(self, count: int, units: Mapping[str, int]) -> SpreadExpertsSpec:
+        """The spec with a share of the experts, and of the shared MLP's channels.
+
+        Where the number of experts does not divide, the last shares end with experts of zeros.
+        """
+        whole = dataclasses.replace(self, shared_size=self._shared_share(count, units))
+        fields = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
+        return SpreadExpertsSpec(**fields, held_experts=share_size(self.num_experts, count))
+
+    def _shared_share(self, count: int, units: Mapping[str, int]) -> int | None:
+        """The channels of a share of the shared MLP."""
+        shared = self.shared_size
+        return None if shared is None else share_size(shared, count, units["shared.down"])
+
     def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
-        """The intermediate channels of a share; the router is everybody's."""
-        inner = share.run(self.intermediate_size, local.intermediate_size)
-        found = {
-            "experts.gate_up": Cut(outputs=(inner, inner)),
-            "experts.down": Cut(inputs=inner),
-        }
+        """The intermediate channels of a share, or its experts; the router is everybody's."""
+        if isinstance(local, SpreadExpertsSpec):
+            mine = Cut(experts=share.run(self.num_experts, local.held_experts))
+            found = {"experts.gate_up": mine, "experts.down": mine}
+        else:
+            inner = share.run(self.intermediate_size, local.intermediate_size)
+            found = {
+                "experts.gate_up": Cut(outputs=(inner, inner)),
+                "experts.down": Cut(inputs=inner),
+            }
         if self.shared_size is not None and local.shared_size is not None:
             inner = share.run(self.shared_size, local.shared_size)
             found |= {
@@ -147,6 +189,23 @@ class ExpertsSpec(MLPSpec):
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class SpreadExpertsSpec(ExpertsSpec):
+    """Spec of a share with some of the experts, beside the router of all of them.
+
+    num_experts: of all shares. held_experts: of this one.
+    """
+
+    held_experts: int = 1
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """The maps of ExpertsSpec, of this share's experts."""
+        return tuple(
+            maps if maps.experts is None else maps._replace(experts=self.held_experts)
+            for maps in super().linear_maps(config)
+        )
+
+
 class ExpertStack(nnx.Module):
     """The maps of all experts: gate_up and down, each a Linear with a kernel [experts, in, out]."""
 
@@ -155,8 +214,8 @@ class ExpertStack(nnx.Module):
 
         def create(maps: LinearMaps) -> Linear:
             outputs = sum(out for _, out in maps.shapes)
-            shape = spec.num_experts, maps.shapes[0][0], outputs
-            bias = jnp.zeros((spec.num_experts, outputs), dtype) if maps.bias else None
+            shape = maps.experts, maps.shapes[0][0], outputs
+            bias = jnp.zeros((maps.experts, outputs), dtype) if maps.bias else None
             return Linear(initial(rngs.params(), shape, dtype), bias)
 
         gate_up, down, *_ = spec.linear_maps(config)
@@ -169,20 +228,24 @@ class ExpertStack(nnx.Module):
         x: [..., hidden]. experts: int32 [..., k], their numbers.
         """
         kernel: Any = self.gate_up.kernel.get_value()
-        return grouped_matmul(x, kernel, experts, bias=_bias(self.gate_up), gate=self.gate)
+        own = self.gate_up.own(experts)
+        return grouped_matmul(x, kernel, own, bias=_bias(self.gate_up), gate=self.gate)
 
     def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        kernel: Any = self.down.kernel.get_value()
-        inner = self.gated(x, experts)
-        terms = grouped_matmul_terms(
-            inner,
-            kernel,
-            experts,
-            weights,
-            bias=_bias(self.down),
-            activations=self.down.divided_rows,
-        )
+        gate_up: Any = self.gate_up.kernel.get_value()
+        down: Any = self.down.kernel.get_value()
+        biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
+        own = self.down.own(experts)
+        if isinstance(down, QuantizedTensor) and down.permutation is not None:
+            # Each expert reads the channels in its own order, also those of other devices.
+            inner, kernel = self.down.routed(self.gated(x, experts), experts)
+            terms = grouped_matmul_terms(
+                inner, kernel, own, weights, bias=biases[1], activations=rows
+            )
+        else:
+            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
+            terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
 

@@ -13,6 +13,7 @@ from mpjax.kernels import (
     ActivationBlocks,
     ActivationFormat,
     DividedRows,
+    LocalExperts,
     QuantizedActivations,
     QuantizedTensor,
     WeightFormat,
@@ -93,6 +94,17 @@ class Linear(nnx.Module):
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
         return terms
+
+    def own(self, experts: jax.Array) -> jax.Array | LocalExperts:
+        """The experts int32 [..., k] of tokens as `grouped_matmul` takes them: this map has all."""
+        return experts
+
+    def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+        """The input [..., k, in] of k experts, and the stack of kernels that multiplies it.
+
+        experts: int32 [..., k], their numbers.
+        """
+        return x, self.kernel.get_value()
 
     @property
     def divided_rows(self) -> DividedRows | None:
@@ -188,6 +200,12 @@ class RMSNorm(nnx.Module):
         """Normalises x over its last axis; the same shape and dtype."""
         x = as_array("RMSNorm: x", x)
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
+
+    def scaled(self, x: jax.Array, mean: jax.Array) -> jax.Array:
+        """The norm of a part of the channels of x; mean: float32 [..., 1], of all x²."""
+        weight = self.weight.get_value().astype(jnp.float32)
+        wide = x.astype(jnp.float32) * jax.lax.rsqrt(mean + self.epsilon)
+        return (wide * jax.lax.broadcast_to_rank(weight, wide.ndim)).astype(x.dtype)
 
     def add(
         self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import jax
 from flax import nnx
 
 from mpjax.kernels import gated
+from mpjax.kernels.rowwise.hadamard import expected_block
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
 from mpjax.models.share import Cut, Share, share_size
@@ -54,17 +56,23 @@ class GatedMLPSpec(MLPSpec):
 
     bias: whether the three maps have biases. activation: `silu`, or `gelu` (its tanh
     approximation).
+    hadamard: the channels of each block that Hadamard's transform mixes before `down`, which is
+        made for that (QuaRot's R4); None: no transform. See `mpjax.kernels.hadamard`.
     """
 
     kind: ClassVar[str] = "gated"
     bias: bool = False
     activation: str = "silu"
+    hadamard: int | None = None
 
     def why_unsound(self) -> str | None:
-        """The reason why there is no such activation, or None if there is."""
-        if self.activation in ("silu", "gelu"):
+        """The reason why there is no such activation or transform, or None if there is."""
+        if self.activation not in ("silu", "gelu"):
+            return f"activation is {self.activation!r:.80}: expected silu or gelu"
+        if self.hadamard is None:
             return None
-        return f"activation is {self.activation!r:.80}: expected silu or gelu"
+        expected = expected_block(self.hadamard, self.intermediate_size)
+        return expected and f"hadamard is {self.hadamard}: {expected}"
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP:
         """A GatedMLP module with random weights."""
@@ -79,12 +87,16 @@ class GatedMLPSpec(MLPSpec):
         )
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From up to down: the gate multiplies each channel."""
-        return (Fold("down", "gate_up", 1, is_elementwise=True),)
+        """From up to down, unless channels are mixed there: the gate multiplies each channel."""
+        return () if self.hadamard else (Fold("down", "gate_up", 1, is_elementwise=True),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GatedMLPSpec:
-        """The spec with a share of the intermediate channels, cut where `down` can be."""
-        size = share_size(self.intermediate_size, count, units["down"])
+        """The spec with a share of the intermediate channels, cut where `down` can be.
+
+        Blocks that a transform mixes stay whole.
+        """
+        unit = math.lcm(units["down"], self.hadamard or 1)
+        size = share_size(self.intermediate_size, count, unit)
         return dataclasses.replace(self, intermediate_size=size)
 
     def cuts(self, config: DecoderConfig, local: GatedMLPSpec, share: Share) -> dict[str, Cut]:
@@ -94,12 +106,13 @@ class GatedMLPSpec(MLPSpec):
 
 
 class GatedMLP(nnx.Module):
-    """The MLP down(activation(gate(x)) · up(x))."""
+    """The MLP down(activation(gate(x)) · up(x)), which may mix channels before `down`."""
 
     def __init__(self, config: DecoderConfig, spec: GatedMLPSpec, rngs: nnx.Rngs):
         gate_up, down = spec.linear_maps(config)
         self.gate_up = FusedLinear.create(gate_up, config.dtype, rngs)
         self.activation = spec.activation
+        self.hadamard = spec.hadamard
         self.down = Linear.create(down.shapes[0], bias=down.bias, dtype=config.dtype, rngs=rngs)
 
     @property
@@ -108,9 +121,10 @@ class GatedMLP(nnx.Module):
         return self.gate_up.activations
 
     def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
-        """activation(gate(x)) · up(x) [..., intermediate_size], rounded to `format`."""
+        """The input of `down` [..., intermediate_size], rounded to `format`."""
         x = as_activations("GatedMLP: x", x)
-        return gated(self.gate_up.terms(x), self.activation, dtype=x.dtype, format=format)
+        terms = self.gate_up.terms(x)
+        return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""

@@ -12,6 +12,7 @@ from mpjax.models.config import DecoderConfig, LinearMaps
 from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
 from mpjax.models.stack import alternating, halves_of, stack, unstack
+from mpjax.models.window import Window
 
 # For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
 # names are of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer leave
@@ -115,12 +116,19 @@ class LinearPlace:
         return join(list(maps))
 
     def maps(self, model: nnx.Module) -> list[Linear]:
+        """One Linear for each name."""
+        return self.maps_of(self.parts(model))
+
+    def maps_of(self, parts: Sequence[Linear]) -> list[Linear]:
         """One Linear for each name: undoes `join`."""
-        parts = self.parts(model)
         if len(parts) == len(self.names):
-            return parts
+            return list(parts)
         [joint] = parts
         return split(joint, [outputs for _, outputs in self.shapes])
+
+    def within(self, windows: Sequence[Window] | None) -> LinearPlace:
+        """The place with the maps alone of which some windows are; None for all."""
+        return self
 
     def part_shapes(self, count: int) -> list[tuple[int, ...]]:
         """Kernel shapes (in, out) of `count` parts: one part for all maps, or a part for each.
@@ -169,12 +177,22 @@ class ExpertPlace(LinearPlace):
             maps = (halves_of(each) for each in maps)
         return [stack(maps, self.names, self.joined_maps)]
 
-    def maps(self, model: nnx.Module) -> list[Linear]:
+    def maps_of(self, parts: Sequence[Linear]) -> list[Linear]:
         """One Linear for each name: undoes `join`."""
-        [stacked] = self.parts(model)
+        [stacked] = parts
         sizes = [outputs for _, outputs in self.shapes[: self.joined_maps]]
         maps = [each for one in unstack(stacked, self.experts) for each in split(one, sizes)]
         return [alternating(each) for each in maps] if self.is_alternating else maps
+
+    def within(self, windows: Sequence[Window] | None) -> ExpertPlace:
+        """The place of the experts of a window."""
+        if not windows or not windows[0].is_of_experts:
+            return self
+        window, each = windows[0], self.joined_maps
+        mine = slice(window.begin * each, window.end * each)
+        return dataclasses.replace(
+            self, names=self.names[mine], shapes=self.shapes[mine], experts=window.length
+        )
 
     def part_shapes(self, count: int) -> list[tuple[int, ...]]:
         """The shape [experts, in, out] of the stack, which is one part."""

@@ -21,11 +21,8 @@ from mpjax.kernels import (
     quantize_rows,
 )
 from mpjax.kernels.quantized_tensor import with_scales
+from mpjax.models.device_sums import add_over_devices, add_terms, summing_dtype
 from mpjax.models.layers import Activations, Linear, Rounding
-
-# Sums of up to so many bytes take the time of a signal between devices, in float32 as in 16 bits:
-# between two H100s by NVLink, where `mpjax bench sums --devices 2` measured them.
-LATENCY_BYTES = 256 << 10
 
 
 class RowLinear(Linear):
@@ -89,11 +86,10 @@ class RowLinear(Linear):
         shape, outputs = _shape(x), kernel.shape[-1]
         dtype = summing_dtype(math.prod(shape[:-1]) * outputs, x.dtype)
         if not isinstance(kernel, QuantizedTensor):
-            return jax.lax.psum(matmul(x, kernel, out_dtype=dtype), self.axis)
+            return add_over_devices(matmul(x, kernel, out_dtype=dtype), self.axis)
         if kernel.permutation is not None:
             assert isinstance(x, jax.Array)  # `activations` asks for 16 bits
-            everybody = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
-            x = jnp.take(everybody, kernel.permutation, axis=-1)
+            x = jnp.take(self._of_all_devices(x), kernel.permutation, axis=-1)
             kernel = dataclasses.replace(kernel, permutation=None)
         rows = self.divided_rows
         if rows is not None and rows.values == "int8" and dtype == jnp.float32:
@@ -102,13 +98,25 @@ class RowLinear(Linear):
         [total] = self.add_shares(terms, x.dtype)
         return total
 
+    def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+        """The input of k experts in the order of their kernels, which have none of their own."""
+        kernel: Any = self.kernel.get_value()
+        if not isinstance(kernel, QuantizedTensor) or kernel.permutation is None:
+            return x, kernel
+        order = kernel.permutation[experts]  # [..., k, in]
+        x = jnp.take_along_axis(self._of_all_devices(x), order, axis=-1)
+        return x, dataclasses.replace(kernel, permutation=None)
+
+    def _of_all_devices(self, x: jax.Array) -> jax.Array:
+        """The channels of x [..., in] of all devices, one after the other."""
+        return jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
+
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The one term [1, ..., out] that is the sum of terms [splits, ..., out] of all devices.
 
         dtype: of activations.
         """
-        total = terms.sum(0)
-        return jax.lax.psum(total.astype(summing_dtype(total.size, dtype)), self.axis)[None]
+        return add_terms(terms, dtype, self.axis)
 
     def terms(self, x: Activations) -> jax.Array:
         """The one term [1, ..., out], x · kernel + bias."""
@@ -130,7 +138,7 @@ def _exact_product(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -
     else:
         kernel = dataclasses.replace(kernel, channel_scales=ones)
     codes = dataclasses.replace(x, scales=jnp.ones_like(x.scales))
-    sums = jax.lax.psum(matmul(codes, kernel, out_dtype=jnp.float32), rows.axis)
+    sums = add_over_devices(matmul(codes, kernel, out_dtype=jnp.float32), rows.axis)
     return (sums * x.scales * jax.lax.broadcast_to_rank(scales, sums.ndim)).astype(x.dtype)
 
 
@@ -149,11 +157,6 @@ def _backward(rows: DividedRows, saved: Any, gradient: jax.Array) -> Any:
 
 
 _exact_product.defvjp(_forward, _backward)
-
-
-def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which devices add arrays of `size` numbers; dtype: of activations."""
-    return jnp.dtype(jnp.float32 if size * 4 <= LATENCY_BYTES else dtype)
 
 
 def _shape(x: Activations) -> tuple[int, ...]:

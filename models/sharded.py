@@ -8,14 +8,17 @@ the pages of the cache included, is one global array whose first axis the device
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache, QuantizedTensor
@@ -25,10 +28,15 @@ from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.division import Division, Part
+from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
+from mpjax.models.share import HeadShares
+from mpjax.models.spread_linear import SpreadLinear
+from mpjax.models.window import Window
 
+HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
 
 
@@ -52,6 +60,9 @@ class ShardedDecoder(Decoder):
         self.division, self.mesh = division, mesh
         self.share: Decoder = nnx.eval_shape(lambda: division.decoder(division.local, nnx.Rngs(0)))
         self.share.axis = axis
+        heads = HeadShares(self.config.num_heads, self.config.num_kv_heads, division.count)
+        for layer in self.share.layers:
+            layer.attention.divide_norms(axis, heads)
 
     @classmethod
     def of(cls, division: Division, mesh: jax.sharding.Mesh) -> ShardedDecoder:
@@ -74,26 +85,42 @@ class ShardedDecoder(Decoder):
         super().limit_positions(positions)
         self.share.limit_positions(positions)
 
-    def put_array(self, place: ArrayPlace, array: Any) -> None:
-        """Gives each device its share of a whole array."""
-        array = _on_host_of_cpu(array)
-        cut = functools.partial(self.division.cut_array, place, array)
+    def windows(self, place: LinearPlace) -> list[Window] | None:
+        """The channels of each map in the files of a place that this process needs; None: all."""
+        alternates = isinstance(place, ExpertPlace) and place.is_alternating
+        is_cut = not alternates or self.division.is_spread(place)
+        if len(self._own_numbers) == self.shards or not is_cut:
+            return None
+        return self.division.windows(place, self._own_numbers)
+
+    def rows(self, place: ArrayPlace) -> Window | None:
+        """The rows of a table that this process needs; None: all."""
+        if len(self._own_numbers) == self.shards:
+            return None
+        return self.division.rows(place, self._own_numbers)
+
+    def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
+        """Gives each device its share of an array, of which a table may have some rows alone."""
+        array, begin = _on_host_of_cpu(array), rows.begin if rows else 0
+        cut = functools.partial(self.division.cut_array, place, array, begin=begin)
         place.assign(self.share, self._distribute(cut))
 
-    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
-        """Gives each device its share of whole linear maps."""
-        if isinstance(place, ExpertPlace) and any(_is_permuted(part) for part in parts):
-            raise ValueError(
-                f"{place.path} has channels in another order for each expert (act-order), which "
-                "can't be divided among devices: load the model on one device"
-            )
-        whole = [_on_host_of_cpu(_part(part)) for part in parts]
-        cut = functools.partial(self.division.cut_linears, place, whole)
+    def put_linears(
+        self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
+    ) -> None:
+        """Gives each device its share of linear maps, of which there may be windows alone."""
+        if windows is not None:
+            parts = _with_symmetry_of_all(parts)
+        held = [_on_host_of_cpu(_part(part)) for part in parts]
+        cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
         shares = self._distribute(cut)
+        axis = str(self.share.axis)
+        if self.division.is_spread(place):
+            place.assign(self.share, [SpreadLinear(p.kernel, p.bias, axis) for p in shares])
+            return
         if not self.division.is_divided_along_inputs(place):
             place.assign(self.share, [Linear(part.kernel, part.bias) for part in shares])
             return
-        axis = str(self.share.axis)
         formats = [linear.format for linear in parts]
         place.assign(
             self.share,
@@ -184,15 +211,20 @@ class ShardedDecoder(Decoder):
         assert self.mesh is not None
         return list(self.mesh.devices.flat)
 
+    @functools.cached_property
+    def _own_numbers(self) -> list[int]:
+        """The numbers of the shares on devices of this process."""
+        here = jax.process_index()
+        return [
+            number for number, device in enumerate(self._devices) if device.process_index == here
+        ]
+
     def _distribute(self, cut: Callable[[int], Any]) -> Any:
         """The shares `cut(number)` of all devices, each a tree of arrays, as one tree."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
-        here = jax.process_index()
         shares = [
-            jax.device_put(cut(number), device)
-            for number, device in enumerate(self._devices)
-            if device.process_index == here
+            jax.device_put(cut(number), self._devices[number]) for number in self._own_numbers
         ]
 
         def joined(*pieces: jax.Array) -> jax.Array:
@@ -263,6 +295,27 @@ class ShardedDecoder(Decoder):
             "a precision that packs it, such as one with H8"
         )
 
+    def map_heads(self, function: HeadFunction, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What a function computes of each share's KV heads, of all of them; inside `jit`, too.
+
+        function: of a share and the arrays; returns an array [layers, 2, KV heads, ...] and whether
+        all is well, a bool scalar. Returns the array for all KV heads, and whether all are well.
+        """
+        axis = str(self.share.axis)
+
+        def run(share: Decoder, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            found, is_well = function(share, *arrays)
+            return found, jax.lax.pmin(is_well.astype(jnp.int32), axis) == 1
+
+        found, is_well = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(axis), PartitionSpec()),
+            out_specs=(PartitionSpec(None, None, axis), PartitionSpec()),
+            check_vma=False,
+        )(self.share, arrays)
+        return self.division.join_cache_scales(jnp.split(found, self.shards, axis=2)), is_well
+
     def share_shapes(self) -> Decoder:
         """The share of one device, with ShapeDtypeStructs in the place of arrays."""
 
@@ -277,22 +330,6 @@ class ShardedDecoder(Decoder):
 def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
     """The divided decoders of a family, which have its names of tensors."""
     return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
-
-
-class Gathered:
-    """An array whose shares are read and joined when NumPy asks for its numbers.
-
-    like: its shape and dtype. join: makes it.
-    """
-
-    def __init__(self, like: jax.ShapeDtypeStruct, join: Callable[[], Any]) -> None:
-        self.shape, self.dtype, self.ndim, self.size = like.shape, like.dtype, like.ndim, like.size
-        self.nbytes = like.size * like.dtype.itemsize
-        self._join = join
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, on the host."""
-        return np.asarray(self._join(), dtype)
 
 
 def _whole_shape(
@@ -313,9 +350,22 @@ def _part(linear: Linear) -> Part:
     return Part(linear.kernel.get_value(), bias)
 
 
-def _is_permuted(linear: Linear) -> bool:
-    kernel: Any = linear.kernel.get_value()
-    return isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
+def _with_symmetry_of_all(parts: Sequence[Linear]) -> Sequence[Linear]:
+    """Linear maps whose formats are symmetric if those of all processes are.
+
+    Zero points decide whether a map is symmetric, and each process has read some of them.
+    """
+    formats = [part.format for part in parts]
+    mine = np.array([format is None or format.symmetric for format in formats])
+    every = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(parts)).all(0)
+    found = []
+    for part, format, symmetric in zip(parts, formats, every, strict=True):
+        kernel: Any = part.kernel.get_value()
+        if format is not None and not symmetric:
+            format = dataclasses.replace(format, symmetric=False)
+            kernel = dataclasses.replace(kernel, format=format)
+        found.append(Linear(kernel, None if part.bias is None else part.bias.get_value()))
+    return found
 
 
 def _on_host_of_cpu(tree: Any) -> Any:

@@ -8,13 +8,15 @@ channels and ids that change nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mpjax.kernels.cutting import Run
 
 if TYPE_CHECKING:
-    from mpjax.models.config import DecoderConfig
+    from mpjax.models.config import DecoderConfig, MLPSpec
+
+ExpertDivision = Literal["divided", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +32,16 @@ class Share:
 
 
 class Cut(NamedTuple):
-    """A share's channels of linear maps of one input, or of an array that is no linear map.
+    """A share's part of linear maps of one input, or of an array that is no linear map.
 
     inputs: the input channels; None for all. The products of all shares are then added.
     outputs: the output channels of each map, or of an array's last axis; None for all.
+    experts: the experts, with all of their channels; None for all experts.
     """
 
     inputs: Run | None = None
     outputs: tuple[Run, ...] | None = None
+    experts: Run | None = None
 
 
 def share_size(total: int, count: int, unit: int = 1) -> int:
@@ -89,6 +93,11 @@ class HeadShares:
             )
         return queries, 1
 
+    @property
+    def holders(self) -> int:
+        """The number of devices that have query heads of the same KV head, and so a copy of it."""
+        return 1 if self.count <= self.kv_heads else self.group // self.local[0]
+
     def runs(self, number: int) -> tuple[Run, Run]:
         """The query heads and the KV heads of a share."""
         queries, keys = self.local
@@ -104,12 +113,16 @@ class HeadShares:
 
 
 def divide_config(
-    config: DecoderConfig, count: int, units: Sequence[Mapping[str, int]]
+    config: DecoderConfig,
+    count: int,
+    units: Sequence[Mapping[str, int]],
+    experts: ExpertDivision = "divided",
 ) -> DecoderConfig:
     """The configuration of one device's share of a decoder.
 
     units: for each layer, by the path of a linear map (such as `mlp.down`), the number of input
     channels at multiples of which its format is cut. The vocabulary keeps its size.
+    experts: whether a share has a part of each expert (`divided`), or some experts (`whole`).
 
     Raises ValueError for a layer that can't be divided so.
     """
@@ -118,11 +131,15 @@ def divide_config(
         dataclasses.replace(
             layer,
             attention=layer.attention.divide(count, _of_half(unit, "attention")),
-            mlp=layer.mlp.divide(count, _of_half(unit, "mlp")),
+            mlp=_divide_mlp(layer.mlp, experts)(count, _of_half(unit, "mlp")),
         )
         for layer, unit in zip(config.layers, units, strict=True)
     )
     return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, layers=layers)
+
+
+def _divide_mlp(spec: MLPSpec, experts: ExpertDivision) -> Callable[..., MLPSpec]:
+    return spec.divide if experts == "divided" else spec.spread
 
 
 def _of_half(units: Mapping[str, int], half: str) -> dict[str, int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from mpjax.models.device_sums import add_over_devices
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
@@ -33,7 +35,7 @@ class Vocabulary:
         found = look_up(tokens=jnp.clip(own, 0, rows - 1))
         found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
         # All devices but one add zeros, so that no number is rounded.
-        return jax.lax.psum(found, self.axis)
+        return add_over_devices(found, self.axis)
 
     def mask(self, logits: jax.Array) -> jax.Array:
         """Logits [..., columns] of this device, with -inf for columns beyond the vocabulary."""

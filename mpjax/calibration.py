@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.arguments import require_documents, require_known_ids
+from mpjax.arguments import require_documents
 from mpjax.evaluation import DEFAULT_WINDOW
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat, KVPages, cache_scales
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.language_model import LanguageModel
-from mpjax.models import CacheScales, Decoder
-from mpjax.windows import document_tokens
+from mpjax.models import Decoder
+from mpjax.models.sharded import ShardedDecoder
+from mpjax.windows import first_pieces
 
 
 def calibrate_cache(
@@ -45,7 +46,6 @@ def calibrate_cache(
     NaN or infinite.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-    lm.require_one_device("calibrating the cache of")
     require_documents(documents)
     format = lm.kv_format
     if format.scaling is None:
@@ -58,23 +58,17 @@ def calibrate_cache(
     window = min(whole_number("window", window), lm.config.max_position_embeddings)
     max_tokens = whole_number("max_tokens", max_tokens)
     largest: jax.Array | None = None
-    left = max_tokens
     owners: list[int] = []  # the document of each window
     finite: list[jax.Array] = []
-    for document, text in enumerate(documents):
-        ids = document_tokens(tokenizer, text)[:left]
-        require_known_ids([ids], lm.config.vocab_size)
-        left -= len(ids)
-        for begin in range(0, len(ids), window):
-            piece = ids[begin : begin + window]
-            tokens = np.zeros((1, window), np.int32)
-            tokens[0, : len(piece)] = piece
-            found, is_finite = _largest(lm.model, jnp.asarray(tokens), jnp.int32(len(piece)))
-            largest = found if largest is None else jnp.maximum(largest, found)
-            owners.append(document)
-            finite.append(is_finite)
-        if left == 0:
-            break
+    vocabulary = lm.config.vocab_size
+    pieces = first_pieces(tokenizer, documents, vocabulary, window=window, most=max_tokens)
+    for document, piece in pieces:
+        tokens = np.zeros((1, window), np.int32)
+        tokens[0, : len(piece)] = piece
+        found, is_finite = _largest(lm.model, jnp.asarray(tokens), jnp.int32(len(piece)))
+        largest = found if largest is None else jnp.maximum(largest, found)
+        owners.append(document)
+        finite.append(is_finite)
     if largest is None:
         raise ValueError("documents are empty: expected a text with at least one token")
     for document, is_finite in zip(owners, jax.device_get(finite), strict=True):
@@ -82,12 +76,21 @@ def calibrate_cache(
             raise NotFiniteError("document", document, lm.config.dtype)
     of_layers = jax.vmap(jax.vmap(functools.partial(cache_scales, format=format)))
     model = nnx.clone(lm.model)
-    model.cache_scales = CacheScales(of_layers(largest[:, :, None]))
+    model.put_cache_scales(of_layers(largest[:, :, None]))
     return dataclasses.replace(lm, model=model)
 
 
 @jax.jit
 def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest magnitudes of the keys and values of all heads; see `_largest_of_heads`."""
+    if isinstance(model, ShardedDecoder):
+        return model.map_heads(_largest_of_heads, tokens, count)
+    return _largest_of_heads(model, tokens, count)
+
+
+def _largest_of_heads(
+    model: Decoder, tokens: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The largest magnitudes of keys and values, and whether all are finite (bool scalar).
 
     tokens: int32 [1, window], of which the first `count` are read. Magnitudes are float32 [layers,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.arguments import require_documents
+from mpjax.divergence import divergence
 from mpjax.evaluation import Evaluation, cut, read_window, summarise
 from mpjax.finite import NotFiniteError
 from mpjax.kernels.checks import require_type, whole_number
@@ -148,5 +149,5 @@ def _differ(
         for values in (found, exact)
     )
     # Rounding can take a sum slightly below zero, which no divergence is.
-    divergences = jnp.maximum((jnp.exp(exact) * (exact - found)).sum(-1), 0.0)
+    divergences = jnp.maximum(divergence(exact, found), 0.0)
     return (chances, expected, divergences, agrees), (cache, other)

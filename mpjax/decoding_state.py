@@ -45,6 +45,16 @@ class Limits:
             room,
         )
 
+    def stops(self, tokens: jax.Array) -> jax.Array:
+        """Whether each token ends a row, bool of the tokens' shape."""
+        if len(self.stop_ids) > 2 * STOP_IDS:
+            return jnp.isin(tokens, self.stop_ids)
+        # XLA fuses comparisons, but not a reduction, with what reads the result.
+        found = jnp.zeros(tokens.shape, bool)
+        for number in range(len(self.stop_ids)):
+            found |= tokens == self.stop_ids[number]
+        return found
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -104,11 +114,14 @@ def repeat(
         the host makes the check and the GPU waits for it, and 1 elsewhere.
     """
     stride = stride or (STRIDE if device.on_gpu() else 1)
+    return jax.lax.while_loop(unfinished, functools.partial(several, advance, stride), state)
 
-    def advance_all(state: DecodingState) -> DecodingState:
-        # XLA launches all steps of a loop of known length without waiting for the GPU.
-        if stride == 1:
-            return advance(state)
-        return jax.lax.fori_loop(0, stride, lambda _, state: advance(state), state)
 
-    return jax.lax.while_loop(unfinished, advance_all, state)
+def several(
+    advance: Callable[[DecodingState], DecodingState], stride: int, state: DecodingState
+) -> DecodingState:
+    """The state after `stride` steps, which the host launches without waiting for the GPU."""
+    # XLA launches all steps of a loop of known length at once.
+    if stride == 1:
+        return advance(state)
+    return jax.lax.fori_loop(0, stride, lambda _, state: advance(state), state)

@@ -8,10 +8,11 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from mpjax import drawing
 from mpjax.decoding_state import DecodingState, Limits
 from mpjax.models import Decoder
 from mpjax.random_keys import step_keys
-from mpjax.sampling import Sampling, logprobs, sample
+from mpjax.sampling import Sampling
 
 
 class Draw(NamedTuple):
@@ -53,19 +54,16 @@ class BatchRule:
         allowed = logits
         if self.sampling.min_new_tokens is not None:
             too_short = state.counts < jnp.asarray(self.sampling.min_new_tokens, jnp.int32)
-            is_stop = self._is_stop(logits.shape[1])
+            is_stop = self.limits.stops(jnp.arange(logits.shape[1]))
             allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
         keys = step_keys(state.keys, state.step)
-        drawn = sample(allowed, keys, self.sampling, state.seen, divided=divided)
-        return Draw(drawn, logprobs(logits, drawn))
+        return Draw(
+            *drawing.draw(logits, allowed, keys, self.sampling, state.seen, divided=divided)
+        )
 
     def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
         """See Rule."""
-        is_stop = (drawn[:, None] == self.limits.stop_ids[None]).any(-1)
-        return is_stop | (counts >= self.limits.maximum)
-
-    def _is_stop(self, vocabulary: int) -> jax.Array:
-        return jnp.zeros(vocabulary, bool).at[self.limits.stop_ids].set(True)
+        return self.limits.stops(drawn) | (counts >= self.limits.maximum)
 
 
 def advance(model: Decoder, state: DecodingState, rule: Rule, alive: jax.Array) -> DecodingState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from mpjax.arguments import positive_whole
 from mpjax.kernels.checks import shown
 from mpjax.kernels.device import default_device
+from mpjax.models.share import ExpertDivision
 
 AXIS = "model"
 Devices = int | Sequence[jax.Device] | jax.sharding.Mesh
@@ -46,6 +47,13 @@ def read_devices(devices: Devices | None) -> jax.sharding.Mesh | None:
     if chosen[0].platform == "gpu" and len(chosen) > 1:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     return jax.sharding.Mesh(np.array(chosen), (axis,))
+
+
+def read_experts(experts: ExpertDivision) -> ExpertDivision:
+    """How experts are divided. Raises ValueError for a way that there is not."""
+    if experts not in get_args(ExpertDivision):
+        raise ValueError(f"experts is {shown(experts)}: expected 'divided' or 'whole'")
+    return experts
 
 
 def _choose(devices: Devices) -> tuple[list[jax.Device], str]:

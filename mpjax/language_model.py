@@ -21,6 +21,7 @@ from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
+ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads onto any number"
 PARAMETER_BITS = 32  # a word for each group and output channel
 
 
@@ -57,12 +58,12 @@ class LanguageModel:
             )
         return self.tokenizer
 
-    def require_one_device(self, what: str) -> None:
+    def require_one_device(self, what: str, remedy: str = ON_ONE_DEVICE) -> None:
         """Raises ValueError for a model that is divided among devices; what: a gerund."""
         if self.devices > 1:
             raise ValueError(
                 f"{what} a model that is divided among {self.devices} devices is not possible: "
-                "load it on one device; a model that mpjax.save wrote then loads onto any number"
+                f"{remedy}"
             )
 
     @property
@@ -119,7 +120,8 @@ class LanguageModel:
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
         each weight format. `tables` has the bytes and the format of the embedding and, unless it is
         tied to the embedding, of the head. `eight_bit_blocks` is the number of blocks of
-        activations in 8 bits, and of all, in W4Ax, and otherwise None.
+        activations in 8 bits, and of all, in W4Ax, and otherwise None. `hadamard_block` is the
+        number of channels in each block that is mixed before down projections, or None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -145,6 +147,7 @@ class LanguageModel:
             "cache_scales": self._cache_scales(),
             "linear_maps": counts,
             "eight_bit_blocks": count_blocks(self.model),
+            "hadamard_block": max((it for it in config.hadamard_blocks if it), default=None),
             "tables": {path: self._table(path) for path in config.tables},
         }
 
@@ -171,6 +174,8 @@ class LanguageModel:
         if (blocks := found["eight_bit_blocks"]) is not None:
             share = f"{blocks.wide} of {blocks.total} blocks, {blocks.wide / blocks.total:.1%}"
             rows.append(("activations in 8 bits", f"{share}; the others in 4"))
+        if (block := found["hadamard_block"]) is not None:
+            rows.append(("before down", f"Hadamard's transform of blocks of {block} channels"))
         for path, table in found["tables"].items():
             tied = ", and the head is tied to it" if len(found["tables"]) == 1 else ""
             rows.append((path, f"{table['format']}, {table['bytes'] / MEGABYTE:,.1f} MB{tied}"))

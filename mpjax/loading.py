@@ -18,11 +18,12 @@ from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.gguf.header import is_gguf
 from mpjax.checkpoint.locate import locate
-from mpjax.devices import Devices, read_devices
+from mpjax.devices import Devices, read_devices, read_experts
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import shown
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.language_model import LanguageModel
+from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
 
 # Files that loading reads; a repository often has the same weights in other formats too.
@@ -31,8 +32,9 @@ HUB_IGNORED = ["consolidated*", "original/*"]
 
 
 class Reading(TypedDict, total=False):
-    """Arguments of `load` about the reading of files."""
+    """Arguments of `load` about the division of experts and the reading of files."""
 
+    experts: ExpertDivision
     verify: bool
     progress: bool | None
 
@@ -74,6 +76,8 @@ def load(
     devices: among which the model is divided, each with a share of every layer: a number, a list of
         `jax.devices()`, or a mesh with one axis. By default, and for 1, the default device has all.
         docs/devices.md says what is divided how.
+    experts: with several devices, whether each has a part of every expert of a mixture (`divided`,
+        the default), or some of the experts whole (`whole`).
     verify: whether to compare the arrays of a model that `mpjax.save` wrote with their checksums,
         which finds damage by a disk or a copy. Other checkpoints have no checksums.
         By default they are compared.
@@ -87,7 +91,7 @@ def load(
     """
     if unknown := reading.keys() - Reading.__annotations__.keys():
         raise TypeError(f"load() got an unexpected keyword argument {unknown.pop()!r}")
-    mesh = read_devices(devices)
+    mesh, experts = read_devices(devices), read_experts(reading.get("experts", "divided"))
     progress = reading.get("progress")
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)
@@ -104,6 +108,7 @@ def load(
             verify=verify,
             progress=progress,
             mesh=mesh,
+            experts=experts,
         )
         return _with_limits(lm, max_positions, page_size)
     if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
@@ -113,7 +118,9 @@ def load(
         )
     source = locate(folder)
     tokenizer = source.read_tokenizer()
-    model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress, mesh=mesh)
+    model = huggingface.load(
+        source, precision=precision, dtype=dtype, progress=progress, mesh=mesh, experts=experts
+    )
     if precision is not None:
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv

@@ -23,6 +23,8 @@ _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
     ("16", "16"): ("bfloat16", None),
     ("8", "16"): ("uint8", DEFAULT_GROUP_SIZE),
     ("4", "16"): ("uint4", DEFAULT_GROUP_SIZE),
+    ("M8", "16"): ("affine8", 32),
+    ("M4", "16"): ("affine4", 32),
     ("NF4", "16"): ("table4", 64),
     ("NF3", "16"): ("table3", 64),
     ("NF2", "16"): ("table2", 64),
@@ -100,8 +102,8 @@ class Precision:
     def parse(cls, text: str) -> Precision:
         """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not, and behind them `H…` and `E…`.
 
-        W, the weights: 16; 8 or 4 (integers); FP8 (e4m3); MXFP4 (e2m1, times a
-            power of two); NF4, NF3 or NF2 (normal float). `gSIZE`
+        W, the weights: 16; 8 or 4 (integers); M8 or M4 (integers with a float minimum); FP8 (e4m3);
+            MXFP4 (e2m1, times a power of two); NF4, NF3 or NF2 (normal float). `gSIZE`
             behind it is the number of input channels that share a scale, or K for all; `sym` fixes
             the zero point of integers in the middle. Without a W part, as in `A16KV8`, linear maps
             keep the checkpoint's format, and FP8 ones its activation format. Several W parts, as in

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpjax.arguments import require_known_ids
 from mpjax.tokenizer import Tokenizer
 
 
@@ -46,6 +47,26 @@ def document_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
         start = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     # Some checkpoints' tokenizers add the bos token themselves.
     return ids if start is None or ids[:1] == [start] else [start, *ids]
+
+
+def first_pieces(
+    tokenizer: Tokenizer, documents: Iterable[str], vocabulary: int, *, window: int, most: int
+) -> Iterator[tuple[int, list[int]]]:
+    """The first `most` tokens of documents, in pieces of at most `window`, for calibration.
+
+    Each comes with the number of its document. Blank documents have none. Raises ValueError for
+    token ids that a vocabulary of that size does not have.
+    """
+    for number, text in enumerate(documents):
+        ids = document_tokens(tokenizer, text)[:most]  # raises ValueError for what is not a text
+        if not text.strip():
+            continue
+        require_known_ids([ids], vocabulary)
+        most -= len(ids)
+        for begin in range(0, len(ids), window):
+            yield number, ids[begin : begin + window]
+        if most == 0:
+            return
 
 
 def apart(tokenizer: Tokenizer, documents: Iterable[str], window: int) -> list[Window]:

@@ -13,6 +13,8 @@ from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.local import LocalExperts
+from mpjax.kernels.experts.mlp import ExpertMLP, expert_mlp_terms
 from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
@@ -30,17 +32,27 @@ from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
-from mpjax.kernels.rowwise.api import add_rms_norm, gated, gated_silu, quantize_rows, rms_norm
+from mpjax.kernels.rowwise.api import (
+    add_rms_norm,
+    gated,
+    gated_silu,
+    hadamard,
+    quantize_rows,
+    rms_norm,
+)
+from mpjax.kernels.sums.api import sum_over_devices
 
 __all__ = [
     "ActivationBlocks",
     "ActivationFormat",
     "DividedRows",
+    "ExpertMLP",
     "Gate",
     "HeadNorms",
     "KVFormat",
     "KVLayout",
     "KVPages",
+    "LocalExperts",
     "Masks",
     "PagedKVCache",
     "PlainCodes",
@@ -55,10 +67,12 @@ __all__ = [
     "add_rms_norm",
     "append",
     "cache_scales",
+    "expert_mlp_terms",
     "gated",
     "gated_silu",
     "grouped_matmul",
     "grouped_matmul_terms",
+    "hadamard",
     "matmul",
     "matmul_terms",
     "pack",
@@ -73,5 +87,6 @@ __all__ = [
     "rotate",
     "rotate_and_append",
     "route",
+    "sum_over_devices",
     "unpack",
 ]

@@ -36,6 +36,10 @@ class Run(NamedTuple):
         """The number of places without the zeros."""
         return self.end - self.begin
 
+    def moved(self, places: int) -> Run:
+        """The same run, so many places further."""
+        return self._replace(begin=self.begin + places, end=self.end + places)
+
     def times(self, channels: int) -> Run:
         """The same run in channels, of which each place has so many."""
         return Run(*(channels * place for place in self))
@@ -115,19 +119,23 @@ def require_cuttable(format: WeightFormat, runs: Runs) -> None:
         _group_size(format, runs)
 
 
-def cut_inputs(tensor: QuantizedTensor, runs: Runs, number: int) -> QuantizedTensor:
+def cut_inputs(tensor: QuantizedTensor, runs: Runs, number: int, begin: int = 0) -> QuantizedTensor:
     """The part with the input channels of one of the runs.
 
     runs: of all parts, which have one size and together each input channel once. The channels of a
         part behind its run must meet zeros in x.
     number: of the part.
+    begin: the place at which the tensor begins, where it has some of the input channels alone, with
+        those of the part: a multiple of `cutting_unit` and of the group size.
 
     With a permutation, a run is of rows of the packed matrix, and the part's permutation has the
     places of these rows' channels in the x of all parts, one part after the other.
 
     Raises ValueError where the parts would not have whole groups of any size that the format has.
     """
-    run, permutation = runs[number], tensor.permutation
+    run, permutation = runs[number].moved(-begin), tensor.permutation
+    if begin and permutation is not None:
+        raise ValueError("a window of a tensor with a permutation can't be cut: pass all of it")
     if _is_aligned(tensor.format, runs):
         part = _cut_words(tensor, run)
     else:

@@ -36,6 +36,8 @@ class _Rule(NamedTuple):
 _RULES: Mapping[str, _Rule] = {
     "uint4": _Rule(4, (*GROUP_SIZES, None), can_be_symmetric=True),
     "uint8": _Rule(8, (*GROUP_SIZES, None), can_be_symmetric=True),
+    "affine4": _Rule(4, GROUP_SIZES),
+    "affine8": _Rule(8, GROUP_SIZES),
     "table4": _Rule(4, (*GROUP_SIZES, 256)),
     "table3": _Rule(3, (*GROUP_SIZES, 256)),
     "table2": _Rule(2, (*GROUP_SIZES, 256)),
@@ -76,6 +78,7 @@ class WeightFormat:
 
     codes: the kind of codes.
         `uint4`, `uint8`: an integer minus the group's zero point (AWQ, GPTQ, TurboMind).
+        `affine4`, `affine8`: an integer times the group's scale, plus its minimum (GGUF, HQQ).
         `table4`, `table3`, `table2`: an index of a table, such as normal float (FLUTE).
         `float8`: an e4m3 number. `float4`: an e2m1 number, times a power of two (MXFP4). `int8`: a
         signed integer. `int4`: the same, for activations in blocks of 4 and 8 bits (COMET).

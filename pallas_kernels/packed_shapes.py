@@ -49,7 +49,7 @@ def packed_shapes(
         format,
         array((input_channels, output_channels), kind.code_dtype),
         array(groups, scale_dtype),
-        array(groups, "uint16", kind.has_zeros),
+        array(groups, scale_dtype if kind.has_minima else "uint16", kind.has_zeros),
         permutation=array((input_channels,), "int32", permuted),
         channel_scales=array((output_channels,), "float32", kind.has_channel_scales),
         table=array((2**format.bits,), "float32", kind.has_table),

@@ -41,7 +41,7 @@ def require_sound(plain: PlainCodes) -> None:
     format, zeros = plain.format, plain.zeros
     if code_kinds.of(format).code_dtype == jnp.uint8:
         _check_values("codes", plain.codes, 2**format.bits - 1)
-    if zeros is not None:
+    if zeros is not None and not code_kinds.of(format).has_minima:
         _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
     if format.codes == "liquid4":
         _check_values("scales", plain.scales, 255)
@@ -88,7 +88,13 @@ def _check_layout(plain: PlainCodes) -> None:
         )
     if plain.activation_bits is not None and format.codes != "int4":
         raise ValueError(f"there are activation_bits, which {format} does not have: leave them out")
-    for name in ("zeros", "permutation", "activation_bits"):
+    if kind.has_minima and plain.zeros is not None and plain.zeros.dtype != scales.dtype:
+        raise ValueError(
+            f"zeros: the dtype is {plain.zeros.dtype}; expected {scales.dtype}, that of the "
+            "scales, since they are minima"
+        )
+    zeros = () if kind.has_minima else ("zeros",)
+    for name in (*zeros, "permutation", "activation_bits"):
         indices = getattr(plain, name)
         if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ValueError(

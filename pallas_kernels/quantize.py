@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite, as_array, is_known
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.formats import WeightFormat
@@ -104,7 +105,7 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
         format, stored = str(packed.dtype), packed
         is_small = (largest > 0) & (largest < LEAST_FLOAT16_SCALE)
         is_small &= stored.dtype == jnp.float16
-    if not is_small.any() and are_finite(stored):
+    if not is_small.any() and are_finite(stored) and _are_minima_finite(packed):
         return None
     found, fault = largest.max(), "large"
     if is_small.any():
@@ -114,6 +115,13 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
         f"whose range is that of {stored.dtype}: "
         "multiply the weights by a power of two, and products with them by its inverse"
     )
+
+
+def _are_minima_finite(packed: QuantizedTensor | jax.Array) -> bool:
+    """Whether the minima of groups are finite; True for formats without any."""
+    if not isinstance(packed, QuantizedTensor) or not code_kinds.of(packed.format).has_minima:
+        return True
+    return bool(are_finite(packed.zeros()))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -111,7 +111,10 @@ class QuantizedTensor:
         return self._scales_and_zeros[0]
 
     def zeros(self) -> jax.Array:
-        """The zero points [..., groups, N] in uint16, groups of padding included."""
+        """The zero points [..., groups, N] in uint16, groups of padding included.
+
+        Of `affine…` the minima, in `scale_dtype`.
+        """
         return self._scales_and_zeros[1]
 
     @property
@@ -164,8 +167,9 @@ def _pack_matrix(plain: PlainCodes) -> QuantizedTensor:
     scales, zeros = plain.scales, plain.zeros
     if zeros is None:
         zeros = jnp.full_like(scales, kind.zero_point, jnp.uint16)
+    zeros = zeros.astype(scales.dtype if kind.has_minima else jnp.uint16)
     missing = (0, format.groups(codes.shape[0]) - len(scales)), (0, 0)
-    scales, zeros = jnp.pad(scales, missing), jnp.pad(zeros.astype(jnp.uint16), missing)
+    scales, zeros = jnp.pad(scales, missing), jnp.pad(zeros, missing)
     return QuantizedTensor(
         _pack_words(codes, format),
         kind.pack_parameters(scales, zeros),
@@ -206,7 +210,7 @@ def _unpack_words(tensor: QuantizedTensor) -> jax.Array:
 def unpack(tensor: QuantizedTensor) -> PlainCodes:
     """The plain codes of a tensor, bit for bit as packed: codes in uint8, int8 or float8_e4m3fn.
 
-    Zero points are uint16.
+    Zero points are uint16, and minima float16.
     """
     require_type("unpack: tensor", tensor, QuantizedTensor)
     return _unpack(tensor)

@@ -56,11 +56,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked `sweep` unless they are asked for."""
-    if not sweeps.is_asked_for(config):
-        left_out = [item for item in items if item.get_closest_marker("sweep")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    """Leaves out the tests marked `sweep` or `fuzz` unless they are asked for."""
+    for mark in sweeps.LEFT_OUT:
+        if not sweeps.is_asked_for(config, mark):
+            left_out = [item for item in items if item.get_closest_marker(mark)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,16 +12,24 @@ from typing import Any
 
 import pytest
 
+# Marks of tests that are left out unless they are asked for.
+LEFT_OUT = ("sweep", "fuzz")
 
-def is_asked_for(config: pytest.Config) -> bool:
-    """Whether sweeps run: an expression of marks names them, or an argument names a test."""
+
+def is_asked_for(config: pytest.Config, mark: str = "sweep") -> bool:
+    """Whether such tests run: an expression of marks names them, or an argument names a test."""
     named = any("::" in argument for argument in config.args)
-    return named or "sweep" in config.option.markexpr
+    return named or mark in config.option.markexpr
 
 
 def in_sweep(*values: Any) -> Any:
     """A case of `parametrize` that runs with `-m sweep` alone."""
     return pytest.param(*values, marks=pytest.mark.sweep)
+
+
+def in_fuzz(*values: Any) -> Any:
+    """A case of `parametrize` with minutes of random input, which runs with `-m fuzz` alone."""
+    return pytest.param(*values, marks=pytest.mark.fuzz)
 
 
 def combinations(covered: int = 2, **values: Sequence[Any]) -> pytest.MarkDecorator:

@@ -47,6 +47,7 @@ def test_the_others_are_marked():
 @pytest.mark.parametrize(
     ("expression", "argument", "expected"),
     [
+        ("fuzz", "tests", False),
         ("", "tests", False),
         ("not slow", "tests/test_sweeps.py", False),
         ("sweep", "tests", True),

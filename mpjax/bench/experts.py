@@ -12,9 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import measure
-from mpjax.kernels import WeightFormat, grouped_matmul, grouped_matmul_terms, quantize
+from mpjax.kernels import (
+    ExpertMLP,
+    Gate,
+    WeightFormat,
+    expert_mlp_terms,
+    grouped_matmul,
+    grouped_matmul_terms,
+    quantize,
+)
 from mpjax.kernels.experts.plans import Problem, plan_of
-from mpjax.kernels.experts.shapes import ExpertShape
+from mpjax.kernels.experts.shapes import AnyShape, ExpertMLPShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_TOKENS = 16  # tokens whose products are compared with the reference
@@ -33,7 +41,7 @@ class Sweep:
     Raises ValueError for a text that is not a format, and for numbers of tokens below 1.
     """
 
-    shapes: tuple[ExpertShape, ...]
+    shapes: tuple[AnyShape, ...]
     tokens: tuple[int, ...]
     formats: tuple[str, ...]
 
@@ -107,21 +115,29 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
             yield from _format(shape, text, sweep.tokens, others)
 
 
-def random_experts(shape: ExpertShape, tokens: int, seed: int) -> np.ndarray:
+def random_experts(shape: AnyShape, tokens: int, seed: int) -> np.ndarray:
     """The experts of each token, int32 [tokens, k], all different ones."""
     scores = np.random.default_rng(seed).random((tokens, shape.experts))
     return np.argsort(scores, -1)[:, : shape.per_token].astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def random_stack(key: jax.Array, shape: ExpertShape, text: str) -> Any:
-    """A stack [experts, K, N] of normal numbers, quantised to a format."""
+def random_stack(key: jax.Array, shape: AnyShape, text: str) -> Any:
+    """A stack [experts, K, N] of normal numbers, quantised to a format; of an MLP both stacks."""
+    if isinstance(shape, ExpertMLPShape):
+        keys = jax.random.split(key)
+        pair = (
+            random_stack(*each, text)
+            for each in zip(keys, (shape.gate_up, shape.down), strict=True)
+        )
+        gate_up, down = pair
+        return ExpertMLP(gate_up, down, shape.gate or Gate())
     dims = shape.experts, shape.channels, shape.outputs
     weight = jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(shape.channels**-0.5)
     return quantize(weight, text)
 
 
-def random_stacks(shape: ExpertShape, text: str) -> list[Any]:
+def random_stacks(shape: AnyShape, text: str) -> list[Any]:
     """Stacks of which a token's experts, one of each stack's, are larger than the L2 cache.
 
     They are fewer, but two or more, if that would take more than MOST_BYTES.
@@ -134,7 +150,7 @@ def random_stacks(shape: ExpertShape, text: str) -> list[Any]:
 
 
 def _format(
-    shape: ExpertShape, text: str, all_tokens: Sequence[int], others: Mapping[int, Any]
+    shape: AnyShape, text: str, all_tokens: Sequence[int], others: Mapping[int, Any]
 ) -> Iterator[dict[str, Any]]:
     stacks = random_stacks(shape, text)
     count, nbytes = len(stacks), sum(leaf.nbytes for leaf in jax.tree.leaves(stacks[0]))
@@ -153,7 +169,8 @@ def _format(
             lambda inputs, stacks: list(map(product, inputs, stacks)), inputs, stacks
         )
         kernels = measure.merge_names(measure.kernel_microseconds(each, inputs, stacks), count)
-        problem = Problem.of((tokens, shape.per_token), stacks[0], gated=shape.gate is not None)
+        first = stacks[0].gate_up if isinstance(stacks[0], ExpertMLP) else stacks[0]
+        problem = Problem.of((tokens, shape.per_token), first, gated=shape.gate is not None)
         plan = plan_of(problem)
         yield figures(
             {
@@ -182,7 +199,7 @@ def _format(
 Inputs = tuple[jax.Array, jax.Array, jax.Array]  # x, the experts, and the routing weights
 
 
-def random_inputs(shape: ExpertShape, tokens: int, seed: int) -> Inputs:
+def random_inputs(shape: AnyShape, tokens: int, seed: int) -> Inputs:
     """The arguments of a product besides its stack; without a gate, each pair has a row of x."""
     keys = jax.random.split(jax.random.key(seed + 1))
     pairs = () if shape.gate is not None else (shape.per_token,)
@@ -192,18 +209,30 @@ def random_inputs(shape: ExpertShape, tokens: int, seed: int) -> Inputs:
 
 
 def layer_product(inputs: Inputs, stack: Any, *, gate: Any) -> jax.Array:
-    """The product as a layer computes it: gated, or terms that the next norm adds."""
+    """The product as a layer computes it: gated, or terms that the next norm adds.
+
+    stack: of matrices, or both of an MLP.
+    """
     x, chosen, weights = inputs
+    if isinstance(stack, ExpertMLP):
+        return expert_mlp_terms(x, stack, chosen, weights)
     if gate is not None:
         return grouped_matmul(x, stack, chosen, gate=gate)
     return grouped_matmul_terms(x, stack, chosen, weights)
 
 
-def _others(shape: ExpertShape, tokens: int) -> dict[str, float | None]:
+def _others(shape: AnyShape, tokens: int) -> dict[str, float | None]:
     """The times of cuBLAS on one matrix with as many rows, and of XLA's `ragged_dot`, in bfloat16.
 
-    `ragged_dot` takes experts in 16 bits and rows that are sorted already.
+    `ragged_dot` takes experts in 16 bits and rows that are sorted already. An MLP has cuBLAS's time
+    of both products, and none of `ragged_dot`.
     """
+    if isinstance(shape, ExpertMLPShape):
+        both = [
+            _others(each, tokens)["cublas_microseconds"] or 0.0
+            for each in (shape.gate_up, shape.down)
+        ]
+        return {"cublas_microseconds": sum(both), "ragged_dot_microseconds": None}
     pairs = tokens * shape.per_token
     keys = jax.random.split(jax.random.key(0), 2)
     rows = jax.random.normal(keys[0], (pairs, shape.channels), jnp.bfloat16)
@@ -226,9 +255,13 @@ def _others(shape: ExpertShape, tokens: int) -> dict[str, float | None]:
     return found
 
 
-def mean_error(product: jax.Array, inputs: Inputs, stack: Any, shape: ExpertShape) -> float:
+def mean_error(product: jax.Array, inputs: Inputs, stack: Any, shape: AnyShape) -> float:
     """Mean error over mean magnitude of the first tokens' products, against the reference."""
     x, chosen, weights = (array[:CHECKED_TOKENS] for array in inputs)
+    if isinstance(stack, ExpertMLP):
+        arguments = x.astype(jnp.float32), stack, chosen, weights
+        exact = jax.jit(functools.partial(expert_mlp_terms, implementation="reference"))(*arguments)
+        return _error(product.sum(0)[:CHECKED_TOKENS], exact.sum(0))
     reference = functools.partial(
         grouped_matmul, x.astype(jnp.float32), stack, chosen, implementation="reference"
     )
@@ -237,5 +270,9 @@ def mean_error(product: jax.Array, inputs: Inputs, stack: Any, shape: ExpertShap
     else:
         exact = jax.jit(lambda: reference(routing_weights=weights))()
         found = product.sum(0)[:CHECKED_TOKENS]
+    return _error(found, exact)
+
+
+def _error(found: jax.Array, exact: jax.Array) -> float:
     expected = np.asarray(exact, np.float64)
     return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())

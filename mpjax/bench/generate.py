@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,17 @@ import numpy as np
 import mpjax
 from mpjax.bench import checkpoint, filled_pages, measure, speculation
 from mpjax.bench.cached_bytes import cached_bytes
+from mpjax.bench.pieces import read_pieces, require_pieces
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.decoding import decode, decode_program, jit_prefill
 from mpjax.decoding_state import STRIDE, DecodingState, Limits
-from mpjax.devices import read_devices
+from mpjax.devices import read_devices, read_experts
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import free_bytes_on, require_free_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
+from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -46,6 +48,17 @@ HEADERS = (
 )
 
 
+class Case(NamedTuple):
+    """One case of a sweep. is_read: whether its prompt is read, or the cache filled."""
+
+    batch: int
+    prompt: int
+    new: int
+    is_read: bool = True
+    piece: int | None = None
+    speculate: tuple[int, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """The cases of a benchmark: every precision with every batch and number of prompt tokens.
@@ -55,8 +68,10 @@ class Sweep:
         not checked.
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
     config: of the model, which gets more positions if the cases need them. decoder: its class.
-    devices: numbers of devices among which the model is divided.
+    devices: numbers of devices among which the model is divided. experts: how experts are divided
+        among them; see `mpjax.load`.
     speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
+    piece_tokens: tokens of each row's prompt that are read at a time; None for the whole prompt.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
     checkpoint cannot have, and for numbers that leave nothing to measure.
@@ -72,29 +87,38 @@ class Sweep:
     decoder: type[Decoder] = Qwen3
     devices: tuple[int, ...] = (1,)
     speculate: tuple[int, ...] = ()
+    piece_tokens: int | None = None
+    experts: ExpertDivision = "divided"
 
     def __post_init__(self) -> None:
         for text in self.precisions:
-            precision = Precision.parse(text)
-            weights, kv = precision.weights, precision.kv
-            if precision.mixture or precision.bits != 16:
-                raise ValueError(
-                    f"{text}: random weights are all in one format, and compute in 16 bits"
-                )
-            if kv.scaling == "static":
-                raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
-            if self.from_disk and self.decoder is not Qwen3:
-                raise ValueError(f"{self.decoder.__name__} is not written to disk: only Qwen3 is")
-            if self.from_disk and weights not in (AWQ, None):
-                raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
+            self._require_random(text)
         if min(self.batches, default=0) < 1:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
         for count in self.devices:
             read_devices(count)
+        read_experts(self.experts)
         for k in self.speculate:
             read_k("speculate", k)
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
             raise ValueError("a step is measured from one prompt token and two new ones on")
+        for prompt in self.prompt_tokens:
+            require_pieces(prompt, prompt if self.piece_tokens is None else self.piece_tokens)
+
+    def _require_random(self, text: str) -> None:
+        """Raises ValueError for a precision that random weights or the checkpoint can't have."""
+        precision = Precision.parse(text)
+        weights, kv = precision.weights, precision.kv
+        if precision.mixture or precision.bits != 16:
+            raise ValueError(
+                f"{text}: random weights are all in one format, and compute in 16 bits"
+            )
+        if kv.scaling == "static":
+            raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
+        if self.from_disk and self.decoder is not Qwen3:
+            raise ValueError(f"{self.decoder.__name__} is not written to disk: only Qwen3 is")
+        if self.from_disk and weights not in (AWQ, None):
+            raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
 
     @property
     def cases(self) -> int:
@@ -209,10 +233,13 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
             pairs = itertools.product(sweep.batches, sweep.prompt_tokens)
             for number, (batch, prompt) in enumerate(pairs):
                 row = {"precision": text, "layers": sweep.config.num_layers, "batch": batch}
-                row |= {"devices": devices}
+                row |= {"devices": devices, "experts": sweep.experts}
                 row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
                 is_read = number == 0 or not sweep.filled
-                yield figures(row | _measure(lm, (batch, prompt), sweep, is_read))
+                case = Case(
+                    batch, prompt, sweep.new_tokens, is_read, sweep.piece_tokens, sweep.speculate
+                )
+                yield figures(row | _measure(lm, case))
         del lm  # frees its memory before the next model is made
 
 
@@ -221,7 +248,11 @@ def _load(
 ) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
         mesh = read_devices(devices)
-        model = random_model(sweep.decoder, sweep.model_config, precision.weights, mesh=mesh)
+        model = random_model(
+            *(sweep.decoder, sweep.model_config, precision.weights),
+            mesh=mesh,
+            experts=sweep.experts,
+        )
         for path, format in packed(tables_of(precision.tables, model.config)).items():
             model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None
@@ -236,11 +267,8 @@ def _load(
 _decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_argnames="state")
 
 
-def _measure(
-    lm: mpjax.LanguageModel, shape: tuple[int, int], sweep: Sweep, is_read: bool
-) -> dict[str, Any]:
-    """Measures a case of a sweep. shape: its rows, and the tokens of each row's prompt."""
-    (batch, prompt), new = shape, sweep.new_tokens
+def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
+    batch, prompt, new, is_read, piece, speculate = case
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
     fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
@@ -250,7 +278,9 @@ def _measure(
     state = _empty_state(lm, batch, prompt + new, new)
     run = decode_program(lm.model, state)
     state, reading = (
-        _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt, lm.model.mesh), {})
+        _read(lm, state, tokens, limits, piece)
+        if is_read
+        else (_fill(state, prompt, lm.model.mesh), {})
     )
 
     def advance(until: jax.Array) -> jax.Array:
@@ -273,7 +303,7 @@ def _measure(
         state = generate(_rewind(state, prompt))
 
     measure_costs = functools.partial(speculation.step_costs, lm.model, tokens, limits)
-    costs = [measure_costs(k, act) for k in sweep.speculate]
+    costs = [measure_costs(k, act) for k in speculate]
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
@@ -294,6 +324,7 @@ def _measure(
         "prompt_tokens": prompt,
         "new_tokens": new,
         "filled": not is_read,
+        "piece_tokens": piece if is_read else None,
         "time_to_first_token_seconds": reading.get("time_to_first_token_seconds"),
         "decode_seconds_with_compilation": seconds[0],
         "decode_step_microseconds": statistics.median(seconds[1:]) / steps * 1e6,
@@ -375,9 +406,16 @@ def _fill(
 
 
 def _read(
-    lm: mpjax.LanguageModel, state: DecodingState, tokens: jax.Array, limits: Limits
+    lm: mpjax.LanguageModel,
+    state: DecodingState,
+    tokens: jax.Array,
+    limits: Limits,
+    piece: int | None = None,
 ) -> tuple[DecodingState, dict[str, Any]]:
-    """Reads prompts [batch, tokens] into a state; returns the state and the measured times."""
+    """Reads prompts [batch, tokens] into a state; returns the state and the measured times.
+
+    piece: the tokens of a row that are read at a time; None for all.
+    """
     batch, prompt = tokens.shape
     lengths, keys = jnp.full(batch, prompt, jnp.int32), state.keys
     jax.block_until_ready(state)
@@ -385,6 +423,11 @@ def _read(
     def read() -> jax.Array:
         nonlocal state
         cache = dataclasses.replace(state.cache, lengths=_from_host(np.zeros(batch, np.int32)))
+        if piece is not None:
+            best, chances, cache = read_pieces(lm.model, tokens, cache, piece)
+            first = state.tokens.at[:, 0].set(best), state.logprobs.at[:, 0].set(chances)
+            state = dataclasses.replace(state, cache=cache, tokens=first[0], logprobs=first[1])
+            return state.tokens
         # Always the same keys: those of the result have another sharding, and so another program.
         state = jit_prefill(lm.model, tokens, lengths, cache, keys, Sampling(), limits)
         return state.tokens

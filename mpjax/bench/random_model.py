@@ -14,6 +14,7 @@ from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlace
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.share import ExpertDivision
 
 
 def random_model(
@@ -22,19 +23,22 @@ def random_model(
     format: WeightFormat | None,
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
+    experts: ExpertDivision = "divided",
 ) -> Decoder:
     """Makes a decoder on the device, with normal weights quantised to `format`.
 
     Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
     other weights. mesh: the devices among which the decoder is divided; its weights are the same
-    for any number of them. With W4Ax, input channels have a random order where a calibrated model's
-    have one that is not folded into other weights, and one block of 8 has 8 bits.
+    for any number of them. experts: how they are divided; see `mpjax.load`. With W4Ax, input
+    channels have a random order where a calibrated model's have one that is not folded into other
+    weights, and one block of 8 has 8 bits.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     if mesh is not None:
         packed = format if format is not None and format.is_packed else None
         formats = {place.path: [packed] for place in decoder.linear_places(config)}
-        model = ShardedDecoder.of(Division.of(decoder, config, mesh.size, formats), mesh)
+        division = Division.of(decoder, config, mesh.size, formats, experts)
+        model = ShardedDecoder.of(division, mesh)
     dtype = jnp.dtype(config.dtype)
     places = decoder.linear_places(config)
     folded = {

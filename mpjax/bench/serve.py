@@ -18,6 +18,7 @@ from mpjax.bench.lengths import Lengths
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import decode_program, jit_prefill
 from mpjax.decoding_state import Limits
+from mpjax.devices import read_devices
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
@@ -96,8 +97,10 @@ class Sweep:
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
     rounds: how often the load is run; all but the last compile, and are not counted.
+    devices: the number of devices among which the model is divided.
 
-    Raises ValueError for a precision that random weights can't have.
+    Raises ValueError for a precision that random weights can't have, and more devices than there
+    are.
     """
 
     precisions: tuple[str, ...]
@@ -111,8 +114,10 @@ class Sweep:
     static: int = 0
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
+    devices: int = 1
 
     def __post_init__(self) -> None:
+        read_devices(self.devices)
         for text in self.precisions:
             precision = Precision.parse(text)
             if precision.mixture or precision.bits != 16 or precision.kv.scaling == "static":
@@ -133,10 +138,11 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
         precision = Precision.parse(text)
         positions = max(sweep.load.most, sweep.config.max_position_embeddings)
         config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
-        model = random_model(Qwen3, config, precision.weights)
+        mesh = read_devices(sweep.devices)
+        model = random_model(Qwen3, config, precision.weights, mesh=mesh)
         lm = mpjax.LanguageModel(model, None, precision.kv, Path())
         row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
-        row |= {"load": dataclasses.asdict(sweep.load)}
+        row |= {"load": dataclasses.asdict(sweep.load), "devices": sweep.devices}
         yield row | _serve(lm, sweep)
         if sweep.static:
             yield row | _static(lm, sweep)
@@ -290,7 +296,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     first, token, gaps = (row[f"{name}_seconds"] for name in ("first_token", "token", "gap"))
     shared = row.get("shared_tokens", 0)
     return [
-        row["precision"],
+        row["precision"] + (f" on {row['devices']} devices" if row.get("devices", 1) > 1 else ""),
         row["through"],
         str(row["requests"]),
         f"{row['seconds']:.2f} s",

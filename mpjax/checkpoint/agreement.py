@@ -36,11 +36,12 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
     # Formats compare as asymmetric: only the zero points, which are read later, tell symmetry.
     asked = {dataclasses.replace(format, symmetric=False) for format in precision.formats}
     for choice in scheme.choices:
-        if choice.weights in asked:
+        if {dataclasses.replace(format, symmetric=False) for format in choice.formats} <= asked:
             return choice
     if precision.mixture and len(scheme.choices) == 1:
         return scheme  # `require_mixture` compares the formats of single modules later
-    found = describe_weights(dataclasses.replace(scheme.weights, operand=None))
+    plain = (dataclasses.replace(format, operand=None) for format in scheme.formats)
+    found = "+".join(dict.fromkeys(describe_weights(format) for format in plain))
     raise ValueError(
         f"precision is {precision}, but {folder} is {scheme.article} {scheme.title} checkpoint of "
         f"{found} that can't be quantised again: ask for {names(scheme, precision.kv)}, or load a "
@@ -50,7 +51,7 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
 
 def names(scheme: Scheme, kv: KVFormat) -> str:
     """Names of the precisions in which a quantised checkpoint can be loaded, for messages."""
-    return " or ".join(str(Precision(choice.weights, kv)) for choice in scheme.choices)
+    return " or ".join(str(Precision.mixed(choice.formats, kv, 16)) for choice in scheme.choices)
 
 
 def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:

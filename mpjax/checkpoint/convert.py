@@ -15,11 +15,12 @@ from mpjax.checkpoint.plan import LinearSource, TableSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.transfer import to_device
+from mpjax.checkpoint.windows import take
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
-from mpjax.kernels.device import default_device
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Linear, LinearPlace
 
@@ -32,7 +33,7 @@ def convert_array(source: TensorInfo | TableSource, dtype: str, read: Read) -> j
     Raises CheckpointError for values that are not finite in the file, or beyond the dtype's range.
     """
     if isinstance(source, TensorInfo):
-        array = _to_device(read(source))
+        array = to_device(read(source))
         return _require_finite(source, array, array.astype(dtype))
     table = source.scheme.dequantize(_read_module(source, source.scheme, read), source.name)
     return _require_finite(_first(source), table, _transpose(table, dtype))
@@ -66,7 +67,7 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     if source.scheme is not None:
         return pack(_decode(source, source.scheme, read))
     info = source.tensors["weight"]
-    weight = _to_device(read(info))
+    weight = to_device(take(source, "weight", read(info)))
     weight = weight.T if source.is_transposed else weight
     if source.format is None:
         return _require_finite(info, weight, _transpose(weight, dtype))
@@ -78,15 +79,17 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
 
 def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
     """The plain codes of a quantised module, with scales and zero points as `pack` takes them."""
-    plain = scheme.decode(_read_module(source, scheme, read), source.name, source.shape)
+    plain = scheme.decode(_read_module(source, scheme, read), source.name, source.read_shape)
     checks.check_scales(source.name, plain.scales)
+    if plain.zeros is not None and code_kinds.of(plain.format).has_minima:
+        checks.check_scales(source.name, plain.zeros, "minima")
     plain = dataclasses.replace(plain, scales=_narrow_scales(source.name, plain))
     return _drop_middle_zeros(plain)
 
 
 def _dequantize(source: LinearSource, scheme: Scheme, dtype: str, read: Read) -> jax.Array:
     tensors = _read_module(source, scheme, read)
-    weight = scheme.dequantize(tensors, source.name, source.shape)
+    weight = scheme.dequantize(tensors, source.name, source.read_shape)
     return _require_finite(_first(source), weight, weight.astype(dtype))
 
 
@@ -97,11 +100,13 @@ def _first(source: TableSource | LinearSource) -> TensorInfo:
 
 def _read_module(source: TableSource | LinearSource, scheme: Scheme, read: Read) -> dict[str, Any]:
     """The tensors of a quantised module by suffix, without its bias."""
-    return {
-        suffix: read(info) if suffix in scheme.on_host else _to_device(read(info))
-        for suffix, info in source.tensors.items()
-        if suffix != "bias"
-    }
+    found: dict[str, Any] = {}
+    for suffix, info in source.tensors.items():
+        if suffix != "bias":
+            array = read(info)
+            array = array if isinstance(source, TableSource) else take(source, suffix, array)
+            found[suffix] = array if suffix in scheme.on_host else to_device(array)
+    return found
 
 
 def _drop_middle_zeros(plain: PlainCodes) -> PlainCodes:
@@ -124,7 +129,7 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
     if info is None:
         return None
     if wanted:
-        return convert_array(info, dtype, read)
+        return convert_array(info, dtype, lambda info: take(source, "bias", read(info)))
     if np.any(read(info) != 0):
         raise CheckpointError(
             f"{info.name} is not zero, but by config.json the module has no bias: "
@@ -166,11 +171,6 @@ def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) ->
         f"{info.name}: {beyond} of {array.size} values are beyond the range of {converted.dtype}: "
         f"load with dtype='{wider}'"
     )
-
-
-def _to_device(array: np.ndarray) -> jax.Array:
-    # On a CPU, JAX may use the array's memory without a copy: a mapped file, which may change.
-    return jax.device_put(array.copy() if default_device().platform == "cpu" else array)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

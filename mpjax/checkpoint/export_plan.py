@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.checkpoint.fused_experts import join_experts
 from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.writing import REMEDY, Modules
 from mpjax.kernels import PlainCodes, QuantizedTensor, unpack
 from mpjax.kernels.checks import are_finite, did_you_mean, is_known, nearest, shown
-from mpjax.models import ArrayPlace, Decoder, ExpertPlace
+from mpjax.models import ArrayPlace, Decoder, ExpertPlace, Linear, LinearPlace
+from mpjax.models.gathered import abstract, gather
 from mpjax.models.parameters import name_of, names_of
 from mpjax.precision import describe_weights
 
@@ -39,17 +41,18 @@ class ExportPlan:
     cache: str | None
     dequantized: tuple[str, ...] = ()
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """All names and arrays, each made when it is asked for."""
+    def tensors(self, read: Callable[[Any], Any] = gather) -> Iterator[tuple[str, Any]]:
+        """All names and arrays, each made when it is asked for.
+
+        read: makes arrays of those of a model that was divided among devices.
+        """
         model, config = self.model, self.model.config
         for place in model.array_places(config):
-            yield place.name, _without_offset(place, place.read(model), config.dtype)
+            yield place.name, _without_offset(place, read(place.read(model)), config.dtype)
         for linear_place in model.linear_places(config):
-            maps = linear_place.maps(model)
-            for name, linear in zip(linear_place.names, maps, strict=True):
-                yield from self._linear(name, linear.kernel.get_value()).items()
-                if linear.bias is not None:
-                    yield f"{name}.bias", linear.bias.get_value()
+            maps = _maps(linear_place, model, read)
+            found = self._linears(linear_place, maps)
+            yield from join_experts(found) if _is_joint(linear_place) else found
         if self.cache is not None and model.cache_scales is not None:
             scales = np.asarray(model.cache_scales.get_value())
             for layer, pair in enumerate(scales):
@@ -68,7 +71,7 @@ class ExportPlan:
 
         def arrays() -> dict[str, Any]:
             found: dict[str, Any] = {}
-            for name, array in self.tensors():
+            for name, array in self.tensors(abstract):
                 order.append(name)
                 (host if isinstance(array, np.ndarray) else found)[name] = array
             return found
@@ -76,21 +79,39 @@ class ExportPlan:
         specs = jax.eval_shape(arrays) | host
         return {name: specs[name] for name in order}
 
+    def _linears(self, place: LinearPlace, maps: list[Linear]) -> Iterator[tuple[str, Any]]:
+        for name, linear in zip(place.names, maps, strict=True):
+            found = self._linear(name, linear.kernel.get_value())
+            if _is_joint(place) and "weight" in found:  # [in, out] in the file
+                found["weight"] = found["weight"].T
+            if linear.bias is not None:
+                found["bias"] = linear.bias.get_value()
+            for suffix, array in found.items():
+                yield f"{name}.{suffix}", array
+
     def _linear(self, name: str, kernel: Any) -> dict[str, Any]:
+        """The tensors of a map, by suffix."""
         if not isinstance(kernel, QuantizedTensor):
-            found: Mapping[str, Any] = {"weight": kernel.T}
-        elif self.scheme is not None and name not in self.dequantized:
-            found = self.scheme.encode(unpack(kernel), name)
-        else:
-            dtype = self.model.config.dtype
-            weight = unpack(kernel).dequantize(dtype)
-            if is_known(weight) and not are_finite(weight):
-                raise ValueError(
-                    f"{name} has weights beyond the range of {dtype}: load the model with "
-                    "dtype='bfloat16'"
-                )
-            found = {"weight": weight.T}
-        return {f"{name}.{suffix}": array for suffix, array in found.items()}
+            return {"weight": kernel.T}
+        if self.scheme is not None and name not in self.dequantized:
+            return self.scheme.encode(unpack(kernel), name)
+        dtype = self.model.config.dtype
+        weight = unpack(kernel).dequantize(dtype)
+        if is_known(weight) and not are_finite(weight):
+            raise ValueError(
+                f"{name} has weights beyond the range of {dtype}: load the model with "
+                "dtype='bfloat16'"
+            )
+        return {"weight": weight.T}
+
+
+def _maps(place: LinearPlace, model: Decoder, read: Callable[[Any], Any]) -> list[Linear]:
+    """The linear maps of a place; read: makes arrays of those of a divided model."""
+    held = [
+        (part.kernel.get_value(), None if part.bias is None else part.bias.get_value())
+        for part in place.parts(model)
+    ]
+    return place.maps_of([Linear(*read(arrays)) for arrays in held])
 
 
 def _without_offset(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Array:
@@ -105,12 +126,12 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     ValueError for an unknown layout, and for one that can't hold the weights.
     """
     require_layout(layout)
-    for place in model.linear_places(model.config):
-        if isinstance(place, ExpertPlace) and place.is_transposed:
-            raise ValueError(
-                f"a {type(model).__name__} can't be exported, because its files hold all experts "
-                "in one tensor: save it with mpjax.save"
-            )
+    if any(model.config.hadamard_blocks):
+        raise ValueError(
+            "a model with Hadamard's transform before its down projections can't be exported, "
+            "because no format has a place for it: save it with mpjax.save, or quantise without "
+            "`hadamard` in the method"
+        )
     maps = _shapes(model)
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     tables = {name: packed.pop(name) for name in _packed_tables(model)}
@@ -121,14 +142,13 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
             f"format {layout!r} holds quantised weights, and the model has none: export with "
             f"format={PLAIN!r}, or load the model with a precision such as W4A16KV8"
         )
-    scheme = (
-        _usual(packed) if layout is None else registry.layouts()[layout].of_layout(layout, packed)
-    )
+    joint = _joint_experts(model)
+    scheme = _usual(packed, joint) if layout is None else _of_layout(layout, packed, joint)
     head = name_of(model.names, "head").removesuffix(".weight")
     if head in tables and (wider := _with_head(scheme, packed, {head: tables[head]})):
         scheme = wider
         packed[head] = tables.pop(head)
-    left = [head, *(name for name in maps if name not in tables)]
+    left = [head, *_routers(model), *(name for name in maps if name not in tables)]
     left = [name for name in left if name not in packed]
     cache = _cache_strategy(model) if scheme.can_hold_cache_scales else None
     quantization = scheme.quantization_config(left, cache)
@@ -150,7 +170,38 @@ def layouts() -> list[str]:
     return [*registry.layouts(), PLAIN]
 
 
-def _usual(packed: Modules) -> Scheme:
+def _is_joint(place: LinearPlace) -> bool:
+    """Whether files hold the maps of all experts in one tensor, as [in, out] where it is plain."""
+    return isinstance(place, ExpertPlace) and place.is_transposed
+
+
+def _joint_experts(model: Decoder) -> set[str]:
+    """The names of the maps that files hold in one tensor for all experts."""
+    places = model.linear_places(model.config)
+    return {name for place in places if _is_joint(place) for name in place.names}
+
+
+def _routers(model: Decoder) -> list[str]:
+    """The names of the plain linear maps that are no LinearPlace: routers, and gates of MLPs."""
+    places = model.array_places(model.config)
+    matrices = [p for p in places if p.path.startswith("layers.") and len(p.shape) == 2]
+    return [place.name.removesuffix(".weight") for place in matrices]
+
+
+def _of_layout(layout: str, packed: Modules, joint: Collection[str]) -> Scheme:
+    """The scheme of a layout for modules. Raises ValueError where it can't hold them."""
+    scheme = registry.layouts()[layout]
+    for name in packed:
+        if (name in joint) != scheme.joins_experts:
+            kind = "no" if name in joint else "only"
+            raise ValueError(
+                f"format {layout!r} holds {kind} experts that share one tensor, as gpt-oss's do, "
+                f"and {name} is {describe_weights(packed[name].format)}: {REMEDY}"
+            )
+    return scheme.of_layout(layout, packed)
+
+
+def _usual(packed: Modules, joint: Collection[str]) -> Scheme:
     """The scheme of the layout that is usual for modules, or of the first that can hold them.
 
     Raises ValueError where none can.
@@ -159,9 +210,9 @@ def _usual(packed: Modules) -> Scheme:
         plain.format.codes + (":sym" if plain.format.symmetric else "") for plain in packed.values()
     }
     choices = registry.layouts().items()
-    for layout, scheme in sorted(choices, key=lambda choice: not kinds <= {*choice[1].default_for}):
+    for layout, _ in sorted(choices, key=lambda choice: not kinds <= {*choice[1].default_for}):
         with contextlib.suppress(ValueError):
-            return scheme.of_layout(layout, packed)
+            return _of_layout(layout, packed, joint)
     found = sorted({describe_weights(plain.format) for plain in packed.values()})
     raise ValueError(
         f"the weights are {' and '.join(found)}, which no format that others read can hold: "
@@ -192,7 +243,7 @@ def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:
         return {
             name: unpack(kernel) if isinstance(kernel, QuantizedTensor) else None
             for place in places
-            for name, linear in zip(place.names, place.maps(model), strict=True)
+            for name, linear in zip(place.names, _maps(place, model, abstract), strict=True)
             for kernel in [linear.kernel.get_value()]
         }
 

@@ -6,6 +6,7 @@ what they are, bit for bit, in a layout that others read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from mpjax.checkpoint.saving import (
 from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
+from mpjax.models.sharded import ShardedDecoder
 
 # Files of the tokenizer, those that only other libraries read among them.
 COPIED_FILES = (
@@ -53,6 +55,7 @@ def export(
         `int-quantized`: W8A8 (compressed-tensors). `float-quantized`: FP8 with a scale for each
             output channel, or for blocks of 128 × 128 (compressed-tensors). `fp8`: the latter, as
             DeepSeek-V3 and Qwen have it.
+        `mxfp4`: the experts of gpt-oss as it is published, all of a layer in one tensor.
         `plain`: none stays packed; every map is dequantised to the dtype that the model computes
             in. Any model can be written so.
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
@@ -71,10 +74,11 @@ def export(
     source has no config.json of it. Raises mpjax.disk.DiskSpaceError where the disk has not enough
     room, before anything is written if that can be known.
     """
-    lm.require_one_device("exporting")
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # which may put a folder there that a killed export has moved away
     require_replaceable(folder, overwrite)
+    if isinstance(lm.model, ShardedDecoder):
+        lm = dataclasses.replace(lm, model=lm.model.whole())
     require_all_held(lm.model, model_arrays.take(lm.model))
     require_tokenizer_files(lm)
     plan = make_plan(lm.model, format)

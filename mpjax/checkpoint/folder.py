@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpjax.checkpoint import foreign
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.checkpoint.schemes import modelopt, registry
 from mpjax.checkpoint.schemes.base import Scheme
@@ -27,7 +28,10 @@ class HuggingFaceFolder(Source):
         """The folder's config.json."""
         path = self.path / CONFIG_NAME
         if not os.path.lexists(path):
-            raise CheckpointError(f"{self.path} has no {CONFIG_NAME}: expected a checkpoint folder")
+            raise CheckpointError(
+                f"{self.path} has no {CONFIG_NAME}: expected a checkpoint folder"
+                f"{foreign.describe(self.path)}"
+            )
         config = files.read_object(path, CheckpointError)
         older = self.path / MODELOPT_NAME
         if config.get("quantization_config") is None and os.path.lexists(older):

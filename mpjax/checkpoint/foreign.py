@@ -8,6 +8,7 @@ from pathlib import Path
 REMEDIES = {
     "*.gguf": "load that file itself: a GGUF file is a whole model",
     "adapter_config.json": "an adapter is not a model: merge it into its base model first",
+    "model_index.json": "a pipeline of images is not a language model",
     "consolidated.*": "take the repository in Hugging Face's format, with config.json",
     "*.incomplete": "the download is incomplete: fetch the checkpoint again",
     "*.part": "the download is incomplete: fetch the checkpoint again",
@@ -15,6 +16,7 @@ REMEDIES = {
     "snapshots/*/config.json": "load the folder that it is in",
     "*.safetensors": "config.json is missing: fetch it into the same folder",
     "*.bin": "PyTorch's files are not read: convert them to safetensors",
+    "*.onnx": "ONNX's files are not read: take the checkpoint that they were made of",
     "tokenizer*": "a tokenizer is not a model: fetch config.json and *.safetensors to the folder",
 }
 

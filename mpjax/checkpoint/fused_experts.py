@@ -1,4 +1,4 @@
-"""Shows the tensors of all experts, which some files hold as one, as tensors of single experts.
+"""Tensors of all experts, which some files hold as one: taken apart when read, joined when written.
 
 The first axis of such a tensor counts the experts, so that the part of an expert is a run of bytes
 of the file. Some are named `…experts.gate_up_proj` or, with a suffix, `…experts.down_proj_blocks`.
@@ -11,13 +11,17 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
 
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.models import Decoder
 
 GATE_UP = "mlp.experts.gate_up"
 _NAME = re.compile(r"(.+\.experts)\.([a-z]+(?:_up)?_proj)(?:_(blocks|scales|bias))?")
+_NAME_OF_ONE = re.compile(r"(.+\.experts)\.\d+\.([^.]+)\.([^.]+)")
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
 # More experts than any layer has: a header alone can't make mpjax build more names.
 MOST_EXPERTS = 4096
@@ -47,6 +51,22 @@ def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
     if len(tensors) == len(checkpoint.tensors):
         return checkpoint
     return dataclasses.replace(checkpoint, tensors=types.MappingProxyType(tensors))
+
+
+def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Undoes `split_experts`: yields the tensors of all experts by the names that files have.
+
+    tensors: of single experts, by their names; those of the first expert, then of the next.
+    """
+    parts: dict[str, list[Any]] = {}
+    for name, array in tensors:
+        match = _NAME_OF_ONE.fullmatch(name)
+        assert match is not None, f"{name} is no expert's"
+        prefix, module, suffix = match.groups()
+        whole = f"{prefix}.{module}" + ("" if suffix == "weight" else f"_{suffix}")
+        parts.setdefault(whole, []).append(array)
+    for name in list(parts):
+        yield name, jnp.stack(parts.pop(name))
 
 
 def _split(

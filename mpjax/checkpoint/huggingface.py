@@ -7,6 +7,7 @@ than the largest tensor.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,11 +30,14 @@ from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.checkpoint.source import Source
+from mpjax.checkpoint.windows import narrow
 from mpjax.errors import CheckpointError
 from mpjax.memory import require_free_on
 from mpjax.models import ConfigError, Decoder, DecoderConfig, family
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.share import ExpertDivision
+from mpjax.models.window import Window
 from mpjax.precision import Precision
 
 
@@ -75,6 +79,7 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     progress: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    experts: ExpertDivision = "divided",
 ) -> Decoder:
     """Loads a decoder with its weights onto the default device, or divided among several.
 
@@ -90,6 +95,7 @@ def load(
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mesh: the devices among which the decoder is divided. Each linear map is converted as a whole on
         the default device, and every device gets its share of it before the next is read.
+    experts: how they are divided among the devices; see `mpjax.load`.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
     checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where
@@ -114,18 +120,21 @@ def load(
         kv_scales.warn_of_dropped(folder, opened.checkpoint.tensors, precision.kv)
     needed, what = plan.device_bytes, f"loading {folder}"
     require_free_on(mesh, needed, what, plan.working_bytes)
-    model = _empty(opened.decoder, plan, mesh)
+    model = _empty(opened.decoder, plan, mesh, experts)
     with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
         fill(model, opened.checkpoint, plan, advance)
     return model
 
 
-def _empty(decoder: type[Decoder], plan: Plan, mesh: jax.sharding.Mesh | None) -> Decoder:
+def _empty(
+    decoder: type[Decoder], plan: Plan, mesh: jax.sharding.Mesh | None, experts: ExpertDivision
+) -> Decoder:
     """A decoder that `fill` fills, without numbers in its arrays."""
     if mesh is None:
         return nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0)))
     formats = {place.path: [source.format for source in sources] for place, sources in plan.linears}
-    return ShardedDecoder.of(Division.of(decoder, plan.config, mesh.size, formats), mesh)
+    division = Division.of(decoder, plan.config, mesh.size, formats, experts)
+    return ShardedDecoder.of(division, mesh)
 
 
 def open_plain(
@@ -197,14 +206,25 @@ def fill(
 
     for array, taken in plan.arrays:
         if belongs(array.path):
-            value = convert_array(taken, "float32" if array.offset else dtype, read)
+            rows = model.rows(array) if isinstance(taken, TensorInfo) else None
+            read_rows = read if rows is None else functools.partial(_read_rows, read, rows)
+            value = convert_array(taken, "float32" if array.offset else dtype, read_rows)
             value = value + jnp.float32(array.offset) if array.offset else value
-            model.put_array(array, jax.block_until_ready(value))
+            model.put_array(array, jax.block_until_ready(value), rows)
     for place, sources in plan.linears:
         if belongs(place.path):
-            parts = convert_linear(place, sources, dtype, read)
+            windows = model.windows(place)
+            if windows is not None:
+                sources, windows = narrow(sources, windows, read)
+            parts = convert_linear(place.within(windows), sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
-            model.put_linears(place, parts)
+            model.put_linears(place, parts, windows)
     if plan.cache_scales and belongs("cache_scales"):
         scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
         model.put_cache_scales(jnp.asarray(scales))
+
+
+def _read_rows(
+    read: Callable[[TensorInfo], np.ndarray], rows: Window, info: TensorInfo
+) -> np.ndarray:
+    return read(info)[rows.begin : rows.end]

@@ -2,7 +2,8 @@
 
 llm-compressor writes them beside each attention layer's maps, where quantization_config has a
 `kv_cache_scheme`: `k_scale` and `v_scale`, one number for all heads ([1] or []), or one for each KV
-head ([heads] or [heads, 1, 1]). A key is e4m3(code) · k_scale. Source: compressed-tensors,
+head ([heads] or [heads, 1, 1]). A key is e4m3(code) · k_scale. ModelOpt's are those of maps,
+`k_proj.k_scale` and `v_proj.v_scale`. Source: compressed-tensors,
 quantization/lifecycle/initialize.py and modeling/kvcache.py.
 """
 
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.checks import describe
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat
@@ -30,6 +32,32 @@ def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
     """Names of the scale tensors of each layer, the keys' first and then the values'."""
     layers = range(config.num_layers)
     return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
+
+
+def of(
+    tensors: Mapping[str, TensorInfo],
+    decoder: type[Decoder],
+    config: DecoderConfig,
+    scheme: Scheme,
+) -> tuple[str, ...]:
+    """Names of the scales that a checkpoint has by its scheme, in the order of `names`, or none.
+
+    tensors: of the checkpoint. They decide between the names that writers use, and whether there
+    are any where the scheme may lack them.
+    """
+    if not scheme.has_cache_scales:
+        return ()
+    usual = names(decoder, config)
+    found = [name if name in tensors else _of_map(name) for name in usual]
+    if not any(name in tensors for name in found):
+        return () if scheme.may_lack_cache_scales else tuple(usual)
+    return tuple(found)
+
+
+def _of_map(name: str) -> str:
+    """The name of a scale beside its map: `a.k_proj.k_scale` for `a.k_scale`."""
+    module, _, suffix = name.rpartition(".")
+    return f"{module}.{suffix[0]}_proj.{suffix}"
 
 
 def warn_of_dropped(folder: Path, tensors: Iterable[str], format: KVFormat) -> None:
@@ -47,15 +75,15 @@ def warn_of_dropped(folder: Path, tensors: Iterable[str], format: KVFormat) -> N
 
 
 def check(
-    tensors: Mapping[str, TensorInfo], decoder: type[Decoder], config: DecoderConfig
+    tensors: Mapping[str, TensorInfo], scales: Sequence[str], heads: int
 ) -> tuple[TensorInfo, ...]:
-    """The scale tensors in the order of `names`.
+    """The scale tensors of some names. heads: the number of KV heads.
 
     Raises CheckpointError for another dtype, and for a shape that is neither one number nor one for
     each KV head.
     """
-    heads, found = config.num_kv_heads, []
-    for name in names(decoder, config):
+    found = []
+    for name in scales:
         info = tensors[name]
         shapes = ((), (1,), (heads,), (heads, 1, 1))
         if info.shape not in shapes or info.dtype.name not in DTYPES:

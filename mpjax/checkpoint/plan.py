@@ -24,6 +24,7 @@ from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.models import ArrayPlace, Decoder, DecoderConfig, ExpertPlace, LinearPlace
 from mpjax.models.parameters import name_of
+from mpjax.models.window import Window
 
 SHOWN_NAMES = 5
 # Device memory per weight that quantising takes beside the tensor's own: float32 copies and codes.
@@ -38,6 +39,7 @@ class LinearSource:
     scheme: decodes quantised tensors; None where `weight` holds floating-point numbers.
     format: the packed format on the device; None for a plain array in the model's dtype.
     is_transposed: whether a plain weight is [in, out] in the file.
+    window: the channels that are read; None for all.
     """
 
     name: str
@@ -46,6 +48,12 @@ class LinearSource:
     scheme: Scheme | None
     format: WeightFormat | None
     is_transposed: bool = False
+    window: Window | None = None
+
+    @property
+    def read_shape(self) -> tuple[int, int]:
+        """The input and output channels that are read."""
+        return self.shape if self.window is None else self.window.of(self.shape)
 
     @property
     def file_bytes(self) -> int:
@@ -187,9 +195,10 @@ def make_plan(
             expected |= {f"{name}.weight"} if _has_weight(tensors) else set()
             expected |= {f"{name}.bias"} if place.bias else set()
     ignored = () if scheme is None else scheme.ignored
-    has_cache_scales = scheme is not None and scheme.has_cache_scales
-    if has_cache_scales:
-        expected |= set(kv_scales.names(decoder, config))
+    cache_scales = (
+        () if scheme is None else kv_scales.of(checkpoint.tensors, decoder, config, scheme)
+    )
+    expected |= set(cache_scales)
     if config.tie_word_embeddings:  # `settle` has found that head and embedding are equal
         expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
     _check_names(checkpoint, expected, ignored)
@@ -213,7 +222,7 @@ def make_plan(
             )
             for place, shards in linears
         ),
-        kv_scales.check(checkpoint.tensors, decoder, config) if has_cache_scales else (),
+        kv_scales.check(checkpoint.tensors, cache_scales, config.num_kv_heads),
     )
 
 
@@ -232,9 +241,10 @@ def _table_source(
     """The quantised tensors of a parameter, `name` with `.weight` behind; None for a plain one."""
     module = name.removesuffix(".weight")
     tensors = modules.get(module, {})
-    if scheme is None or type(scheme) is not registry.of_module(tensors):
+    stored = registry.of_module(tensors)
+    if scheme is None or stored is None or type(own := scheme.of_module(module)) is not stored:
         return None
-    return TableSource(module, tensors, scheme)
+    return TableSource(module, tensors, own)
 
 
 def _array_source(
@@ -280,6 +290,7 @@ def _linear_source(
     if stored is not None:
         quantized = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
         try:
+            scheme = None if scheme is None else scheme.of_module(name)
             if scheme is None or type(scheme) is not stored:
                 stored.refuse(name, quantized, None if scheme is None else scheme.quant_method)
             scheme.check(quantized, name, shape)

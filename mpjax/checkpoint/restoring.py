@@ -24,6 +24,7 @@ from mpjax.memory import require_free_on
 from mpjax.models import Decoder
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision, describe_weights
 
 WIDTHS = ".activation_bits"  # where the names of arrays with widths of blocks end
@@ -37,6 +38,7 @@ def restore(
     verify: bool = True,
     progress: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    experts: ExpertDivision = "divided",
 ) -> LanguageModel:
     """Loads a saved model onto the default device, or divided among several, bit for bit.
 
@@ -45,6 +47,7 @@ def restore(
     verify: whether to compare each array with its checksum in mpjax.json.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mesh: the devices among which the decoder is divided; a saved model fits any number of them.
+    experts: how they are divided among the devices; see `mpjax.load`.
 
     Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError
     where the weights have another precision or dtype, and mpjax.memory.DeviceMemoryError where the
@@ -72,18 +75,22 @@ def restore(
         if mesh is None:
             model_arrays.put(lm.model, {name: read(name) for name in infos}, description.parts)
             return lm
-        return dataclasses.replace(lm, model=_restore_shares(description, mesh, read))
+        return dataclasses.replace(lm, model=_restore_shares(description, mesh, experts, read))
 
 
 def _restore_shares(
-    description: Description, mesh: jax.sharding.Mesh, read: Callable[[str], jax.Array]
+    description: Description,
+    mesh: jax.sharding.Mesh,
+    experts: ExpertDivision,
+    read: Callable[[str], jax.Array],
 ) -> ShardedDecoder:
     """The decoder divided among devices; each place is read as a whole, and then cut."""
     decoder, config = description.decoder, description.config
     formats = {
         path: [part and part.format for part in parts] for path, parts in description.parts.items()
     }
-    model = ShardedDecoder.of(Division.of(decoder, config, mesh.size, formats), mesh)
+    division = Division.of(decoder, config, mesh.size, formats, experts)
+    model = ShardedDecoder.of(division, mesh)
     paths = [place.path for place in decoder.array_places(config)]
     paths += [place.path for place in decoder.linear_places(config)]
     for path in (*paths, model_arrays.CACHE_SCALES):

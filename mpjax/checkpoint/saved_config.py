@@ -13,6 +13,8 @@ JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict
 HALVES = ("attention", "mlp")
 # Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
 TOLD_ELSEWHERE = ("packed_tables",)
+# Fields that are left out where they have their defaults, as in files older than the field.
+RARE: Mapping[type, tuple[str, ...]] = {GatedMLPSpec: ("hadamard",)}
 # Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
 # Fields that version 5 lacks, in which every model has their defaults.
@@ -34,7 +36,7 @@ ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
 def to_json(config: DecoderConfig) -> dict[str, Any]:
     """The configuration as dictionaries, lists, numbers, booleans and strings."""
     layers = [
-        {half: {"kind": spec.kind} | dataclasses.asdict(spec) for half, spec in _halves(layer)}
+        {half: {"kind": spec.kind} | _fields(spec) for half, spec in _halves(layer)}
         | {"norms": layer.norms}
         for layer in config.layers
     ]
@@ -131,6 +133,14 @@ def _halves(layer: LayerSpec) -> list[tuple[str, SublayerSpec]]:
     return [(half, getattr(layer, half)) for half in HALVES]
 
 
+def _fields(spec: SublayerSpec) -> dict[str, Any]:
+    values = dataclasses.asdict(spec)
+    for field in dataclasses.fields(spec):
+        if field.name in RARE.get(type(spec), ()) and values[field.name] == field.default:
+            del values[field.name]
+    return values
+
+
 def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpec]]) -> LayerSpec:
     where = f"layers[{number}]"
     require(where, written, dict)
@@ -153,6 +163,8 @@ def _require_fields(
 ) -> None:
     names = {field.name for field in dataclasses.fields(kind)} - {*left_out}
     for name in sorted(names ^ written.keys()):
+        if name in RARE.get(kind, ()):
+            continue
         if name in names:
             raise ValueError(f"{where} has no {name!r}")
         raise ValueError(f"{where} has an unknown key {name!r:.80}")

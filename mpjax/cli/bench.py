@@ -6,6 +6,7 @@ at once, and at the end there are a table, a plot and a check of every result ag
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import importlib.util
@@ -28,6 +29,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
+from mpjax.cli.options import DeviceCount, Experts, ExpertsKind
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -146,11 +148,11 @@ def gemm_command(
 def _measure_experts(formats: str, rows: str, shapes: str, output: Path | None) -> None:
     """`mpjax bench gemm --experts`; options that were not given have the defaults of experts."""
     from mpjax.bench import experts, tables
-    from mpjax.kernels.experts.shapes import named
+    from mpjax.kernels.experts.shapes import named_mlps
 
     sweep = _checked(
         lambda: experts.Sweep(
-            named(_split(EXPERT_SHAPES if shapes == SHAPES else shapes)),
+            named_mlps(_split(EXPERT_SHAPES if shapes == SHAPES else shapes)),
             _numbers("--rows", EXPERT_ROWS if rows == ROWS else rows),
             _split(EXPERT_FORMATS if formats == WEIGHT_FORMATS else formats),
         )
@@ -203,10 +205,29 @@ def generate_command(
     devices: Annotated[
         str, _texts("COUNT", "Numbers of devices among which the model is divided.")
     ] = "1",
+    experts: Experts = ExpertsKind.divided,
     speculate: Annotated[
         str,
         _texts("K", "Also measure steps that verify K proposed tokens.", show_default=False),
     ] = "",
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="all",
+            help="Number of the model's first layers that there are, where memory or time lacks "
+            "for all: a layer's time does not depend on it.",
+        ),
+    ] = None,
+    piece_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="all",
+            help="Tokens of each row's prompt that are read at a time, where memory lacks for the "
+            "activations of all.",
+        ),
+    ] = None,
     filled: Annotated[
         bool,
         typer.Option(
@@ -232,6 +253,9 @@ def generate_command(
 
     def sweep_of(name: str) -> generate.Sweep:
         decoder, config = published(name)
+        if layers is not None and layers > config.num_layers:
+            raise ValueError(f"layers is {layers}, and {name} has {config.num_layers}")
+        config = dataclasses.replace(config, layers=config.layers[:layers])
         return generate.Sweep(
             _split(precision),
             _numbers("--batch", batch),
@@ -243,14 +267,18 @@ def generate_command(
             decoder,
             _numbers("--devices", devices),
             _numbers("--speculate", speculate) if speculate else (),
+            piece_tokens,
+            experts.value,
         )
 
     sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}
     everything = []
     for name, sweep in sweeps.items():
         file = "generate" if name == SHAPES else f"generate-{name}"
+        file += "" if layers is None else f"-{layers}-layers"
         measured, path = _measure(file, generate, sweep, output)
         title = f"{name}'s shapes, random weights, {new_tokens} new tokens"
+        title += "" if layers is None else f", {layers} layers"
         tables.show(title, generate.HEADERS, map(generate.cells, measured))
         if speculate:
             costs = [cells for row in measured for cells in speculation.rows(row)]
@@ -320,6 +348,7 @@ def serve_command(
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="How often the load runs.")] = 2,
+    devices: DeviceCount = 1,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
@@ -350,6 +379,7 @@ def serve_command(
             static=static,
             rounds=rounds,
             config=config,
+            devices=devices,
         )
     )
     measured, path = _measure("serve", serve, sweep, output)
@@ -367,14 +397,37 @@ def sums_command(
         "8,16,64,256,1024,4096,16384,65536"
     ),
     dtypes: Annotated[str, _texts("DTYPE", "Dtypes.")] = "bfloat16,float32",
+    ways: Annotated[
+        str, _texts("WAY", "Ways to add: psum, gather, exchange, scatter, peer, as below.")
+    ] = "psum",
+    options: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=VALUE,...", help="XLA's options with which the chains are compiled."
+        ),
+    ] = "",
     output: Output = None,
 ) -> None:
     """Measure sums over devices, as a divided model has."""
     from mpjax.bench import sums, tables
 
-    sweep = _checked(lambda: sums.Sweep(devices, _numbers("--sizes", sizes), _split(dtypes)))
+    given = tuple(_compiler_option(text) for text in _split(options) if text)
+    sweep = _checked(
+        lambda: sums.Sweep(devices, _numbers("--sizes", sizes), _split(dtypes), _split(ways), given)
+    )
     measured, _ = _measure("sums", sums, sweep, output)
     tables.show("sums over devices", sums.HEADERS, map(sums.cells, measured))
+    _check(sums, measured)
+
+
+def _compiler_option(text: str) -> tuple[str, bool | int | str]:
+    """The name and the value of one of XLA's options, such as `xla_gpu_enable_pdl=false`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} has no =", param_hint="--options")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if value.isdecimal() else value
 
 
 def _split(text: str) -> tuple[str, ...]:

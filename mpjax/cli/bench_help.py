@@ -93,7 +93,9 @@ Examples:
       --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --speculate 2,4,8
   mpjax bench generate --shapes qwen3-30b-a3b
-  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,64
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,32 --filled
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --layers 16 \\
+      --batch 8 --prompt-tokens 4096 --new-tokens 2 --piece-tokens 1024
   mpjax bench generate --from-disk
 
 \b
@@ -162,10 +164,18 @@ programs were compiled.
 SUMS_EPILOG = """\b
 Examples:
   mpjax bench sums --devices 2
+  mpjax bench sums --ways psum,gather,exchange --sizes 8,64,256
+  mpjax bench sums --options \\
+      xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
 
 \b
 Measures chains of 64 sums inside one jit. Between two sums each device adds
 an array of its own; the time of such additions alone is subtracted.
+  way   psum: XLA's sum. gather: each device gets the arrays of all others and
+        adds them. exchange: the same, one send after another. scatter: each
+        device adds a part, and gets the others' parts. peer: a kernel of mpjax
+        for float32 up to 2 MiB: each device writes into the memory of others
   size  bytes of the array that each device has, and gets the sum of
   GB/s  size over the time of a sum
+The exit code is 1 if a way's sums differ from psum's by more than rounding.
 """

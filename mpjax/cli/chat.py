@@ -48,11 +48,12 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
+    experts: options.Experts = options.ExpertsKind.divided,
     speculate: options.Speculate = None,
 ) -> None:
     """Chat with a model in the terminal."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
-    lm = options.load(model, precision, dtype, max_positions, devices)
+    lm = options.load(model, precision, dtype, max_positions, devices, experts)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
             f"{lm.source} has no chat template, like most base models: continue a text with "

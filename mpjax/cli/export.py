@@ -20,6 +20,7 @@ Formats:
   int-quantized    W8A8 (compressed-tensors): vLLM, transformers
   float-quantized  FP8 (compressed-tensors): vLLM, transformers
   fp8              FP8 in blocks of 128: vLLM, SGLang, transformers
+  mxfp4            the experts of gpt-oss, as published: vLLM, SGLang, transformers
   plain            nothing packed, from any model: everything
 
 \b
@@ -45,11 +46,12 @@ def command(
             show_default=False,
             help="How weights are written, as below. By default what most servers take: "
             "pack-quantized for symmetric integers, awq or gptq_v2 for others, int-quantized for "
-            "W8A8, float-quantized for FP8, plain for 16 bits.",
+            "W8A8, float-quantized for FP8, mxfp4 for gpt-oss, plain for 16 bits.",
         ),
     ] = None,
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
+    devices: options.DeviceCount = 1,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model exported there before.")
     ] = False,
@@ -66,7 +68,7 @@ def command(
         raise typer.BadParameter(str(error), param_hint="--format") from error
     # `export` raises this as well, but only after the model has been loaded.
     exporting.require_replaceable(target, overwrite)
-    lm = options.load(source, precision, dtype)
+    lm = options.load(source, precision, dtype, devices=devices)
     mpjax.export(lm, target, format=format, overwrite=overwrite)
     written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     weights = lm.precision.removesuffix(str(lm.kv_format))

@@ -110,6 +110,7 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
+    experts: options.Experts = options.ExpertsKind.divided,
     speculate: options.Speculate = None,
     batch_size: Annotated[
         int, typer.Option("--batch", min=1, help="The most prompts to generate at a time.")
@@ -139,7 +140,7 @@ def command(
     sampling = options.sampling_options(
         temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
     )
-    lm = options.load(model, precision, dtype, max_positions, devices)
+    lm = options.load(model, precision, dtype, max_positions, devices, experts)
     proposer = options.parse_speculate(speculate)
     common: dict[str, Any] = {"sampling": sampling, "stop": stop or ()}
 

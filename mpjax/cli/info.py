@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from mpjax.kernels import WeightFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import Linear
+    from mpjax.tokenizer import Tokenizer
 
 NAME = "info"
 CONTEXTS = (2048, 8192)
 CACHES = ("KV16", "KV8", "KV4")
+GIGABYTE = 1e9
 EPILOG = """\b
 Examples:
   mpjax info
@@ -39,20 +41,26 @@ number of layers with them. Maps of one input (query, key and value; gate and
 up) are one product if their formats agree; if not, there is a product for
 each format, as in `W4 | W4 | W16`. Rows before them give the embedding and,
 if it has a table of its own, the head. "cache scales" are the scales that
-KV8s needs and KVfp8 can use.
+KV8s needs and KVfp8 can use. "in the files" tells which codes are kept and
+which are rounded, "also loads as" the --precision that generate, chat, serve
+and convert take, and "on this device" the context that the free memory holds.
 
 \b
 The keys of --json: model, source, precision, num_layers, hidden_size,
 num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
 other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
 number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
-the blocks of activations in 8 bits, and all; else null), tables (format and
-bytes of the embedding and the head), activations (the choice that an FP8
-checkpoint needs, or null), rounded (what is lost by loading, or null), and
-memory_bytes (by KV format and number of tokens: weights, and the cache of one
-sequence). Of a model that can't run, what was found is shown, and the error
-says what is in the way; with --json, can_run is false and in_the_way has that
-sentence.
+the blocks of activations in 8 bits, and all; else null), hadamard_block
+(channels of the blocks mixed before down projections, or null), tables (format
+and bytes of the embedding and the head), contents (what the files hold and what
+becomes of it; null of a saved model), activations (the choice that an FP8
+checkpoint needs, or null), rounded (what is lost by loading, or null),
+other_precisions (that can be asked for, and the bytes of all weights in
+each), tokenizer (tokens, chat_templates, stop_tokens; or null), memory_bytes
+(by KV format and number of tokens: weights, and the cache of one sequence),
+and free_bytes (of the device; null where unknown). Of a model that can't run,
+what was found is shown, and the error says what is in the way; with --json,
+can_run is false and in_the_way has that sentence.
 """
 
 
@@ -62,23 +70,81 @@ def command(
 ) -> None:
     """Show what a checkpoint is, whether it runs, and its memory."""
     import mpjax
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
+    from mpjax.checkpoint.locate import locate
+    from mpjax.checkpoint.outlook import look
     from mpjax.errors import CheckpointError
     from mpjax.loading import find_folder
+    from mpjax.memory import free_bytes
 
     folder = find_folder(mpjax.bundled_model() if source is None else source)
     try:
-        lm, choice = inspect(folder), _open_choice(folder)
+        lm, tokenizer = inspect(folder), locate(folder).read_tokenizer()
+        outlook = None if is_saved(folder) else look(huggingface.open_headers(folder))
     except CheckpointError as error:
         _show_what_is_there(folder, str(error), json)
         raise
-    loss, memory = _loss(folder), memory_by_context(lm)
+    facts = {
+        "contents": None if outlook is None else outlook.contents,
+        "activations": None if outlook is None else outlook.activations,
+        "rounded": None if outlook is None else outlook.rounded,
+        "other_precisions": {} if outlook is None else outlook.others,
+        "tokenizer": _text_facts(tokenizer),
+        "memory_bytes": memory_by_context(lm),
+        "free_bytes": free_bytes(),
+    }
     if json:
-        more = {"activations": choice, "rounded": loss, "memory_bytes": memory}
-        output.print_json(lm.summary() | more)
-        return
-    rows = lm.describe() + ([] if choice is None else [("activations", choice)])
-    rows += [] if loss is None else [("rounded", loss)]
-    _show(rows + [(f"memory, {kv}", _describe_memory(found)) for kv, found in memory.items()])
+        output.print_json(lm.summary() | facts)
+    else:
+        _show(lm.describe() + _rows(facts))
+
+
+def _text_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """What a tokenizer can do, in JSON's types; None without one."""
+    if tokenizer is None:
+        return None
+    return {
+        "tokens": tokenizer.backend.get_vocab_size(),
+        "chat_templates": sorted(tokenizer.chat_templates),
+        "stop_tokens": [tokenizer.backend.id_to_token(index) for index in tokenizer.stop_ids],
+    }
+
+
+def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The facts as labels and texts."""
+    labels = {"contents": "in the files", "activations": "activations", "rounded": "rounded"}
+    rows = [(label, facts[key]) for key, label in labels.items() if facts[key] is not None]
+    if others := facts["other_precisions"]:
+        texts = (f"{name} ({count / GIGABYTE:,.2f} GB)" for name, count in others.items())
+        rows.append(("also loads as", ", ".join(texts)))
+    rows.append(("tokenizer", _describe_tokenizer(facts["tokenizer"])))
+    memory, free = facts["memory_bytes"], facts["free_bytes"]
+    rows += [(f"memory, {kv}", _describe_memory(found)) for kv, found in memory.items()]
+    return rows + ([] if free is None else [("on this device", _describe_room(memory, free))])
+
+
+def _describe_tokenizer(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "none: there are no tokenizer's files, so that prompts and answers are token ids"
+    chat = "with a chat template" if found["chat_templates"] else "no chat template"
+    ends = " or ".join(map(str, found["stop_tokens"])) or "no token"
+    return f"{found['tokens']:,} tokens, {chat}; texts end at {ends}"
+
+
+def _describe_room(memory: Mapping[str, Mapping[str, int]], free: int) -> str:
+    """The longest of the contexts that fits into the free memory with each KV format."""
+    fitting = {
+        kv: max((int(tokens) for tokens, nbytes in found.items() if nbytes <= free), default=0)
+        for kv, found in memory.items()
+    }
+    said = f"{free / GIGABYTE:,.2f} GB free"
+    if not any(fitting.values()):
+        return f"{said}, which is too little: take another precision, or more devices (--devices)"
+    if all(fitting[kv] == max(map(int, memory[kv])) for kv in memory):
+        return f"{said}, enough for the longest context"
+    texts = (f"{tokens:,} tokens with {kv}" for kv, tokens in fitting.items() if tokens)
+    return f"{said}, enough for {', '.join(texts)}"
 
 
 def _show(rows: list[tuple[str, str]]) -> None:
@@ -120,19 +186,9 @@ def memory_by_context(lm: LanguageModel) -> dict[str, dict[str, int]]:
 
 def _describe_memory(found: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{nbytes / 1e9:,.2f} GB with {int(tokens):,} tokens" for tokens, nbytes in found.items()
+        f"{nbytes / GIGABYTE:,.2f} GB with {int(tokens):,} tokens"
+        for tokens, nbytes in found.items()
     )
-
-
-def _loss(folder: Path) -> str | None:
-    """A text about weights that are rounded when the model is loaded, or None."""
-    from mpjax.checkpoint import huggingface
-    from mpjax.checkpoint.description import is_saved
-
-    if is_saved(folder):
-        return None
-    scheme = huggingface.open_headers(folder).scheme
-    return None if scheme is None else scheme.loss
 
 
 def inspect(folder: Path) -> LanguageModel:
@@ -161,21 +217,6 @@ def inspect(folder: Path) -> LanguageModel:
         lm.model,
     )
     return dataclasses.replace(lm, model=model)
-
-
-def _open_choice(folder: Path) -> str | None:
-    """A text about the activations of an FP8 checkpoint that the user has to choose, or None."""
-    from mpjax.checkpoint import agreement, huggingface
-    from mpjax.checkpoint.description import is_saved
-    from mpjax.kernels import KVFormat
-
-    if is_saved(folder):
-        return None
-    scheme = huggingface.open_headers(folder).scheme
-    if scheme is None or scheme.unsupported_activations is None:
-        return None
-    names = agreement.names(scheme, KVFormat())
-    return f"made for {scheme.unsupported_activations}, not implemented: load it as {names}"
 
 
 def _from_headers(folder: Path) -> LanguageModel:

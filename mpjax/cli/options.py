@@ -29,6 +29,13 @@ class Dtype(enum.StrEnum):
     float32 = "float32"
 
 
+class ExpertsKind(enum.StrEnum):
+    """How several devices divide experts; see `mpjax.load`."""
+
+    divided = "divided"
+    whole = "whole"
+
+
 Source = Annotated[str | None, typer.Argument(help=SOURCE_HELP, show_default=False)]
 Model = Annotated[
     str | None, typer.Option(metavar="FOLDER_OR_ID", help=SOURCE_HELP, show_default=False)
@@ -61,6 +68,13 @@ DeviceCount = Annotated[
     int,
     typer.Option(
         "--devices", min=1, help="Number of devices (GPUs) among which the model is divided."
+    ),
+]
+Experts = Annotated[
+    ExpertsKind,
+    typer.Option(
+        "--experts",
+        help="Whether each of several devices has a part of every expert, or some experts whole.",
     ),
 ]
 Temperature = Annotated[
@@ -152,6 +166,7 @@ def load(
     dtype: Dtype | None,
     max_positions: int | None = None,
     devices: int = 1,
+    experts: ExpertsKind = ExpertsKind.divided,
 ) -> LanguageModel:
     """Loads the model that the options name; the bundled one if `source` is None."""
     import mpjax
@@ -165,6 +180,7 @@ def load(
         dtype=None if dtype is None else dtype.value,
         max_positions=max_positions,
         devices=devices,
+        experts=experts.value,
     )
 
 

@@ -29,6 +29,8 @@ Examples:
 Methods are steps joined by +. First, for all of the model, or not at all:
   rotate  QuaRot: rotates the residual stream and values, so that no channel
           is much larger than others; needs no text
+  hadamard  QuaRot's R4: mixes what down projections read, in every step,
+          for 4 and 8-bit activations; after rotate, if both are wanted
 Then any of those that scale channels:
   awq     weights that meet large inputs get finer steps
   smooth  SmoothQuant: activations of 8 bits get smaller, weights larger
@@ -57,7 +59,8 @@ A recipe is a TOML file; of its rules the first that matches counts:
 
 A recipe for a budget of bits needs the whole 16-bit model on the device, to measure how much the
 error of each linear map costs. Otherwise one layer at a time is read and quantised, so that the
-16-bit model needs no room on the device. An interrupted run goes on with the layer where it was,
+16-bit model needs no room on the device. With --devices, each device keeps its share of the layers
+that are done. An interrupted run goes on with the layer where it was,
 when the same command is given again.
 """
 
@@ -125,6 +128,7 @@ def command(
         ),
     ] = 0,
     dtype: options.ComputeDtype = None,
+    devices: options.DeviceCount = 1,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model saved there before.")
     ] = False,
@@ -144,7 +148,7 @@ def command(
 
     options.require_target(target, overwrite)
     if learn:
-        _require_learning(documents)
+        _require_learning(documents, devices)
     target = target.absolute()
     if chosen is None:
         assert budget is not None
@@ -163,6 +167,7 @@ def command(
         calibration=calibration,
         dtype=None if dtype is None else dtype.value,
         work=work,
+        devices=devices,
     )
     if learn:
         lm = mpjax.learn_scales(
@@ -174,6 +179,8 @@ def command(
         )
     mpjax.save(lm, target, overwrite=overwrite)
     FinishedLayers(work).remove()
+    if budget is None:
+        _remove_old_recipe(target, recipe)
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
     sys.stdout.flush()
 
@@ -211,9 +218,9 @@ def _fit(
     from mpjax.atomic_write import atomic_write, require_writable
     from mpjax.quantization.budget import recipe_for_budget
 
-    path = target.with_name(f"{target.name}.toml")
+    path = _kept_recipe(target)
     require_writable(path)
-    if path.exists() and not path.read_text(encoding="utf-8").startswith(MARK):
+    if path.exists() and not _is_of_budget(path):
         raise ValueError(f"{path} is in the place of the recipe: move it, or choose another target")
     lm = options.load(source, None, dtype)
     found = recipe_for_budget(
@@ -232,11 +239,35 @@ def _fit(
     return found.recipe
 
 
-def _require_learning(documents: list[str] | None) -> None:
+def _kept_recipe(target: Path) -> Path:
+    """Where the recipe of a budget is written."""
+    return target.with_name(f"{target.name}.toml")
+
+
+def _is_of_budget(path: Path) -> bool:
+    """Whether a recipe was written for a budget, and may be replaced."""
+    return path.read_text(encoding="utf-8").startswith(MARK)
+
+
+def _remove_old_recipe(target: Path, used: Path | None) -> None:
+    """Deletes the recipe of a budget of the model that was replaced, unless it was used again."""
+    path = _kept_recipe(target)
+    is_used = used is not None and used.resolve() == path.resolve()
+    if path.is_file() and not is_used and _is_of_budget(path):
+        path.unlink()
+
+
+def _require_learning(documents: list[str] | None, devices: int) -> None:
     """Raises an error for what --learn lacks, before the layers are quantised."""
     from mpjax.quantization.clipping import require_optax
 
     require_optax("learn")
+    if devices > 1:
+        raise typer.BadParameter(
+            "the scales of the whole model are learned on one device: leave --devices out, and "
+            "load the saved model onto several",
+            param_hint="--learn",
+        )
     if documents is None:
         raise typer.BadParameter("learning needs --text", param_hint="--learn")
 

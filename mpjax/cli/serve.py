@@ -83,6 +83,7 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
+    experts: options.Experts = options.ExpertsKind.divided,
 ) -> None:
     """Serve a model under OpenAI's protocol."""
     for package in ("starlette", "uvicorn"):
@@ -94,7 +95,7 @@ def command(
         raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
-    lm = options.load(model, precision, dtype, max_positions, devices)
+    lm = options.load(model, precision, dtype, max_positions, devices, experts)
     lm.require_tokenizer()
 
     import uvicorn

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mpjax.decoding_state import DecodingState
 from mpjax.decoding_step import Draw
 from mpjax.engine.state import ALL, CANDIDATES, RowSettings
+from mpjax.greedy import likeliest
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
 
@@ -47,6 +48,8 @@ def draw(
     A row's token is that of `sample` with the row's settings and key: it does not depend on other
     rows. The log-probability is NaN where a logit is NaN or infinite.
     """
+    if seen is None and not divided:
+        return Draw(*likeliest(logits))
     if seen is None:
         drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return Draw(drawn, logprobs(logits, drawn))

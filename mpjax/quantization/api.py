@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import jax
 from flax import nnx
@@ -17,18 +18,27 @@ from mpjax.checkpoint.description import is_saved
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.progress import layers_bar
+from mpjax.devices import Devices, read_devices
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderLayer, ExpertPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
+from mpjax.quantization.hadamard import check_blocks
 from mpjax.quantization.pipeline import quantize_decoder
+from mpjax.quantization.placing import LAYERS, divided_decoder, move_layer, move_rest
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.text import Windows, windows_of
 from mpjax.tokenizer import Tokenizer
 
-LAYERS = "layers."  # the prefix of the paths of parameters in layers
+
+class Running(TypedDict, total=False):
+    """Arguments of `quantize` about its run."""
+
+    work: str | os.PathLike[str] | None
+    devices: Devices | None
+    progress: bool | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +68,7 @@ def quantize(
     *,
     calibration: Calibration = Calibration(),
     dtype: jax.typing.DTypeLike | None = None,
-    work: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    **running: Unpack[Running],
 ) -> LanguageModel:
     """Quantises a model by a recipe, so that its outputs on a text change least.
 
@@ -71,11 +80,17 @@ def quantize(
     work: a folder for finished layers. After an interruption, the same call goes on with the first
         layer that is not there. Only if the source is a folder or hub id; delete `work` when the
         result is saved.
+    devices: among which the result is divided, as `load` takes them. Layers are quantised one by
+        one on the default device, and each device gets its share of one before the next is read.
+        Only if the source is a folder or hub id.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
-    Raises ValueError for a recipe that does not fit the model, a method without text, and hidden
-    states that are NaN or infinite; CheckpointError for a folder that can't be loaded.
+    Raises ValueError for a recipe that does not fit the model, a method without text, devices that
+    the result can't be divided among, and hidden states that are NaN or infinite; CheckpointError
+    for a folder that can't be loaded.
     """
+    if unknown := running.keys() - Running.__annotations__.keys():
+        raise TypeError(f"quantize() got an unexpected keyword argument {unknown.pop()!r}")
     if not isinstance(recipe, Recipe):
         recipe = Recipe.of(recipe)
     require_type("calibration", calibration, Calibration)
@@ -83,16 +98,18 @@ def quantize(
         require_documents(documents)
         documents = list(documents)
     if isinstance(source, LanguageModel):
-        if dtype is not None or work is not None:
-            raise ValueError("dtype and work are for a folder: leave them out beside a model")
-        return _from_model(source, recipe, documents, calibration, progress)
+        if any(each is not None for each in (dtype, running.get("work"), running.get("devices"))):
+            raise ValueError(
+                "dtype, work and devices are for a folder: leave them out beside a model"
+            )
+        return _from_model(source, recipe, documents, calibration, running.get("progress"))
     folder = find_folder(source).resolve()
     if is_saved(folder):
         raise ValueError(
             f"{folder} is a model that mpjax saved: take the 16-bit checkpoint that it was made "
             "from, or load it and pass the model"
         )
-    return _from_folder(folder, recipe, documents, calibration, dtype, work, progress)
+    return _from_folder(folder, recipe, documents, calibration, dtype, running)
 
 
 def _from_model(
@@ -102,7 +119,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
-    lm.require_one_device("quantising")
+    lm.require_one_device("quantising", "pass the folder of its 16-bit checkpoint with devices")
     recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
@@ -130,9 +147,9 @@ def _from_folder(
     documents: list[str] | None,
     calibration: Calibration,
     dtype: jax.typing.DTypeLike | None,
-    work: str | os.PathLike[str] | None,
-    progress: bool | None,
+    running: Running,
 ) -> LanguageModel:
+    mesh, work = read_devices(running.get("devices")), running.get("work")
     model, checkpoint, plan = huggingface.open_plain(
         folder, compute_dtype(dtype, Precision(bits=recipe.bits))
     )
@@ -140,7 +157,7 @@ def _from_folder(
     _check(recipe, model, documents)
     tokenizer = locate(folder).read_tokenizer()
     batches = _read(documents, tokenizer, folder, model, calibration)
-    finished = None
+    finished, divided = None, None
     if work is not None:
         run = describe_run(folder, recipe, batches, model.config.dtype)
         finished = FinishedLayers.open(Path(work), run)
@@ -148,23 +165,32 @@ def _from_folder(
         huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith(LAYERS))
 
         def read_layer(number: int) -> tuple[DecoderLayer, bool]:
+            nonlocal divided
+            if mesh is not None and divided is None:  # tables have their formats by now
+                divided = divided_decoder(model, recipe, mesh)
             if finished is not None and finished.load(model, number, recipe):
                 return model.layers[number], True
             prefix = f"{LAYERS}{number}."
             huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
             return model.layers[number], False
 
-        with layers_bar("Quantising", folder, progress, model.config.num_layers) as advance:
+        bar = layers_bar("Quantising", folder, running.get("progress"), model.config.num_layers)
+        with bar as advance:
 
             def watch(number: int, layer: DecoderLayer) -> None:
                 if finished is not None:
                     finished.save(model, number)
+                if divided is not None:
+                    move_layer(model, number, divided)
                 advance(1)
 
             quantize_decoder(model, read_layer, batches, recipe, watch)
     finally:
         if finished is not None:
             finished.close()
+    if divided is not None:
+        move_rest(model, divided)
+        model = divided
     return _with_cache(LanguageModel(model, tokenizer, recipe.kv, folder), documents)
 
 
@@ -176,13 +202,15 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
     places = [place for place in model.linear_places(model.config) if not place.is_table]
     if recipe.rotates:
         _check_rotation(model)
+    if recipe.hadamard:
+        check_blocks(model.config)
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)
         if not rule.weights.is_packed:
             continue
         if isinstance(place, ExpertPlace):
-            _check_experts(recipe, place)
+            _check_experts(rule, place)
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable(rule.weights)
@@ -233,14 +261,8 @@ def _require_no_text(rule: Rule) -> None:
         )
 
 
-def _check_experts(recipe: Recipe, place: ExpertPlace) -> None:
+def _check_experts(rule: Rule, place: ExpertPlace) -> None:
     """Raises ValueError for a step that experts can't be quantised with."""
-    if recipe.rotates:
-        raise ValueError(
-            f"{place.path} has experts, whose router is not rotated: leave `rotate` out of the "
-            "method"
-        )
-    rule = recipe.rule_of(place.path)
     if rule.has_blocks:
         raise ValueError(
             f"{place.path} has experts, whose activations can't have blocks of 4 and 8 bits: give "

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
+from mpjax.divergence import divergence
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.grid import fit
 from mpjax.language_model import LanguageModel
@@ -107,5 +108,4 @@ def _divergence(
 ) -> jax.Array:
     """The sum over real tokens of the KL divergence of a model's predictions from expected ones."""
     found = jax.nn.log_softmax(model(tokens))
-    divergence = (jnp.exp(expected) * (expected - found)).sum(-1)
-    return jnp.where(is_real, divergence, 0.0).sum()
+    return jnp.where(is_real, divergence(expected, found), 0.0).sum()

@@ -6,6 +6,8 @@ may be put in another order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,6 +21,12 @@ def linear_of(layer: nnx.Module, path: str) -> Linear:
     """The Linear at a path; the only part of a FusedLinear."""
     node = find(layer, path)
     return node.parts[0] if isinstance(node, FusedLinear) else node
+
+
+def is_of_experts(layer: nnx.Module, fold: Fold) -> bool:
+    """Whether the source is a stack of experts' maps, so that each expert has its own scales."""
+    source = find(layer, fold.source)
+    return isinstance(source, Linear) and source.kernel.get_value().ndim > 2
 
 
 def tie(fold: Fold, scales: jax.Array) -> jax.Array:
@@ -53,10 +61,11 @@ def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
     """Divides the outputs of a fold's source by scales, and multiplies the rows of its target.
 
     layer: changed in place; its kernels are plain arrays, and each parameter keeps its dtype.
-    scales: float32 [K], one for each row of the target, as `tie` returns them.
+    scales: float32 [K], one for each row of the target, as `tie` returns them; [experts, K] if the
+        source is a stack of experts' maps.
     """
-    rows = linear_of(layer, fold.target).kernel
-    rows.set_value(_times(rows.get_value(), scales[:, None]))
+    for path in fold.readers:
+        _scale_inputs(layer, path, scales)
     inverse = 1 / scales
     if fold.repeats is not None:
         inverse = inverse.reshape(fold.repeats)[:, 0].reshape(-1)
@@ -64,15 +73,32 @@ def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
     if not isinstance(source, Linear | FusedLinear):  # a norm
         source.weight.set_value(_times(source.weight.get_value(), inverse))
         return
-    if isinstance(source, FusedLinear) and fold.part is not None:
-        parts = [jnp.ones(size, jnp.float32) for size in source.sizes]
-        parts[fold.part] = inverse
-        inverse = jnp.concatenate(parts)
     linear = linear_of(layer, fold.source)
-    linear.kernel.set_value(_times(linear.kernel.get_value(), inverse[None]))
+    outputs = linear.kernel.get_value().shape[-1]
+    if fold.part is not None:
+        begin = sum(_part_sizes(source, outputs, inverse.shape[-1])[: fold.part])
+        ones = jnp.ones((*inverse.shape[:-1], outputs), jnp.float32)
+        inverse = ones.at[..., begin : begin + inverse.shape[-1]].set(inverse)
+    linear.kernel.set_value(_times(linear.kernel.get_value(), inverse[..., None, :]))
     if linear.bias is not None:
         linear.bias.set_value(_times(linear.bias.get_value(), inverse))
 
 
+def _part_sizes(source: Linear | FusedLinear, outputs: int, size: int) -> Sequence[int]:
+    """The sizes of the maps that a source joins: those of one map of experts are alike."""
+    return source.sizes if isinstance(source, FusedLinear) else (size,) * (outputs // size)
+
+
+def _scale_inputs(layer: nnx.Module, path: str, scales: jax.Array) -> None:
+    """Multiplies the rows of a linear map's kernel, or the columns of an array [outputs, K]."""
+    node = find(layer, path)
+    if isinstance(node, Linear | FusedLinear):
+        rows = linear_of(layer, path).kernel
+        rows.set_value(_times(rows.get_value(), scales[..., None]))
+    else:
+        node.set_value(_times(node.get_value(), scales))
+
+
 def _times(array: jax.Array, factors: jax.Array) -> jax.Array:
-    return (array.astype(jnp.float32) * factors).astype(array.dtype)
+    """The product in float32, in the dtype of the array; factors have its last axes."""
+    return (array.astype(jnp.float32) * jnp.broadcast_to(factors, array.shape)).astype(array.dtype)

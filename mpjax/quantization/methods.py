@@ -26,16 +26,19 @@ SCALINGS: dict[str, Any] = {
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq", "gptq-fresh")
 LEARN = "learn"
-ROTATE = "rotate"  # of the whole model, before the steps of linear maps
+# Steps of the whole model, before those of linear maps.
+ROTATE, HADAMARD = OF_MODEL = ("rotate", "hadamard")
 
 
-def split_rotation(text: str) -> tuple[bool, str]:
-    """Whether a method begins with `rotate`, and the steps behind it.
+def split_steps(text: str) -> tuple[tuple[str, ...], str]:
+    """The steps of the whole model that a method begins with, each once, and those behind them.
 
-    They are `range` where there are none.
+    These are `range` where there are none.
     """
-    first, _, rest = text.partition("+")
-    return (True, rest or "range") if first.strip().lower() == ROTATE else (False, text)
+    found: tuple[str, ...] = ()
+    while (step := text.partition("+"))[0].strip().lower() in set(OF_MODEL) - set(found):
+        found, text = (*found, step[0].strip().lower()), step[2] or "range"
+    return found, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +68,12 @@ class Method:
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
         known = (*SCALINGS, *ROUNDINGS, LEARN)
-        if ROTATE in steps:
-            raise ValueError(
-                f"the method is {text!r}: {ROTATE} is of the whole model, and comes first in its "
-                "method, not in that of a rule"
-            )
+        for step in OF_MODEL:
+            if step in steps:
+                raise ValueError(
+                    f"the method is {text!r}: {step} is of the whole model, and comes first in its "
+                    "method, once, not in that of a rule"
+                )
         for step in steps:
             if step and step not in known:
                 hint = did_you_mean(nearest(step, known))

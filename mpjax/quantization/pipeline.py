@@ -19,16 +19,18 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec, Linear
 from mpjax.models.config import Fold
 from mpjax.models.mlp import RoutedInputs
 from mpjax.models.parameters import find
 from mpjax.quantization import blocks, folds
+from mpjax.quantization.hadamard import mix_down, set_blocks
 from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.linears import quantize_map
 from mpjax.quantization.methods import SCALINGS
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
+from mpjax.quantization.scaling import Reader, of_each_expert
 from mpjax.quantization.statistics import Statistics
 from mpjax.quantization.text import Windows
 
@@ -58,11 +60,16 @@ class Stream:
         return cls(states, [windows.is_real for windows in batches], angles)
 
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
-        """The statistics of the inputs of each linear map of a layer, by its path."""
+        """The statistics of the inputs of each linear map of a layer, by its path.
+
+        One batch is under way while another is read. More would each take room on the device, and
+        as much page-locked memory of the host.
+        """
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles[layer.rope], is_real, samples)
+            jax.block_until_ready(found)
             if found is None:
                 found = part
                 continue
@@ -104,18 +111,7 @@ def quantize_layer(
     """
     layer = nnx.clone(layer)  # with variables of its own, which folds change in place
     for fold in places:
-        rule = rules[fold.target]
-        if not rule.weights.is_packed:
-            continue
-        for name in rule.method.scalings:
-            scales = SCALINGS[name](
-                _wide(folds.linear_of(layer, fold.target)),
-                found[fold.target],
-                rule.weights,
-                fold=fold,
-            )
-            folds.apply(layer, fold, scales)
-            found[fold.target] = found[fold.target] / scales
+        _scale(layer, found, rules, fold)
     orders = reorder(layer, found, rules, places)
     errors = {}
     for path, rule in rules.items():
@@ -130,6 +126,28 @@ def quantize_layer(
             _replace(layer, path, quantized)
     _set_widths(layer, rules, errors)
     return layer
+
+
+def _scale(
+    layer: DecoderLayer, found: dict[str, Statistics], rules: Mapping[str, Rule], fold: Fold
+) -> None:
+    """Folds the scales of the target's method; the error of all readers that are packed counts."""
+    linear_readers = [path for path in fold.readers if path in rules]
+    packed = [path for path in linear_readers if rules[path].weights.is_packed]
+    if fold.target not in packed:
+        return
+    for name in rules[fold.target].method.scalings:
+        readers = [
+            Reader(_wide(folds.linear_of(layer, path)), found[path], rules[path].weights)
+            for path in packed
+        ]
+        if folds.is_of_experts(layer, fold):
+            scales = of_each_expert(SCALINGS[name], readers[0])
+        else:
+            scales = SCALINGS[name](*readers, fold=fold)
+        folds.apply(layer, fold, scales)
+        for path in linear_readers:
+            found[path] = found[path] / scales
 
 
 def reorder(
@@ -191,6 +209,8 @@ def quantize_decoder(
     Raises ValueError for maps that the recipe does not name, and for hidden states that are NaN or
     infinite.
     """
+    if recipe.hadamard:
+        set_blocks(model)
     if recipe.rotates:
         rotate_tables(model)
     for table, format in packed(tables_of(recipe.tables, model.config)).items():
@@ -199,9 +219,8 @@ def quantize_decoder(
     for number, spec in enumerate(model.config.layers):
         layer, is_finished = read_layer(number)
         try:
+            _turn(layer, spec, model.config, recipe, is_finished)
             if not is_finished:
-                if recipe.rotates:
-                    rotate_layer(layer, spec, model.config)
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
@@ -215,6 +234,16 @@ def quantize_decoder(
             raise ValueError(f"layer {number}: {error}") from error
         model.layers[number] = layer
         watch(number, layer)
+
+
+def _turn(
+    layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig, recipe: Recipe, is_finished: bool
+) -> None:
+    """Rotates a layer and mixes what its down projection reads, in place, as the recipe says."""
+    if recipe.rotates and not is_finished:
+        rotate_layer(layer, spec, config)
+    if recipe.hadamard:
+        mix_down(layer, spec, is_folded=is_finished)
 
 
 def learned_paths(rules: Mapping[str, Rule]) -> list[str]:

@@ -18,7 +18,7 @@ from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
 from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.learning.descent import Learning
-from mpjax.quantization.methods import ROTATE, Method, split_rotation
+from mpjax.quantization.methods import HADAMARD, ROTATE, Method, split_steps
 
 DEFAULT_METHOD = "gptq"
 DEFAULT_LEARNING = Learning()
@@ -74,6 +74,7 @@ class Recipe:
         16 bits. A tied table is both, and has one format.
     rotates: whether the residual stream and values are rotated first; see `rotations`. A tied table
         becomes two.
+    hadamard: whether Hadamard's transform mixes what down projections read; see `hadamard`.
     learning: how the step `learn` learns the scales of a layer.
     """
 
@@ -83,6 +84,7 @@ class Recipe:
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
     rotates: bool = False
+    hadamard: bool = False
     learning: Learning = DEFAULT_LEARNING
 
     def __post_init__(self) -> None:
@@ -97,18 +99,19 @@ class Recipe:
 
         The tables get the formats of the precision's H and E. If the weights are packed and it has
         neither, the head is H8, and so is a tied table; H16 keeps it in 16 bits. A method in text
-        may begin with `rotate`, as in `rotate+awq+gptq`.
+        may begin with `rotate` and `hadamard`, as in `rotate+hadamard+os+gptq`.
 
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
-        rotates, method = split_rotation(method) if isinstance(method, str) else (False, method)
+        steps, method = split_steps(method) if isinstance(method, str) else ((), method)
         rule = Rule("*", _weights(precision), Method.of(method), BlockRule(precision.wide_blocks))
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}
         head, embedding = (tables.get(name) for name in ("head", "embedding"))
-        return cls((rule,), precision.kv, precision.bits, head, embedding, rotates)
+        turns = ROTATE in steps, HADAMARD in steps
+        return cls((rule,), precision.kv, precision.bits, head, embedding, *turns)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -167,7 +170,8 @@ class Recipe:
             raise ValueError(f"the last rule is for {rest.modules!r}: expected one for *")
 
         top = self._named(rest).with_tables(self.tables or {"head": WeightFormat("bfloat16")})
-        method = f"{ROTATE}+{rest.method}" if self.rotates else str(rest.method)
+        steps = [ROTATE] * self.rotates + [HADAMARD] * self.hadamard
+        method = "+".join([*steps, str(rest.method)])
         lines = [f'precision = "{top}"', f'method = "{method}"']
         alike = itertools.groupby(rules, lambda rule: (str(self._named(rule)), rule.method))
         for (precision, steps), group in alike:

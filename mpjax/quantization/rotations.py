@@ -8,8 +8,7 @@ than the others. A rotation of the channels of each value head is undone by the 
 
 The layer's spec says which maps read and write the stream, and which channels may be mixed.
 QuaRot's other rotations take time in every step: R3 turns queries and keys after their rotary
-embedding, as KV4 does with keys, and R4 the inputs of the down projection, which a kernel would
-have to do between the gate and the product.
+embedding, as KV4 does with keys, and R4 the inputs of the down projection (`hadamard`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
 from mpjax.quantization.folds import linear_of
@@ -88,8 +87,8 @@ def rotate_layer(layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig) ->
     readers = {fold.source: fold for fold in folds if fold.source in NORMS}
     if missing := [norm for norm in NORMS if norm not in readers]:
         raise ValueError(
-            f"layers of this family can't be rotated, because {missing[0]} is read by more than "
-            "one linear map: leave rotate out of the method"
+            f"layers of this family can't be rotated, because nothing says all that reads "
+            f"{missing[0]}: leave rotate out of the method"
         )
     expected = _outputs(layer, config, is_rotated=False)
     stream = stream_rotation(config)
@@ -111,11 +110,17 @@ def rotate_layer(layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig) ->
 
 
 def _rotate_reader(layer: DecoderLayer, fold: Fold, stream: jax.Array) -> None:
-    """Moves a norm's weight into the linear map that reads it, and rotates the map's inputs."""
-    norm, kernel = find(layer, fold.source).weight, linear_of(layer, fold.target).kernel
-    weight = kernel.get_value()
-    rows = norm.get_value().astype(jnp.float32)[:, None] * weight.astype(jnp.float32)
-    kernel.set_value(_product(stream.T, rows).astype(weight.dtype))
+    """Moves a norm's weight into all that reads it, and rotates the inputs of these."""
+    norm = find(layer, fold.source).weight
+    turn = norm.get_value().astype(jnp.float32)[:, None] * stream
+    for path in fold.readers:
+        node = find(layer, path)
+        if isinstance(node, Linear | FusedLinear):
+            kernel = linear_of(layer, path).kernel
+            weight = kernel.get_value()
+            kernel.set_value(_product(turn.T, weight.astype(jnp.float32)).astype(weight.dtype))
+        else:  # an array [outputs, channels]
+            node.set_value(_turned(node.get_value(), turn))
     norm.set_value(jnp.ones_like(norm.get_value()))
 
 

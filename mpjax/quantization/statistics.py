@@ -85,11 +85,15 @@ class Statistics:
         )
 
     def __truediv__(self, scales: jax.Array) -> Statistics:
-        """The statistics of inputs that are divided by positive scales [K]."""
-        row = scales[None]
+        """The statistics of inputs that are divided by positive scales [K].
+
+        The scales of each expert's inputs are its own if there are [experts, K].
+        """
+        scales = jnp.broadcast_to(scales, self.magnitudes.shape)
+        row = scales[..., None, :]
         return Statistics(
             self.tokens,
-            self.products / (row * row.T),
+            self.products / (row * scales[..., None]),
             self.magnitudes / scales,
             self.largest / scales,
             self.smallest / scales,

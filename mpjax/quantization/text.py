@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpjax.arguments import require_documents, require_known_ids
+from mpjax.arguments import require_documents
 from mpjax.tokenizer import Tokenizer
-from mpjax.windows import document_tokens
+from mpjax.windows import first_pieces
 
 
 class Windows(NamedTuple):
@@ -40,16 +40,8 @@ def windows_of(
     another model.
     """
     require_documents(documents)
-    pieces: list[list[int]] = []
-    for text in documents:
-        if not text.strip():
-            continue
-        ids = document_tokens(tokenizer, text)[:most]
-        require_known_ids([ids], vocabulary)
-        most -= len(ids)
-        pieces += [ids[begin : begin + window] for begin in range(0, len(ids), window)]
-        if most == 0:
-            break
+    found = first_pieces(tokenizer, documents, vocabulary, window=window, most=most)
+    pieces = [ids for _, ids in found]
     if not pieces:
         raise ValueError("there is nothing to calibrate on: the documents are empty")
     longest = max(map(len, pieces))

@@ -118,7 +118,9 @@ class Draft(Proposer):
         drafting, _ = drafting.draw(logits, context, jnp.int32(self.k - 1))
         return Proposal(drafting.tokens, most, drafting.chances), drafting.cache
 
-    def settle(self, own: PagedKVCache, known: jax.Array, accepted: jax.Array) -> PagedKVCache:
+    def settle(
+        self, own: PagedKVCache, known: jax.Array, proposed: jax.Array, accepted: jax.Array
+    ) -> PagedKVCache:
         """The cache without the tokens that were not accepted."""
         return dataclasses.replace(own, lengths=jnp.minimum(own.lengths, known + accepted))
 

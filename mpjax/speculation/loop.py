@@ -10,12 +10,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax.decoding_state import DecodingState, Limits, repeat
-from mpjax.kernels import PagedKVCache
+from mpjax.decoding_state import DecodingState, Limits, repeat, several
+from mpjax.kernels import PagedKVCache, device
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling
 from mpjax.speculation.proposer import Context, Proposal, Proposer, Speculated, Speculation, put
 from mpjax.speculation.verification import verify
+
+PLAIN_STEPS = 4  # between two proposals on a GPU, where a row is proposed nothing
 
 
 def begin(
@@ -67,7 +69,10 @@ def decode(
     decoding, all steps are in one loop on the device, and with `state` donated the cache is written
     in place.
 
-    state: one that `begin` has prepared. stride: see `repeat`, for proposers that always propose.
+    state: one that `begin` has prepared.
+    stride: steps that follow each other without a decision of the host (static); see `repeat`. For
+        a proposer that does not always propose, steps of plain decoding until the next proposal, by
+        default PLAIN_STEPS on a GPU, and 1 elsewhere.
     """
     loop = _Loop(proposer, model, sampling, limits)
 
@@ -76,11 +81,11 @@ def decode(
 
     def advance(state: DecodingState) -> DecodingState:
         alive = ~state.finished & unfinished(state)
-        return loop.advance(*loop.propose(state, alive), proposer.k + 1)
+        return loop.verify(loop.propose(state, alive))
 
     if proposer.always:
         return repeat(advance, unfinished, state, stride)
-    return loop.choose(state, unfinished)
+    return loop.choose(state, unfinished, stride or (PLAIN_STEPS if device.on_gpu() else 1))
 
 
 def most_proposed(
@@ -129,29 +134,31 @@ class _Loop:
     limits: Limits
 
     def choose(
-        self, state: DecodingState, unfinished: Callable[[DecodingState], jax.Array]
+        self, state: DecodingState, unfinished: Callable[[DecodingState], jax.Array], stride: int
     ) -> DecodingState:
-        """Repeats steps, of one token for each row where none is proposed more, which cost less.
+        """Repeats steps that verify proposals, and steps of plain decoding where there is none.
 
         The two kinds of step are two loops inside of one. A `cond` in a loop would do, but XLA of
-        jax 0.10 copies the whole cache to pass it to a branch.
+        jax 0.10 copies the whole cache to pass it to a branch. After each turn of a loop the host
+        waits for the GPU, to see which comes next; a turn has `stride` steps of plain decoding.
         """
 
         def goes_on(carry: _Proposed, is_proposed: bool) -> jax.Array:
             found = (carry.proposal.counts > 0).any()
             return unfinished(carry.state) & (found == is_proposed)
 
-        def advance(carry: _Proposed, positions: int) -> _Proposed:
-            state = self.advance(*carry, positions)
+        def decode_plainly(carry: _Proposed) -> _Proposed:
+            state = self.decode_plainly(carry.state, unfinished, stride)
+            return self.propose(state, ~state.finished)
+
+        def verify(carry: _Proposed) -> _Proposed:
+            state = self.verify(carry)
             return self.propose(state, ~state.finished)
 
         def run(carry: _Proposed) -> _Proposed:
-            for is_proposed, positions in ((False, 1), (True, self.proposer.k + 1)):
-                carry = jax.lax.while_loop(
-                    functools.partial(goes_on, is_proposed=is_proposed),
-                    functools.partial(advance, positions=positions),
-                    carry,
-                )
+            for is_proposed, turn in ((False, decode_plainly), (True, verify)):
+                goes_on_so = functools.partial(goes_on, is_proposed=is_proposed)
+                carry = jax.lax.while_loop(goes_on_so, turn, carry)
             return carry
 
         begun = self.propose(state, ~state.finished)
@@ -168,33 +175,60 @@ class _Loop:
         state = dataclasses.replace(state, speculation=speculation)
         return _Proposed(state, proposal, alive)
 
-    def advance(
-        self, state: DecodingState, proposal: Proposal, alive: jax.Array, positions: int
-    ) -> DecodingState:
-        """One step: up to k + 1 tokens for each row that is alive, bool [batch].
-
-        positions: the tokens that are read at most, k + 1, or 1 if none is proposed (static).
-        """
-        before, known = state.speculation, state.cache.lengths + 1
-        drawn = self.read(state, proposal, alive, positions)
+    def verify(self, proposed: _Proposed) -> DecodingState:
+        """One step, in which each row that is alive gets the tokens that the model accepts."""
+        state, proposal, alive = proposed
+        drawn = self.read(state, proposal, alive)
         counts = self.kept(state, drawn, alive)
-        done = Speculated(
-            before.done.proposed + proposal.counts,
-            before.done.accepted + jnp.minimum(drawn.accepted, counts),
-            before.done.steps + alive.astype(jnp.int32),
-        )
-        own = self.proposer.settle(before.own, known, drawn.accepted)
-        history = put(before.history, drawn.tokens, known, counts)
-        state = self.record(state, drawn, counts)
-        return dataclasses.replace(state, speculation=Speculation(history, own, done))
+        accepted = jnp.minimum(drawn.accepted, counts)
+        done = Speculated(proposal.counts, accepted, alive.astype(jnp.int32))
+        end = self.record(state, drawn, counts)
+        return self.settled(state, end, self.proposer.k + 1, done, drawn.accepted)
 
-    def read(
-        self, state: DecodingState, proposal: Proposal, alive: jax.Array, positions: int
-    ) -> _Drawn:
+    def decode_plainly(
+        self, state: DecodingState, unfinished: Callable[[DecodingState], jax.Array], stride: int
+    ) -> DecodingState:
+        """`stride` steps of a token for each row that goes on; nothing is proposed in between."""
+        batch = len(state.tokens)
+        nothing = Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+        def advance(state: DecodingState) -> DecodingState:
+            alive = ~state.finished & unfinished(state)
+            drawn = self.read(state, nothing, alive)
+            return self.record(state, drawn, self.kept(state, drawn, alive))
+
+        end = several(advance, stride, dataclasses.replace(state, speculation=None))
+        done = Speculated(nothing.counts, nothing.counts, end.counts - state.counts)
+        return self.settled(state, end, stride, done, nothing.counts)
+
+    def settled(
+        self,
+        begin: DecodingState,
+        end: DecodingState,
+        most: int,
+        done: Speculated,
+        accepted: jax.Array,
+    ) -> DecodingState:
+        """The state `end` with the speculation of `begin`, brought up to the new tokens.
+
+        most: new tokens that a row may have (static). done: what was done in between.
+        accepted: tokens of the proposal, also those behind the end of a row.
+        """
+        before, known = begin.speculation, begin.cache.lengths + 1
+        counts = end.counts - begin.counts
+        columns = begin.counts[:, None] + jnp.arange(most)[None]
+        columns = jnp.minimum(columns, end.tokens.shape[1] - 1)
+        new = jnp.take_along_axis(end.tokens, columns, axis=1)
+        history = put(before.history, new, known, counts)
+        own = self.proposer.settle(before.own, known, done.proposed, accepted)
+        speculation = Speculation(history, own, jax.tree.map(jnp.add, before.done, done))
+        return dataclasses.replace(end, step=end.counts.max(), speculation=speculation)
+
+    def read(self, state: DecodingState, proposal: Proposal, alive: jax.Array) -> _Drawn:
         """Reads each row's newest token and its proposed ones, and draws a token behind each."""
-        last = state.cache.lengths[:, None]
-        newest = jnp.take_along_axis(state.speculation.history, last, axis=1)
-        inputs = jnp.concatenate([newest, proposal.tokens], axis=1)[:, :positions]
+        last = jnp.maximum(state.counts - 1, 0)[:, None]
+        newest = jnp.take_along_axis(state.tokens, last, axis=1)
+        inputs = jnp.concatenate([newest, proposal.tokens], axis=1)
         counts = jnp.where(alive, proposal.counts + 1, 0)
         logits, cache = self.model.step(inputs, counts, state.cache, every_position=True)
         divided = self.model.shards > 1
@@ -203,7 +237,7 @@ class _Loop:
 
     def kept(self, state: DecodingState, drawn: _Drawn, alive: jax.Array) -> jax.Array:
         """The number of new tokens of each row, int32 [batch]: up to a stop token or its end."""
-        is_stop = (drawn.tokens[..., None] == self.limits.stop_ids[None, None]).any(-1)
+        is_stop = self.limits.stops(drawn.tokens)
         before_stop = jnp.argmax(is_stop, axis=1) + 1
         before_stop = jnp.where(is_stop.any(axis=1), before_stop, is_stop.shape[1])
         counts = jnp.minimum(drawn.accepted + 1, before_stop.astype(jnp.int32))
@@ -215,7 +249,7 @@ class _Loop:
         begin = state.counts
         tokens = put(state.tokens, drawn.tokens, begin, counts)
         last = jnp.take_along_axis(drawn.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)
-        is_stopped = (counts > 0) & (last == self.limits.stop_ids[None]).any(-1)
+        is_stopped = (counts > 0) & self.limits.stops(last[:, 0])
         is_full = (counts > 0) & (begin + counts >= self.limits.maximum)
         seen = state.seen
         if seen is not None:
@@ -230,5 +264,4 @@ class _Loop:
             counts=begin + counts,
             finished=state.finished | is_stopped | is_full,
             seen=seen,
-            step=jnp.maximum(state.step, (begin + counts).max()),
         )

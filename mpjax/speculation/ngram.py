@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax.speculation.patience import Patience
 from mpjax.speculation.proposer import Context, Proposal, Proposer, read_k, whole
 
 LONGEST = 16  # tokens that a proposer compares
@@ -20,9 +21,9 @@ class Ngram(Proposer):
     """Proposes what followed the last n tokens of a row when it had them before (prompt look-up).
 
     It needs no second model, and pays where a text repeats its prompt or itself: when code is
-    edited, a text is summed up or quoted. Where the last n tokens are new, the step is one of plain
-    decoding. (Saxena, "Prompt lookup decoding", 2023; Yang et al., "Inference with reference",
-    2023.)
+    edited, a text is summed up or quoted. Where the last n tokens are new, steps are those of plain
+    decoding, and a row whose proposals are refused gets fewer of them (`Patience`). (Saxena,
+    "Prompt lookup decoding", 2023; Yang et al., "Inference with reference", 2023.)
 
     k: the most tokens that are proposed at a time, 1 to 32. n: the tokens that are compared, 1 to
     16: with fewer, more is proposed and less of it accepted.
@@ -37,10 +38,22 @@ class Ngram(Proposer):
         object.__setattr__(self, "k", read_k("Ngram", self.k))
         object.__setattr__(self, "n", whole("Ngram: n", self.n, 1, LONGEST))
 
+    def create(self, batch: int, tokens: int) -> Patience:
+        """How long each row waits for its next proposal."""
+        return Patience.create(batch)
+
     def propose(self, context: Context) -> tuple[Proposal, Any]:
         """The tokens behind the most recent match of each row; see `continuation`."""
+        patience: Patience = context.state.speculation.own
         tokens, is_found = continuation(context.history, context.known, self.n, self.k)
-        return Proposal(tokens, jnp.where(is_found, context.most, 0)), context.state.speculation.own
+        counts = jnp.where(is_found & patience.is_over(context.known), context.most, 0)
+        return Proposal(tokens, counts), patience
+
+    def settle(
+        self, own: Patience, known: jax.Array, proposed: jax.Array, accepted: jax.Array
+    ) -> Patience:
+        """Rows that were refused all of their proposal wait."""
+        return own.settled(known, proposed, accepted)
 
 
 def continuation(

@@ -99,8 +99,8 @@ class Proposer:
     """Proposes up to k tokens for each row. A pytree, whose methods are pure functions.
 
     k: the most tokens of a proposal (static).
-    always: whether each row with room for a token gets one (static). Otherwise a step in which no
-        row gets any is one of plain decoding.
+    always: whether each row with room for a token gets one (static). Otherwise steps of plain
+        decoding, one or a few, follow where no row gets any.
     block: tokens of a block of the proposer's own cache, if its format has blocks (static): a
         proposal does not reach the next block; see `loop.most_proposed`.
     """
@@ -127,11 +127,11 @@ class Proposer:
         """Proposes tokens behind each row's newest; returns them and the proposer's next state."""
         raise NotImplementedError
 
-    def settle(self, own: Any, known: jax.Array, accepted: jax.Array) -> Any:
+    def settle(self, own: Any, known: jax.Array, proposed: jax.Array, accepted: jax.Array) -> Any:
         """The state after the model has accepted some of the last proposal.
 
         known: int32 [batch], tokens of the history when the proposal was made.
-        accepted: int32 [batch], tokens of the proposal.
+        proposed, accepted: int32 [batch], numbers of tokens of the proposal.
         """
         return own
 
@@ -167,6 +167,9 @@ def put(target: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Arr
 
     target: [batch, columns]. values: [batch, most values]. starts, counts: int32 [batch].
     """
+    if values.shape[1] == 1:  # XLA fuses this, also for several targets, but no scatter
+        is_place = jnp.arange(target.shape[1])[None] == starts[:, None]
+        return jnp.where(is_place & (counts > 0)[:, None], values, target)
     column = jnp.arange(values.shape[1])[None]
     places = jnp.where(column < counts[:, None], starts[:, None] + column, target.shape[1])
     return target.at[jnp.arange(len(target))[:, None], places].set(values, mode="drop")

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.decoding_state import DecodingState, Limits
+from mpjax.drawing import draw
 from mpjax.random_keys import step_keys
-from mpjax.sampling import Sampling, logprobs, process_logits, sample
+from mpjax.sampling import Sampling, logprobs, process_logits
 from mpjax.speculation import acceptance
 from mpjax.speculation.proposer import Proposal
 
@@ -44,13 +45,13 @@ def verify(
     each = of_positions(sampling, positions)
     if proposal.chances is None or sampling.greedy or positions == 1:
         keys = step_keys(jnp.repeat(state.keys, positions), counts.reshape(-1))
-        drawn = sample(rows, keys, each, seen_by_rows, divided=divided)
-        tokens = drawn.reshape(batch, positions)
+        unchanged = logits.reshape(rows.shape)
+        drawn, chances = draw(unchanged, rows, keys, each, seen_by_rows, divided=divided)
+        tokens, chances = (x.reshape(batch, positions) for x in (drawn, chances))
         kept = Proposal(proposal.tokens[:, : positions - 1], proposal.counts)
-        accepted = acceptance.count_agreeing(tokens, kept)
-    else:
-        p = distribution(rows, each, seen_by_rows).reshape(logits.shape)
-        tokens, accepted = acceptance.accept(p, proposal, state.keys, state.counts)
+        return tokens, chances, acceptance.count_agreeing(tokens, kept)
+    p = distribution(rows, each, seen_by_rows).reshape(logits.shape)
+    tokens, accepted = acceptance.accept(p, proposal, state.keys, state.counts)
     return tokens, logprobs(logits, tokens), accepted
 
 
@@ -63,7 +64,7 @@ def hide_stop_ids(
     """
     if sampling.min_new_tokens is None:
         return logits
-    is_stop = jnp.zeros(logits.shape[-1], bool).at[limits.stop_ids].set(True)
+    is_stop = limits.stops(jnp.arange(logits.shape[-1]))
     least = jnp.asarray(sampling.min_new_tokens, jnp.int32).reshape(-1, 1)
     return jnp.where((counts < least)[..., None] & is_stop[None, None], -jnp.inf, logits)
 

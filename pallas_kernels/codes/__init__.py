@@ -7,6 +7,7 @@ tensor and one main loop.
 
 from __future__ import annotations
 
+from mpjax.kernels.codes.affine import Affine
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group
 from mpjax.kernels.codes.float4 import Float4
 from mpjax.kernels.codes.float8 import Float8
@@ -22,6 +23,8 @@ _KINDS: dict[str, CodeKind] = {
     "uint8": Integer(8),
     "uint4:sym": Symmetric(4),
     "uint8:sym": Symmetric(8),
+    "affine4": Affine(4),
+    "affine8": Affine(8),
     "table4": Table(4),
     "table3": Table(3),
     "table2": Table(2),

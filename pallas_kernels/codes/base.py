@@ -56,6 +56,7 @@ class CodeKind(abc.ABC):
     code_dtype = jnp.dtype(jnp.uint8)
     scale_dtypes: tuple[str, ...] = ("float16", "bfloat16")
     has_zeros = False
+    has_minima = False  # whether zeros are floats in the scales' dtype that decoding adds
     zero_point = 0  # the zero point that is stored for all groups if `has_zeros` is false
     has_group_scales = True  # whether scales multiply decoded values; else decoding applies them
     has_channel_scales = False
@@ -165,7 +166,10 @@ class CodeKind(abc.ABC):
         return lambda plane: multiply(decode(plane), scale)
 
     def scaled_exponent(self, operand: jnp.dtype) -> int:
-        """The exponent of the power of two by which `scaled_decoder` scales weights."""
+        """The exponent of the power of two by which weights decoded with their scales are scaled.
+
+        `scaled_decoder` decodes such weights, and `decoder` too where `has_group_scales` is false.
+        """
         return 0
 
 

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import device
-from mpjax.kernels.checks import (
-    are_between,
-    as_array,
-    optional_array,
-    require_floats,
-    require_type,
-    shown,
-)
+from mpjax.kernels.checks import as_array
 from mpjax.kernels.divided_rows import DividedRows
-from mpjax.kernels.experts import counting, reference, triton
+from mpjax.kernels.experts import reference
+from mpjax.kernels.experts.arguments import Call, check_divided_rows, read_call
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.gradient import differentiable
-from mpjax.kernels.experts.plans import ExpertsConfig, Problem, config_of, plan_of
-from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
+from mpjax.kernels.experts.kernels import products_by_kernel, why_not
+from mpjax.kernels.experts.local import LocalExperts
+from mpjax.kernels.experts.plans import (
+    Problem,
+    config_of,
+    plan_by_rule,
+    plan_of,
+    warpgroup_config_of,
+)
 from mpjax.kernels.implementation import choose
-from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor
-from mpjax.kernels.rowwise.api import quantize_rows
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["triton", "mosaic", "reference"]
 
 
 def grouped_matmul(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     *,
     routing_weights: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -51,14 +48,16 @@ def grouped_matmul(
     x: [..., K], or [..., k, K]. weight: [experts, K, N], a stack of plain matrices, or a
         QuantizedTensor with one leading axis, in any weight format.
     experts: int [..., k], the numbers of each token's experts; an expert may have any number of
-        tokens, also none or all.
+        tokens, also none or all. Of LocalExperts, those that the weight does not have add nothing
+        to sums with routing weights, and read nothing; without, their products are any numbers.
     routing_weights: [..., k]. If they are given, the result is the sum of a token's products times
         them, in the order of k; without, it is all products.
     bias: [experts, N], added to the products, before a gate and routing weights.
     gate: maps the two halves of a product, gate and up, to one.
     implementation: `triton`, the fused kernel, on a CUDA GPU of compute capability 8.0 or more, for
-        x in bfloat16 or float16; or `reference`, a loop over all experts in plain jnp in float32.
-        By default the kernel where it can run.
+        x in bfloat16 or float16; `mosaic`, a kernel of warpgroups for many tokens, on compute
+        capability 9.0 alone, for packed weights; or `reference`, a loop over all experts in plain
+        jnp in float32. By default the faster kernel that can run.
 
     Returns [..., k, N], with a gate [..., k, N / 2], and with routing weights without the axis k,
     in the dtype of x.
@@ -66,7 +65,7 @@ def grouped_matmul(
     Raises ValueError for shapes that don't fit and, where values are known, for experts that there
     are none of; and UnsupportedError, with the reason, if a forced implementation can't run.
     """
-    call = _read("grouped_matmul", x, weight, experts, Epilogue(bias, gate, routing_weights))
+    call = read_call("grouped_matmul", x, weight, experts, Epilogue(bias, gate, routing_weights))
     found, dtype = _run(call, implementation), call.x.dtype
     if routing_weights is not None:
         found = found[0] if len(found) == 1 else found.astype(jnp.float32).sum(0)
@@ -76,7 +75,7 @@ def grouped_matmul(
 def grouped_matmul_terms(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
-    experts: jax.Array,
+    experts: jax.Array | LocalExperts,
     routing_weights: jax.Array,
     *,
     bias: jax.Array | None = None,
@@ -92,175 +91,37 @@ def grouped_matmul_terms(
         None for whole ones. Its format is that of the weight's activations.
     """
     if activations is not None:
-        _check_divided_rows("grouped_matmul_terms", activations, weight)
+        check_divided_rows("grouped_matmul_terms", activations, weight)
     weights = as_array("grouped_matmul_terms: routing_weights", routing_weights)
-    call = _read("grouped_matmul_terms", x, weight, experts, Epilogue(bias, None, weights))
+    call = read_call("grouped_matmul_terms", x, weight, experts, Epilogue(bias, None, weights))
     terms = _run(call, implementation, activations)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
 
 
-def _check_divided_rows(operation: str, activations: Any, weight: Any) -> None:
-    """Raises ValueError for a rounding that is not the weight's own."""
-    require_type(f"{operation}: activations", activations, DividedRows)
-    is_packed = isinstance(weight, QuantizedTensor)
-    own = weight.activations if is_packed else ActivationFormat()
-    if own != activations.format:
-        kind = weight.format if is_packed else "plain"
-        raise ValueError(
-            f"{operation}: activations are rounded to {activations.format}, and beside a weight in "
-            f"{kind} to {own}: expected None, or DividedRows of the weight's own format"
-        )
-
-
-class _Call(NamedTuple):
-    """The arguments of a product, checked, with one axis of tokens."""
-
-    x: jax.Array  # [tokens, K] or [tokens, k, K]
-    weight: Any  # [experts, K, N]
-    experts: jax.Array  # [tokens, k]
-    epilogue: Epilogue
-    tokens: tuple[int, ...]  # the axes that the tokens had
-
-
 def _run(
-    call: _Call, implementation: Implementation | None, rows: DividedRows | None = None
+    call: Call, implementation: Implementation | None, rows: DividedRows | None = None
 ) -> jax.Array:
     """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N]."""
-    x, weight, experts, epilogue, _ = call
+    x, weight, experts, epilogue, *_ = call
     problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None)
     name = choose(
         "grouped_matmul",
         implementation,
-        "reference" if x.size == 0 else plan_of(problem).implementation,
+        "reference" if x.size == 0 else _default(problem, x, weight),
         get_args(Implementation),
-        lambda _: _why_not_triton(x, weight),
+        lambda name: why_not(name, problem, x, weight),
     )
-    if name == "triton":
-        run = functools.partial(_by_kernel, config_of(problem), rows)
+    if name != "reference":
+        config = config_of(problem) if name == "triton" else warpgroup_config_of(problem)
+        run = functools.partial(products_by_kernel, config, rows, call.is_local)
         return differentiable(run, x, weight, experts, epilogue)
     found = reference.products(x, weight, experts, epilogue, rows)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
 
 
-def _by_kernel(
-    config: ExpertsConfig,
-    divided: DividedRows | None,
-    x: jax.Array,
-    weight: Any,
-    experts: jax.Array,
-    epilogue: Epilogue,
-) -> jax.Array:
-    rows, weight = _in_packed_order(x, weight, experts, divided)
-    out_dtype = x.dtype if epilogue.routing_weights is None else jnp.dtype(jnp.float32)
-    apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
-    if apart is not None:
-        epilogue = dataclasses.replace(epilogue, gate=None)
-    tiles = _tiles(experts, weight.shape[0], config)
-    terms = triton.products(rows, weight, tiles, epilogue, config, out_dtype)
-    if epilogue.routing_weights is not None:
-        return terms
-    # XLA fuses the sum, in a fixed order, with the gate.
-    found = terms[0] if len(terms) == 1 else terms.sum(0)
-    if apart is not None:
-        found = apart(*jnp.split(found.astype(jnp.float32), 2, -1))
-    return found.astype(out_dtype).reshape(*experts.shape, -1)
-
-
-def _tiles(experts: jax.Array, count: int, config: ExpertsConfig) -> Tiles:
-    if config.tiling == "pairs":
-        return one_for_each_pair(experts)
-    if config.tiling == "counted":
-        return counting.counted(experts, count, config.tile_m)
-    return sorted_by_expert(experts, count, config.tile_m)
-
-
-def _in_packed_order(
-    x: jax.Array, weight: Any, experts: jax.Array, divided: DividedRows | None
-) -> tuple[Any, Any]:
-    """The rows of x as the kernel takes them, and the weight without a permutation."""
-    if not isinstance(weight, QuantizedTensor):
-        return x.reshape(-1, x.shape[-1]), weight
-    if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
-        order = weight.permutation[experts]  # [tokens, k, K]
-        x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
-        weight = dataclasses.replace(weight, permutation=None)
-    if weight.format.symmetric and x.dtype != jnp.bfloat16:
-        unsymmetric = dataclasses.replace(weight.format, symmetric=False)
-        weight = dataclasses.replace(weight, format=unsymmetric)
-    rows, activations = x.reshape(-1, x.shape[-1]), ActivationFormat.of(weight.format)
-    return (quantize_rows(rows, divided or activations) if activations.values else rows), weight
-
-
-def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
-    if reason := device.why_triton_cannot_run():
-        return reason
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x is {x.dtype}, expected bfloat16 or float16"
-    if not isinstance(weight, QuantizedTensor):
-        if weight.dtype in (jnp.bfloat16, jnp.float16):
-            return None
-        return f"the weight is {weight.dtype}, expected bfloat16, float16 or a packed format"
-    if weight.activation_bits is not None:
-        return f"{weight.format} has blocks of activations in 4 bits, which differ by expert"
-    if weight.format.operand == "float8" and (reason := device.why_not_float8()):
-        return reason
-    sizes = x.size * weight.shape[0], weight.words.size
-    return device.why_too_large(max(sizes)) if weight.format.operand else None
-
-
-def _read(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> _Call:
-    """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
-    x, experts = as_array(f"{operation}: x", x), as_array(f"{operation}: experts", experts)
-    require_floats(operation, x=x)
-    if not isinstance(weight, QuantizedTensor):
-        weight = as_array(f"{operation}: the weight", weight)
-        require_floats(operation, weight=weight)
-    if len(weight.shape) != 3 or 0 in weight.shape:
-        raise ValueError(
-            f"{operation}: the weight has shape {tuple(weight.shape)}: expected a stack of "
-            "matrices [experts, K, N], with one of each or more"
-        )
-    count, channels, outputs = weight.shape
-    is_integer = jnp.issubdtype(experts.dtype, jnp.integer)
-    if not experts.ndim or not experts.shape[-1] or not is_integer:
-        raise ValueError(
-            f"{operation}: experts are {shown(experts)}: expected integers of shape [..., k], with "
-            "one expert or more for each token"
-        )
-    if x.shape not in ((*experts.shape[:-1], channels), (*experts.shape, channels)):
-        raise ValueError(
-            f"{operation}: x has shape {x.shape}: expected {(*experts.shape[:-1], channels)} or "
-            f"{(*experts.shape, channels)}, by the experts and the weight"
-        )
-    if not are_between(experts, 0, count - 1):
-        raise ValueError(f"{operation}: experts must be from 0 to {count - 1}")
-    epilogue = _read_epilogue(operation, epilogue, experts.shape, (count, outputs))
-    per_token = experts.shape[-1]
-    own_rows = x.ndim > experts.ndim
-    return _Call(
-        x.reshape(-1, per_token, channels) if own_rows else x.reshape(-1, channels),
-        weight,
-        experts.reshape(-1, per_token).astype(jnp.int32),
-        epilogue,
-        experts.shape[:-1],
-    )
-
-
-def _read_epilogue(
-    operation: str, epilogue: Epilogue, chosen: tuple[int, ...], outputs: tuple[int, int]
-) -> Epilogue:
-    """The epilogue with arrays, and one axis of tokens. Raises ValueError where shapes don't fit.
-
-    chosen: the shape of the experts. outputs: the numbers of experts and of each one's outputs.
-    """
-    weights = optional_array(f"{operation}: routing_weights", epilogue.routing_weights)
-    bias = optional_array(f"{operation}: bias", epilogue.bias)
-    for name, array, shape in (("routing_weights", weights, chosen), ("bias", bias, outputs)):
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{operation}: {name} has shape {array.shape}: expected {shape}")
-    if epilogue.gate is not None:
-        require_type(f"{operation}: gate", epilogue.gate, Gate)
-        if outputs[1] % 2:
-            raise ValueError(f"{operation}: {outputs[1]} outputs have no halves, gate and up")
-    weights = None if weights is None else weights.reshape(-1, chosen[-1])
-    return Epilogue(bias, epilogue.gate, weights)
+def _default(problem: Problem, x: jax.Array, weight: Any) -> str:
+    """The planned implementation, or the next best where it can't do the call."""
+    name = plan_of(problem).implementation
+    if name == "mosaic" and why_not(name, problem, x, weight) is not None:
+        return plan_by_rule(problem, warpgroups=False).implementation
+    return name

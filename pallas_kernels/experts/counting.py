@@ -83,10 +83,12 @@ def _kernel(flat_ref: Any, expert_ref: Any, pairs_ref: Any, *, sizes: _Sizes) ->
         return before + is_ours.astype(jnp.int32).sum()
 
     jax.lax.fori_loop(0, chunks, fill, jnp.int32(0))
-    row = jnp.arange(tile_m)  # rows of the last tile that no pair has filled
+    row = jnp.arange(pl.next_power_of_2(tile_m))  # of the last tile, some without a pair
     is_empty = (own_tiles - 1) * tile_m + row >= jnp.where(own_tiles > 0, own_pairs, 2**30)
+    if len(row) > tile_m:
+        is_empty &= row < tile_m
     last = place(first + own_tiles - 1, is_empty)
-    store(pairs_ref.at[last, row], jnp.full(tile_m, sizes.pairs, jnp.int32), mask=is_empty)
+    store(pairs_ref.at[last, row], jnp.full(row.shape, sizes.pairs, jnp.int32), mask=is_empty)
     tile = jnp.arange(pl.next_power_of_2(sizes.tiles))
     is_ours = (tile >= first) & (tile < first + own_tiles)
     is_unused = (tile >= tiles.sum()) & (tile < sizes.tiles) & (ours == 0)

@@ -23,6 +23,42 @@ class ExpertShape:
     gate: Gate | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertMLPShape:
+    """Both products of experts, with the properties of one whose matrices have as many weights."""
+
+    name: str
+    gate_up: ExpertShape
+    down: ExpertShape
+
+    @property
+    def per_token(self) -> int:
+        """The experts of a token."""
+        return self.gate_up.per_token
+
+    @property
+    def experts(self) -> int:
+        """The number of all experts."""
+        return self.gate_up.experts
+
+    @property
+    def channels(self) -> int:
+        """The channels of x."""
+        return self.gate_up.channels
+
+    @property
+    def outputs(self) -> int:
+        """The weights of an expert over `channels`."""
+        return self.gate_up.outputs + self.down.channels * self.down.outputs // self.channels
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate between the products."""
+        return self.gate_up.gate
+
+
+AnyShape = ExpertShape | ExpertMLPShape
+
 QWEN3_30B_A3B = (
     ExpertShape("qwen3-30b-a3b.gate_up", 8, 128, 2048, 1536, Gate()),
     ExpertShape("qwen3-30b-a3b.down", 8, 128, 768, 2048),
@@ -60,4 +96,13 @@ def named(names: Iterable[str]) -> tuple[ExpertShape, ...]:
                 f"one of its products, such as {next(iter(known))}"
             )
         found.update(dict.fromkeys(known[name]))
+    return tuple(found)
+
+
+def named_mlps(names: Iterable[str]) -> tuple[AnyShape, ...]:
+    """The shapes of names as `named` has them, and both products at once, with `.mlp`."""
+    mlps = {f"{name}.mlp": ExpertMLPShape(f"{name}.mlp", *pair) for name, pair in MODELS.items()}
+    found: dict[AnyShape, None] = {}
+    for name in names:
+        found.update(dict.fromkeys([mlps[name]] if name in mlps else named([name])))
     return tuple(found)

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["expert", "pairs"], meta_fields=["count"]
+    jax.tree_util.register_dataclass,
+    data_fields=["expert", "pairs"],
+    meta_fields=["count", "is_partial"],
 )
 @dataclasses.dataclass(frozen=True)
 class Tiles:
@@ -25,11 +27,13 @@ class Tiles:
     pairs: int32 [tiles, tile_m], the numbers of each tile's pairs; `count` stands for no pair. The
         pairs of a tile that is not used mean nothing. None if tile i has pair i alone.
     count: the number of all pairs (static).
+    is_partial: whether there may be pairs that no tile has: those of LocalExperts (static).
     """
 
     expert: jax.Array
     pairs: jax.Array | None
     count: int
+    is_partial: bool = False
 
 
 def most_tiles(pairs: int, experts: int, tile_m: int) -> int:
@@ -66,3 +70,18 @@ def sorted_by_expert(experts: jax.Array, count: int, tile_m: int) -> Tiles:
     pairs = jnp.take(order, place, mode="clip")
     pairs = jnp.where(place < ends[known][:, None], pairs, flat.size)
     return Tiles(jnp.where(expert < count, expert, -1), pairs.astype(jnp.int32), flat.size)
+
+
+def places(tiles: Tiles) -> jax.Array:
+    """The place of each pair, int32 [pairs], among the rows of all tiles one after another.
+
+    A pair that no tile has is behind all rows.
+    """
+    if tiles.pairs is None:
+        return jnp.arange(tiles.count, dtype=jnp.int32)
+    is_used = (tiles.expert >= 0)[:, None] & (tiles.pairs < tiles.count)
+    row = jnp.arange(tiles.pairs.size, dtype=jnp.int32)
+    # Rows without a pair have numbers of their own past the last one, and are left out.
+    pair = jnp.where(is_used.reshape(-1), tiles.pairs.reshape(-1), tiles.count + row)
+    found = jnp.full(tiles.count, tiles.pairs.size if tiles.is_partial else 0, jnp.int32)
+    return found.at[pair].set(row, mode="drop", unique_indices=True)

@@ -127,6 +127,8 @@ def _kernel(
             values = decode(plane)
             if group.scale is not None:
                 values = (values.astype(jnp.float32) * group.scale).astype(out_ref.dtype)
+            elif exponent := kind.scaled_exponent(out_ref.dtype):
+                values = (values.astype(jnp.float32) * 2.0**-exponent).astype(out_ref.dtype)
             tiles.append(values)
         values = join(tiles)
         channel = block * format.block + first * width + jnp.arange(joined * width)

@@ -238,6 +238,8 @@ class Program:
         has_scale = self.whole is None and self.kind.has_group_scales
         self.scale_weight = has_scale and config.scaling == "weight" and fits
         self.scale_sum = has_scale and not self.scale_weight
+        decodes_scaled = self.scale_weight or not self.kind.has_group_scales
+        self.exponent = self.kind.scaled_exponent(self.dtype) if decodes_scaled else 0
         # 8-bit rows of x then have a scale for each group, too, even if K is a single group.
         self.x_by_group = self.scale_sum and self.dtype in (jnp.int8, jnp.float8_e4m3fn)
 
@@ -338,8 +340,8 @@ class Program:
 
     def scaled(self, accumulator: jax.Array) -> jax.Array:
         """The sums times the scales that no step has applied."""
-        if self.scale_weight and (exponent := self.kind.scaled_exponent(self.dtype)):
-            accumulator *= 2.0**-exponent
+        if self.exponent:
+            accumulator *= 2.0**-self.exponent
         if self.whole is not None:
             assert self.whole.scale is not None
             accumulator *= self.whole.scale

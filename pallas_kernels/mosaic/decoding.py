@@ -51,6 +51,16 @@ class Warpgroups(Target):
         """Broadcasts values [64] to a whole tile [64, width]; registers of a row are the same."""
         return jax.lax.broadcast_in_dim(x, (WARPGROUP_OUTPUTS, width), (0,))
 
+    def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
+        """Factor · other + addend of sums [64, rows], rounded once."""
+        layout = memory.layouts.WGMMA
+        apply = plgpu.inline_mgpu(
+            arg_types=(layout,) * 3,
+            return_type=plgpu.ShapeDtypeStruct(factor.shape, jnp.dtype(jnp.float32), layout=layout),
+        )(_multiply_add)
+        result: jax.Array = apply(factor, other, addend)
+        return result
+
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Spreads 32-bit values [64] to tiles of uint8, with the same 4 bytes in each register."""
         layout = memory.operand_layout(jnp.uint8)
@@ -100,6 +110,15 @@ class Warpgroups(Target):
         )(functools.partial(_apply_ptx, assembly, jnp.dtype(dtype)))
         result: jax.Array = apply(*arguments)
         return result
+
+
+def _multiply_add(context: Any, *tiles: mosaic_gpu.FragmentedArray) -> mosaic_gpu.FragmentedArray:
+    registers = np.empty_like(tiles[0].registers)
+    for index in np.ndindex(registers.shape):
+        registers[index] = llvm.intr_fma(*(tile.registers[index] for tile in tiles))
+    return mosaic_gpu.FragmentedArray(
+        _registers=registers, _layout=tiles[0].layout, _is_signed=None
+    )
 
 
 def _uniform(shape: tuple[int, int]) -> Any:

@@ -20,11 +20,13 @@ from mpjax.kernels.checks import (
     norm_epsilon,
     require_floats,
     shown,
+    whole_number,
 )
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise import blocks, reference, triton
+from mpjax.kernels.rowwise.hadamard import expected_block, transformed, why_no_room
 from mpjax.kernels.rowwise.reference import Rounding
 
 Implementation = Literal["triton", "reference"]
@@ -70,8 +72,9 @@ def add_rms_norm(
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
     normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
-    once. Differentiable unless it quantises. Raises ValueError for shapes that don't match, and
-    UnsupportedError, with the reason, if a requested implementation can't run.
+    once, and another rounds to blocks. Differentiable unless it quantises. Raises ValueError for
+    shapes that don't match, and UnsupportedError, with the reason, if a requested implementation
+    can't run.
     """
     terms, weight = as_arrays("add_rms_norm", terms=terms, weight=weight)
     require_floats("add_rms_norm", terms=terms, weight=weight)
@@ -96,15 +99,13 @@ def add_rms_norm(
         reference.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted
     )
     reason = _why_not_triton(terms, wanted, rounding)
-    if isinstance(rounding, ActivationBlocks) and wanted != weight.dtype:
-        reason = f"the weight is {weight.dtype}, and of blocks the result has its dtype"
     if not is_known(epsilon):
         reason = "epsilon is traced, expected a Python number"
     default = "reference" if terms.size == 0 else "triton"
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
     if isinstance(rounding, ActivationBlocks):
-        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon)
+        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted)
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
     return _differentiable(kernel, plain, terms, residual, weight)
 
@@ -126,6 +127,7 @@ def gated(
     *,
     dtype: jax.typing.DTypeLike,
     format: Format | None = None,
+    hadamard: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
     """activation(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
@@ -134,10 +136,14 @@ def gated(
     terms: [splits, ..., 2 · I], from `matmul_terms`, or any x as x[None].
     format: what the result becomes, as for `add_rms_norm`. If it is quantised here, a kernel does
         it by default; else the default is the reference, which XLA compiles to one fusion.
+    hadamard: the channels of each block that Hadamard's transform mixes before the result is
+        rounded, a power of two that divides I (see `hadamard`); None for no transform. A kernel
+        does that, too. A result in blocks of 4 and 8 bits, or of divided rows, is in `dtype` before
+        it is rounded.
 
     Returns [..., I], an array or QuantizedActivations. Differentiable unless it quantises. Raises
-    ValueError for an odd number of channels, and UnsupportedError, with the reason, if a requested
-    implementation can't run.
+    ValueError for an odd number of channels or no whole blocks, and UnsupportedError, with the
+    reason, if a requested implementation can't run.
     """
     name = f"gated_{activation}"
     if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
@@ -149,17 +155,45 @@ def gated(
     if terms.ndim < 2 or terms.shape[-1] % 2:
         raise ValueError(f"{name}: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
     rounding = None if format is None else _rounding(name, format, terms.shape[-1] // 2)
-    plain = functools.partial(reference.gated, activation=activation, dtype=dtype, format=rounding)
+    if hadamard is not None:
+        hadamard = _block(f"{name}: hadamard", hadamard, terms.shape[-1] // 2)
+        if isinstance(rounding, ActivationBlocks | DividedRows):
+            turned: Any = gated(
+                terms, activation, dtype=dtype, hadamard=hadamard, implementation=implementation
+            )
+            return quantize_rows(turned, rounding)
+    plain = functools.partial(
+        reference.gated, activation=activation, dtype=dtype, format=rounding, hadamard=hadamard
+    )
     reason = _why_not_triton(terms, dtype, rounding)
     if isinstance(rounding, ActivationBlocks) and activation != "silu":
         reason = f"{activation} has no kernel that rounds to blocks"
-    default = _default(terms, rounding)
+    if hadamard is not None and reason is None and (sm := device.compute_capability()) is not None:
+        reason = why_no_room(terms.shape[-1] // 2, hadamard, sm)
+    default = "triton" if hadamard is not None and terms.size else _default(terms, rounding)
     if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)
     if isinstance(rounding, ActivationBlocks):
         return blocks.gated_silu(terms, rounding, dtype=dtype)
-    kernel = functools.partial(triton.gated, activation=activation, dtype=dtype, format=rounding)
+    kernel = functools.partial(
+        triton.gated, activation=activation, dtype=dtype, format=rounding, hadamard=hadamard
+    )
     return _differentiable(kernel, plain, terms)
+
+
+def hadamard(x: jax.Array, block: int) -> jax.Array:
+    """Mixes the channels of each block of x [..., K] by Hadamard's transform, in float32.
+
+    block: the neighbouring channels that are multiplied by Sylvester's matrix / √block: a power of
+        two from 16 to 4096 that divides K. The matrix is its own inverse.
+
+    Raises ValueError for another block.
+    """
+    x = as_array("hadamard: x", x)
+    require_floats("hadamard", x=x)
+    if not x.ndim:
+        raise ValueError("hadamard: x is a number: expected an array [..., K]")
+    return transformed(x, _block("hadamard: block", block, x.shape[-1]))
 
 
 def quantize_rows(
@@ -198,6 +232,14 @@ def _rounding(operation: str, format: Format, channels: int) -> Rounding:
     if isinstance(format, ActivationBlocks):
         return format.checked(operation, channels)
     return ActivationFormat.of(format)
+
+
+def _block(name: str, block: Any, channels: int) -> int:
+    """The argument `name`, a block. Raises ValueError unless rows of so many channels have it."""
+    block = whole_number(name, block)
+    if expected := expected_block(block, channels):
+        raise ValueError(f"{name} is {block}: {expected}")
+    return block
 
 
 def _default(x: jax.Array, format: Rounding | None) -> str:

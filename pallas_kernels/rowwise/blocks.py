@@ -1,7 +1,7 @@
 """The operations between two products as Triton kernels, for activations in blocks (`int4`).
 
-A norm needs its whole row, so that one program has it. The other operations have no sum over a row
-but the largest magnitudes of blocks, so that several programs share a row.
+Rounding needs the largest magnitudes of blocks, not of rows, so that several programs share a row.
+A norm needs its whole row, and is a kernel of its own: one program gathers a whole row slowly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mpjax.kernels import arithmetic
 from mpjax.kernels.activation_blocks import BLOCK, FORMAT, ActivationBlocks
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
+from mpjax.kernels.rowwise import triton
 from mpjax.kernels.rowwise.triton import CHANNELS_PER_WARP, NEIGHBOURS
 from mpjax.kernels.target import current_target
 
-BLOCKS_PER_PROGRAM = 8  # of programs that share a row
+BLOCKS_PER_PROGRAM = 8
 
 
 class _Operands(NamedTuple):
@@ -33,8 +34,6 @@ class _Operands(NamedTuple):
 
     terms: Any  # [splits, rows, channels]
     blocks: ActivationBlocks  # bits [blocks], permutation [channels]
-    residual: Any = None  # [rows, channels]
-    weight: Any = None  # [channels]
 
 
 class _Tile(NamedTuple):
@@ -65,7 +64,7 @@ class _Tile(NamedTuple):
 
 
 # These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
-@functools.partial(jax.jit, static_argnames=("epsilon", "interpret"))
+@functools.partial(jax.jit, static_argnames=("epsilon", "dtype", "interpret"))
 def add_rms_norm(
     terms: jax.Array,
     residual: jax.Array | None,
@@ -73,31 +72,18 @@ def add_rms_norm(
     blocks: ActivationBlocks,
     *,
     epsilon: float,
+    dtype: jnp.dtype,
     interpret: bool = False,
 ) -> tuple[jax.Array, QuantizedActivations]:
-    """The stream and its norm, rounded to blocks; see the public function."""
-    splits, *shape, channels = terms.shape
-    rows = terms.size // (splits * channels)
-    operands = _Operands(
-        terms.reshape(splits, rows, channels),
-        blocks,
-        None if residual is None else residual.reshape(rows, channels),
-        weight,
+    """The stream and its norm, rounded to blocks; see the public function.
+
+    The norm is in float32 between the two kernels, so that it is rounded once.
+    """
+    stream, wide = triton.add_rms_norm(
+        terms, residual, weight, epsilon, jnp.dtype(jnp.float32), dtype, interpret=interpret
     )
-    count = pl.next_power_of_2(pl.cdiv(channels, BLOCK))
-    stream, result = _launch(
-        functools.partial(_norm_kernel, epsilon=epsilon),
-        operands,
-        (
-            jax.ShapeDtypeStruct((rows, channels), weight.dtype),
-            _result(rows, channels, weight.dtype, blocks),
-        ),
-        (rows,),
-        count,
-        "add_rms_norm",
-        interpret,
-    )
-    return stream.reshape(*shape, channels), _of_shape(result, shape)
+    assert isinstance(wide, jax.Array)
+    return stream, quantize_rows(wide, blocks, dtype=dtype, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
@@ -107,55 +93,41 @@ def gated_silu(
     """SiLU(gate) · up, rounded to blocks; see the public function."""
     splits, *shape, both = terms.shape
     operands = _Operands(terms.reshape(splits, -1, both), blocks)
-    result = _launch_parts(_gated_kernel, operands, both // 2, dtype, "gated_silu", interpret)
+    result = _launch(_gated_kernel, operands, both // 2, dtype, "gated_silu", interpret)
     return _of_shape(result, shape)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def quantize_rows(
-    x: jax.Array, blocks: ActivationBlocks, *, interpret: bool = False
+    x: jax.Array,
+    blocks: ActivationBlocks,
+    *,
+    dtype: jnp.dtype | None = None,
+    interpret: bool = False,
 ) -> QuantizedActivations:
-    """X [..., K] rounded to blocks; see the public function."""
+    """X [..., K] rounded to blocks, of `dtype` or that of x; see the public function."""
     *shape, channels = x.shape
     operands = _Operands(x.reshape(1, -1, channels), blocks)
-    result = _launch_parts(
-        _quantize_kernel, operands, channels, x.dtype, "quantize_rows", interpret
-    )
+    dtype = x.dtype if dtype is None else dtype
+    result = _launch(_quantize_kernel, operands, channels, dtype, "quantize_rows", interpret)
     return _of_shape(result, shape)
 
 
-def _launch_parts(
+def _launch(
     kernel: Any, operands: _Operands, channels: int, dtype: Any, name: str, interpret: bool
 ) -> QuantizedActivations:
     """Launches a kernel whose programs have parts of a row each."""
     rows, blocks = operands.terms.shape[1], pl.cdiv(channels, BLOCK)
     count = min(BLOCKS_PER_PROGRAM, pl.next_power_of_2(blocks))
-    grid = rows, pl.cdiv(blocks, count)
-    out_shape = _result(rows, channels, dtype, operands.blocks)
-    result: QuantizedActivations = _launch(
-        kernel, operands, out_shape, grid, count, name, interpret
-    )
-    return result
-
-
-def _launch(
-    kernel: Any,
-    operands: _Operands,
-    out_shape: Any,
-    grid: tuple[int, ...],
-    count: int,
-    name: str,
-    interpret: bool,
-) -> Any:
-    """Launches a kernel whose programs take `count` blocks of a row at a time."""
-    return launch(
+    result: QuantizedActivations = launch(
         functools.partial(kernel, count=count),
         operands,
-        out_shape=out_shape,
-        grid=grid,
+        out_shape=_result(rows, channels, dtype, operands.blocks),
+        grid=(rows, pl.cdiv(blocks, count)),
         settings=Settings(f"{name}_blocks", warps=_warps(count)),
         interpret=interpret,
     )
+    return result
 
 
 def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
@@ -186,33 +158,6 @@ def _result(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> A
 def _warps(blocks: int) -> int:
     """The warps of a program that has so many blocks at once."""
     return min(16, max(1, blocks * BLOCK // CHANNELS_PER_WARP))
-
-
-def _norm_kernel(
-    operands: _Operands, stream_ref: Any, result_ref: Any, *, epsilon: float, count: int
-) -> None:
-    channels = operands.terms.shape[2]
-    tile = _Tile.of(0, count, channels)
-    row, channel, mask = tile.row, tile.channel, tile.mask
-    # The channels of the result are loaded again, since registers can't be indexed: from the L1
-    # cache, and in flight during the sum over the row.
-    moved = _moved(operands, tile)
-    scale = _load(operands.weight.at[moved], mask)
-    stream = _stream(operands, row, channel, mask, stream_ref.dtype)
-    again = stream if moved is channel else _stream(operands, row, moved, mask, stream_ref.dtype)
-    store(stream_ref.at[row, channel], stream, mask=mask)
-    wide = stream.astype(jnp.float32)
-    squares = jnp.sum(jnp.sum(wide * wide, 1))  # Triton sums along one axis at a time
-    factor = jax.lax.rsqrt(squares / channels + epsilon)
-    _store(result_ref, again.astype(jnp.float32) * factor * scale, tile, operands.blocks)
-
-
-def _stream(operands: _Operands, row: Any, channel: Any, mask: Any, dtype: Any) -> jax.Array:
-    """The sum of terms and residual at some channels of a row, as it is stored."""
-    wide = _sum(operands.terms, row, channel, mask)
-    if operands.residual is not None:
-        wide += _load(operands.residual.at[row, channel], mask)
-    return wide.astype(dtype)
 
 
 def _gated_kernel(operands: _Operands, result_ref: Any, *, count: int) -> None:

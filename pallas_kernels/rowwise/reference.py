@@ -13,6 +13,7 @@ from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rounding import narrow
+from mpjax.kernels.rowwise.hadamard import transformed
 
 Rounding = ActivationFormat | ActivationBlocks | DividedRows
 
@@ -51,10 +52,12 @@ def gated(
     activation: str,
     dtype: jnp.dtype,
     format: Rounding | None = None,
+    hadamard: int | None = None,
 ) -> jax.Array | QuantizedActivations:
     """activation(gate) · up; see the public function."""
     gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, axis=-1)
-    return _rounded(gate * jax.nn.sigmoid(ACTIVATIONS[activation](gate)) * up, format, dtype)
+    wide = gate * jax.nn.sigmoid(ACTIVATIONS[activation](gate)) * up
+    return _rounded(wide if hadamard is None else transformed(wide, hadamard), format, dtype)
 
 
 def _gelu_argument(gate: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import arithmetic
@@ -14,6 +15,7 @@ from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 from mpjax.kernels.product_format import ActivationFormat
+from mpjax.kernels.rowwise.hadamard import tile_size, transform_tile
 from mpjax.kernels.rowwise.reference import ACTIVATIONS, quantizes
 from mpjax.kernels.target import current_target
 
@@ -37,12 +39,15 @@ def add_rms_norm(
     residual: jax.Array | None,
     weight: jax.Array,
     epsilon: float,
-    format: ActivationFormat | None = None,
+    format: ActivationFormat | np.dtype | None = None,
     dtype: jnp.dtype | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
-    """The stream and its norm; see the public function."""
+    """The stream and its norm; see the public function.
+
+    format: of the norm; a dtype, for an array of another one than the stream has.
+    """
     splits, *shape, channels = terms.shape
     rows = terms.size // (splits * channels)
     operands = _Operands(
@@ -58,12 +63,15 @@ def add_rms_norm(
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "dtype", "format", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("activation", "dtype", "format", "hadamard", "interpret")
+)
 def gated(
     terms: jax.Array,
     activation: str,
     dtype: jnp.dtype,
     format: ActivationFormat | None = None,
+    hadamard: int | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array | QuantizedActivations:
@@ -71,10 +79,13 @@ def gated(
     splits, *shape, both = terms.shape
     rows, channels = terms.size // (splits * both), both // 2
     size = pl.next_power_of_2(channels)
-    kernel = functools.partial(_gated_kernel, activation=activation, size=size)
+    if hadamard is not None:
+        size = tile_size(size, hadamard)
+    kernel = functools.partial(_gated_kernel, activation=activation, hadamard=hadamard, size=size)
     result = _result(rows, channels, dtype, format)
     rows_of_terms = terms.reshape(splits, rows, both)
-    outputs = _launch(kernel, rows_of_terms, result, f"gated_{activation}", interpret)
+    name = f"gated_{activation}" if hadamard is None else f"gated_{activation}_hadamard"
+    outputs = _launch(kernel, rows_of_terms, result, name, interpret)
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
@@ -94,8 +105,12 @@ def quantize_rows(
     return quantized
 
 
-def _result(rows: int, channels: int, dtype: jnp.dtype, format: ActivationFormat | None) -> Any:
-    """Shapes of a result: rows in `dtype`, or quantised as `format` says."""
+def _result(
+    rows: int, channels: int, dtype: jnp.dtype, format: ActivationFormat | np.dtype | None
+) -> Any:
+    """Shapes of a result: rows in `dtype`, or as `format` says."""
+    if isinstance(format, np.dtype):
+        return jax.ShapeDtypeStruct((rows, channels), format)
     if format is None or not quantizes(format):
         return jax.ShapeDtypeStruct((rows, channels), dtype)
     return QuantizedActivations(
@@ -137,7 +152,9 @@ def _norm_kernel(
     _store(result_ref, wide, row, channel, mask)
 
 
-def _gated_kernel(terms_ref: Any, result_ref: Any, *, activation: str, size: int) -> None:
+def _gated_kernel(
+    terms_ref: Any, result_ref: Any, *, activation: str, hadamard: int | None, size: int
+) -> None:
     channels = terms_ref.shape[2] // 2
     row, channel, mask = _row(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
@@ -145,7 +162,10 @@ def _gated_kernel(terms_ref: Any, result_ref: Any, *, activation: str, size: int
     target = current_target()
     argument = ACTIVATIONS[activation](gate)
     sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
-    _store(result_ref, gate * sigmoid * up, row, channel, mask)
+    wide = gate * sigmoid * up
+    if hadamard is not None:
+        wide = transform_tile(wide, hadamard)
+    _store(result_ref, wide, row, channel, mask)
 
 
 def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
@@ -156,7 +176,7 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The program's row, the indices of its channels, and their mask, or None if none is needed.
 
-    size: `channels`, rounded up to a power of two.
+    size: a power of two, `channels` or more.
     """
     row = first_program_id()
     # The compiler lets a thread hold as many neighbours as fill 16 bytes of the narrowest operand.

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 
 import mpjax
@@ -27,8 +30,22 @@ def test_a_checkpoint_is_written_and_quantised(tmp_path):
     assert (found["layers"], found["all_layers"]) == (3, 36)
     assert found["hidden_states_bytes"] == 256 * 64 * 2
     assert found["host_peak_bytes"] >= found["host_bytes_before"] > 0
+    peaks, started = found["host_peak_bytes_by_kind"], found["host_bytes_of_started_device"]
+    assert all(peaks[kind] >= size for kind, size in started.items())
+    assert sum(started[kind] for kind in ("anonymous", "files", "shared")) == started["all"]
     assert 0 < found["seconds_of_layer"] < found["seconds"] < found["seconds_of_all_layers"]
     assert found["packed_layer_bytes"] > 0
+
+
+def test_peaks_are_seen_though_they_pass():
+    before = memory.resident_bytes()
+    with memory.Watch() as watch:
+        np.ones(1 << 24).sum()
+        time.sleep(2 * memory.INTERVAL)
+        held = np.ones(1 << 24)
+        time.sleep(5 * memory.INTERVAL)
+        del held
+    assert watch.peaks["anonymous"] >= before["anonymous"] + (100 << 20)
 
 
 def test_one_layer_is_too_few_to_measure(capsys):

@@ -44,6 +44,18 @@ def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "methods.json").exists()
 
 
+def test_rows_take_the_place_of_those_of_their_precisions(tmp_path):
+    def row(precision, method, perplexity):
+        return {"precision": precision, "method": method, "perplexity": perplexity}
+
+    file = tmp_path / "methods.json"
+    first = [row("W16A16KV16", "", 1), row("W8A8KV16", "rtn", 2)]
+    assert methods.joined(file, first) == first
+    kept = [row("W16A16KV16", "", 3), row("W4A16KV16", "rtn", 4), row("W8A8KV16", "gptq", 5)]
+    file.write_text(json.dumps({"results": kept}))
+    assert methods.joined(file, first) == [first[0], kept[1], first[1]]
+
+
 def test_groups_must_divide_the_channels(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))  # of 64 channels
     cases = {"W4A16KV16": ("rtn",), "W4g64A16KV16": ("rtn",), "A16KV16H8": ("rtn",)}

@@ -50,6 +50,7 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
             "attention": {"results": [attention_row(), attention_row(copies=5)]},
             "attention-one": {"results": [attention_row(**sizes, queries=1)]},
             "perplexity": {"rows": [evaluated]},
+            "perplexity-other": {"rows": [evaluated], "model": "Other-1B.Q4_1.gguf"},
             "perplexity-calibrated": {"rows": [evaluated], "calibration": "a.txt"},
             "agreement": {
                 "rows": [compared],
@@ -83,6 +84,9 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert f"`mpjax evaluate {output}.json` ·" in text
     command = "mpjax evaluate --precision W16A16KV8s --calibrate a.txt"
     assert f"`{command} {output}-calibrated.json` ·" in text
+    command = "mpjax evaluate Other-1B.Q4_1.gguf --precisions W16A16KV8s"
+    assert f"`{command} {output}-other-1b.json` ·" in text
+    assert text.index(command) > text.index("## Perplexity of Other-1B.Q4_1.gguf")
     assert "| W4A16KV8 | gptq | 262,144 | 10.0 | 7.0 | 10.0 GB | 5.0 GB | 2.0 GB |" in text
     assert "`python -m benchmarks.memory --precision W4A16KV8 --method gptq --layers 4`" in text
     command = "mpjax evaluate --against itself --window 512 --precisions W16A16KV8s"
@@ -139,6 +143,15 @@ def test_a_command_names_what_was_measured(page, tmp_path):
     assert "--shapes llama3-70b.down,qwen3-8b.down --rounded` ·" in text
     names = {path.name for path in (tmp_path / "docs" / "benchmarks").glob("gemm-*.svg")}
     assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line, nor what is a part"
+
+
+def test_a_plot_has_the_rows_of_one_gpu(page, tmp_path):
+    other = {"results": [gemm_row(shape="llama3-70b.down")], "device": "another"}
+    rows = [gemm_row(shape="qwen3-8b.down")]
+    text = page(**{"gemm": {"results": rows}, "gemm-more": {"results": rows}, "gemm-other": other})
+    assert "another" in text
+    names = {path.name for path in (tmp_path / "docs" / "benchmarks").glob("gemm-*.svg")}
+    assert names == {"gemm-qwen3-8b.svg"}
 
 
 def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):

@@ -51,10 +51,11 @@ def test_a_fault_ends_the_rounds(monkeypatch, capsys):
     assert soak.main(["100"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["rounds"], found["differ"]) == (1, 2)
-    numbers = iter([0, 50, 100, 100])
-    monkeypatch.setattr(Idle, "statistics", lambda _: CLEAN | {"new_tokens": next(numbers)})
-    monkeypatch.setattr(soak, "run_round", lambda engine, rng: 0)
-    assert soak.main(["10", "--large", "--ride"]) == 0
+    said = []
+    monkeypatch.setattr(Idle, "statistics", lambda _: CLEAN | {"new_tokens": 50 * len(said)})
+    monkeypatch.setattr(soak, "run_round", lambda engine, rng: said.append(None) or 0)
+    assert soak.main(["90", "--large", "--ride"]) == 0
+    assert len(said) == 2
 
 
 def test_requests_are_of_many_kinds(tiny):

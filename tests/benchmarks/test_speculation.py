@@ -31,7 +31,9 @@ def test_rows_compare_each_proposer_with_plain_decoding(tmp_path, monkeypatch, c
     assert speculation.main([str(file), *arguments, "--rounds", "1"]) == 0
     assert asked[0] == {"max_new_tokens": 9, "sampling": {"temperature": 0.5}}
     assert asked[2] == asked[0] | {"speculate": mpjax.Ngram(4, 2)}
-    rows = json.loads(file.read_text())["rows"]
+    result = json.loads(file.read_text())
+    assert "device" in result
+    rows = result["results"]
     assert [row["case"] for row in rows] == ["repeat", "rename", "prose", "code"]
     assert [row["repeats"] for row in rows] == [True, True, False, False]
     assert len(asked) == 4 * (2 + 2)
@@ -40,6 +42,14 @@ def test_rows_compare_each_proposer_with_plain_decoding(tmp_path, monkeypatch, c
     assert rows[0]["proposed_per_step"] == 2
     assert rows[0]["same_tokens"]
     assert len(capsys.readouterr().out.splitlines()) == 4
+    bundled = "bundled | W16A16KV16 | repeat | 0.5 | ngram:4:2 | 2 | 10 | 4.00 | 2.50 | 75% | 2.00"
+    assert " | ".join(speculation.cells(rows[0])) == bundled
+    assert len(speculation.cells(rows[0])) == len(speculation.HEADERS)
+    expected = "python -m benchmarks.speculation OUT.json --speculate ngram:4:2"
+    assert speculation.command(rows) == expected
+    assert speculation.command([rows[0] | {"model": "small"}]).endswith(
+        "--model small --speculate ngram:4:2"
+    )
 
 
 def test_a_chat_model_gets_requests():

@@ -32,7 +32,22 @@ SUMMED = {
     **{"devices": 2, "dtype": "bfloat16", "bytes": 8192, "pair_microseconds": 22.0},
     **{"addition_microseconds": 4.0, "sum_microseconds": 18.0},
 }
+STEPS = {
+    **{"precision": "W4A16KV8", "batch": 1, "prompt_tokens": 2048, "new_tokens": 256},
+    "decode_step_microseconds": 2000.0,
+    "speculation": [
+        {"k": k, "proposing_step_microseconds": 2040.0, "verifying_step_microseconds": 2200.0}
+        for k in (4, 8)
+    ],
+}
+TEXT = {
+    **{"model": "bundled", "precision": "W16A16KV16", "case": "prose", "temperature": 0.8},
+    **{"proposer": "ngram:4:3", "plain_tokens_per_second": 100.0, "tokens_per_second": 98.0},
+    **{"speed_up": 0.98, "tokens_per_step": 1.0, "acceptance": 0.0, "proposed_per_step": 0.01},
+}
 RESULTS = {
+    "speculation-steps*.json": [STEPS],
+    "speculation-text*.json": [TEXT],
     "serve*.json": [SERVED | {"through": "engine"}, SERVED | {"through": "batches of 64"}],
     "experts*.json": [EXPERTS],
     "devices-llama3-70b*.json": [DIVIDED | {"devices": 1}, DIVIDED],
@@ -63,6 +78,16 @@ def page(*patterns):
             "devices-llama3-70b*.json",
             "| W4A16KV8 | 1 | 2 | 89 | 11.23 ms | 54% | 487,808 |",
             "mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1 --new-tokens 128",
+        ),
+        (
+            "speculation-steps*.json",
+            "| W4A16KV8 | 1 | 2048 | 8 | 2000 µs | 1.02 × | 1.10 × |",
+            "mpjax bench generate --precision W4A16KV8 --batch 1 --new-tokens 256 --speculate 4,8",
+        ),
+        (
+            "speculation-text*.json",
+            "| prose | 0.8 | ngram:4:3 | 100 | 98 | 0.98 | 1.00 | 0% | 0.01 |",
+            "python -m benchmarks.speculation OUT.json --speculate ngram:4:3",
         ),
         ("sums*.json", "| 2 | bfloat16 | 8 KiB | 22.0 µs |", "mpjax bench sums --devices 2"),
     ],

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mpjax.conftest import write_tiny_model
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -79,6 +81,7 @@ def test_learned_scales(printed):
 @pytest.mark.sweep
 def test_processes(tmp_path):
     """Two processes with two CPU devices each draw the same text from one model."""
+    folder = write_tiny_model(tmp_path)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -91,7 +94,7 @@ def test_processes(tmp_path):
     arguments = [sys.executable, str(EXAMPLES / "processes.py"), address, "2"]
     started = [
         subprocess.Popen(
-            [*arguments, str(number)],
+            [*arguments, str(number), str(folder)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,7 +1,6 @@
 """Decoders divided among devices against whole ones: logits, the cache, the shares joined again.
 
-It needs a process of its own with several devices:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.models.sharded_decoders`
+They need a process of its own with several devices; sharded_families.py runs them.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from mpjax.models import Decoder, ExpertsSpec, Packed
 from mpjax.models.division import Division
 from mpjax.models.qwen_moe import Qwen2MoE
 from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.share import ExpertDivision
 from tests.models.small import small_config, small_model
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -34,7 +34,9 @@ EXPERTS = ExpertsSpec(
     shared_gate=True,
 )
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+IN_ACT_ORDER = " in act-order"
 SHAPE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256}
+WHOLE = {"experts": "whole"}
 # Number of devices, what differs from SHAPE, the format of linear maps, and that of the cache.
 CASES = (
     # Each KV head is on two devices, and four don't divide the vocabulary.
@@ -43,16 +45,19 @@ CASES = (
     (8, {}, "float8:gK", "KV4"),  # half of the devices have no heads
     (2, {"hidden_size": 128}, "uint4:g128", "KVfp8"),
     (2, {"num_kv_heads": 1, "num_heads": 2, "head_dim": 64}, "liquid4:g64/int8", "KV2"),
-    (4, {}, "float8:gK/float8", "KV16"),
+    (4, {"hadamard": 64}, "float8:gK/float8", "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
+    (4, {"mlp": EXPERTS} | WHOLE, "float8:gK/float8", "KV16"),
+    (3, {"mlp": EXPERTS} | WHOLE, "uint4:g32 in act-order", "KV16"),  # two experts, one and one
+    (2, {"mlp": EXPERTS}, "uint4:g32 in act-order", "KV16"),
     (2, {"hidden_size": 128, "head_dim": 64, "intermediate_size": 512}, "int4:g128", "KV16"),
 )
 
 
-def divide(model: Decoder, count: int) -> ShardedDecoder:
+def divide(model: Decoder, count: int, experts: ExpertDivision = "divided") -> ShardedDecoder:
     places = model.linear_places(model.config)
     formats = {place.path: [part.format for part in place.parts(model)] for place in places}
-    division = Division.of(type(model), model.config, count, formats)
+    division = Division.of(type(model), model.config, count, formats, experts)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("model",))
     divided = ShardedDecoder.of(division, mesh)
     for array in model.array_places(model.config):
@@ -64,12 +69,13 @@ def divide(model: Decoder, count: int) -> ShardedDecoder:
     return divided
 
 
-def build(mlp: ExpertsSpec | None = None, **changes: Any) -> Decoder:
+def build(mlp: ExpertsSpec | None = None, hadamard: int | None = None, **changes: Any) -> Decoder:
     config = small_config((None,), **changes)
+    gated = dataclasses.replace(config.layers[0].mlp, hadamard=hadamard)
+    layers = (dataclasses.replace(config.layers[0], mlp=mlp or gated),)
+    config = dataclasses.replace(config, layers=layers)
     if mlp is None:
         return small_model(config)
-    layers = (dataclasses.replace(config.layers[0], mlp=mlp),)
-    config = dataclasses.replace(config, layers=layers)
     state = nnx.state(small_model(config))
     model = nnx.eval_shape(lambda: Qwen2MoE(config, nnx.Rngs(0)))  # which has names for all maps
     nnx.update(model, state)
@@ -86,10 +92,19 @@ _quantize = jax.jit(quantize, static_argnums=1)  # op by op takes longer to comp
 def quantize_all(model: Decoder, format: str) -> None:
     for place in model.linear_places(model.config):
         for linear in place.parts(model):
-            kernel = _quantize(linear.kernel.get_value(), format)
+            kernel = _quantize(linear.kernel.get_value(), format.removesuffix(IN_ACT_ORDER))
+            if format.endswith(IN_ACT_ORDER) and "experts" in place.path:
+                kernel = with_orders(kernel)
             if format == "int4:g128":
                 kernel = with_blocks(kernel, is_ordered=place.path.endswith("output"))
             linear.kernel = Packed(kernel)
+
+
+def with_orders(kernel: QuantizedTensor) -> QuantizedTensor:
+    """A stack of kernels, each with input channels in another order."""
+    rng, (experts, channels, _) = np.random.default_rng(6), kernel.shape
+    orders = np.stack([rng.permutation(channels) for _ in range(experts)]).astype(np.int32)
+    return dataclasses.replace(kernel, permutation=jnp.asarray(orders))
 
 
 def with_blocks(kernel: QuantizedTensor, *, is_ordered: bool) -> QuantizedTensor:
@@ -109,13 +124,14 @@ def require_same_arrays(whole: Decoder, joined: Decoder) -> None:
 
 
 def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> None:
-    model = build(**(SHAPE | changes))
+    experts = changes.get("experts", "divided")
+    model = build(**{k: v for k, v in (SHAPE | changes).items() if k != "experts"})
     if format is not None:
         quantize_all(model, format)
     if kv == "KVfp8":
         scales = np.random.default_rng(2).uniform(0.01, 0.02, (1, 2, model.config.num_kv_heads))
         model.put_cache_scales(jnp.asarray(scales, jnp.float32))
-    divided = divide(model, count)
+    divided = divide(model, count, experts)
     require_same_arrays(model, divided.whole())
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 5)), jnp.int32)
 
@@ -135,9 +151,3 @@ def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> N
         assert np.all(found[:, 50:] == -np.inf)
         error = np.abs(found[:, :50] - expected).max() / np.abs(expected).max()
         assert error < tolerance, (count, changes, format, kv, error)
-
-
-if __name__ == "__main__":
-    for case in CASES:
-        check(*case)
-    print(f"{len(CASES)} cases")

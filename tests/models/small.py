@@ -12,7 +12,15 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
-from mpjax.models import Decoder, DecoderConfig, Linear, Packed, llama_layers
+from mpjax.models import (
+    Decoder,
+    DecoderConfig,
+    ExpertsSpec,
+    LayerSpec,
+    Linear,
+    Packed,
+    llama_layers,
+)
 from tests.pallas_kernels.oracles import softmax_attention
 
 CONFIG = DecoderConfig(
@@ -57,6 +65,30 @@ def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
         return jnp.asarray(noise.astype(np.float32)).astype(x.dtype)
 
     nnx.update(model, jax.tree_util.tree_map_with_path(strong, nnx.state(model)))
+    return model
+
+
+def small_mixture(shared: bool) -> Decoder:
+    """A model of one layer with experts and strong weights.
+
+    It is like Mixtral; shared: like Qwen2-MoE, with an MLP for all tokens that has a gate, and with
+    biases in experts.
+    """
+    mlp = ExpertsSpec(32, num_experts=4, bias=shared, renormalize=not shared)
+    if shared:
+        mlp = dataclasses.replace(mlp, shared_size=96, shared_gate=True)
+    layer = LayerSpec(CONFIG.layers[0].attention, mlp)
+    model = nnx.eval_shape(
+        lambda: Decoder(dataclasses.replace(CONFIG, layers=(layer,)), nnx.Rngs(0))
+    )
+    rng = np.random.default_rng(0)
+
+    def strong(x: jax.ShapeDtypeStruct) -> jax.Array:
+        is_vector = len(x.shape) < 2
+        noise = rng.standard_normal(x.shape) * (0.3 if is_vector else x.shape[-2] ** -0.5)
+        return jnp.asarray(noise + is_vector, x.dtype)
+
+    nnx.update(model, jax.tree.map(strong, nnx.state(model)))
     return model
 
 

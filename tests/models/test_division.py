@@ -10,6 +10,8 @@ from mpjax.models import Decoder, ExpertsSpec, GptOss, Phi3
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.division import Division, Part
+from mpjax.models.qwen_moe import Qwen2MoE
+from mpjax.models.window import Window
 from tests.models.small import small_config
 
 CONFIG = small_config((None,), qkv_bias=True, qk_norm=True, head_dim=32, num_kv_heads=2)
@@ -60,6 +62,45 @@ def test_queries_keys_and_values_are_cut_each_by_itself(joint, count):
     for part, expected in zip(joined, whole, strict=True):
         np.testing.assert_array_equal(part.kernel, expected.kernel)
         np.testing.assert_array_equal(part.bias, expected.bias)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("count", "numbers"), [(2, (1,)), (4, (0, 1)), (8, (6, 7))])
+def test_shares_of_windows_are_those_of_whole_maps(joint, count, numbers):
+    found = division(count)
+    whole = [Part(random(64, outputs), random(outputs)) for _, outputs in QKV.shapes]
+    windows = found.windows(QKV, numbers)
+    read = [
+        Part(part.kernel[:, begin:end], part.bias[begin:end])
+        for part, (_, begin, end, _) in zip(whole, windows, strict=True)
+    ]
+    if joint:
+        read, whole = [joined(read)], [joined(whole)]
+    for number in numbers:
+        share = found.cut_linears(QKV, read, number, windows)
+        expected = found.cut_linears(QKV, whole, number)
+        for part, other in zip(share, expected, strict=True):
+            np.testing.assert_array_equal(part.kernel, other.kernel)
+            np.testing.assert_array_equal(part.bias, other.bias)
+
+
+def joined(parts: list[Part]) -> Part:
+    kernel = np.concatenate([part.kernel for part in parts], -1)
+    return Part(kernel, np.concatenate([part.bias for part in parts]))
+
+
+def test_windows_of_rows_and_of_a_table():
+    found, kernel = division(4), random(128, 64)
+    [window] = found.windows(DOWN, (2, 3))
+    assert window == Window(True, 64, 128)
+    [part] = found.cut_linears(DOWN, [Part(kernel[64:])], 2, [window])
+    np.testing.assert_array_equal(part.kernel, kernel[64:96])
+    embedding, norm, *_ = Decoder.array_places(CONFIG)
+    table, rows = random(50, 64), found.rows(embedding, (2, 3))
+    assert rows == Window(False, 26, 50)
+    share = found.cut_array(embedding, table[26:], 3, rows.begin)
+    np.testing.assert_array_equal(share, found.cut_array(embedding, table, 3))
+    assert found.rows(norm, (2, 3)) is None
 
 
 def test_the_first_share_has_the_first_heads_of_queries_keys_and_values():
@@ -133,6 +174,10 @@ def test_maps_that_files_hold_as_one_are_cut_each_by_itself(path):
     ends = np.cumsum([outputs for _, outputs in apart.shapes])[:-1]
     halves = [np.split(each, 2, 1) for each in np.split(whole, ends, 1)]
     shares = [found.cut_linears(joint, [Part(whole)], number) for number in range(2)]
+    [window] = found.windows(joint, (1,))
+    assert window.begin > 0
+    [part] = found.cut_linears(joint, [Part(whole[:, window.begin :])], 1, [window])
+    np.testing.assert_array_equal(part.kernel, shares[1][0].kernel)
     for number, [share] in enumerate(shares):
         expected = np.concatenate([each[number] for each in halves], 1)
         np.testing.assert_array_equal(share.kernel, expected)
@@ -160,3 +205,37 @@ def test_experts_maps_that_files_hold_as_one_are_cut_each_by_itself():
     pieces = [found.cut_array(sinks, random(4), number) for number in range(2)]
     np.testing.assert_array_equal(pieces[1], random(4)[2:])
     np.testing.assert_array_equal(found.join_array(sinks, pieces), random(4))
+
+
+def test_experts_are_whole_where_they_are_spread():
+    """Three devices of five experts: two, two and one."""
+    layers = (LayerSpec(GroupedQuerySpec(), ExpertsSpec(64, num_experts=5, bias=True)),)
+    config = dataclasses.replace(CONFIG, layers=layers)
+    places = Qwen2MoE.linear_places(config)
+    formats = {place.path: [None] for place in places}
+    found = Division.of(Qwen2MoE, config, 3, formats, "whole")
+    [place] = (place for place in places if place.path.endswith("gate_up"))
+    assert found.is_spread(place)
+    assert not found.is_spread(places[0])
+    whole = Part(random(5, 64, 128), random(5, 128))
+    shares = [found.cut_linears(place, [whole], number) for number in range(3)]
+    for number, [share] in enumerate(shares):
+        assert share.kernel.shape == (2, 64, 128)
+        mine = slice(2 * number, 2 * number + 2)
+        length = len(whole.kernel[mine])
+        np.testing.assert_array_equal(share.kernel[:length], whole.kernel[mine])
+        np.testing.assert_array_equal(share.bias[:length], whole.bias[mine])
+        np.testing.assert_array_equal(share.kernel[length:], 0.0)
+    windows = found.windows(place, (1, 2))
+    assert windows == [Window(False, 2, 5, is_of_experts=True)] * 2
+    some = Part(whole.kernel[2:], whole.bias[2:])
+    [again] = found.cut_linears(place, [some], 2, windows)
+    np.testing.assert_array_equal(again.kernel, shares[2][0].kernel)
+    [joined] = found.join_linears(place, shares, [None])
+    np.testing.assert_array_equal(joined.kernel, whole.kernel)
+    np.testing.assert_array_equal(joined.bias, whole.bias)
+
+
+def test_a_model_without_experts_has_none_to_spread():
+    with pytest.raises(ValueError, match="experts is 'whole', and the model has no experts: leave"):
+        Division.of(Decoder, CONFIG, 2, {}, "whole")

@@ -10,7 +10,17 @@ import pytest
 from flax import nnx
 
 from mpjax.kernels import Gate, Routing, quantize
-from mpjax.models import ConfigError, Decoder, ExpertsSpec, LayerSpec, LinearMaps, Packed
+from mpjax.kernels.cutting import Run
+from mpjax.models import (
+    ConfigError,
+    Decoder,
+    ExpertsSpec,
+    GatedMLPSpec,
+    LayerSpec,
+    LinearMaps,
+    Packed,
+)
+from mpjax.models.share import Cut, Share
 from tests.models.small import CONFIG
 from tests.pallas_kernels.experts.cases import expected
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
@@ -56,8 +66,24 @@ def test_the_maps_and_arrays_of_a_layer():
     }
     assert SPEC.routing == Routing(2, renormalize=False)
     assert SPEC.gate == Gate(2.0, 1.5)
-    folds = LayerSpec(CONFIG.layers[0].attention, SPEC).folds(CONFIG)
-    assert "mlp_norm" not in {fold.source for fold in folds}  # the router reads it, too
+
+
+def test_all_that_reads_the_norm_has_its_scales():
+    layer = LayerSpec(CONFIG.layers[0].attention, SPEC)
+    [norm] = [fold for fold in layer.folds(CONFIG) if fold.source == "mlp_norm"]
+    assert norm.readers == (
+        "mlp.experts.gate_up",
+        "mlp.router",
+        "mlp.shared.gate_up",
+        "mlp.shared_gate",
+    )
+    assert layer.writers(CONFIG)[1:] == ("mlp.experts.down", "mlp.shared.down")
+
+
+def test_experts_whose_gate_limits_up_have_no_fold_with_it():
+    plain = dataclasses.replace(SPEC, gate_limit=None)
+    targets = [[fold.target for fold in spec.folds(CONFIG)] for spec in (SPEC, plain)]
+    assert targets == [["shared.down"], ["experts.down", "shared.down"]]
 
 
 def test_bytes_of_a_token_count_all_of_its_experts():
@@ -132,3 +158,18 @@ def test_a_routing_that_does_not_fit_is_found_in_the_configuration():
     with pytest.raises(ConfigError, match=r"layers\[0\]\.mlp: 5 experts per token are more than"):
         Decoder(config, nnx.Rngs(0))
     assert "expected softmax or sigmoid" in (ExpertsSpec(32, scoring="x").why_unsound() or "")
+
+
+def test_a_share_has_experts_whole_beside_the_router_of_all():
+    spec = dataclasses.replace(SPEC, shared_size=96)
+    share = spec.spread(3, {"shared.down": 32})
+    assert (share.num_experts, share.held_experts, share.intermediate_size) == (4, 2, 32)
+    assert share.shared_size == 32
+    assert share.arrays(CONFIG) == dataclasses.replace(spec, shared_size=32).arrays(CONFIG)
+    experts = [maps.experts for maps in share.linear_maps(CONFIG)]
+    assert experts == [2, 2, None, None]
+    cuts = spec.cuts(CONFIG, share, Share(1, 3))
+    assert cuts["experts.gate_up"] == cuts["experts.down"] == Cut(experts=Run(2, 4, 2))
+    assert cuts["shared.down"] == Cut(inputs=Run(32, 64, 32))
+    dense = GatedMLPSpec(64)
+    assert dense.spread(2, {"down": 32}) == dense.divide(2, {"down": 32})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,17 @@ from mpjax.kernels import (
     quantize_rows,
 )
 from mpjax.models import Linear
-from mpjax.models.row_linear import LATENCY_BYTES, RowLinear, summing_dtype
+from mpjax.models.row_linear import RowLinear
+from tests.sweeps import in_sweep
 
 
-def on_one_device(linear: RowLinear, x: jax.Array) -> jax.Array:
+def on_one_device(
+    linear: RowLinear, x: jax.Array, function: Any = lambda linear, x: linear.terms(x)[0]
+) -> jax.Array:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
     whole = PartitionSpec()
     return jax.shard_map(
-        lambda linear, x: linear.terms(x)[0],
+        function,
         mesh=mesh,
         in_specs=(whole, whole),
         out_specs=whole,
@@ -60,7 +64,7 @@ def test_x_is_gathered_for_a_permutation():
     assert not np.allclose(found, Linear(straight)(x), atol=1e-2)
 
 
-@pytest.mark.parametrize("text", ["int8:gK/int8", "liquid4:g64/int8", "float8:gK/float8"])
+@pytest.mark.parametrize("text", ["int8:gK/int8", in_sweep("liquid4:g64/int8"), "float8:gK/float8"])
 def test_parts_of_rows_are_rounded_as_whole_rows(text):
     kernel, x = quantize(random(64, 8), text), random(2, 64)
     linear = RowLinear(kernel, None, "model", kernel.format)
@@ -68,14 +72,35 @@ def test_parts_of_rows_are_rounded_as_whole_rows(text):
     np.testing.assert_array_equal(on_one_device(linear, x), Linear(kernel)(x))
     rounded = quantize_rows(x, text)
     np.testing.assert_array_equal(on_one_device(linear, rounded), Linear(kernel)(x))
+
+
+@pytest.mark.sweep
+def test_rounding_counts_as_the_identity_in_derivatives():
+    kernel, x = quantize(random(64, 8), "int8:gK/int8"), random(2, 64)
+    linear = RowLinear(kernel, None, "model", kernel.format)
     gradient = jax.grad(lambda x: on_one_device(linear, x)[1].sum())(x)
     expected = jax.grad(lambda x: Linear(kernel)(x)[1].sum())(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_sums_that_take_no_longer_are_in_float32():
-    assert summing_dtype(LATENCY_BYTES // 4, jnp.bfloat16) == jnp.float32
-    assert summing_dtype(LATENCY_BYTES // 4 + 1, jnp.bfloat16) == jnp.bfloat16
+def test_experts_read_the_channels_of_all_devices_in_their_order():
+    rng = np.random.default_rng(1)
+    orders = jnp.asarray([rng.permutation(64) for _ in range(3)], jnp.int32)
+    stack = quantize(random(3, 64, 8), "uint4:g32")
+    kernel = dataclasses.replace(stack, permutation=orders)
+    experts, x = jnp.asarray([[2, 0]], jnp.int32), random(1, 2, 64)
+
+    def routed(linear, x):
+        found, straight = linear.routed(x, experts)
+        assert straight.permutation is None
+        return found
+
+    found = on_one_device(RowLinear(kernel, None, "model", kernel.format), x, routed)
+    for place, expert in enumerate((2, 0)):
+        np.testing.assert_array_equal(found[0, place], x[0, place][orders[expert]])
+    plain = RowLinear(stack, None, "model", stack.format)
+    assert plain.routed(x, experts) == (x, stack)
+    assert Linear(kernel).routed(x, experts) == (x, kernel)
 
 
 def test_a_long_sum_has_the_dtype_of_x():

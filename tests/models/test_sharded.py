@@ -12,6 +12,7 @@ import pytest
 from mpjax.models import Decoder
 from mpjax.models.registry import FAMILIES
 from mpjax.models.sharded import ShardedDecoder
+from tests.models import sharded_families
 from tests.models.sharded_decoders import CASES, divide, require_same_arrays
 from tests.models.small import small_config, small_model
 
@@ -19,14 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.sweep  # of the default, tests/mpjax/test_loading.py has a case
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        ("sharded_decoders", f"{len(CASES)} cases\n"),
-        ("sharded_families", f"{len(FAMILIES)} families\n"),
-    ],
-)
-def test_logits_are_those_of_the_whole_decoder(module, said):
+def test_logits_are_those_of_the_whole_decoder():
     """In a process of its own, which has eight devices."""
     environment = {
         **os.environ,
@@ -35,13 +29,14 @@ def test_logits_are_those_of_the_whole_decoder(module, said):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.models.{module}"],
+        [sys.executable, "-m", "tests.models.sharded_families"],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
+    said = f"{len(CASES)} cases, {len(FAMILIES)} families\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
@@ -70,6 +65,16 @@ def test_whole_sequences_are_read(divided):
     tokens = np.array([[1, 2, 3]])
     expected = small_model(small_config((None,)))(tokens)
     np.testing.assert_allclose(divided(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_over_all_heads_is_that_of_all_devices():
+    model = sharded_families.build("Olmo2ForCausalLM")
+    divided = divide(model, 1)
+    norms = divided.share.layers[0].attention
+    assert (norms.joint_axis, norms.joint_channels) == ("model", (4 * 32, 2 * 32))
+    assert model.layers[0].attention.joint_axis is None
+    tokens = np.array([[1, 2, 3]])
+    np.testing.assert_allclose(divided(tokens), model(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_arguments_are_checked_as_by_any_decoder(divided):

@@ -48,6 +48,7 @@ def test_heads_are_divided_with_the_keys_that_they_read(heads, kv_heads, count, 
     assert [f"{run.begin}-{run.end}/{run.size}" for run, _ in runs] == queries
     assert [f"{run.begin}-{run.end}/{run.size}" for _, run in runs] == keys
     assert shares.local == (runs[0][0].size, runs[0][1].size)
+    assert shares.holders == sum(run.begin == 0 < run.length for _, run in runs)
 
 
 def test_devices_with_one_kv_head_need_equal_parts_of_its_heads():

@@ -7,6 +7,7 @@ It needs a process of its own with several devices:
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import sys
@@ -20,10 +21,12 @@ import numpy as np
 import mpjax
 from mpjax.comparison import _differ
 from mpjax.decoding import Limits, decode, prefill
-from mpjax.kernels import KVFormat
+from mpjax.kernels import KVFormat, quantize
+from mpjax.models import Packed
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.models.sharded_decoders import divide, require_same_arrays
+from tests.models.sharded_families import build, keys
 from tests.models.small import small_config, small_model
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -95,30 +98,48 @@ def write_integers(folder: Path, hf: dict[str, Any], tensors: dict[str, Any]) ->
     return folder / "exported"
 
 
+def write_experts(folder: Path) -> Path:
+    """Writes a mixture of four experts, in compressed-tensors' packed integers."""
+    model = build("MixtralForCausalLM")
+    for place in model.linear_places(model.config):
+        for linear in place.parts(model):
+            linear.kernel = Packed(quantize(linear.kernel.get_value(), "uint4:g32"))
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(keys("MixtralForCausalLM")))
+    lm = mpjax.LanguageModel(model, None, KVFormat("16"), folder)
+    mpjax.export(lm, folder / "experts", progress=False)
+    return folder / "experts"
+
+
 def run(lm: mpjax.LanguageModel) -> mpjax.GeneratedTokens:
     """A greedy row, and one that is drawn."""
-    tokens = jnp.asarray(np.random.default_rng(1).integers(3, 96, (2, 6)), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(3, 51, (2, 6)), jnp.int32)
     options: dict[str, Any] = {"max_new_tokens": 12, "kv_format": lm.kv_format}
     lengths = jnp.asarray([6, 4], jnp.int32)
     return mpjax.generate_tokens(lm.model, tokens, lengths, sampling=SAMPLING, **options)
 
 
 def check(folder: Path, count: int, precision: str | None) -> tuple[mpjax.LanguageModel, ...]:
-    whole = mpjax.load(folder, precision=precision, dtype="float32", progress=False)
-    mpjax.save(whole, folder / "saved", progress=False)
-    given = {"dtype": "float32", "progress": False}
-    lm = mpjax.load(folder, precision=precision, devices=count, **given)
+    given = {"precision": precision, "dtype": "float32", "progress": False}
+    whole, lm = mpjax.load(folder, **given), mpjax.load(folder, devices=count, **given)
     assert (lm.devices, lm.precision, lm.num_parameters) == (
         *(count, whole.precision, whole.num_parameters),
     )
     require_same_arrays(whole.model, lm.model.whole())
-    restored = mpjax.load(folder / "saved", devices=jax.devices()[:count], progress=False)
-    for one, other in zip(jax.tree.leaves(restored.model), jax.tree.leaves(lm.model), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    mpjax.save(restored, folder / "saved", overwrite=True, progress=False)
-    again = mpjax.load(folder / "saved", progress=False)  # checked by its checksums
-    require_same_arrays(whole.model, again.model)
     return whole, lm
+
+
+def require_restored_alike(
+    folder: Path, whole: mpjax.LanguageModel, lm: mpjax.LanguageModel
+) -> None:
+    """Saved from several devices, restored on another number, saved again, restored on one."""
+    count = lm.devices * 2 if lm.devices < 4 else lm.devices // 2
+    mpjax.save(lm, folder, progress=False)
+    restored = mpjax.load(folder, devices=jax.devices()[:count], progress=False)
+    require_same_arrays(whole.model, restored.model.whole())
+    mpjax.save(restored, folder, overwrite=True, progress=False)
+    again = mpjax.load(folder, progress=False)  # checked by its checksums
+    require_same_arrays(whole.model, again.model)
 
 
 def call(whole: mpjax.LanguageModel, lm: mpjax.LanguageModel) -> None:
@@ -126,6 +147,20 @@ def call(whole: mpjax.LanguageModel, lm: mpjax.LanguageModel) -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert len(set(np.asarray(found.tokens).ravel().tolist())) > 4
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def require_experts_of_either_division(folder: Path) -> None:
+    """Loaded with whole experts, and restored with divided ones on more devices."""
+    source = write_experts(folder)
+    given = {"dtype": "float32", "progress": False}
+    whole, lm = (mpjax.load(source, devices=n, experts="whole", **given) for n in (1, 2))
+    assert lm.model.share.layers[0].mlp.experts.down.kernel.get_value().shape == (4, 96, 64)
+    require_same_arrays(whole.model, lm.model.whole())
+    call(whole, lm)
+    mpjax.save(lm, folder / "saved", progress=False)
+    for count, experts in ((4, "divided"), (3, "whole")):
+        restored = mpjax.load(folder / "saved", devices=count, experts=experts, progress=False)
+        require_same_arrays(whole.model, restored.model.whole())
 
 
 def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
@@ -143,12 +178,25 @@ def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
     assert found[0] == found[1]
 
 
-def require_greedy_tokens_of_one_device(precision: str, *counts: int) -> None:
+def require_quantised_and_exported_alike(folder: Path) -> None:
+    """Layers that are quantised one by one for two devices, and what an export makes of them."""
+    recipe, files = mpjax.Recipe.of("W4g32A16KV8", "rtn"), []
+    source = write(folder / "plain", "qwen2", None)  # which has biases
+    whole, *others = (mpjax.quantize(source, recipe, devices=n, progress=False) for n in (1, 2, 3))
+    for number, lm in enumerate((whole, *others)):
+        mpjax.export(lm, folder / f"{number}", progress=False)
+        files.append((folder / f"{number}" / "model.safetensors").read_bytes())
+        if number:
+            require_same_arrays(whole.model, lm.model.whole())
+    assert files[0] == files[1] == files[2]
+
+
+def require_greedy_tokens_of_one_device(precision: str, count: int) -> None:
     """The bundled model, whose rows of 8 bits all devices round with one scale."""
     given = {"precision": precision, "dtype": "float32", "progress": False}
     found = []
-    for count in (1, *counts):
-        lm = mpjax.load(mpjax.bundled_model(), devices=count, **given)
+    for devices in (1, count):
+        lm = mpjax.load(mpjax.bundled_model(), devices=devices, **given)
         text = "def read(path):\n    with open(path) as file:\n        return file.read()\n"
         tokens = jnp.asarray([lm.tokenizer.encode(text)], jnp.int32)
         cache = lm.model.create_cache(1, 128, lm.kv_format)
@@ -156,8 +204,7 @@ def require_greedy_tokens_of_one_device(precision: str, *counts: int) -> None:
         step = jax.jit(lambda m, *a: m.step(*a, fresh=True, every_position=True)[0])
         found.append(np.asarray(step(lm.model, tokens, sizes, cache))[0].argmax(-1))
     assert len(set(found[0].tolist())) > 8
-    for greedy in found[1:]:
-        np.testing.assert_array_equal(greedy, found[0])
+    np.testing.assert_array_equal(*found)
 
 
 def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
@@ -191,11 +238,13 @@ if __name__ == "__main__":
         pair = check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
         if number == 0:
             call(*pair)
+            require_restored_alike(Path(sys.argv[1]) / "saved", *pair)
     require_no_device_gets_all_logits(pair[1])
     if cases is MANY:
         require_the_engine_draws_the_same(*pair)
+        require_experts_of_either_division(Path(sys.argv[1]) / "mixture")
         require_comparisons_of_the_vocabulary()
-        require_greedy_tokens_of_one_device("W8A8KV16", 4)
-        require_greedy_tokens_of_one_device("W4A8KV16", 2, 8)
+        require_quantised_and_exported_alike(Path(sys.argv[1]) / "quantised")
+        require_greedy_tokens_of_one_device("W4A8KV16", 8)
         require_greedy_tokens_of_one_device("WFP8AFP8KV16", 2)
     print(f"{len(cases)} cases")

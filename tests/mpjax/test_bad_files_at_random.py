@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import mpjax
 from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.safetensors import DTYPES, Checkpoint
+from mpjax.checkpoint.schemes import registry
 from mpjax.cli import info
 from mpjax.kernels.gemm.plans import TABLES
 from mpjax.kernels.plans import TableError
@@ -45,9 +46,11 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,
     GPTQ,
+    HQQ,
     LLAMA3_SCALING,
     SQUARE,
     compressed_fp8,
+    compressed_integers,
     linear_shapes,
     pack_random,
     random_tensors,
@@ -224,6 +227,41 @@ def test_values_of_config_json(configured, data):
         path.write_text(json.dumps(changed(data.draw, json.loads(path.read_text()), KEYS)))
         if require_read_or_refused(info.inspect, folder):
             require_read_or_refused(mpjax.load, folder)
+
+
+def group(layout: str) -> dict[str, Any]:
+    """A group of a mixture."""
+    [usual] = compressed_integers(layout)["config_groups"].values()
+    return usual | {"format": layout, "targets": [layout, "re:.*"]}
+
+
+GROUPS = {layout: group(layout) for layout in ("pack-quantized", "int-quantized")}
+SETTINGS = [
+    *(HQQ, AWQ | {"version": "gemv_fast"}, compressed_integers("int-quantized")),
+    HQQ | {"quant_config": {"mlp.down_proj": HQQ["quant_config"]}},
+    compressed_integers() | {"format": "mixed-precision", "config_groups": GROUPS},
+    {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "kv_cache_scheme": {"num_bits": 8}},
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"a.*": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+    },
+]
+
+
+@at_random
+@hypothesis.given(st.data())
+def test_settings_of_schemes(data):
+    """A scheme that is read can say its formats, and find the scheme of a module."""
+    written, message = changed(data.draw, data.draw(st.sampled_from(SETTINGS))), ""
+    try:
+        scheme = registry.read(written)
+        assert all(choice.formats for choice in scheme.choices)
+        scheme.of_module("model.layers.0.mlp.down_proj").format("mlp.down_proj", 64)
+    except CheckpointError as error:
+        message = str(error)
+    assert len(message.encode()) < 2000
+    assert "\n" not in message
 
 
 @pytest.fixture(scope="module")

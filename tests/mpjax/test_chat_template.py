@@ -5,7 +5,15 @@ import datetime
 import pytest
 
 from mpjax.tokenizer import Tokenizer
-from tests.mpjax.tokenizer_folders import CHAT, LLAMA_TEMPLATE, TOOLS, llama, qwen, sentencepiece
+from tests.mpjax.tokenizer_folders import (
+    CHAT,
+    LLAMA_TEMPLATE,
+    TOOLS,
+    harmony,
+    llama,
+    qwen,
+    sentencepiece,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +26,12 @@ def qwen_folder(tmp_path_factory):
     return qwen(tmp_path_factory.mktemp("qwen"))
 
 
-@pytest.fixture(params=["llama", "qwen"])
+@pytest.fixture(scope="module")
+def harmony_folder(tmp_path_factory):
+    return harmony(tmp_path_factory.mktemp("harmony"))
+
+
+@pytest.fixture(params=["llama", "qwen", "harmony"])
 def pair(request):
     """The same folder through this library and through transformers."""
     transformers = pytest.importorskip("transformers")
@@ -47,6 +60,46 @@ def test_chat_equals_that_of_transformers(pair, variables):
     assert ours.chat(messages, **variables) == expected
     ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **arguments)
     assert ours.encode_chat(messages, **variables) == ids
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+HARMONY = [
+    {"role": "developer", "content": "Be kind."},
+    {"role": "user", "content": "What is 1 + 2?"},
+    {"role": "assistant", "tool_calls": [CALL], "content": None},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "thinking": "It is 3.", "content": "Three."},
+]
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_channels_and_calls_equal_those_of_transformers(harmony_folder, prompted):
+    """With the last answer's thinking, which later prompts leave out, and its other end."""
+    transformers = pytest.importorskip("transformers")
+    ours = Tokenizer.from_folder(harmony_folder)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(harmony_folder)
+    schema = {"properties": {"a": {"type": "number"}, "b": {"type": "array"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    arguments = {"add_generation_prompt": prompted, "tools": tools, "reasoning_effort": "low"}
+    expected = reference.apply_chat_template(HARMONY, tokenize=False, **arguments)
+    found = ours.chat(HARMONY, **arguments)
+    assert found == expected
+    assert '<|message|>{"a": 1, "b": [2]}<|call|><|start|>functions.add' in found
+    assert found.endswith("<|start|>assistant" if prompted else "<|message|>Three.<|return|>")
+    ids = reference.apply_chat_template(HARMONY, tokenize=True, return_dict=False, **arguments)
+    assert ours.encode_chat(HARMONY, **arguments) == ids
+
+
+def test_several_tokens_end_an_answer_and_others_end_its_messages(harmony_folder):
+    ours = Tokenizer.from_folder(harmony_folder)
+    assert [ours.backend.id_to_token(i) for i in ours.stop_ids] == [
+        *("<|return|>", "<|endoftext|>", "<|call|>")
+    ]
+    end = ours.backend.token_to_id("<|end|>")
+    assert end in ours.special_ids
+    assert end not in ours.stop_ids
+    with pytest.raises(ValueError, match=r"Text of other channels belongs into thinking\."):
+        ours.chat([{"role": "assistant", "content": "<|channel|>analysis<|message|>hm"}])
 
 
 def test_llama_chat_reads_as_expected(llama_folder):

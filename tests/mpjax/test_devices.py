@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpjax import devices
-from mpjax.devices import read_devices
+from mpjax.devices import read_devices, read_experts
 
 ONE = jax.devices()[:1]
 
@@ -78,3 +78,12 @@ def test_each_process_has_some_of_the_devices(monkeypatch):
         ValueError, match=r"devices of 1 of 2 processes: expected some of each; .*4"
     ):
         read_devices(2)
+
+
+def test_experts_are_divided_or_whole():
+    assert (read_experts("divided"), read_experts("whole")) == ("divided", "whole")
+    for wrong in ("half", None, 2):
+        with pytest.raises(
+            ValueError, match=f"experts is {wrong!r}: expected 'divided' or 'whole'"
+        ):
+            read_experts(wrong)

@@ -28,6 +28,22 @@ def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
     assert document_tokens(tokenizer, "import") == tokenizer.encode("import")
 
 
+def test_first_pieces_are_of_one_document_each_and_not_too_many(tiny):
+    def pieces(most):
+        size = tiny.config.vocab_size
+        return list(windows.first_pieces(tiny.tokenizer, TEXTS, size, window=4, most=most))
+
+    whole = {number: document_tokens(tiny.tokenizer, TEXTS[number]) for number in (0, 2)}
+    assert [number for number, _ in pieces(1000)] == sorted(number for number, _ in pieces(1000))
+    for number, ids in whole.items():
+        assert [i for owner, piece in pieces(1000) if owner == number for i in piece] == ids
+    count = len(whole[0]) + 5
+    assert sum(len(piece) for _, piece in pieces(count)) == count
+    assert max(len(piece) for _, piece in pieces(1000)) == 4
+    with pytest.raises(ValueError, match="the model knows 0 to 0"):
+        list(windows.first_pieces(tiny.tokenizer, TEXTS, 1, window=4, most=9))
+
+
 @pytest.mark.parametrize("window", [1, 5, 1000])
 def test_apart_every_token_of_a_document_is_predicted_once(tiny, window):
     pieces = windows.apart(tiny.tokenizer, TEXTS, window)

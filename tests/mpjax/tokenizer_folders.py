@@ -72,6 +72,59 @@ QWEN_TEMPLATE = """{%- if tools %}
     {%- endif %}
 {%- endif %}
 """
+# As gpt-oss's: macros, a namespace, channels, and a last answer that ends with another token.
+HARMONY_TEMPLATE = """{%- macro signature(tool) -%}
+{{- "type " + tool.name + " = (_: " }}
+{%- if tool.parameters is defined and tool.parameters is mapping %}
+    {%- for name, spec in tool.parameters.properties.items() %}
+        {{- name + ": " + spec.type + ("" if loop.last else ", ") }}
+    {%- endfor %}
+{%- endif %}
+{{- ") => any;" }}
+{%- endmacro -%}
+{%- macro turn(role, channel, text, end="<|end|>") -%}
+{{- "<|start|>" + role }}
+{%- if channel %}{{- "<|channel|>" + channel }}{%- endif %}
+{{- "<|message|>" + text + end }}
+{%- endmacro -%}
+{%- set effort = reasoning_effort | default("medium", true) %}
+{%- set today = "Current date: " + strftime_now("%Y-%m-%d") %}
+{{- turn("system", none, today + "\\nReasoning: " + effort) }}
+{%- if messages[0].role in ["developer", "system"] %}
+    {{- turn("developer", none, "# Instructions\\n\\n" + messages[0].content) }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}
+    {%- for tool in tools %}{{- signature(tool.function) }}{%- endfor %}
+{%- endif %}
+{%- set last = namespace(call=none) %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" and message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- set last.call = call.name %}
+        {{- turn("assistant to=functions." + call.name, "commentary json", call.arguments | tojson,
+                 "<|call|>") }}
+    {%- elif message.role == "assistant" %}
+        {%- if "<|channel|>" in message.content %}
+            {{- raise_exception("Text of other channels belongs into thinking.") }}
+        {%- endif %}
+        {%- if loop.last and not add_generation_prompt %}
+            {%- if message.thinking %}
+                {{- turn("assistant", "analysis", message.thinking) }}
+            {%- endif %}
+            {{- turn("assistant", "final", message.content, "<|return|>") }}
+        {%- else %}
+            {{- turn("assistant", "final", message.content) }}
+        {%- endif %}
+    {%- elif message.role == "tool" %}
+        {%- if last.call is none %}{{- raise_exception("No tool was called.") }}{%- endif %}
+        {{- turn("functions." + last.call + " to=assistant", "commentary", message.content) }}
+    {%- else %}
+        {{- turn(message.role, none, message.content) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}
+"""
 CHAT = [
     {"role": "system", "content": "Be <brief> & kind. "},
     {"role": "user", "content": "Häagen-Dazs in 日本?"},
@@ -132,6 +185,18 @@ def qwen(folder):
     }
     write(folder, backend, tokenizer_config=config, config={"eos_token_id": 0, "bos_token_id": 0})
     (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE, encoding="utf-8")
+    return folder
+
+
+def harmony(folder):
+    """A folder like gpt-oss's: three tokens end an answer, and `<|end|>` a message of it."""
+    ends = ["<|return|>", "<|endoftext|>", "<|call|>"]
+    backend = byte_level([*ends, "<|start|>", "<|channel|>", "<|message|>", "<|end|>"])
+    config = {"eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    written = {"eos_token_id": [0, 1, 2], "pad_token_id": 1}
+    write(folder, backend, tokenizer_config=config, generation_config=written)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(HARMONY_TEMPLATE, encoding="utf-8")
     return folder
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack
+from tests.sweeps import in_sweep
 
 NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WEIGHT_FORMATS = tuple(
@@ -20,11 +22,20 @@ WEIGHT_FORMATS = tuple(
 # Every legal format, written in full.
 ALL_FORMATS = (
     *(text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")),
+    *(f"affine{bits}:g{size}" for bits in (4, 8) for size in (32, 64, 128)),
     *(f"table{bits}:g{size}" for bits in (4, 3, 2) for size in (32, 64, 128, 256)),
     *("float8:g128", "float8:gK", "float8:g128/float8", "float8:gK/float8", "float4:g32"),
     *("int8:gK/int8", "int4:g128/int8", "liquid4:g64/int8", "bfloat16", "float16"),
 )
 PACKED_FORMATS = ALL_FORMATS[:-2]
+# Formats that differ from affine4:g32 or affine8:g64 in the size of groups alone.
+ALIKE = ("affine4:g64", "affine4:g128", "affine8:g32", "affine8:g128")
+
+
+def most_formats(formats: Sequence[str]) -> list[Any]:
+    """Cases of `parametrize`, of which the formats that are like others are in the sweep."""
+    return [in_sweep(text) if text in ALIKE else text for text in formats]
+
 
 # The values of e2m1's codes.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -177,6 +188,9 @@ class PlainWeight:
         if format.codes == "float4":
             powers = 2.0 ** rng.integers(-12, 3, group_shape)
             return cls(format, codes, powers.astype(NUMPY_DTYPES["bfloat16"]))
+        if format.codes.startswith("affine"):
+            scales, minima = scales.astype(np.float16), rng.uniform(-1, 1, group_shape)
+            return cls(format, codes, scales, minima.astype(np.float16))
         scales = scales.astype(NUMPY_DTYPES[scale_dtype])
         if format.codes.startswith("table"):
             table = rng.standard_normal(2**format.bits).astype(np.float32)
@@ -228,6 +242,9 @@ class PlainWeight:
             assert self.channel_scales is not None
             offsets = np.repeat(wide(self.zeros), size, axis=0)
             product = (wide(self.codes) * scales + offsets - 128) * wide(self.channel_scales)
+        elif self.format.codes.startswith("affine"):
+            assert self.zeros is not None
+            product = wide(self.codes) * scales + np.repeat(wide(self.zeros), size, axis=0)
         elif self.format.codes == "float4":
             product = E2M1[self.codes] * scales
         elif self.format.codes.startswith("uint"):

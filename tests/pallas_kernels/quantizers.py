@@ -41,6 +41,8 @@ def oracle(weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = 
     if format.codes.startswith("table"):
         entries = normal_float(format.bits) if table is None else table
         return join([table_oracle(group, entries) for group in groups])
+    if format.codes.startswith("affine"):
+        return join([affine_oracle(group, format.bits) for group in groups])
     return join([integer_oracle(group, format) for group in groups])
 
 
@@ -63,6 +65,16 @@ def integer_oracle(group: np.ndarray, format: WeightFormat) -> Quantized:
         zero = np.full_like(step, (top + 1) // 2)
     codes = np.clip(np.rint(group * inverse) + zero, 0, top)
     return Quantized(codes, step.astype(np.float16), zero)
+
+
+def affine_oracle(group: np.ndarray, bits: int) -> Quantized:
+    """The smallest weight, and steps up to the largest one; here `zeros` are the minima."""
+    minimum = group.min(0).astype(np.float16).astype(np.float32)
+    scale = ((group.max(0) - minimum) * np.float32(1 / (2**bits - 1))).astype(np.float16)
+    scale = np.where(scale <= 0, np.float16(1), scale)
+    inverse = np.float32(1) / scale.astype(np.float32)
+    codes = np.clip(np.rint((group - minimum) * inverse), 0, 2**bits - 1)
+    return Quantized(codes, scale, minimum.astype(np.float16))
 
 
 def float8_oracle(group: np.ndarray, tile: int | None) -> Quantized:

@@ -57,6 +57,17 @@ def test_parts_along_k_have_the_same_weights_and_are_joined_bit_for_bit(text, ru
     require_equal(join_inputs(parts, runs, whole.format), whole)
 
 
+@pytest.mark.parametrize("text", ["uint4:g128", "uint8:gK"])
+def test_a_part_is_cut_out_of_a_window_with_it(text):
+    whole = weight(text, 1024)
+    window = cut_inputs(whole, HALVES, 1)  # channels 512 to 1023
+    quarters = [Run(256 * i, 256 * i + 256, 256) for i in range(4)]
+    require_equal(cut_inputs(window, quarters, 3, 512), cut_inputs(whole, quarters, 3))
+    permuted = dataclasses.replace(window, permutation=jnp.arange(512, dtype=jnp.int32))
+    with pytest.raises(ValueError, match="a window of a tensor with a permutation can't be cut"):
+        cut_inputs(permuted, quarters, 3, 512)
+
+
 @pytest.mark.parametrize("text", ["uint4:g32", "liquid4:g64/int8"])
 def test_parts_along_n_end_with_zeros_and_are_joined_bit_for_bit(text):
     whole = weight(text, 128)
@@ -149,6 +160,7 @@ def test_copies_are_joined_once():
 
 def test_a_run_in_channels():
     assert Run(1, 2, 2).times(64) == Run(64, 128, 128)
+    assert Run(1, 2, 2).moved(-1) == Run(0, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 each_packed_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 
 CODES = ["uint4", "uint8", "table4", "table3", "table2", "float8", "float4", "int8", "liquid4"]
-CODES += ["int4", "bfloat16", "float16"]
+CODES += ["int4", "affine4", "affine8", "bfloat16", "float16"]
 
 
 @each_format
@@ -84,6 +84,8 @@ SIZES = "expected 32, 64, 128 or "
         ("float8:g64", r"float8 with group size 64: expected 128 or K, all input channels"),
         ("int8:g128", r"int8 with group size 128: expected K, all input channels"),
         ("liquid4", "liquid4 with group size K: expected 64$"),
+        ("affine4", "affine4 with group size K: expected 32, 64 or 128$"),
+        ("affine4:g32:sym", "affine4 has no zero point"),
         ("bfloat16:g128", r"bfloat16 with group size 128: expected K, all input channels"),
         ("float16:sym", "float16 has no zero point, so that it can't be symmetric"),
         ("table4:g64:sym", "table4 has no zero point"),

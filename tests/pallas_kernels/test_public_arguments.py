@@ -123,6 +123,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"x": X, "weight": STACK, "experts": CHOSEN, "routing_weights": jnp.ones((3, 2))}
         | {"bias": None, "activations": None, "implementation": None},
     ),
+    "sum_over_devices": (
+        lambda **given: jax.vmap(
+            lambda x: kernels.sum_over_devices(**({"x": x} | given)), axis_name="i"
+        )(X),
+        {"axis": "i", "implementation": "reference"},
+    ),
+    "expert_mlp_terms": (
+        kernels.expert_mlp_terms,
+        {"x": X, "mlp": kernels.ExpertMLP(STACK, jnp.ones((4, 8, 16))), "experts": CHOSEN}
+        | {"routing_weights": jnp.ones((3, 2)), "activations": None, "implementation": None},
+    ),
     "route": (
         kernels.route,
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)},
@@ -164,8 +175,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gated": (
         kernels.gated,
         {"terms": X[None], "activation": "gelu", "dtype": "f32", "format": None}
-        | {"implementation": "reference"},
+        | {"hadamard": 16, "implementation": "reference"},
     ),
+    "hadamard": (kernels.hadamard, {"x": X, "block": 32}),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
     "KVLayout": (
         kernels.KVLayout,
@@ -185,6 +197,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "ActivationBlocks": (
         lambda **fields: kernels.quantize_activations(X, kernels.ActivationBlocks(**fields)),
         {"bits": jnp.full(1, 4), "permutation": jnp.arange(64)},
+    ),
+    "LocalExperts.of": (
+        kernels.LocalExperts.of,
+        {"experts": jnp.ones((2, 1), jnp.int32), "first": 1, "count": 2},
     ),
     "DividedRows": (
         kernels.DividedRows,

@@ -19,12 +19,13 @@ from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
     PACKED_FORMATS,
     PlainWeight,
+    most_formats,
 )
 
 # Symmetric codes lie as others do.
 LAYOUTS = [text for text in PACKED_FORMATS if ":sym" not in text]
 FORMAT = WeightFormat.parse("uint4:g32")
-each_layout = pytest.mark.parametrize("text", LAYOUTS)
+each_layout = pytest.mark.parametrize("text", most_formats(LAYOUTS))
 # One of every kind of codes, and of every width.
 KINDS = [
     *("uint4:g32", "uint8:g32", "table4:g64", "table3:g32", "table2:g32", "float8:g128"),
@@ -66,12 +67,13 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     assert found.format == format
     assert_same(found.codes, plain.codes.astype(code_kinds.of(format).code_dtype))
     assert_same(found.scales, plain.scales)
-    assert_same(tensor.zeros()[: len(plain.scales)], plain.zero_points())
+    zeros = plain.zero_points()
+    assert_same(tensor.zeros()[: len(zeros)], zeros)
     expected = {"zeros": plain.zeros, "channel_scales": plain.channel_scales, "table": plain.table}
     for name, array in (expected | {"permutation": permutation}).items():
         assert (getattr(found, name) is None) == (array is None)
         if array is not None:
-            dtype = {"permutation": np.int32, "zeros": np.uint16}.get(name, array.dtype)
+            dtype = {"permutation": np.int32, "zeros": zeros.dtype}.get(name, array.dtype)
             assert_same(getattr(found, name), array.astype(dtype))
     assert tensor.scale_dtype == plain.scales.dtype.name
 
@@ -126,7 +128,7 @@ def test_packs_any_shape_in_any_order(weight):
 
 
 @pytest.mark.parametrize("shape", [(256, 1), (768, 3), (1280, 129)])
-@pytest.mark.parametrize("text", ALL_FORMATS)
+@pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 def test_a_format_knows_the_bytes(text, shape):
     format = WeightFormat.parse(text)
     weight = jax.ShapeDtypeStruct(shape, jnp.float32)

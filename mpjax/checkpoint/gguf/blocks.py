@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,24 @@ OTHERS = {
     **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
     **{34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
-CodesAndScales = tuple[jax.Array, jax.Array]
+GROUP = 32  # codes that share a scale, of types that have `codes`
+
+
+class Codes(NamedTuple):
+    """Blocks whose numbers are code · scale, or code · scale + minimum.
+
+    codes: int32 [..., groups, 32]; without minima they are signed. scales, minima: float32
+    [..., groups, 1]; minima are None where there are none.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    minima: jax.Array | None = None
+
+    def values(self) -> jax.Array:
+        """The numbers of the blocks, float32 [..., groups, 32]."""
+        numbers = self.codes.astype(jnp.float32) * self.scales
+        return numbers if self.minima is None else numbers + self.minima
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +53,8 @@ class TensorType:
     name, number: as in ggml. size: numbers in a block. block_bytes: bytes of a block.
     dtype: of plain numbers, which are blocks of one; None for codes.
     values: from blocks uint8 [..., block_bytes] to their numbers, float32 [..., size].
-    codes: of a type whose numbers are a signed code times a scale: from blocks to the codes int32
-        [..., size] and the scales float16 [...]. code_bits: of these codes, sign included.
+    codes: of a type with a scale for every 32 numbers: from blocks to their codes. code_bits: of
+        these, sign included. has_minima: whether a group has a minimum, too.
     """
 
     name: str
@@ -45,8 +63,9 @@ class TensorType:
     block_bytes: int = 2
     dtype: np.dtype | None = None
     values: Callable[[jax.Array], jax.Array] | None = None
-    codes: Callable[[jax.Array], CodesAndScales] | None = None
+    codes: Callable[[jax.Array], Codes] | None = None
     code_bits: int = 0
+    has_minima: bool = False
 
     def nbytes(self, shape: tuple[int, ...], where: str) -> int:
         """Bytes of a tensor. Raises CheckpointError where blocks don't divide its rows."""
@@ -60,6 +79,8 @@ class TensorType:
 
     def dequantize(self, blocks: jax.Array) -> jax.Array:
         """The numbers float32 [rows, columns] of blocks uint8 [rows, blocks, block_bytes]."""
+        if self.codes is not None:
+            return self.codes(blocks).values().reshape(blocks.shape[0], -1)
         assert self.values is not None
         return self.values(blocks).reshape(blocks.shape[0], -1)
 
@@ -74,14 +95,15 @@ def of_number(number: int, where: str) -> TensorType:
     )
 
 
-def _float16(blocks: jax.Array, begin: int) -> jax.Array:
-    """The float16 at a byte of each block, [...]."""
-    return jax.lax.bitcast_convert_type(blocks[..., begin : begin + 2], jnp.float16)
-
-
 def _float32(blocks: jax.Array, begin: int) -> jax.Array:
-    """The float16 at a byte of each block as float32, [..., 1], to broadcast with its numbers."""
-    return _float16(blocks, begin)[..., None].astype(jnp.float32)
+    """The float16 at a byte of each block as float32, [..., 1, 1], to broadcast with groups."""
+    half = jax.lax.bitcast_convert_type(blocks[..., begin : begin + 2], jnp.float16)
+    return half[..., None, None].astype(jnp.float32)
+
+
+def _group(codes: jax.Array) -> jax.Array:
+    """Codes [..., 32] of blocks as int32 groups, one of each block: [..., 1, 32]."""
+    return codes[..., None, :].astype(jnp.int32)
 
 
 def _halves(packed: jax.Array) -> jax.Array:
@@ -96,38 +118,28 @@ def _fifth_bits(blocks: jax.Array, begin: int) -> jax.Array:
     return ((words >> shifts) & jnp.uint32(1)).astype(jnp.uint8) << jnp.uint8(4)
 
 
-def _scaled(codes: Callable[[jax.Array], CodesAndScales]) -> Callable[[jax.Array], jax.Array]:
-    """Numbers of a type that has `codes`: code · scale."""
-
-    def values(blocks: jax.Array) -> jax.Array:
-        found, scales = codes(blocks)
-        return found.astype(jnp.float32) * scales[..., None].astype(jnp.float32)
-
-    return values
+def _q8_0(blocks: jax.Array) -> Codes:
+    codes = jax.lax.bitcast_convert_type(blocks[..., 2:], jnp.int8)
+    return Codes(_group(codes), _float32(blocks, 0))
 
 
-def _q8_0(blocks: jax.Array) -> CodesAndScales:
-    codes = jax.lax.bitcast_convert_type(blocks[..., 2:], jnp.int8).astype(jnp.int32)
-    return codes, _float16(blocks, 0)
+def _q4_0(blocks: jax.Array) -> Codes:
+    return Codes(_group(_halves(blocks[..., 2:])) - 8, _float32(blocks, 0))
 
 
-def _q4_0(blocks: jax.Array) -> CodesAndScales:
-    return _halves(blocks[..., 2:]).astype(jnp.int32) - 8, _float16(blocks, 0)
-
-
-def _q5_0(blocks: jax.Array) -> CodesAndScales:
+def _q5_0(blocks: jax.Array) -> Codes:
     codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return codes.astype(jnp.int32) - 16, _float16(blocks, 0)
+    return Codes(_group(codes) - 16, _float32(blocks, 0))
 
 
-def _q4_1(blocks: jax.Array) -> jax.Array:
-    codes = _halves(blocks[..., 4:]).astype(jnp.float32)
-    return codes * _float32(blocks, 0) + _float32(blocks, 2)
+def _q4_1(blocks: jax.Array) -> Codes:
+    codes = _halves(blocks[..., 4:])
+    return Codes(_group(codes), _float32(blocks, 0), _float32(blocks, 2))
 
 
-def _q5_1(blocks: jax.Array) -> jax.Array:
-    codes = (_halves(blocks[..., 8:]) | _fifth_bits(blocks, 4)).astype(jnp.float32)
-    return codes * _float32(blocks, 0) + _float32(blocks, 2)
+def _q5_1(blocks: jax.Array) -> Codes:
+    codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks, 4)
+    return Codes(_group(codes), _float32(blocks, 0), _float32(blocks, 2))
 
 
 def _six_bit_pairs(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -143,12 +155,11 @@ def _six_bit_pairs(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _with_minima(blocks: jax.Array, codes: jax.Array) -> jax.Array:
-    """Numbers of a block of 8 · 32 codes with six-bit scales and minima, [..., 256]."""
+def _with_minima(blocks: jax.Array, codes: jax.Array) -> Codes:
+    """Blocks of codes [..., 8, 32] with six-bit scales, and minima that are subtracted."""
     scales, minima = _six_bit_pairs(blocks[..., 4:16])
-    steps = _float32(blocks, 0)[..., None] * scales
-    offsets = _float32(blocks, 2)[..., None] * minima
-    return (steps * codes.astype(jnp.float32) - offsets).reshape(*blocks.shape[:-1], 256)
+    steps, offsets = _float32(blocks, 0) * scales, _float32(blocks, 2) * minima
+    return Codes(codes.astype(jnp.int32), steps, -offsets)
 
 
 def _nibbles_of_chunks(packed: jax.Array) -> jax.Array:
@@ -157,11 +168,11 @@ def _nibbles_of_chunks(packed: jax.Array) -> jax.Array:
     return _halves(chunks).reshape(*packed.shape[:-1], 8, 32)
 
 
-def _q4_k(blocks: jax.Array) -> jax.Array:
+def _q4_k(blocks: jax.Array) -> Codes:
     return _with_minima(blocks, _nibbles_of_chunks(blocks[..., 16:]))
 
 
-def _q5_k(blocks: jax.Array) -> jax.Array:
+def _q5_k(blocks: jax.Array) -> Codes:
     packed = blocks[..., None, 16:48]  # bit i of a byte belongs to run i
     runs = jnp.arange(8, dtype=jnp.uint8)[:, None]
     fifth = (packed >> jax.lax.broadcast_to_rank(runs, packed.ndim)) & jnp.uint8(1)
@@ -177,7 +188,7 @@ def _q6_k(blocks: jax.Array) -> jax.Array:
     codes = nibbles | (((high >> shifts) & jnp.uint8(3)) << jnp.uint8(4))
     centred = codes.astype(jnp.float32).reshape(*leading, 16, 16) - 32
     scales = jax.lax.bitcast_convert_type(blocks[..., 192:208], jnp.int8).astype(jnp.float32)
-    steps = _float32(blocks, 208) * scales
+    steps = _float32(blocks, 208)[..., 0] * scales
     return (steps[..., None] * centred).reshape(*leading, 256)
 
 
@@ -187,14 +198,14 @@ TYPES: dict[int, TensorType] = {
         TensorType("F32", 0, 1, 4, np.dtype(np.float32)),
         TensorType("F16", 1, 1, 2, np.dtype(np.float16)),
         TensorType("BF16", 30, 1, 2, np.dtype(ml_dtypes.bfloat16)),
-        TensorType("Q4_0", 2, 32, 18, None, _scaled(_q4_0), _q4_0, 4),
-        TensorType("Q4_1", 3, 32, 20, None, _q4_1),
-        TensorType("Q5_0", 6, 32, 22, None, _scaled(_q5_0), _q5_0, 5),
-        TensorType("Q5_1", 7, 32, 24, None, _q5_1),
-        TensorType("Q8_0", 8, 32, 34, None, _scaled(_q8_0), _q8_0, 8),
-        TensorType("Q4_K", 12, 256, 144, None, _q4_k),
-        TensorType("Q5_K", 13, 256, 176, None, _q5_k),
-        TensorType("Q6_K", 14, 256, 210, None, _q6_k),
+        TensorType("Q4_0", 2, 32, 18, codes=_q4_0, code_bits=4),
+        TensorType("Q4_1", 3, 32, 20, codes=_q4_1, code_bits=4, has_minima=True),
+        TensorType("Q5_0", 6, 32, 22, codes=_q5_0, code_bits=5),
+        TensorType("Q5_1", 7, 32, 24, codes=_q5_1, code_bits=5, has_minima=True),
+        TensorType("Q8_0", 8, 32, 34, codes=_q8_0, code_bits=8),
+        TensorType("Q4_K", 12, 256, 144, codes=_q4_k, code_bits=4, has_minima=True),
+        TensorType("Q5_K", 13, 256, 176, codes=_q5_k, code_bits=5, has_minima=True),
+        TensorType("Q6_K", 14, 256, 210, values=_q6_k),
     )
 }
 READ = tuple(each.name for each in TYPES.values())

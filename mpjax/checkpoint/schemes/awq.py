@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, words, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
@@ -44,35 +44,26 @@ class AWQScheme(Scheme):
     zero_point: bool = True
 
     @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is AWQ's, and of no layout with a scheme of its own."""
+        is_gemv = any(layout.startswith("gemv") for layout in layouts_of(config))
+        return super().matches(config) and not is_gemv
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> AWQScheme:
         """Reads config.json's `quantization_config`, with the keys of AutoAWQ or of GPTQModel.
 
         Raises CheckpointError for another method, other than 4 bits, and another layout than
         `gemm`.
         """
-        method = checks.method_of(config)
-        if method != "awq":
-            raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'awq'")
-        bits = checks.parse_integer(config, ("bits", "w_bit"), SOURCE)
-        if bits != BITS:
-            raise CheckpointError(f"{SOURCE}: bits is {bits}: only 4 bits are supported")
-        layouts = [
-            str(config[key]).lower()
-            for key in ("version", "format", "checkpoint_format")
-            if config.get(key) is not None
-        ]
-        if config.get("backend") == "llm-awq":
-            layouts.append("llm-awq")
-        for layout in layouts:
+        group_size, zero_point = read_settings(config)
+        for layout in layouts_of(config):
             if layout != "gemm":
                 raise CheckpointError(
-                    f"{SOURCE}: the layout {layout!r} (AWQ version) is not supported: "
-                    "only 'gemm' is; look for a 'gemm' checkpoint of the model"
+                    f"{SOURCE}: the layout {layout!r} (AWQ version) is not supported: 'gemm', "
+                    "'gemv' and 'gemv_fast' are; look for a 'gemm' checkpoint of the model"
                 )
-        return cls(
-            checks.parse_group_size(config, ("group_size", "q_group_size"), SOURCE),
-            checks.parse_switch(config, "zero_point", SOURCE) is not False,
-        )
+        return cls(group_size, zero_point)
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -118,6 +109,15 @@ class AWQScheme(Scheme):
         )
         return rows, columns
 
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Words hold neighbouring output channels."""
+        groups = None if self.group_size is None else Axis(0, self.group_size)
+        return {
+            "qweight": Axes(Axis(0), Axis(1, CODES_PER_WORD)),
+            "qzeros": Axes(groups, Axis(1, CODES_PER_WORD)),
+            "scales": Axes(groups, Axis(1)),
+        }
+
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> PlainCodes:
@@ -159,6 +159,28 @@ class AWQScheme(Scheme):
             "qzeros": words.pack_words(zeros, BITS, axis=1, order=FIELD_OF_COLUMN),
             "scales": plain.scales,
         }
+
+
+def layouts_of(config: Mapping[str, Any]) -> list[str]:
+    """The layouts that a `quantization_config` names, under the keys of several writers."""
+    keys = ("version", "format", "checkpoint_format")
+    layouts = [str(config[key]).lower() for key in keys if config.get(key) is not None]
+    return [*layouts, "llm-awq"] if config.get("backend") == "llm-awq" else layouts
+
+
+def read_settings(config: Mapping[str, Any]) -> tuple[int | None, bool]:
+    """The group size, and whether there are zero points, in any layout of AWQ.
+
+    Raises CheckpointError for another method, and other than 4 bits.
+    """
+    method = checks.method_of(config)
+    if method != "awq":
+        raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'awq'")
+    bits = checks.parse_integer(config, ("bits", "w_bit"), SOURCE)
+    if bits != BITS:
+        raise CheckpointError(f"{SOURCE}: bits is {bits}: only 4 bits are supported")
+    group_size = checks.parse_group_size(config, ("group_size", "q_group_size"), SOURCE)
+    return group_size, checks.parse_switch(config, "zero_point", SOURCE) is not False
 
 
 @jax.jit

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
 
 import jax
 
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.precision import describe_weights
 
 
 class TensorSpec(Protocol):
@@ -26,6 +28,20 @@ class TensorSpec(Protocol):
 
 
 Specs = Mapping[str, TensorSpec]  # a module's tensors, or their descriptions, by suffix
+
+
+class Axis(NamedTuple):
+    """An axis of a tensor, each of whose entries belongs to so many channels."""
+
+    number: int
+    channels: int = 1
+
+
+class Axes(NamedTuple):
+    """The axes of a tensor along the input and the output channels; None where it has none."""
+
+    inputs: Axis | None = None
+    outputs: Axis | None = None
 
 
 class Scheme(abc.ABC):
@@ -44,7 +60,10 @@ class Scheme(abc.ABC):
         Python, such as the order of the channels.
     dequantizes_tables: whether embedding and head may be quantised too; they are dequantised.
     decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
+    order_suffix: of the tensor that gives the group of each input channel, if there is one.
+    shape_suffix: of the tensor that holds the shape [output, input channels], if there is one.
     layouts: names of the forms of the format that `mpjax.export` writes.
+    joins_experts: whether they hold maps of all experts in one tensor, and no other maps.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
         `uint4:sym` for codes that are all symmetric.
     """
@@ -57,7 +76,10 @@ class Scheme(abc.ABC):
     on_host: ClassVar[tuple[str, ...]] = ()
     dequantizes_tables: ClassVar[bool] = False
     decoding_bytes: ClassVar[int] = 2
+    order_suffix: ClassVar[str | None] = None
+    shape_suffix: ClassVar[str | None] = None
     layouts: ClassVar[tuple[str, ...]] = ()
+    joins_experts: ClassVar[bool] = False
     default_for: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -102,6 +124,15 @@ class Scheme(abc.ABC):
     def weights(self) -> WeightFormat:
         """The weight format of most modules on the device; `format` gives that of each module."""
 
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """`weights`, of each of the schemes that a checkpoint mixes."""
+        return (self.weights,)
+
+    def of_module(self, name: str) -> Scheme:
+        """The scheme of one module: this one, but where a checkpoint mixes several."""
+        return self
+
     @abc.abstractmethod
     def format(self, name: str, channels: int) -> WeightFormat:
         """The weight format of one module on the device.
@@ -132,6 +163,14 @@ class Scheme(abc.ABC):
         does, and for values that contradict config.json or are not finite.
         """
 
+    def axes(self, name: str) -> Mapping[str, Axes]:
+        """The axes of a module's tensors, by suffix, along which some channels can be read alone.
+
+        Empty where a module can only be decoded as a whole. Channels of a group, and those of a
+        word, are decoded together.
+        """
+        return {}
+
     def dequantize(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> jax.Array:
@@ -147,6 +186,13 @@ class Scheme(abc.ABC):
     def loss(self) -> str | None:
         """A sentence about weights that are rounded when they are loaded; None if none are."""
         return None
+
+    @property
+    def contents(self) -> str:
+        """A text about the modules in the files, and the formats that they have when loaded."""
+        formats = (dataclasses.replace(format, operand=None) for format in self.formats)
+        held = ", ".join(dict.fromkeys(describe_weights(format) for format in formats))
+        return f"{self.title}, {'rounded to' if self.loss else 'codes kept as'} {held}"
 
     def rounded_to(self, format: WeightFormat) -> Scheme | None:
         """The scheme that rounds weights to a format; None where their codes must stay."""
@@ -168,6 +214,11 @@ class Scheme(abc.ABC):
     @property
     def has_cache_scales(self) -> bool:
         """Whether the checkpoint also has scales for an FP8 cache."""
+        return False
+
+    @property
+    def may_lack_cache_scales(self) -> bool:
+        """Whether the scales may be missing, although config.json says that there are some."""
         return False
 
     @classmethod

@@ -77,14 +77,15 @@ def check_weight_shape(
         )
 
 
-def check_scales(name: str, scales: jax.Array) -> None:
+def check_scales(name: str, scales: jax.Array, noun: str = "scales") -> None:
     """Raises CheckpointError for scales with a NaN or an infinity; traced scales pass.
 
-    name: of the module. scales: any float dtype and shape. Counts on their device, and waits.
+    name: of the module. scales: any float dtype and shape. noun: for the message. Counts on their
+    device, and waits.
     """
     if is_known(scales) and (count := int(_count_non_finite(scales))):
         raise CheckpointError(
-            f"{name}: {count} of the {scales.size} scales are NaN or infinite; "
+            f"{name}: {count} of the {scales.size} {noun} are NaN or infinite; "
             "the checkpoint is damaged, or its quantisation overflowed"
         )
 

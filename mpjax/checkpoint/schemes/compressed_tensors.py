@@ -22,6 +22,7 @@ PACKED, INTEGERS, FLOATS, NAIVE = (
     "naive-quantized",  # either of the two before it
 )
 NVFP4 = "nvfp4-pack-quantized"
+MIXED = "mixed-precision"  # each group has a layout of its own
 PACKED_TENSORS = ("weight_packed", "weight_shape")  # of a module of the first alone
 GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")  # of an NVFP4 module alone
 LINEAR = "Linear"  # the class of modules that a group targets, where it doesn't name them
@@ -38,6 +39,35 @@ def is_layout(config: Mapping[str, Any], layout: str) -> bool:
     if config["format"] != NAIVE:
         return config["format"] == layout
     return layout == (INTEGERS if _has_integers(config) else FLOATS)
+
+
+def split(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]] | None:
+    """The targets and the `quantization_config` of each group, if groups have several layouts.
+
+    None where all have one, and for groups of `pack-quantized` alone, which are read together.
+    Raises CheckpointError for groups of a mixture that can't be told apart.
+    """
+    groups, usual = config.get("config_groups"), config.get("format")
+    is_sound = isinstance(groups, Mapping) and all(isinstance(g, Mapping) for g in groups.values())
+    if not is_sound or not groups:
+        if usual != MIXED:
+            return None
+        raise CheckpointError(
+            f"{SOURCE}: config_groups is {groups!r:.80}: expected a map of groups"
+        )
+    are_packed = all((group.get("format") or usual) == PACKED for group in groups.values())
+    if usual != MIXED and (are_packed or len(groups) < 2):
+        return None
+    parts = []
+    for name, group in groups.items():
+        where = f"{SOURCE}, group {name!r}"
+        layout = group.get("format") or usual
+        if layout == MIXED:
+            raise CheckpointError(f"{where} has no format of its own, as {MIXED} asks for")
+        targets = read_names(group.get("targets"), "targets", where)
+        alone = {**config, "format": layout, "config_groups": {name: group}}
+        parts.append((targets, alone))
+    return parts
 
 
 def _has_integers(config: Mapping[str, Any]) -> bool:
@@ -118,7 +148,7 @@ def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
 
 
 def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
-    """Whether there is a scheme, which must be FP8 with static scales of tensors or heads."""
+    """Whether there is a scheme with static scales, which must be FP8's, of tensors or heads."""
     scheme = config.get("kv_cache_scheme")
     if not scheme:
         return False
@@ -128,6 +158,8 @@ def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
     checks.require_choice(scheme, "type", ("float",), source)
     checks.require_choice(scheme, "num_bits", (8,), source)
     checks.require_choice(scheme, "symmetric", (True,), source, True)
+    if scheme.get("dynamic") is True:  # scales are computed, and none are in the files
+        return False
     checks.require_choice(scheme, "dynamic", (False,), source, False)
     checks.require_choice(scheme, "strategy", ("tensor", "attn_head"), source)
     return True

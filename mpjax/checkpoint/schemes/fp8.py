@@ -10,7 +10,8 @@ compressors/quantized_compressors.
 In config.json, the `quant_method` `fp8` is the fine-grained format of DeepSeek-V3 and of Qwen's FP8
 models; source: transformers, utils/quantization_config.py (FineGrainedFP8Config).
 `compressed-tensors` is llm-compressor's; source: compressed-tensors, quantization/quant_args.py and
-quantization/quant_scheme.py. `modelopt` is NVIDIA's, with a single scale [].
+quantization/quant_scheme.py. `modelopt` is NVIDIA's, whose scales are a single one [], one for each
+output channel [N], or one for each block, [⌈N / block⌉, 1, ⌈K / block⌉, 1].
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, modelopt, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import (
     FLOATS,
     GLOBAL_SCALES,
@@ -66,7 +67,7 @@ class FP8Scheme(Scheme):
     # Static scales of activations; products here compute an activation's scale, or use 16 bits.
     ignored: ClassVar[tuple[str, ...]] = (
         *("input_scale", "activation_scale"),
-        *("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt's, for a cache in FP8
+        *("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt's, where the cache is not FP8
     )
 
     layouts: ClassVar[tuple[str, ...]] = (FLOATS, FINE_GRAINED)
@@ -83,7 +84,7 @@ class FP8Scheme(Scheme):
         """Whether a `quantization_config` is of this format."""
         method = checks.method_of(config)
         if method == modelopt.METHOD:
-            return modelopt.algorithm(config) == modelopt.FP8
+            return modelopt.algorithm(config) in modelopt.FP8_ALGORITHMS
         return method == FINE_GRAINED or compressed_tensors.is_layout(config, FLOATS)
 
     @classmethod
@@ -98,7 +99,7 @@ class FP8Scheme(Scheme):
         if method == METHOD:
             return _compressed_tensors(config)
         if method == modelopt.METHOD:
-            return cls(method, (None, None), None, "FP8 with static scales")
+            return _modelopt(config)
         raise CheckpointError(
             f"{SOURCE}: quant_method is {method!r}: expected {' or '.join(map(repr, SCALE_NAMES))}"
         )
@@ -154,8 +155,7 @@ class FP8Scheme(Scheme):
         groups = self.weights.groups(channels)  # as of the outputs, the last may be cut
         # A single scale is stored as a vector of one number, not as a matrix.
         grid: tuple[int, ...] = (1,) if size is None else (-(-outputs // size), groups)
-        if self.method == modelopt.METHOD:
-            grid = ()
+        grid = self._grid_of_modelopt(grid, specs) if self.method == modelopt.METHOD else grid
         checks.check_tensors(
             name,
             specs,
@@ -166,6 +166,26 @@ class FP8Scheme(Scheme):
             "quantization_config",
         )
         return channels, outputs
+
+    def _grid_of_modelopt(self, grid: tuple[int, ...], specs: Specs) -> tuple[int, ...]:
+        """The shape of ModelOpt's scales, which has no axes of one, or one behind each of two."""
+        if self.block[1] is None:
+            return grid[:-1]
+        found = specs[self.scale_name].shape if self.scale_name in specs else ()
+        return grid if len(found) == 2 else (grid[0], 1, grid[1], 1)
+
+    @property
+    def may_lack_cache_scales(self) -> bool:
+        """ModelOpt leaves out scales of 1."""
+        return self.method == modelopt.METHOD
+
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Weights are [output, input channels], and scales those of blocks."""
+        rows, columns = self.block
+        scales = Axes(
+            None if columns is None else Axis(1, columns), None if rows is None else Axis(0, rows)
+        )
+        return {"weight": Axes(Axis(1), Axis(0)), self.scale_name: scales}
 
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
@@ -260,6 +280,15 @@ def _fine_grained(config: Mapping[str, Any]) -> FP8Scheme:
     if config.get("activation_scheme") == "static":
         return FP8Scheme(FINE_GRAINED, block, None, "FP8 with static scales")
     return FP8Scheme(FINE_GRAINED, block, "float8")
+
+
+def _modelopt(config: Mapping[str, Any]) -> FP8Scheme:
+    scheme = {
+        modelopt.FP8: FP8Scheme(modelopt.METHOD, (None, None), None, "FP8 with static scales"),
+        modelopt.FP8_CHANNELS: FP8Scheme(modelopt.METHOD, (1, None), "float8"),
+        modelopt.FP8_BLOCKS: FP8Scheme(modelopt.METHOD, (GROUP_SIZE, GROUP_SIZE), None),
+    }[modelopt.algorithm(config)]
+    return dataclasses.replace(scheme, has_cache_scales=modelopt.has_cache_scales(config))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> FP8Scheme:

@@ -1,9 +1,9 @@
 """The quantised maps of a GGUF file: blocks of codes, of one type for each map.
 
 A module has one tensor, whose suffix is the type: `q8_0`, uint8 [N, blocks, bytes of a block].
-Types whose weights are a code times a scale keep their codes. The others have minima, or scales for
-16 weights, which no format here has: their weights are rounded to eight bits, or to the format that
-a precision asks for.
+Types with a scale for every 32 weights keep their codes; the scales and minima of Q4_K and Q5_K,
+products of two numbers, are rounded to float16. Q6_K has scales for 16 weights, which no format
+here has: its weights are rounded to eight bits. A precision may ask for another format for all.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, TensorType
+from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, GROUP, TensorType
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.rounded import BOUND, ROUNDED, round_to
+from mpjax.checkpoint.schemes.rounded import ROUNDED, describe_rounding, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.precision import describe_weights
 
+TABLE_NAMES = ("model.embed_tokens", "lm_head")  # which are dequantised
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
 
@@ -66,11 +67,30 @@ class GGUFScheme(Scheme):
 
     @property
     def loss(self) -> str | None:
-        """A sentence about the types whose codes are not kept."""
-        types = {self.types[name] for name in self.types if not self.is_exact(name)}
-        if not types:
-            return None
-        return f"{', '.join(sorted(types))} to {describe_weights(ROUNDED)}{BOUND}"
+        """A sentence about the types whose codes, or whose scales, are not kept."""
+        maps = [name for name in self.types if name not in TABLE_NAMES]
+        rounded = {self.types[name] for name in maps if not self.keeps_codes(name)}
+        kept = {self.types[name] for name in maps} - rounded
+        narrowed = {type for type in kept if type.endswith("_K")}
+        parts = []
+        if rounded:
+            parts.append(f"{', '.join(sorted(rounded))} to {describe_rounding(self.target)}")
+        if narrowed:
+            parts.append(f"scales and minima of {', '.join(sorted(narrowed))} to float16")
+        return "; ".join(parts) or None
+
+    @property
+    def contents(self) -> str:
+        """The types of maps and tables with their numbers, and what becomes of each."""
+        maps = collections.Counter(t for name, t in self.types.items() if name not in TABLE_NAMES)
+        tables = sorted({t for name, t in self.types.items() if name in TABLE_NAMES})
+        parts = []
+        for type, count in maps.most_common():
+            format, own = self._format(type), own_format(BLOCK_TYPES[type])
+            said = "codes kept as" if format == own else "rounded to"
+            parts.append(f"{count} maps in {type}, {said} {describe_weights(format)}")
+        parts += [f"tables in {type}, dequantised" for type in tables]
+        return f"GGUF: {'; '.join(parts)}"
 
     def rounded_to(self, format: WeightFormat) -> GGUFScheme:
         """The same weights, rounded to a format, plain arrays among them."""
@@ -92,7 +112,7 @@ class GGUFScheme(Scheme):
             return own or ROUNDED
         return own if own is not None and _agree(own, self.target) else self.target
 
-    def is_exact(self, name: str) -> bool:
+    def keeps_codes(self, name: str) -> bool:
         """Whether the module's codes are kept."""
         kind = BLOCK_TYPES[self.types[name]]
         return self._format(kind.name) == own_format(kind)
@@ -117,7 +137,7 @@ class GGUFScheme(Scheme):
         channels, _ = self.check(tensors, name, shape)
         kind, blocks = _only(tensors, name)
         format = self.format(name, channels)
-        convert = _own_codes if self.is_exact(name) else _round
+        convert = _own_codes if self.keeps_codes(name) else _round
         return convert(jnp.asarray(blocks), kind, format)
 
     def dequantize(
@@ -130,10 +150,13 @@ class GGUFScheme(Scheme):
 
 
 def own_format(kind: TensorType) -> WeightFormat | None:
-    """The format whose weights are equal to those of a type; None where there is none."""
+    """The format that holds the codes of a type; None where there is none."""
     if kind.codes is None:
         return None
-    return WeightFormat("uint4" if kind.code_bits <= 4 else "uint8", kind.size, symmetric=True)
+    bits = 4 if kind.code_bits <= 4 else 8
+    if kind.has_minima:
+        return WeightFormat(f"affine{bits}", GROUP)
+    return WeightFormat(f"uint{bits}", GROUP, symmetric=True)
 
 
 def _agree(own: WeightFormat, target: WeightFormat) -> bool:
@@ -154,10 +177,15 @@ def _round(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCo
 @functools.partial(jax.jit, static_argnames=("kind", "format"))
 def _own_codes(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCodes:
     assert kind.codes is not None
-    codes, scales = kind.codes(blocks)
-    middle = 2 ** (format.bits - 1)
-    unsigned = (codes + middle).astype(jnp.uint8).reshape(blocks.shape[0], -1)
-    return PlainCodes(format, unsigned.T, scales.T)
+    found, rows = kind.codes(blocks), blocks.shape[0]
+    middle = 0 if kind.has_minima else 2 ** (format.bits - 1)
+    codes = (found.codes + middle).astype(jnp.uint8).reshape(rows, -1)
+    scales, minima = (
+        None if array is None else array.astype(jnp.float16).reshape(rows, -1).T
+        for array in (found.scales, found.minima)
+    )
+    assert scales is not None
+    return PlainCodes(format, codes.T, scales, minima)
 
 
 def _only(tensors: Mapping[str, Any], name: str) -> tuple[TensorType, Any]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint.schemes import checks, words, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
@@ -63,6 +63,7 @@ class GPTQScheme(Scheme):
     # Some writers give each module a bias, all zeros where the model has none.
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx", "bias")
     on_host: ClassVar[tuple[str, ...]] = ("g_idx",)
+    order_suffix: ClassVar[str | None] = "g_idx"
     layouts: ClassVar[tuple[str, ...]] = ("gptq_v2", "gptq")  # v2 holds all zero points
 
     bits: int
@@ -90,7 +91,8 @@ class GPTQScheme(Scheme):
         for unknown in sorted(formats - set(SUPPORTED_FORMATS)):
             raise CheckpointError(
                 f"{SOURCE}: the layout {unknown!r} (checkpoint_format) is not supported: "
-                f"only {' and '.join(SUPPORTED_FORMATS)} are"
+                f"only {' and '.join(SUPPORTED_FORMATS)} are; look for the model in one of these, "
+                "or quantise it again from 16 bits"
             )
         if len(formats) > 1:
             raise CheckpointError(
@@ -141,7 +143,8 @@ class GPTQScheme(Scheme):
     @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module has a `qweight` that does not have AWQ's packing."""
-        return "qweight" in specs and words.packing(specs) != "awq"
+        is_awq = words.packing(specs) in ("awq", "gemv") or "scaled_zeros" in specs
+        return "qweight" in specs and not is_awq
 
     @classmethod
     def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
@@ -186,6 +189,19 @@ class GPTQScheme(Scheme):
         said += f" and group_size {config.group_size or -1}"
         checks.check_tensors(name, specs, expected, said)
         return rows, columns
+
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Words hold neighbouring input channels; without `sym`, all zero points are compared."""
+        config = self._of_packed_module(name)
+        per_word, size = words.WORD_BITS // config.bits, config.group_size
+        if config.symmetric is None:
+            return {}
+        groups = None if size is None else Axis(0, size)
+        return {
+            "qweight": Axes(Axis(0, per_word), Axis(1)),
+            "qzeros": Axes(groups, Axis(1, per_word)),
+            "scales": Axes(groups, Axis(1)),
+        }
 
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None

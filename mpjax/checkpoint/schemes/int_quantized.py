@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import INTEGERS, METHOD, NAIVE, SOURCE
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
@@ -103,6 +103,11 @@ class IntQuantizedScheme(Scheme):
         }
         checks.check_tensors(name, specs, expected, "quantization_config")
         return channels, outputs
+
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Weights are [output, input channels], with scales [output channels, 1] or one."""
+        scales = Axes(None, Axis(0) if self.by_channel else None)
+        return {"weight": Axes(Axis(1), Axis(0)), "weight_scale": scales}
 
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Reads MXFP4 checkpoints: e2m1 codes with a power of two for every 32 input channels (gpt-oss).
+"""Reads and writes MXFP4: e2m1 codes with a power of two for every 32 input channels (gpt-oss).
 
 With K input and N output channels, a module has `blocks` uint8 [N, K / 32, 16] and `scales` uint8
 [N, K / 32]. The low four bits of a byte are the code of the even channel, and the weight is
@@ -9,13 +9,13 @@ Microscaling Formats v1.0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes import checks, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
@@ -35,6 +35,9 @@ class MXFP4Scheme(Scheme):
     article: ClassVar[str] = "an"
     methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
     suffixes: ClassVar[tuple[str, ...]] = ("blocks", "scales")
+    layouts: ClassVar[tuple[str, ...]] = ("mxfp4",)
+    joins_experts: ClassVar[bool] = True
+    default_for: ClassVar[tuple[str, ...]] = ("float4",)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MXFP4Scheme:
@@ -88,6 +91,25 @@ class MXFP4Scheme(Scheme):
         codes, scales = _decode(jnp.asarray(tensors["blocks"]), jnp.asarray(tensors["scales"]))
         return PlainCodes(FORMAT, codes.reshape(outputs, channels).T, scales.T)
 
+    @classmethod
+    def of_layout(cls, layout: str, modules: writing.Modules) -> MXFP4Scheme:
+        """The scheme, which depends on no module."""
+        writing.require_codes(layout, modules, (FORMAT.codes,), permuted=writing.REMEDY)
+        return cls()
+
+    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
+        """The `quantization_config` of an exported checkpoint; see Scheme."""
+        return {"quant_method": self.quant_method, "modules_to_not_convert": list(plain)}
+
+    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
+        """The tensors of one module, bit for bit as they were read."""
+        channels, outputs = plain.codes.shape
+        blocks, scales = _encode(plain.codes.T, plain.scales.astype(jnp.bfloat16).T)
+        return {
+            "blocks": blocks.reshape(outputs, channels // GROUP, GROUP_BYTES),
+            "scales": scales,
+        }
+
 
 @jax.jit
 def _decode(blocks: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -97,3 +119,10 @@ def _decode(blocks: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]
     bits = jnp.where(scales == 0, jnp.uint16(LEAST), bits)
     bits = jnp.where(scales == 255, jnp.uint16(NOT_A_NUMBER), bits)
     return codes, jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+@jax.jit
+def _encode(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Undoes `_decode`: bytes uint8 [N, K / 2] of codes [N, K], and exponents uint8 [N, K / 32]."""
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) >> jnp.uint16(MANTISSA_BITS)
+    return codes[:, ::2] | codes[:, 1::2] << jnp.uint8(4), bits.astype(jnp.uint8)

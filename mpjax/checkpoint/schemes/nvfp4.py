@@ -39,7 +39,7 @@ class NVFP4Scheme(RoundedScheme):
     """NVFP4 weights beside 16-bit activations.
 
     method: `compressed-tensors` or `modelopt`, which name the tensors differently.
-    has_cache_scales: see Scheme; ModelOpt's scales are not read.
+    has_cache_scales: see Scheme.
     """
 
     title: ClassVar[str] = "NVFP4"
@@ -68,7 +68,7 @@ class NVFP4Scheme(RoundedScheme):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NVFP4Scheme:
         """Reads config.json's `quantization_config`. Raises CheckpointError."""
-        has_cache_scales = False
+        has_cache_scales = modelopt.has_cache_scales(config)
         if checks.method_of(config) == METHOD:
             has_cache_scales = compressed_tensors.has_cache_scales(config, SOURCE)
             for name, group in compressed_tensors.read_groups(config, (NVFP4,), SOURCE).items():
@@ -84,6 +84,11 @@ class NVFP4Scheme(RoundedScheme):
     def quant_method(self) -> str:
         """The `quant_method` of config.json."""
         return self.method
+
+    @property
+    def may_lack_cache_scales(self) -> bool:
+        """ModelOpt leaves out scales of 1."""
+        return self.method == modelopt.METHOD
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, words, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import (
     GLOBAL_SCALES,
     LINEAR,
@@ -66,6 +66,8 @@ class PackQuantizedScheme(Scheme):
         *("weight_zero_point", "weight_g_idx"),
     )
     on_host: ClassVar[tuple[str, ...]] = ("weight_shape", "weight_g_idx")
+    order_suffix: ClassVar[str | None] = "weight_g_idx"
+    shape_suffix: ClassVar[str | None] = "weight_shape"
     layouts: ClassVar[tuple[str, ...]] = (PACKED,)
     default_for: ClassVar[tuple[str, ...]] = ("uint4:sym", "uint8:sym")
 
@@ -151,6 +153,16 @@ class PackQuantizedScheme(Scheme):
                     "config.json is of another checkpoint"
                 )
         return channels, outputs
+
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Words hold neighbouring input channels, and those of zero points output channels."""
+        bits, size, _ = self._group(name).integers
+        per_word, groups = words.WORD_BITS // bits, None if size is None else Axis(1, size)
+        return {
+            "weight_packed": Axes(Axis(1, per_word), Axis(0)),
+            "weight_scale": Axes(groups, Axis(0)),
+            "weight_zero_point": Axes(groups, Axis(0, per_word)),
+        }
 
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None

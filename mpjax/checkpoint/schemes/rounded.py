@@ -22,6 +22,11 @@ ROUNDED = WeightFormat("uint8", 32)
 BOUND = ": by about 1/400 of the range of 32 weights and zero at most"
 
 
+def describe_rounding(target: WeightFormat | None) -> str:
+    """A phrase about weights that are rounded to a target, or to ROUNDED, with its bound."""
+    return f"{describe_weights(target or ROUNDED)}{BOUND if target is None else ''}"
+
+
 @dataclasses.dataclass(frozen=True)
 class RoundedScheme(Scheme):
     """A scheme that rounds weights to a format; a subclass says what the weights are.
@@ -42,7 +47,7 @@ class RoundedScheme(Scheme):
     @property
     def loss(self) -> str | None:
         """A sentence about the rounding of all weights."""
-        return f"{self.title} is rounded to {describe_weights(self.weights)}{BOUND}"
+        return f"{self.title} is rounded to {describe_rounding(self.target)}"
 
     def rounded_to(self, format: WeightFormat) -> Self:
         """The same weights, rounded to a format."""

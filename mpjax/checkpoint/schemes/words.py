@@ -22,17 +22,21 @@ from mpjax.kernels.formats import GROUP_SIZES
 WORD_BITS = 32
 
 
-def packing(specs: Specs) -> Literal["awq", "gptq"] | None:
+def packing(specs: Specs) -> Literal["awq", "gptq", "gemv"] | None:
     """The method that packed a module, judged by shapes alone; None for neither.
 
     specs: the module's tensors by suffix. With N output channels, AWQ's 4-bit `qweight` has N / 8
-    columns and GPTQ's has N.
+    columns and GPTQ's has N. In AWQ's layout `gemv` it has N rows, as all of the module's tensors
+    have.
     """
     if "qweight" not in specs or "scales" not in specs:
         return None
     qweight, scales = specs["qweight"].shape, specs["scales"].shape
     if len(qweight) != 2 or len(scales) != 2:
         return None
+    rows = [specs[suffix].shape[:1] for suffix in ("qzeros", "scales") if suffix in specs]
+    if rows == [qweight[:1]] * 2 and qweight[0] > 1:
+        return "gemv"
     if qweight[1] * 8 == scales[1]:
         return "awq"
     return "gptq" if qweight[1] == scales[1] else None
@@ -64,10 +68,12 @@ def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
             "nor GPTQ (equal columns); other layouts can't be read"
         )
     given = f"says quant_method {method!r}" if method else "has no quantization_config"
+    title = "AWQ gemv" if found == "gemv" else found.upper()
+    key = "version" if found == "gemv" else "quant_method"
     raise CheckpointError(
-        f"{name}: config.json {given}, but the tensors are packed as {found.upper()} ({layout}); "
-        f"put the quantization_config of the {found.upper()} checkpoint in config.json, with "
-        f'"quant_method": "{found}"'
+        f"{name}: config.json {given}, but the tensors are packed as {title} ({layout}); "
+        f"put the quantization_config of the {title} checkpoint in config.json, with "
+        f'"{key}": "{found}"'
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint import huggingface
+from mpjax.divergence import divergence
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderLayer
@@ -90,7 +91,7 @@ def token_losses(
     if teacher is None:
         return -jnp.take_along_axis(found, goal[..., None], axis=-1)[..., 0]
     exact = jax.nn.log_softmax(teacher.logits(goal), axis=-1)
-    return (jnp.exp(exact) * (exact - found)).sum(-1)
+    return divergence(exact, found)
 
 
 def _is_in_layer(path: str, number: int | None = None) -> bool:

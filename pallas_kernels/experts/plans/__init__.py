@@ -1,16 +1,29 @@
 """Plans of grouped products: from a `Problem`, the tiles that multiply it."""
 
 from mpjax.kernels.experts.plans.candidates import candidates
-from mpjax.kernels.experts.plans.choice import config_of, forced, plan_of
-from mpjax.kernels.experts.plans.configuration import PLAIN_CHANNELS, ExpertsConfig, Tiling
+from mpjax.kernels.experts.plans.choice import (
+    config_of,
+    forced,
+    joint_configs_of,
+    plan_of,
+    warpgroup_config_of,
+)
+from mpjax.kernels.experts.plans.configuration import (
+    PLAIN_CHANNELS,
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Tiling,
+)
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.rule import plan_by_rule
 from mpjax.kernels.experts.plans.tables import TABLES, Key, bucket
+from mpjax.kernels.experts.plans.warpgroup_rule import why_not_warpgroups
 
 __all__ = [
     "PLAIN_CHANNELS",
     "TABLES",
     "ExpertsConfig",
+    "ExpertsWarpgroupConfig",
     "Key",
     "Problem",
     "Tiling",
@@ -18,6 +31,9 @@ __all__ = [
     "candidates",
     "config_of",
     "forced",
+    "joint_configs_of",
     "plan_by_rule",
     "plan_of",
+    "warpgroup_config_of",
+    "why_not_warpgroups",
 ]

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
 from mpjax.kernels.experts.plans.configuration import ExpertsConfig, Tiling
 from mpjax.kernels.experts.plans.problem import Problem
-from mpjax.kernels.experts.plans.rule import ROWS, config_by_rule, plan_by_rule
+from mpjax.kernels.experts.plans.rule import (
+    ROWS,
+    config_by_rule,
+    plan_by_rule,
+    warpgroups_by_rule,
+)
 from mpjax.kernels.experts.plans.tables import TABLES
+from mpjax.kernels.experts.plans.warpgroup_rule import ranked, suits_warpgroups
 from mpjax.kernels.gemm.plans import SCALINGS
 from mpjax.kernels.plans.plan import Plan
 
 MOST_COUNTED_PAIRS = 8192  # counting them compares each one with every expert
+TRITON_SHARE = 3  # where the rule takes warpgroups, one candidate in three is for Triton's kernel
 
 
 def candidates(problem: Problem, most: int = 40) -> list[Plan]:
-    """At most `most` plans that a problem can run with, the nearest to the rule's first.
+    """At most `most` plans that a problem can run with, the most promising first.
 
-    The distance of two configurations is the sum of the differences in the base-2 logarithms of
-    tile_m, tile_n, splits and warps, and in stages; plus 1 for another scaling or tiling.
+    Where the rule takes the warpgroups' kernel, its plans come first, in the order of the cost
+    model. Triton's are in the order of their distance from the rule's. The distance of two
+    configurations is the sum of the differences in the base-2 logarithms of tile_m, tile_n, splits
+    and warps, and in stages; plus 1 for another scaling or tiling.
     """
-    rule = plan_by_rule(problem)
+    rule = plan_by_rule(problem, warpgroups=False)
     if rule.implementation != "triton":
         return [rule]
+    if not suits_warpgroups(problem):
+        return _by_triton(problem, most)
+    by_warpgroups = _by_warpgroups(problem, most - most // TRITON_SHARE)
+    return [*by_warpgroups, *_by_triton(problem, most - len(by_warpgroups))]
+
+
+def _by_warpgroups(problem: Problem, most: int) -> list[Plan]:
+    """Plans of the warpgroups' kernel: each configuration with every tiling, the rule's first."""
+    rule = warpgroups_by_rule(problem)
+    tilings = [tiling for tiling in _tilings(problem) if tiling not in ("pairs", rule.tiling)]
+    configs = [
+        dataclasses.replace(config, tiling=tiling)
+        for config in ranked(problem)
+        for tiling in (rule.tiling, *tilings)
+    ]
+    return [Plan("mosaic", config) for config in configs[:most]]
+
+
+def _by_triton(problem: Problem, most: int) -> list[Plan]:
     center = config_by_rule(problem)
 
     def distance(config: ExpertsConfig) -> float:

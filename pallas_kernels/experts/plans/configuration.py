@@ -1,11 +1,11 @@
-"""The configuration of a grouped product's kernel: that of a product, and how tiles are found."""
+"""The configurations of grouped products: those of a product, and how tiles are found."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal, get_args
 
-from mpjax.kernels.gemm.plans import TritonConfig
+from mpjax.kernels.gemm.plans import TritonConfig, WarpgroupConfig
 
 Tiling = Literal["pairs", "counted", "sorted"]
 TILINGS: tuple[Tiling, ...] = get_args(Tiling)
@@ -14,10 +14,23 @@ PLAIN_CHANNELS = 64  # input channels of a step of the kernel, for plain weights
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig(TritonConfig):
-    """Tile sizes and compiler settings of a launch; `unsplit` is not used.
+    """Tile sizes and compiler settings of Triton's kernel; `unsplit` is not used.
 
     tiling: how tiles of one expert's tokens are found: a tile for each pair of a token and an
         expert; by a kernel that counts the pairs of each expert; or by sorting all pairs.
+    """
+
+    tiling: Tiling = "sorted"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, tiles {self.tiling}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsWarpgroupConfig(WarpgroupConfig):
+    """Tile sizes of the warpgroups' kernel; there is one split and one share.
+
+    tiling: as for ExpertsConfig, but never `pairs`.
     """
 
     tiling: Tiling = "sorted"

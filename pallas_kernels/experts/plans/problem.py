@@ -52,6 +52,11 @@ class Problem:
         return self.tokens * self.per_token
 
     @property
+    def halves(self) -> int:
+        """The parts of N that the epilogue joins: two with a gate, else one."""
+        return 2 if self.gated else 1
+
+    @property
     def hit(self) -> int:
         """The number of experts that get a token, if every expert is as likely as any other."""
         missed = (1 - self.per_token / self.experts) ** self.tokens

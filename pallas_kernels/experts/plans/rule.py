@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from mpjax.kernels.device import UnsupportedError
-from mpjax.kernels.experts.plans.configuration import PLAIN_CHANNELS, ExpertsConfig, Tiling
+from mpjax.kernels.experts.plans.configuration import (
+    PLAIN_CHANNELS,
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Tiling,
+)
 from mpjax.kernels.experts.plans.problem import Problem
+from mpjax.kernels.experts.plans.warpgroup_rule import ranked, suits_warpgroups
 from mpjax.kernels.gemm.plans import triton_by_rule
 from mpjax.kernels.plans.plan import Plan
 
@@ -24,16 +30,26 @@ PAIRS_OF_EXPERTS = 0.25
 COUNTED_PAIRS = 1024
 
 
-def plan_by_rule(problem: Problem) -> Plan:
-    """The rule's plan of any problem."""
+def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
+    """The rule's plan of any problem.
+
+    warpgroups: whether it may be the warpgroups' kernel.
+    """
+    if warpgroups and suits_warpgroups(problem):
+        return Plan("mosaic", warpgroups_by_rule(problem))
     try:
         return Plan("triton", config_by_rule(problem))
     except UnsupportedError:  # the GPU can't multiply the format at all
         return Plan("reference")
 
 
+def warpgroups_by_rule(problem: Problem) -> ExpertsWarpgroupConfig:
+    """The rule's configuration of the warpgroups' kernel, for a problem that it can multiply."""
+    return ranked(problem, "counted" if problem.pairs <= COUNTED_PAIRS else "sorted")[0]
+
+
 def config_by_rule(problem: Problem) -> ExpertsConfig:
-    """The rule's configuration of the kernel. Raises UnsupportedError, with the reason."""
+    """The rule's configuration of Triton's kernel. Raises UnsupportedError, with the reason."""
     rows = _rows(problem)
     if not problem.format.weight.is_packed:
         return _plain(problem, rows)

@@ -6,8 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mpjax.kernels.experts.plans.configuration import TILINGS, ExpertsConfig
+from mpjax.kernels.experts.plans.configuration import (
+    TILINGS,
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+)
 from mpjax.kernels.experts.plans.problem import Problem
+from mpjax.kernels.experts.plans.warpgroup_rule import why_not_warpgroups
+from mpjax.kernels.experts.plans.warpgroup_rule import why_unsound as why_not_by_warpgroups
 from mpjax.kernels.gemm.plans import SCALINGS, why_unsound
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.plans.tables import Tables
@@ -42,7 +48,10 @@ class ExpertTables(Tables[Problem]):
 
     operation = "experts"
     levels = 3
-    configs: Mapping[str, type | None] = {"triton": ExpertsConfig}
+    configs: Mapping[str, type | None] = {
+        "triton": ExpertsConfig,
+        "mosaic": ExpertsWarpgroupConfig,
+    }
 
     def key_of(self, problem: Problem) -> Key:
         """The key of a problem: its tokens count as those of their bucket."""
@@ -77,6 +86,7 @@ class ExpertTables(Tables[Problem]):
 
     def check(self, key: Key, implementation: str, config: Mapping[str, Any]) -> None:
         """Raises ValueError for fields that no configuration can have."""
+        powers = ("tile_m", "tile_n", "warps", "width") if implementation == "triton" else ()
         choices: dict[str, tuple[str, ...]] = {"scaling": SCALINGS, "tiling": TILINGS}
         for name, value in config.items():
             if name in choices:
@@ -84,11 +94,15 @@ class ExpertTables(Tables[Problem]):
                     raise ValueError(f"{name} is {value!r}, expected one of {choices[name]}")
             elif type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}, expected a positive integer")
-            elif name in ("tile_m", "tile_n", "warps", "width") and value & (value - 1):
+            elif name in powers and value & (value - 1):
                 raise ValueError(f"{name} is {value}, expected a power of two")
 
     def suits(self, problem: Problem, plan: Plan) -> bool:
         """Whether a problem can run with a plan of its key on its GPU."""
+        if plan.implementation == "mosaic":
+            config: Any = plan.config
+            reason = why_not_warpgroups(problem) or why_not_by_warpgroups(config, problem)
+            return reason is None
         if not problem.format.weight.is_packed:
             return True
         return why_unsound(plan.config, problem.product(plan.config.tile_m)) is None

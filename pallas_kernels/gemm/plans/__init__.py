@@ -15,20 +15,29 @@ from mpjax.kernels.gemm.plans.choice import (
     warpgroup_config_of,
 )
 from mpjax.kernels.gemm.plans.configuration import (
+    FEW_ROWS,
     SCALINGS,
     Implementation,
     TritonConfig,
     WarpgroupConfig,
 )
-from mpjax.kernels.gemm.plans.limits import why_no_wgmma, why_not_warpgroups, why_unsound
+from mpjax.kernels.gemm.plans.cost_model import microseconds
+from mpjax.kernels.gemm.plans.limits import (
+    can_be_operand,
+    why_no_wgmma,
+    why_not_warpgroups,
+    why_unsound,
+)
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.rule import plan_by_rule
 from mpjax.kernels.gemm.plans.tables import BUCKETS, TABLES, Key, bucket
 from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
+from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound as why_unsound_warpgroups
 from mpjax.kernels.plans.plan import Entry, Plan
 
 __all__ = [
     "BUCKETS",
+    "FEW_ROWS",
     "SCALINGS",
     "TABLES",
     "Entry",
@@ -39,8 +48,10 @@ __all__ = [
     "TritonConfig",
     "WarpgroupConfig",
     "bucket",
+    "can_be_operand",
     "candidates",
     "forced",
+    "microseconds",
     "plan_by_rule",
     "plan_of",
     "runs_by_warpgroups",
@@ -50,4 +61,5 @@ __all__ = [
     "why_no_wgmma",
     "why_not_warpgroups",
     "why_unsound",
+    "why_unsound_warpgroups",
 ]

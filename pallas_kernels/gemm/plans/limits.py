@@ -54,7 +54,8 @@ def widths(format: WeightFormat) -> tuple[int | None, ...]:
 
 def can_scale_weights(format: WeightFormat) -> bool:
     """Whether `scaling="weight"` is possible: group scales, and 16-bit operands to hold them."""
-    return format.group_size is not None and format.operand is None
+    has_scales = format.group_size is not None and code_kinds.of(format).has_group_scales
+    return has_scales and format.operand is None
 
 
 def can_be_operand(scale_dtype: str, operand: jnp.dtype) -> bool:

@@ -33,14 +33,16 @@ class Stages(NamedTuple):
     out_rows: int  # rows of an output tile, from which sums are copied to global memory
 
 
-def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> Stages:
+def stages(
+    format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype, *, gated: bool = False
+) -> Stages:
     """The slots that shared memory has room for; `x` is 0 if it has room for none.
 
     With few rows or 8-bit activations, a tile of x is small: it is for a whole block, and there are
     as many slots for x as for words. Else a tile of x is for a plane, and the number of slots is a
     power of two.
 
-    dtype: of the output.
+    dtype: of the output. gated: whether the epilogue joins halves of a tile's output channels.
     """
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.parameters_of_block)
@@ -51,6 +53,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     row = config.tile_n * dtype.itemsize
     pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
     room = device.shared_memory(WGMMA_CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
+    room -= 2 * config.tile_m * config.tile_n if gated else 0  # half of the sums, in float32
     if config.has_few_rows or format.operand:
         room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_X_TILES // config.shares, room // (words + format.planes * plane)))
@@ -73,12 +76,15 @@ def sent_bytes(config: WarpgroupConfig) -> int:
     return 4 * config.tile_n * rows
 
 
-def why_no_room(format: WeightFormat, config: WarpgroupConfig) -> str | None:
+def why_no_room(
+    format: WeightFormat, config: WarpgroupConfig, *, gated: bool = False
+) -> str | None:
     """The reason why shared memory is too small for a configuration, or None if it is enough.
 
-    The output's dtype is taken to be float32, the widest.
+    The output's dtype is taken to be float32, the widest, or with a gate that of x.
     """
-    staged = stages(format, config, jnp.dtype(jnp.float32))
+    dtype = jnp.dtype(jnp.bfloat16 if gated else jnp.float32)
+    staged = stages(format, config, dtype, gated=gated)
     least = LEAST_X_TILES if staged.parts == 1 else LEAST_X_TILES_OF_PLANES
     if staged.x < least:
         return f"shared memory has no room for {least} tiles of x of each warpgroup"

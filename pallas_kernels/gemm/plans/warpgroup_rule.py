@@ -58,8 +58,13 @@ def _row_step(rows: int, format: WeightFormat) -> int:
     return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 
 
-def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
-    """The reason why the warpgroups' kernel can't run with a configuration, or None if it can."""
+def why_unsound(
+    config: WarpgroupConfig, format: WeightFormat, *, gated: bool = False
+) -> str | None:
+    """The reason why the warpgroups' kernel can't run with a configuration, or None if it can.
+
+    gated: whether the epilogue joins halves of a tile's output channels, as that of experts does.
+    """
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
@@ -82,4 +87,6 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
             f"{config.shares} warpgroups can't share outputs of {config.tile_m} rows of {format}; "
             f"up to {FEW_ROWS} can, of weights that are decoded"
         )
-    return why_no_room(format, config)
+    if gated and config.warpgroups % 2:
+        return f"{config.warpgroups} warpgroups can't divide gate and up evenly"
+    return why_no_room(format, config, gated=gated)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.gemm.integer_sums import OFFSET_BITS, as_float
+from mpjax.kernels.gemm import integer_sums
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory, products
 from mpjax.kernels.target import current_target
@@ -40,7 +40,11 @@ class Consumer:
     def __init__(self, program: Program, column: Any, share: Any) -> None:
         call, arguments, shared = program.call, program.arguments, program.shared
         self.program, self.call, self.share = program, call, share
-        # Its output channels in the program's tile.
+        self.column = column
+        # Its output channels in a half of the program's tile, which is the whole without a gate.
+        self.half = program.half_of(column)
+        if call.gate is not None:
+            column = jax.lax.rem(column, call.columns // 2)
         self.outputs = pl.ds(column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS)
         self.scratch = None
         if shared.interpreted_sums is not None:
@@ -48,24 +52,24 @@ class Consumer:
         self.count = pl.cdiv(program.last - program.first - share, call.config.shares)
         # Columns beyond the matrix read the scales of other channels, and nothing stores their
         # sums.
-        output = program.first_output + column * WARPGROUP_OUTPUTS
+        output = program.outputs_of(self.half) + column * WARPGROUP_OUTPUTS
         output = jnp.minimum(output, arguments.words.shape[1] - WARPGROUP_OUTPUTS)
+        self.output_range = pl.ds(output, WARPGROUP_OUTPUTS)  # in the matrix
         # Parameters [N] of whole output channels, if there are any.
         of_outputs = arguments.channel_scales
         if not call.has_groups:
-            of_outputs = arguments.parameters.at[0]
+            of_outputs = arguments.parameters.at[program.matrix]
         self.output_parameters = None
         if of_outputs is not None:
-            of_column = of_outputs.at[pl.ds(output, WARPGROUP_OUTPUTS)]
-            self.output_parameters = memory.load_row(of_column)
+            self.output_parameters = memory.load_row(of_outputs.at[self.output_range])
         width = call.format.plane_width
         # The table, in the form that `kind.decoder` takes.
         self.table = call.kind.shared(arguments.table, call.operand, width)
 
     def run(self) -> list[jax.Array]:
         """Multiplies its share of K: sums [64, rows], one for each of `config.product_rows`."""
-        call, exponent = self.call, 0
-        config = call.config
+        call, config = self.call, self.call.config
+        decodes_scaled = not call.kind.has_group_scales
         accumulate = functools.partial(products.accumulate, dtype=call.sum_dtype)
         if call.scales_x_blocks:
             sums = [self._of_scaled_blocks()]
@@ -75,8 +79,8 @@ class Consumer:
             sums = accumulate(config.product_rows, self._of_blocks, self.scratch)
         else:
             sums = accumulate((config.tile_m,), self._of_planes, self.scratch)
-            if call.scales_groups:
-                exponent = call.kind.scaled_exponent(call.operand)
+            decodes_scaled |= call.scales_groups
+        exponent = call.kind.scaled_exponent(call.operand) if decodes_scaled else 0
         return [part * 2.0**-exponent for part in sums] if exponent else sums
 
     def scaled(self, sums: jax.Array, parameters: jax.Array) -> jax.Array:
@@ -181,7 +185,8 @@ class Consumer:
             if call.format.is_flat:  # words are operands, which are read from shared memory
                 place = self.program.slot(self.share, number, call.stages.blocks)
                 memory.wait(shared.full.at[place])
-                operands = [lambda: shared.word_tiles.at[place, self.outputs, :]]
+                tile = self.program.place_of(place, self.half)
+                operands = [lambda: shared.word_tiles.at[tile, self.outputs, :]]
             else:
                 block = self._load(number)
                 place, operands = block.slot, self._decoders(block, scaled=False)
@@ -204,26 +209,41 @@ class Consumer:
     def _of_scaled_blocks(self) -> jax.Array:
         """The main loop for many rows of 8 bits with a scale for each block.
 
-        The sums of a block are scaled while another consumer's block is multiplied.
+        The sums of a block are scaled while another consumer's block is multiplied. Consumers would
+        wait for the same copies, multiply at the same time, and scale at the same time, while the
+        tensor cores idle. So they take turns: a consumer's products begin after those of the one
+        before it.
         """
         call, shared = self.call, self.program.shared
         shape, width = (WARPGROUP_OUTPUTS, call.config.tile_m), call.format.plane_width
+        turn, next_turn = (
+            shared.turns.at[jax.lax.rem(self.column + later, call.columns)] for later in range(2)
+        )
+        # The first turn is that of column 0, as if the last consumer had begun before.
+        pl.when(self.column == call.columns - 1)(lambda: memory.arrive(next_turn))
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)
-            operands = self._decoders(block, scaled=False)
+            operands = [decode() for decode in self._decoders(block, scaled=False)]
 
             def multiply(total: Any) -> None:
-                for plane, decode in enumerate(operands):
+                for plane, weights in enumerate(operands):
                     channels = pl.ds(plane * width, width)
-                    products.multiply(total, decode(), shared.x_tiles.at[block.slot, :, channels])
+                    products.multiply(total, weights, shared.x_tiles.at[block.slot, :, channels])
+                memory.arrive(next_turn)
                 products.wait_for_products(0)
 
-            start = memory.full(shape, OFFSET_BITS, jnp.int32)
-            total = as_float(products.accumulate_from(start, multiply, self.scratch))
+            start = memory.full(shape, integer_sums.OFFSET_BITS, jnp.int32)
+            memory.wait(turn)
+            total = products.accumulate_from(start, multiply, self.scratch)
+            # Loaded only now: before, sums and operands take most registers.
             scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
             memory.arrive(shared.free.at[block.slot])
-            return sums + self.scaled(total * scales, block.parameters[0])
+            parameters = integer_sums.without_last_bits(block.parameters[0])
+            group = call.kind.load(parameters, call.scale_dtype, call.operand, shape[1])
+            assert group.scale is not None
+            total = integer_sums.scaled(total, group.scale)
+            return current_target().multiply_add(total, scales, sums)
 
         zeros = memory.zeros(shape, jnp.float32)
         return jax.lax.fori_loop(0, self.count, go_on, zeros)
@@ -243,9 +263,10 @@ class Consumer:
         format, width = call.format, call.format.plane_width
         place = self.program.slot(self.share, number, call.stages.blocks)
         memory.wait(shared.full.at[place])
+        tile = self.program.place_of(place, self.half)
         words = [
             memory.load(
-                shared.word_tiles.at[place, self.outputs, pl.ds(first, width)],
+                shared.word_tiles.at[tile, self.outputs, pl.ds(first, width)],
             )
             for first in range(0, format.columns * width, width)
         ]
@@ -253,7 +274,7 @@ class Consumer:
             assert self.output_parameters is not None
             return Block(place, words, [self.output_parameters])
         rows = [
-            memory.load_row(shared.parameter_tiles.at[place, word, self.outputs])
+            memory.load_row(shared.parameter_tiles.at[tile, word, self.outputs])
             for word in range(format.parameters_of_block)
         ]
         return Block(place, words, rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ from jax.experimental import pallas as pl
 from mpjax.kernels.gemm.warpgroups.consumer import Consumer
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
+from mpjax.kernels.target import current_target
+
+# Rows whose sums a gate joins at a time: a row of them in shared memory is a swizzled one.
+GATED_ROWS = memory.SWIZZLED_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,25 +97,66 @@ class Epilogue:
             pl.when(self.program.split == rank)(functools.partial(exchange, rank))
 
     def _finish(self, sums: Sequence[jax.Array], row: int) -> None:
-        """Scales complete sums and writes them out.
+        """Scales complete sums and writes them out; with a gate, joined with those of up values.
 
         row: the first row of the sums, counted from the first row of the program's tile.
         """
-        x_scales, parameters = self.program.arguments.x_scales, self.consumer.output_parameters
+        if self.program.call.gate is not None:
+            self._join(sums)
+            return
         for part in sums:
-            part = part.astype(jnp.float32)
-            if parameters is not None:
-                part = self.consumer.scaled(part, parameters)
-            if x_scales is not None:
-                of_rows = x_scales.at[pl.ds(self.program.first_row + row, part.shape[1])]
-                part *= memory.load_column(of_rows)
-            self._store(part, row)
+            self._store(self._scaled(part, row), row)
             row += part.shape[1]
         memory.wait_for_stores()
+
+    def _scaled(self, sums: jax.Array, row: int) -> jax.Array:
+        """The products [64, rows] of complete sums: with their scales and a bias."""
+        arguments, parameters = self.program.arguments, self.consumer.output_parameters
+        product = sums.astype(jnp.float32)
+        if parameters is not None:
+            product = self.consumer.scaled(product, parameters)
+        if arguments.x_scales is not None:
+            product *= self._of_rows(arguments.x_scales, row, product)
+        if arguments.bias is not None:
+            bias = memory.load_row(arguments.bias.at[self.consumer.output_range])
+            product += current_target().column(bias, product.shape[1])
+        return product
+
+    def _of_rows(self, values: Any, row: int, product: jax.Array) -> jax.Array:
+        """The values of the rows of a product, in the product's shape [64, rows]."""
+        of_rows = values.at[pl.ds(self.program.first_row + row, product.shape[1])]
+        return memory.load_column(of_rows)
+
+    def _join(self, sums: Sequence[jax.Array]) -> None:
+        """Applies the gate: the consumer of up values sends them to that of the gate's."""
+        shared, gate = self.program.shared, self.program.call.gate
+        assert gate is not None
+        pair = jax.lax.rem(self.column, self.program.call.columns // 2)
+        rows = sums[0].shape[1]
+        size = max(math.gcd(rows, GATED_ROWS), shared.out_tiles.shape[1])
+
+        @pl.when(self.consumer.half == 1)
+        def _send() -> None:
+            for number, part in enumerate(sums):
+                up = self._scaled(part, number * rows)
+                memory.send(up, shared.up_sums.at[pair, number], shared.up_full.at[pair])
+
+        @pl.when(self.consumer.half == 0)
+        def _apply() -> None:
+            memory.wait(shared.up_full.at[pair])
+            for number, part in enumerate(sums):
+                product = self._scaled(part, number * rows)
+                for first in range(0, rows, size):  # so that both fit the registers
+                    up = memory.load(shared.up_sums.at[pair, number, :, pl.ds(first, size)])
+                    joined = gate(product[:, first : first + size], up)
+                    self._store(joined, number * rows + first)
+            memory.wait_for_stores()
 
     def _store(self, sums: jax.Array, row: int) -> None:
         """Writes sums [64, rows] out through a tile in shared memory, some rows at a time."""
         program, call = self.program, self.program.call
+        if program.arguments.row_weights is not None:
+            sums *= self._of_rows(program.arguments.row_weights, row, sums)
         tile, out = program.shared.out_tiles.at[self.column], program.arguments.out
         for start in range(0, sums.shape[1], tile.shape[0]):
             memory.wait_for_stores()

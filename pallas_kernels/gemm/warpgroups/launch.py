@@ -70,9 +70,8 @@ def matmul_terms(
     can_write = is_floating and jnp.dtype(out_dtype).itemsize in (2, 4)
     dtype = jnp.dtype(out_dtype if can_write and (splits == 1 or is_cluster) else jnp.float32)
     assert why_unsound(config, format) is None
-    tiles = pl.cdiv(rows, config.tile_m)
-    bands = rows * weight.padded_channels * values.dtype.itemsize // BAND_BYTES
-    band_tiles = pl.cdiv(tiles, max(1, bands))
+    x_bytes = rows * weight.padded_channels * values.dtype.itemsize
+    bands, band_tiles = bands_of(pl.cdiv(rows, config.tile_m), x_bytes)
     call = Call(
         format=format,
         scale_dtype=weight.scale_dtype,
@@ -82,56 +81,81 @@ def matmul_terms(
         operand=values.dtype,
         sum_dtype=jnp.dtype(jnp.int32 if values.dtype == jnp.int8 else jnp.float32),
         axis="split" if is_cluster else None,
-        band_tiles=band_tiles if band_tiles < tiles else None,
+        band_tiles=band_tiles if bands > 1 else None,
         interpret=interpret,
     )
     # The last axis varies fastest, so that programs that read the same words run at the same time.
     axes = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}
-    if band_tiles < tiles:
-        axes = {"band": pl.cdiv(tiles, band_tiles), **axes}
+    if bands > 1:
+        axes = {"band": bands, **axes}
     cluster = {"split": splits} if is_cluster else {}
     if not is_cluster:
         axes = {"split": splits, **axes}
-    terms = launch(
-        functools.partial(_kernel, call),
+    arguments = Arguments(
         jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
         weight.words,
         weight.parameters,
-        *(() if weight.table is None else (weight.table.astype(jnp.float32),)),
-        *(() if weight.channel_scales is None else (weight.channel_scales,)),
-        *(() if x_scales is None else (_padded_scales(x_scales, call),)),
-        out_shape=jax.ShapeDtypeStruct((axes.get("split", 1), rows + missing, outputs), dtype),
-        grid=Grid(axes, config.warpgroups, cluster),
-        scratch=shared_memory(call, weight.words.dtype, dtype),
-        name=f"matmul_warpgroups_{format.codes}",
-        interpret=interpret,
+        None if weight.table is None else weight.table.astype(jnp.float32),
+        weight.channel_scales,
+        **scales_of_rows(x_scales, call),
+    )
+    terms = run_programs(
+        call,
+        arguments,
+        jax.ShapeDtypeStruct((axes.get("split", 1), rows + missing, outputs), dtype),
+        Grid(axes, config.warpgroups, cluster),
+        f"matmul_warpgroups_{format.codes}",
     )
     terms = terms[:, :rows]
     return terms.sum(0, keepdims=True).astype(out_dtype) if is_one_term else terms
 
 
-def _padded_scales(x_scales: jax.Array, call: Call) -> jax.Array:
-    """The scales of x [M, 1] or [M, K blocks] for whole tiles of rows: [M'] or [K blocks, M']."""
+def bands_of(tiles: int, nbytes: int) -> tuple[int, int]:
+    """The number of bands of rows, and the tiles of rows in each; the last may have fewer.
+
+    nbytes: of all rows of x.
+    """
+    band_tiles = pl.cdiv(tiles, max(1, nbytes // BAND_BYTES))
+    return pl.cdiv(tiles, band_tiles), band_tiles
+
+
+def scales_of_rows(x_scales: jax.Array | None, call: Call) -> dict[str, jax.Array]:
+    """The field of `Arguments` for the scales of x, [M, 1] or [M, K blocks], if there are any.
+
+    They are padded to whole tiles of rows.
+    """
+    if x_scales is None:
+        return {}
     missing = -len(x_scales) % call.config.tile_m
     if call.scales_x_blocks:
-        return jnp.pad(x_scales.T, ((0, 0), (0, missing)))
-    return jnp.pad(x_scales[:, 0], (0, missing))
+        return {"x_block_scales": jnp.pad(x_scales.T, ((0, 0), (0, missing)))}
+    return {"x_scales": jnp.pad(x_scales[:, 0], (0, missing))}
 
 
-def _kernel(call: Call, *references: Any, **shared: Any) -> None:
-    x, words, parameters, *others, out = references
-    table = others.pop(0) if call.kind.has_table else None
-    channel_scales = others.pop(0) if call.kind.has_channel_scales else None
-    x_scales = others.pop() if others else None
-    of_blocks = None
-    if call.scales_x_blocks:
-        x_scales, of_blocks = None, x_scales
-    arguments = Arguments(x, words, parameters, table, channel_scales, x_scales, of_blocks, out)
+def run_programs(
+    call: Call, arguments: Arguments, out: jax.ShapeDtypeStruct, grid: Grid, name: str
+) -> jax.Array:
+    """Launches the programs of a product; `arguments` are arrays, without an output."""
+    given = {field: array for field, array in arguments._asdict().items() if array is not None}
+    return launch(
+        functools.partial(_kernel, call, tuple(given)),
+        *given.values(),
+        out_shape=out,
+        grid=grid,
+        scratch=shared_memory(call, arguments.words.dtype, out.dtype),
+        name=name,
+        interpret=call.interpret,
+    )
+
+
+def _kernel(call: Call, fields: tuple[str, ...], *references: Any, **shared: Any) -> None:
+    arguments = Arguments(**dict(zip((*fields, "out"), references, strict=True)))
     program = Program.here(call, arguments, Shared(**shared))
-    if call.band_tiles is None:
+    is_used = program.is_used
+    if is_used is None:
         _run(program)
-    else:  # the last band may have fewer tiles
-        pl.when(program.first_row < out.shape[1])(functools.partial(_run, program))
+    else:
+        pl.when(is_used)(functools.partial(_run, program))
 
 
 def _run(program: Program) -> None:

@@ -34,16 +34,9 @@ def _copy_block(program: Program, number: jax.Array, share: int) -> None:
     block = program.first + number * config.shares + share
     place = program.slot(share, number, staged.blocks)
     pl.when(number >= staged.blocks)(lambda: memory.wait(shared.free.at[place]))
-    outputs, arrival = pl.ds(program.first_output, config.tile_n), shared.full.at[place]
-    words = arguments.words.at[block, outputs, :]
-    if format.is_flat:
-        width = format.plane_width
-        words = arguments.words.at[0, outputs, pl.ds(block * width, width)]
-    memory.copy_in(words, shared.word_tiles.at[place], arrival)
-    if call.has_groups:
-        count = format.parameters_of_block
-        parameters = arguments.parameters.at[pl.ds(block * count, count), outputs]
-        memory.copy_in(parameters, shared.parameter_tiles.at[place], arrival)
+    arrival = shared.full.at[place]
+    for half in range(call.halves):
+        _copy_words(program, block, place, half)
     if call.scales_x_blocks:
         rows = pl.ds(program.first_row, config.tile_m)
         scales = arguments.x_block_scales.at[pl.ds(block, 1), rows]
@@ -59,3 +52,21 @@ def _copy_block(program: Program, number: jax.Array, share: int) -> None:
         channels = pl.ds((block * staged.parts + part) * size, size)
         x = arguments.x.at[pl.ds(program.first_row, config.tile_m), channels]
         memory.copy_in(x, shared.x_tiles.at[place], arrival)
+
+
+def _copy_words(program: Program, block: jax.Array, slot: jax.Array, half: int) -> None:
+    """Copies the words and parameters of a block of K, of a half of the tile's output channels."""
+    call, arguments, shared = program.call, program.arguments, program.shared
+    format, arrival = call.format, shared.full.at[slot]
+    outputs = pl.ds(program.outputs_of(half), call.config.tile_n // call.halves)
+    place, number = program.place_of(slot, half), program.block_of_weight(block)
+    if format.is_flat:
+        width = format.plane_width
+        words = arguments.words.at[program.matrix, outputs, pl.ds(block * width, width)]
+    else:
+        words = arguments.words.at[number, outputs, :]
+    memory.copy_in(words, shared.word_tiles.at[place], arrival)
+    if call.has_groups:
+        count = format.parameters_of_block
+        parameters = arguments.parameters.at[pl.ds(number * count, count), outputs]
+        memory.copy_in(parameters, shared.parameter_tiles.at[place], arrival)

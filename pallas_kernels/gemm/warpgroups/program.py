@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,9 @@ class Call(NamedTuple):
     axis: the name of the cluster's axis, or None if programs are not in clusters.
     band_tiles: the number of tiles of rows in a band; all programs of a band come before those of
         the next one. None if there is a single band.
+    blocks: of K, in each matrix of a stack of experts, of which a tile of rows has one; None if
+        there is a single matrix.
+    gate: joins the sums of two output channels, one in each half of a matrix; or None.
     """
 
     format: WeightFormat
@@ -37,6 +41,8 @@ class Call(NamedTuple):
     axis: str | None
     band_tiles: int | None
     interpret: bool
+    blocks: int | None = None
+    gate: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     @property
     def kind(self) -> code_kinds.CodeKind:
@@ -47,6 +53,11 @@ class Call(NamedTuple):
     def columns(self) -> int:
         """The number of columns of a program's tile, of 64 output channels each."""
         return self.config.warpgroups // self.config.shares
+
+    @property
+    def halves(self) -> int:
+        """The ranges of output channels that a tile has: two if a gate joins them, else one."""
+        return 1 if self.gate is None else 2
 
     @property
     def has_groups(self) -> bool:
@@ -82,16 +93,24 @@ class Call(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """References to global memory."""
+    """References to global memory; outside of a kernel, arrays.
+
+    In a stack of E experts, the blocks, or plain matrices, and parameters of one matrix come after
+    those of another, and `table`, `channel_scales` and `bias` have a leading axis E. `Program`
+    holds references to the parts of its expert.
+    """
 
     x: Any  # [M, K padded]
     words: Any  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
     parameters: Any  # [groups of parameters, N]
-    table: Any  # [2**bits], or None
-    channel_scales: Any  # [N], or None
-    x_scales: Any  # [M], or None
-    x_block_scales: Any  # [K blocks, M], or None
-    out: Any  # [splits, M, N]
+    table: Any = None  # [2**bits]
+    channel_scales: Any = None  # [N]
+    x_scales: Any = None  # [M]
+    x_block_scales: Any = None  # [K blocks, M]
+    bias: Any = None  # float32 [N]
+    row_weights: Any = None  # float32 [M]: a factor of each row of the output
+    experts: Any = None  # int32 [tiles of rows]: of each tile; −1 for a tile that is not used
+    out: Any = None  # [splits, M, N], or with a gate [1, M, N / 2]
 
 
 class Shared(NamedTuple):
@@ -101,12 +120,14 @@ class Shared(NamedTuple):
     """
 
     x_tiles: Any  # [slots, tile_m, input channels of a block or of a plane]
-    word_tiles: Any  # [slots, tile_n, columns · plane width]
+    word_tiles: Any  # [slots · halves, tile_n / halves, columns · plane width]
     out_tiles: Any  # [columns of 64 outputs, rows, 64]
     full: Any  # barriers [slots]: words have arrived, with their parameters, and x if of a block
     free: Any  # barriers [slots]: all consumers have read the words
-    parameter_tiles: Any = None  # [slots, parameters of a block, tile_n], if groups have any
+    # [slots · halves, parameters of a block, tile_n / halves], if groups have any
+    parameter_tiles: Any = None
     x_scale_tiles: Any = None  # [slots, 1, tile_m], if x has a scale for each row and block
+    turns: Any = None  # barriers [columns]: the consumer's turn to begin the products of a block
     x_full: Any = None  # barriers [slots of x], if x is copied plane by plane
     x_free: Any = None  # barriers [slots of x], if x is copied plane by plane
     shared_sums: Any = None  # [senders, columns, 64, tile_m], if consumers share outputs
@@ -115,6 +136,8 @@ class Shared(NamedTuple):
     crossed_full: Any = None  # a single barrier for all columns: see `memory.send`
     pair_rows: Any = None  # rows with the pairs of a table's values, if codes index a table
     filled: Any = None  # a barrier: the rows are filled
+    up_sums: Any = None  # [columns / 2, products, 64, rows of a product], if a gate joins sums
+    up_full: Any = None  # barriers [columns / 2]: the sums of the other half have arrived
     interpreted_sums: Any = None  # [warpgroups, 64, tile_m], if the kernel is interpreted
 
 
@@ -127,7 +150,8 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
     columns, shares = call.columns, config.shares
     slots, x_slots = staged.blocks * shares, staged.x * shares
     # Copies of words, parameters, x and its scales.
-    copies = 1 + call.has_groups + (staged.parts == 1) + call.scales_x_blocks
+    halves = call.halves
+    copies = halves * (1 + call.has_groups) + (staged.parts == 1) + call.scales_x_blocks
     arrays: dict[str, Any] = {
         "x_tiles": memory.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
@@ -135,19 +159,20 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
             columns=call.operand_width,
         ),
         "word_tiles": memory.shared(
-            (slots, config.tile_n, format.columns * format.plane_width),
+            (slots * halves, config.tile_n // halves, format.columns * format.plane_width),
             words,
             columns=format.plane_width,
         ),
-        "out_tiles": memory.shared((columns, staged.out_rows, WARPGROUP_OUTPUTS), out),
+        "out_tiles": memory.shared((columns // halves, staged.out_rows, WARPGROUP_OUTPUTS), out),
         "full": memory.Barrier(num_arrivals=copies, num_barriers=slots),
         "free": memory.Barrier(num_arrivals=columns, num_barriers=slots),
     }
     if call.has_groups:
-        shape = slots, format.parameters_of_block, config.tile_n
+        shape = slots * halves, format.parameters_of_block, config.tile_n // halves
         arrays["parameter_tiles"] = memory.shared_rows(shape, jnp.uint32)
     if call.scales_x_blocks:
         arrays["x_scale_tiles"] = memory.shared_rows((slots, 1, config.tile_m), jnp.float32)
+        arrays["turns"] = memory.Barrier(num_barriers=columns)
     if staged.parts > 1:
         arrays["x_full"] = memory.Barrier(num_barriers=x_slots)
         arrays["x_free"] = memory.Barrier(num_arrivals=columns, num_barriers=x_slots)
@@ -159,6 +184,11 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
         finished = (columns, WARPGROUP_OUTPUTS, config.finished_rows)
         arrays["crossed_sums"] = memory.shared(finished, call.sum_dtype)
         arrays["crossed_full"] = memory.Barrier(num_arrivals=columns)
+    if call.gate is not None:
+        products = config.product_rows
+        of_products = columns // 2, len(products), WARPGROUP_OUTPUTS, products[0]
+        arrays["up_sums"] = memory.shared(of_products, jnp.float32)
+        arrays["up_full"] = memory.Barrier(num_arrivals=len(products), num_barriers=columns // 2)
     if call.kind.has_table and not call.interpret:
         arrays["pair_rows"] = decoding.shared_rows_of_pairs(format.bits)
         arrays["filled"] = memory.Barrier(num_arrivals=config.warpgroups)
@@ -172,7 +202,10 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
 class Program:
     """A program: the tile at `first_row` and `first_output`, and its blocks of K, first … last − 1.
 
+    With a gate, half of the tile is at `first_output` in each half of the matrix.
+
     warpgroup: the index of the warpgroup that runs this code.
+    expert: of the tile's rows in a stack of matrices, −1 for none; None for a single matrix.
     """
 
     call: Call
@@ -184,6 +217,7 @@ class Program:
     first_output: jax.Array
     first: jax.Array
     last: jax.Array
+    expert: jax.Array | None = None
 
     @classmethod
     def here(cls, call: Call, arguments: Arguments, shared: Shared) -> Program:
@@ -193,10 +227,56 @@ class Program:
         if call.band_tiles is not None:
             tile += jax.lax.axis_index("band") * call.band_tiles
         first_row = tile * call.config.tile_m
-        first_output = jax.lax.axis_index("column") * call.config.tile_n
+        first_output = jax.lax.axis_index("column") * (call.config.tile_n // call.halves)
         blocks = arguments.x.shape[1] // call.format.block
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
-        return cls(call, arguments, shared, warpgroup, split, first_row, first_output, first, last)
+        expert = None
+        if call.blocks is not None:
+            # Tiles past the last one, in the last band, are not run.
+            expert = arguments.experts[jnp.minimum(tile, arguments.experts.shape[0] - 1)]
+            arguments = _of_expert(arguments, jnp.maximum(expert, 0))
+        indices = warpgroup, split, first_row, first_output, first, last
+        return cls(call, arguments, shared, *indices, expert)
+
+    @property
+    def is_used(self) -> jax.Array | None:
+        """Whether there is anything to compute; None if that is known to be so.
+
+        The last band may have fewer tiles of rows than others, and a grouped product has tiles
+        without an expert.
+        """
+        inside = None
+        if self.call.band_tiles is not None:
+            inside = self.first_row < self.arguments.out.shape[1]
+        if self.expert is None:
+            return inside
+        has_expert = self.expert >= 0
+        return has_expert if inside is None else inside & has_expert
+
+    @property
+    def matrix(self) -> Any:
+        """The number of the program's matrix in the weight."""
+        return 0 if self.expert is None else self.expert
+
+    def block_of_weight(self, block: jax.Array) -> jax.Array:
+        """The number of a block of K among the blocks of all matrices."""
+        if self.expert is None or self.call.blocks is None:
+            return block
+        return self.expert * self.call.blocks + block
+
+    def half_of(self, column: Any) -> Any:
+        """The half of the tile that a column of 64 output channels is in: 0 without a gate."""
+        return 0 if self.call.gate is None else column // (self.call.columns // 2)
+
+    def outputs_of(self, half: Any) -> Any:
+        """The first output channel of a half of the tile, in the matrix."""
+        if self.call.gate is None:
+            return self.first_output
+        return self.first_output + half * (self.arguments.words.shape[1] // 2)
+
+    def place_of(self, slot: jax.Array, half: Any) -> jax.Array:
+        """The tile of words, or of parameters, of a half in a slot."""
+        return slot if self.call.gate is None else slot * 2 + half
 
     @property
     def target(self) -> Target:
@@ -212,3 +292,11 @@ class Program:
         """The slot of a share's block (or tile of x) `number`; each share has `count` slots."""
         place = jax.lax.rem(number, count)
         return place if self.call.config.shares == 1 else share * count + place
+
+
+def _of_expert(arguments: Arguments, expert: jax.Array) -> Arguments:
+    """The arguments of one expert, but for words and parameters, whose axes are joined."""
+    names = "table", "channel_scales", "bias"
+    stacks = {name: getattr(arguments, name) for name in names}
+    own = {name: stack.at[expert] for name, stack in stacks.items() if stack is not None}
+    return arguments._replace(**own)

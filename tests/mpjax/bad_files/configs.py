@@ -6,8 +6,10 @@ from tests.mpjax.bad_files.ways import Case, Way, config
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     GPTQ,
+    HQQ,
     compressed_fp8,
     compressed_integers,
+    hqq,
 )
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
@@ -102,7 +104,7 @@ CONFIGS: list[Case] = [
         (quantized({"quant_method": ["awq"]}), "quant_method ['awq'] is not supported"),
         *(
             (quantized({"quant_method": name}), f"quant_method '{name}' is not supported: load an")
-            for name in ("fbgemm_fp8", "hqq", "higgs")
+            for name in ("fbgemm_fp8", "quark", "higgs")
         ),
         *(
             (quantized(written), f"quantization_config of {said}")
@@ -124,9 +126,14 @@ CONFIGS: list[Case] = [
                 (GPTQ | {"dynamic": {"(" * 9999 + ")" * 9999: {}}}, "a GPTQ checkpoint, dynamic"),
                 (AWQ | {"bits": 8}, "an AWQ checkpoint: bits is 8: only 4 bits are supported"),
                 (
-                    AWQ | {"version": "gemv"},
-                    "an AWQ checkpoint: the layout 'gemv' (AWQ version) is",
+                    AWQ | {"version": "marlin"},
+                    "an AWQ checkpoint: the layout 'marlin' (AWQ version) is",
                 ),
+                (HQQ | {"quant_config": None}, "an HQQ checkpoint: quant_config is None: expected"),
+                (hqq(axis=0), "an HQQ checkpoint, quant_config: axis is 0, groups along the outp"),
+                (hqq(nbits=2), "an HQQ checkpoint, quant_config: nbits is 2: only 4 and 8 are"),
+                (hqq(group_size=-3), "an HQQ checkpoint, quant_config: group_size is -3: expect"),
+                (hqq(view_as_float=True), "an HQQ checkpoint, quant_config: view_as_float is Tr"),
                 (AWQ | {"zero_point": "true"}, "an AWQ checkpoint: zero_point is 'true': expected"),
                 ({"quant_method": "fp8"}, "an FP8 checkpoint: weight_block_size is None: expected"),
                 (

@@ -82,6 +82,7 @@ def test_decoding_that_disagrees_with_reading_fails():
         ({"speculate": (4, 0)}, "speculate: k is 0: expected a whole number from 1 to 32"),
         ({"prompts": (5, 0)}, "one prompt token"),
         ({"devices": (1, 4096)}, "devices is 4096, and JAX sees"),
+        ({"piece_tokens": 4}, "prompts have 6 tokens, which pieces of 4 don't divide"),
     ],
 )
 def test_what_can_not_be_measured(arguments, message):
@@ -133,6 +134,12 @@ def test_a_case_is_measured_and_checked(quick):
     assert 0 < row["time_to_first_token_seconds"] < row["prefill_seconds_with_compilation"]
     assert row["logprob_difference"] < 0.2
     assert row == generate.figures(row)
+
+
+def test_a_prompt_is_read_in_pieces(quick):
+    [row] = generate.run(sweep(batches=(2,), piece_tokens=3))
+    assert (row["piece_tokens"], row["batch"]) == (3, 2)
+    assert row["logprob_difference"] < 0.2
 
 
 @pytest.mark.parametrize(
@@ -233,8 +240,8 @@ def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
     monkeypatch.setattr(generate, "_load", load)
     left = ("precision", "batch", "load_seconds", "layers")
 
-    def measured(lm, shape, sweep, is_read):
-        seen = (str(lm.kv_format), *shape, sweep.new_tokens, is_read)
+    def measured(lm, case):
+        seen = (str(lm.kv_format), *case)
         return {key: value for key, value in generate_row(seen=seen).items() if key not in left}
 
     monkeypatch.setattr(generate, "_measure", measured)
@@ -246,7 +253,7 @@ def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
         itertools.product(chosen.precisions, chosen.batches, chosen.prompt_tokens)
     )
     assert all(row["seen"][0] in row["precision"] for row in rows)
-    assert all(row["seen"][3:] == (4, True) for row in rows)
+    assert all(row["seen"][3:] == (4, True, None, ()) for row in rows)
     assert all(row["load_seconds"] == 3.0 for row in rows)
     assert rows[2]["decode_tokens_per_second"] == pytest.approx(1500.0)
 

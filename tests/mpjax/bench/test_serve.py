@@ -33,6 +33,10 @@ def test_an_engine_and_static_batches_do_the_same():
     assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
 
 
+def test_cells_name_several_devices():
+    assert serve.cells(serve_row(devices=2))[0] == "W4A16KV8 on 2 devices"
+
+
 def test_cells_are_in_the_order_of_the_headers():
     row = serve_row()
     assert dict(zip(serve.HEADERS, serve.cells(row), strict=True)) == {
@@ -77,3 +81,5 @@ def test_failures_are_sentences():
 def test_random_weights_have_one_format(text):
     with pytest.raises(ValueError, match="random weights are all in one format"):
         serve.Sweep((text,), load())
+    with pytest.raises(ValueError, match="devices is 4096, and JAX sees"):
+        serve.Sweep(("W4A16KV8",), load(), devices=4096)

@@ -10,12 +10,14 @@ import safetensors.numpy
 
 import mpjax
 from mpjax.checkpoint import CheckpointError
-from mpjax.checkpoint.huggingface import decoder_config, read_config
+from mpjax.checkpoint.huggingface import decoder_config, open_headers, read_config
+from mpjax.checkpoint.outlook import look
 from mpjax.kernels import QuantizedTensor
 from mpjax.loading import load
 from mpjax.models import ExpertPlace, family
 from tests.mpjax.checkpoint import test_huggingface_parity as parity
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
+from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import (
     FP8,
     pack_module_fp8,
@@ -23,8 +25,10 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     round_to_nearest,
 )
 from tests.pallas_kernels.oracles import E2M1
+from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 MODELS: dict[str, tuple[str, dict]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 3, "sliding_window": 8}),
@@ -177,13 +181,25 @@ def test_mxfp4_as_gpt_oss_is_published(tmp_path, request):
     safetensors.numpy.save_file(tensors, file)
     parity.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     loaded, _ = parity.compare_logits(model, tmp_path, request)
+    found = look(open_headers(tmp_path))
+    assert (found.contents, found.others) == ("MXFP4, codes kept as WMXFP4", {})
     lm = load(tmp_path, dtype="float32")
     counts = lm.summary()["linear_maps"]
     assert counts["mlp.experts.gate_up"] == counts["mlp.experts.down"] == {"WMXFP4": 2}
     assert lm.precision == "W32+WMXFP4A32KV16"
     place = next(p for p in loaded.linear_places(loaded.config) if p.path.endswith("gate_up"))
-    with pytest.raises(ValueError, match="a GptOss can't be exported"):
-        mpjax.export(lm, tmp_path / "exported")
+    mpjax.export(lm, tmp_path / "exported")
+    written = safetensors.numpy.load_file(tmp_path / "exported" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert written[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(written[name], tensor)
+    with pytest.raises(ValueError, match="format 'awq' holds no experts that share one tensor"):
+        mpjax.export(lm, tmp_path / "other", format="awq")
+    mpjax.export(lm, tmp_path / "plain", format="plain")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, read.get_parameter(name)), name
     again = place.join(place.maps(loaded))[0].kernel.get_value()
     [kernel] = place.kernels(loaded)
     np.testing.assert_array_equal(again.words, kernel.words)
@@ -203,6 +219,31 @@ def test_quantised_while_loading_saved_and_restored(tmp_path):
     mpjax.save(lm, tmp_path / "saved")
     again = mpjax.load(tmp_path / "saved")
     np.testing.assert_array_equal(again.model(tokens), found)
+
+
+LEFT_OUT = {
+    "pack-quantized": lambda said: said["ignore"],
+    "awq": lambda said: said["modules_to_not_convert"],
+    "gptq_v2": lambda said: [rule.strip("-:^$").replace("\\", "") for rule in said["dynamic"]],
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [layout if layout == "awq" else in_sweep(layout) for layout in LEFT_OUT]
+)
+def test_exports_of_experts_one_by_one(layout, tmp_path):
+    """Bits stay, and readers that pack all linear maps are told to leave routers out."""
+    name, sizes = MODELS["qwen2-moe"]
+    parity.build(name, sizes | {"num_experts": 4}).save_pretrained(tmp_path / "plain")
+    lm = load(tmp_path / "plain", precision="W4g32A16KV16")
+    mpjax.export(lm, tmp_path / layout, format=layout)
+    require_same_bits(load(tmp_path / layout), lm)
+    written = json.loads((tmp_path / layout / "config.json").read_text())
+    mlp = "model.layers.1.mlp"
+    expected = ["lm_head", f"{mlp}.gate", f"{mlp}.shared_expert_gate"]
+    assert LEFT_OUT[layout](written["quantization_config"]) == expected
+    with pytest.raises(ValueError, match="format 'mxfp4' holds only experts that share one tensor"):
+        mpjax.export(lm, tmp_path / "other", format="mxfp4")
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):

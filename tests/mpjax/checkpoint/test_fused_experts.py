@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from mpjax.checkpoint import Checkpoint
-from mpjax.checkpoint.fused_experts import split_experts
-from mpjax.models import Llama, Qwen3MoE
+from mpjax.checkpoint.fused_experts import join_experts, split_experts
+from mpjax.models import GptOss, Llama, Qwen3MoE
 
 MLP = "model.layers.1.mlp"
 
@@ -51,6 +51,20 @@ def test_suffixes_become_those_of_modules(tmp_path):
         for suffix in ("bias", "blocks")
     ]
     np.testing.assert_array_equal(found.read(f"{MLP}.experts.1.down_proj.blocks"), blocks[1])
+
+
+def test_joining_undoes_splitting(tmp_path, rng):
+    arrays = {
+        f"{MLP}.experts.gate_up_proj_blocks": rng.integers(0, 9, (3, 8, 2, 16)).astype(np.uint8),
+        f"{MLP}.experts.gate_up_proj_bias": rng.standard_normal((3, 8), np.float32),
+        f"{MLP}.experts.down_proj": rng.standard_normal((3, 4, 6), np.float32),
+    }
+    save_file(arrays, tmp_path / "a.safetensors")
+    apart = split_experts(Checkpoint.open(tmp_path), GptOss)
+    found = dict(join_experts((name, apart.read(name)) for name in apart.tensors))
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_other_checkpoints_stay_as_they_are(folder, tmp_path):

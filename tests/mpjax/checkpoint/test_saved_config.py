@@ -55,6 +55,18 @@ VERSION_4: dict[str, Any] = {
 }
 
 
+def test_a_transform_is_written_where_there_is_one():
+    """So that files older than the field are read, and files without one by older readers."""
+    mlp = dataclasses.replace(LAYERS[1].mlp, hadamard=32)
+    config = dataclasses.replace(
+        CONFIG, layers=(LAYERS[0], dataclasses.replace(LAYERS[1], mlp=mlp))
+    )
+    written = json.loads(json.dumps(to_json(config)))
+    assert [layer["mlp"].get("hadamard") for layer in written["layers"]] == [None, 32]
+    assert "hadamard" not in written["layers"][0]["mlp"]
+    assert from_json(written, Decoder.specs) == config
+
+
 def test_there_and_back():
     written = json.loads(json.dumps(to_json(CONFIG)))
     assert from_json(written, Decoder.specs) == CONFIG

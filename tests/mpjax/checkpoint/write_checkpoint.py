@@ -113,6 +113,16 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 
 
+def hqq(**changes: Any) -> dict[str, Any]:
+    """The `quantization_config` of an HQQ checkpoint with other settings of its weights."""
+    weights = {"nbits": 4, "group_size": 32, "axis": 1, "channel_wise": True, "optimize": True}
+    groups = {"weight_quant_params": weights | changes, "scale_quant_params": None}
+    return {"quant_method": "hqq", "quant_config": groups, "skip_modules": ["lm_head"]}
+
+
+HQQ = hqq()
+
+
 def pack_random(
     tensors: dict, hf: dict[str, Any], name: str, rng: np.random.Generator, g_idx: Any = None
 ) -> np.ndarray:

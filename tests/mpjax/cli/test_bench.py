@@ -168,6 +168,14 @@ def test_generation(measured, folder):
     assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), (2048,), 256, from_disk=True)
     run("generate", "--shapes", "llama3-70b", "--no-plot")
     assert sweeps[2].config == LLAMA3_70B
+    few = ("--layers", "2", "--piece-tokens", "512")
+    assert "tokens, 2 layers" in run("generate", "--shapes", "llama3-70b", "--no-plot", *few).stdout
+    assert (sweeps[3].config.num_layers, sweeps[3].piece_tokens) == (2, 512)
+    assert [*folder.rglob("generate-llama3-70b-2-layers.json")]
+    assert (
+        "layers is 81, and llama3-70b has 80"
+        in run("generate", "--shapes", "llama3-70b", "--layers", "81").stderr
+    )
     refused = run("generate", "--shapes", "gpt")
     assert refused.exit_code == 2
     assert "unknown shapes 'gpt': expected one of qwen3-8b" in refused.stderr
@@ -183,6 +191,10 @@ def test_sums(measured, monkeypatch):
     assert result.exit_code == 0
     assert sweeps == [sums.Sweep(2, (8,), ("bfloat16",))]
     assert "10.0 µs" in result.stdout
+    run("sums", "--sizes", "8", "--ways", "gather,psum", "--options", "xla_a=true,xla_b=3,xla_c=d")
+    options = (("xla_a", True), ("xla_b", 3), ("xla_c", "d"))
+    assert (sweeps[1].ways, sweeps[1].options) == (("gather", "psum"), options)
+    assert "'xla_a' has no =" in run("sums", "--options", "xla_a").stderr
 
 
 def test_serving(measured, folder):
@@ -191,7 +203,18 @@ def test_serving(measured, folder):
     lengths = folder / "lengths.jsonl"
     lengths.write_text('{"prompt_tokens": 3, "new_tokens": 4}')
     options = ("--requests", "9", "--prompt-tokens", "5-7", "--new-tokens", "lognormal:9:0.5:20")
-    more = ("--rate", "2.5", "--shared-tokens", "3", "--late-prompt", "77", "--no-share", "--ride")
+    more = (
+        "--devices",
+        "1",
+        "--rate",
+        "2.5",
+        "--shared-tokens",
+        "3",
+        "--late-prompt",
+        "77",
+        "--no-share",
+        "--ride",
+    )
     result = run("serve", *options, *more, "--lengths", lengths, "--shapes", "llama3.1-8b")
     assert result.exit_code == 0
     [sweep] = sweeps

@@ -46,6 +46,8 @@ def test_refused_before_anything_is_loaded(tiny_folder, tmp_path, monkeypatch):
 
 
 def test_what_a_format_cannot_hold_is_one_sentence(tiny_folder, tmp_path):
+    refused = export(tiny_folder, tmp_path / "x", "--devices", "99")
+    assert (refused.exit_code, refused.stderr[:23]) == (1, "mpjax: devices is 99, a")
     result = export(tiny_folder, tmp_path / "x", "--precision", "WNF4A16KV8")
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(

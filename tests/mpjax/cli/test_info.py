@@ -73,15 +73,24 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     width = max(len(label) for label, _ in expected) + 2
     rows = [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()]
     assert rows[: len(expected)] == expected
+    loads = ["also loads as"] if method is None else []
     assert [label for label, _ in rows[len(expected) :]] == [
-        f"memory, {kv}" for kv in ("KV16", "KV8", "KV4")
+        *("in the files", *loads, "tokenizer"),
+        *(f"memory, {kv}" for kv in ("KV16", "KV8", "KV4")),
+        "on this device",
     ]
 
     result = CliRunner().invoke(app, ["info", str(folder), "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
     found = json.loads(result.stdout)
     memory = found.pop("memory_bytes")
-    assert found == summary | {"activations": None, "rounded": None}
+    assert found.pop("free_bytes") > 0
+    contents, others = found.pop("contents"), found.pop("other_precisions")
+    kept = f"{str(method).upper()}, codes kept as W4g32"
+    assert contents == (f"numbers in {summary['dtype']}" if method is None else kept)
+    assert len(others) == 2 * len(loads)
+    nothing = {"activations": None, "rounded": None, "tokenizer": None}
+    assert found == summary | nothing
     cache = lm.model.create_cache(1, 256, "KV8")
     assert memory["KV8"] == {"256": summary["packed_bytes"] + summary["other_bytes"] + cache.nbytes}
 
@@ -104,7 +113,7 @@ def test_help_explains_the_rows_and_the_keys():
             lambda config: {"rms_norm_eps": "0.1"},
             "config: rms_norm_eps is '0.1': expected a positive number",
         ),
-        (lambda config: {"layers": config["layers"] * 50_000}, "there are 100000 layers and only"),
+        (lambda config: {"layers": config["layers"] * 5_000}, "there are 10000 layers and only"),
     ],
 )
 def test_a_damaged_description_is_one_sentence(change, message, tiny, tmp_path):
@@ -162,9 +171,32 @@ def test_what_can_not_run_is_described(tmp_path):
 
 def test_a_gguf_file_and_what_is_rounded(tmp_path, rng):
     path = write_llama(tmp_path / "m.gguf", rng)
-    found = json.loads(run(path, "--json").stdout)
-    assert found["rounded"].startswith("Q4_1, Q5_1 to W8g32: by about 1/400 of the range")
+    assert json.loads(run(path, "--json").stdout)["rounded"] is None
     path.write_bytes(path.read_bytes()[:-500])
     result = run(path)
     assert (result.exit_code, "is truncated" in result.stderr) == (1, True)
     assert result.stdout == ""  # the header says more than the file holds
+
+
+def test_tokenizer_and_room(monkeypatch):
+    """Of the bundled model, on devices of little memory and of less."""
+    found = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
+    assert found["tokenizer"] == {
+        **{"tokens": 2048, "chat_templates": [], "stop_tokens": ["<|endoftext|>"]}
+    }
+    said = {}
+    sizes = [nbytes for lengths in found["memory_bytes"].values() for nbytes in lengths.values()]
+    for free in (min(sizes) - 1, min(sizes), max(sizes)):
+        monkeypatch.setattr("mpjax.memory.free_bytes", lambda free=free: free)
+        said[free] = CliRunner().invoke(app, ["info"]).stdout.splitlines()[-1]
+    none, some, all_of_them = said.values()
+    assert none.endswith("too little: take another precision, or more devices (--devices)")
+    assert some.endswith("free, enough for 1,024 tokens with KV4")
+    assert all_of_them.endswith("free, enough for the longest context")
+
+
+def test_folders_of_other_things(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    result = run(tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "an adapter is not a model: merge it into its base model first" in result.stderr

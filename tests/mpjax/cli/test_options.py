@@ -35,17 +35,19 @@ def test_load_passes_on_what_was_said(monkeypatch):
     seen = []
     monkeypatch.setattr(mpjax, "load", lambda *args, **keywords: seen.append((args, keywords)))
     options.load(None, None, None)
-    options.load("folder", "W4A16KV8", options.Dtype.float16, 99, 2)
+    options.load("folder", "W4A16KV8", options.Dtype.float16, 99, 2, options.ExpertsKind.whole)
     keywords = {
         "precision": Precision.parse("W4A16KV8"),
         "dtype": "float16",
         "max_positions": 99,
         "devices": 2,
+        "experts": "whole",
     }
     assert seen == [
         (
             (mpjax.bundled_model(),),
-            {"precision": None, "dtype": None, "max_positions": None, "devices": 1},
+            {"precision": None, "dtype": None, "max_positions": None, "devices": 1}
+            | {"experts": "divided"},
         ),
         (("folder",), keywords),
     ]

@@ -53,7 +53,14 @@ def test_a_budget_is_kept_and_its_recipe_written(tiny_folder, text, tmp_path):
     assert second.startswith(f"{target}: W4g32+W8g32A16KV16H8, ")
     assert recipe.read_text().startswith("# mpjax quantize --budget 6\nprecision = ")
     assert {rule.weights.bits for rule in mpjax.Recipe.read(recipe).rules} == {4, 8}
+    kept = recipe.read_text()
+    quantize(tiny_folder, target, "--recipe", recipe, "--text", text, "--overwrite")
+    assert recipe.read_text() == kept
+    plain = ("--precision", "W4g32A16KV16", "--method", "rtn", "--overwrite")
+    assert quantize(tiny_folder, target, *plain).exit_code == 0
+    assert not recipe.exists()  # which is not that of the new model
     recipe.write_text("mine")
+    assert quantize(tiny_folder, target, *plain).exit_code == 0
     result = quantize(tiny_folder, tmp_path / "small", *options, "--overwrite")
     assert (result.exit_code, recipe.read_text()) == (1, "mine")
     assert "is in the place of the recipe" in result.stderr
@@ -83,6 +90,8 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         (("--budget", 4, "--activation-error", 0.1), 2, "either --budget or --activation-error"),
         (("--budget", "4.5", "--recipe", __file__), 2, "either --budget or --recipe"),
         (("--precision", "WNF2A16KV16", "--method", "rtn", "--learn", 1), 2, "needs --text"),
+        (("--precision", "W4A16KV8", "--learn", 1, "--devices", 2), 2, "learned on one device"),
+        (("--precision", "W4A16KV8", "--method", "rtn", "--devices", 99), 1, "devices is 99"),
         ((), 2, "give either --precision or --recipe"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),

@@ -101,7 +101,7 @@ def test_bad_input_is_refused_before_anything_is_read(tiny, tiny_folder, tmp_pat
     refuses("the documents are empty", tiny, "W4A16KV8", [])
     refuses("the documents are empty", tiny, "W4A16KV8", ["", "  "])
     refuses("does not say what weights become", tiny, "A16KV8", TEXTS)
-    refuses("dtype and work are for a folder", tiny, "W4A16KV8", TEXTS, dtype="float16")
+    refuses("dtype, work and devices are for a folder", tiny, "W4A16KV8", TEXTS, dtype="float16")
     refuses("documents is 3", tiny, "W4A16KV8", 3)
     refuses("calibration is", tiny, "W4A16KV8", TEXTS, calibration=3)
     packed = mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV16", "rtn"))
@@ -139,7 +139,7 @@ def test_methods_refuse_formats_that_they_can_not_serve(tiny):
 @pytest.mark.parametrize(
     ("precision", "method", "message"),
     [
-        ("W4g32A16KV16", "rotate+rtn", "whose router is not rotated: leave `rotate` out"),
+        ("W4AxKV16", "rtn", "whose activations can't have blocks of 4 and 8 bits"),
         ("WNF4g32A16KV16", "range+learn", "whose scales are not learned: leave `learn` out"),
     ],
 )

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mpjax.quantization import finished
 from mpjax.quantization.finished import FinishedLayers, describe_run
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.recipe import Recipe
@@ -86,6 +87,56 @@ def test_a_file_that_was_cut_is_no_layer(model, tmp_path):
     [file] = tmp_path.glob("layer-*.safetensors")
     file.write_bytes(file.read_bytes()[:100])
     assert not finished.load(small_model(CONFIG), 0, RECIPE)
+
+
+def cut_file(file, arrays, advance):
+    """Writes half of the bytes that `array_file.write` writes, and ends."""
+    array_file_write(file, arrays, advance)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    raise KeyboardInterrupt
+
+
+def cut_text(path, text, **options):
+    """Writes half of a text, and ends."""
+    path.write_bytes(text[: len(text) // 2].encode())
+    raise KeyboardInterrupt
+
+
+def end(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+array_file_write = finished.array_file.write
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "action"),
+    [
+        (finished.array_file, "write", end),
+        (finished.array_file, "write", cut_file),
+        (finished.os, "replace", end),
+        (finished.Path, "write_text", end),
+        (finished.Path, "write_text", cut_text),
+    ],
+)
+def test_an_end_at_any_moment_leaves_no_half_layer(
+    model, tmp_path, monkeypatch, where, name, action
+):
+    work = FinishedLayers.open(tmp_path, "run")
+    work.save(model, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, action)
+        with pytest.raises(KeyboardInterrupt):
+            work.save(model, 1)
+    work.close()
+    again, other = FinishedLayers.open(tmp_path, "run"), small_model(CONFIG, seed=1)
+    assert [again.load(other, number, RECIPE) for number in (0, 1)] == [True, False]
+    again.save(model, 1)
+    assert again.load(other, 1, RECIPE)
+    states = [jax.tree.leaves(nnx.state(m.layers)) for m in (model, other)]
+    assert all(map(np.array_equal, *states))
+    again.remove()
+    assert not tmp_path.exists()
 
 
 def test_a_file_with_other_bytes_is_no_layer(model, tmp_path):

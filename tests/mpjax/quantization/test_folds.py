@@ -10,8 +10,9 @@ from flax import nnx
 
 from mpjax.models import DecoderLayer
 from mpjax.models.config import Fold
+from mpjax.models.parameters import find
 from mpjax.quantization import folds
-from tests.models.small import CONFIG, small_config
+from tests.models.small import CONFIG, small_config, small_mixture
 
 
 def make_layer(config):
@@ -49,6 +50,36 @@ def test_a_layer_computes_what_it_computed(norms, is_offset, changes, rng):
             read[fold.target] * scales[None, None], inputs[fold.target], rtol=1e-4, atol=1e-6
         )
         inputs = read
+
+
+def values_of(layer, path):
+    """The kernel of a linear map, or an array."""
+    node = find(layer, path)
+    return (
+        node if isinstance(node, nnx.Param) else folds.linear_of(layer, path).kernel
+    ).get_value()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mixture_computes_what_it_computed(shared, rng):
+    """In particular, tokens go to the experts that they went to."""
+    model = small_mixture(shared)
+    [layer], [spec] = model.layers, model.config.layers
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 9)))
+    expected = model(tokens)
+    places = spec.folds(model.config)
+    assert {fold.target for fold in places} >= set(spec.linear_paths(model.config)) - {
+        "mlp.shared.gate_up"  # which has the scales of experts
+    }
+    for fold in places:
+        shape = folds.linear_of(layer, fold.target).kernel.get_value().shape
+        shape = shape[:2] if folds.is_of_experts(layer, fold) else shape[-2:-1]
+        scales = folds.tie(fold, jnp.asarray(rng.uniform(0.3, 3, shape), jnp.float32))
+        before = nnx.clone(layer)
+        folds.apply(layer, fold, scales)
+        for path in fold.readers:
+            assert not np.array_equal(*(values_of(each, path) for each in (before, layer)))
+        np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_copies_of_a_channel_share_a_scale():

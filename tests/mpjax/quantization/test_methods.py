@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import WeightFormat
-from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes, split_rotation
+from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes, split_steps
 from mpjax.quantization.statistics import Statistics, squared_error
 
 
@@ -53,10 +53,14 @@ def test_other_texts_are_refused(text, message):
         Method.parse(text)
 
 
-def test_a_rotation_comes_first():
-    assert split_rotation("Rotate + os+gptq") == (True, " os+gptq")
-    assert split_rotation("rotate") == (True, "range")
-    assert split_rotation("awq+gptq") == (False, "awq+gptq")
+def test_steps_of_the_whole_model_come_first():
+    assert split_steps("Rotate + os+gptq") == (("rotate",), " os+gptq")
+    assert split_steps("rotate") == (("rotate",), "range")
+    assert split_steps("rotate+hadamard") == (("rotate", "hadamard"), "range")
+    assert split_steps("hadamard+gptq") == (("hadamard",), "gptq")
+    assert split_steps("awq+gptq") == ((), "awq+gptq")
+    with pytest.raises(ValueError, match="rotate is of the whole model, and comes first"):
+        Method.parse(split_steps("rotate+rotate+gptq")[1])
 
 
 def test_every_rounding_is_better_than_to_nearest(rng):

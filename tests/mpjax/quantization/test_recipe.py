@@ -154,7 +154,7 @@ def test_lists_of_patterns_and_layers_from_the_last(write):
 
 
 @pytest.mark.parametrize("precision", ["W4A16KV8", "W4A16KV4cH16", "W8A8KV8H8E8", "W4g32A32KV16E4"])
-@pytest.mark.parametrize("method", ["gptq", "rotate+os+rtn"])
+@pytest.mark.parametrize("method", ["gptq", "rotate+hadamard+os+rtn"])
 def test_recipes_are_written_and_read(precision, method, write):
     recipe = Recipe.of(precision, method)
     first = [Rule(path, "table3:g64", "awq+gptq") for path in ("layers.0.*", "layers.-1.*")]

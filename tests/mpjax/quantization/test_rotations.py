@@ -11,7 +11,7 @@ from mpjax.quantization.folds import linear_of
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.rotations import rotate_layer, rotate_tables, rotation
-from tests.models.small import CONFIG, small_config, small_model
+from tests.models.small import CONFIG, small_config, small_mixture, small_model
 
 
 @pytest.mark.parametrize("size", [1, 16, 48, 45])
@@ -50,6 +50,17 @@ def test_a_model_computes_what_it_computed(changes, unchanged, rng):
     assert all(np.array_equal(norm, np.ones_like(norm)) for norm in leaves_of(model.norm))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mixture_computes_what_it_computed(shared, rng):
+    model = small_mixture(shared)
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 7)))
+    expected = model(tokens)
+    recipe = Recipe.of("W16A16KV16", "rotate+rtn")
+    quantize_decoder(model, lambda number: (model.layers[number], False), (), recipe)
+    np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
+    assert (model.layers[0].mlp_norm.weight.get_value() == 1).all()
+
+
 def test_outliers_of_the_stream_are_spread():
     model = small_model()
     outlier = model.embedding.get_value().at[:, 3].multiply(100)
@@ -75,9 +86,9 @@ def test_a_layer_in_16_bits_that_adds_little_is_rotated():
     rotate_layer(layer, config.layers[0], config)
 
 
-def test_a_norm_with_several_readers_is_refused(monkeypatch):
-    monkeypatch.setattr(GatedMLPSpec, "reads_norm_once", False)
-    with pytest.raises(ValueError, match="mlp_norm is read by more than one linear map"):
+def test_a_norm_with_unknown_readers_is_refused(monkeypatch):
+    monkeypatch.setattr(GatedMLPSpec, "readers", lambda self, config: ())
+    with pytest.raises(ValueError, match="nothing says all that reads mlp_norm: leave rotate out"):
         rotate_layer(small_model().layers[0], CONFIG.layers[0], CONFIG)
 
 

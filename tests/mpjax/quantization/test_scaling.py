@@ -6,12 +6,15 @@ import pytest
 
 from mpjax.kernels import WeightFormat, grid, quantize_activations
 from mpjax.models.config import Fold
+from mpjax.models.mlp import RoutedInputs
 from mpjax.quantization.scaling import (
     ALPHAS,
     AWQ_STEPS,
+    Reader,
     awq_scales,
     best_scales,
     deployed_error,
+    of_each_expert,
     smooth_scales,
     threshold_scales,
 )
@@ -51,7 +54,7 @@ def output_error(x, weight, scales, format):
 
 def test_awq_takes_the_least_of_its_grid(weight, inputs, statistics):
     format = WeightFormat.parse("uint4:g32")
-    found = awq_scales(weight, statistics, format)
+    found = awq_scales(Reader(weight, statistics, format))
     mean = np.abs(inputs).mean(0)
     shares = np.abs(weight).reshape(4, 32, -1)
     shares = (shares / (shares.max(1, keepdims=True) + 1e-6)).reshape(128, -1).mean(1)
@@ -68,7 +71,7 @@ def test_awq_takes_the_least_of_its_grid(weight, inputs, statistics):
 @pytest.mark.parametrize("text", INT8)
 def test_smoothing_takes_the_best_alpha(weight, inputs, statistics, text):
     format = WeightFormat.parse(text)
-    found = smooth_scales(weight, statistics, format)
+    found = smooth_scales(Reader(weight, statistics, format))
     ones = deployed_error(weight, statistics, format, jnp.ones(128))
     assert deployed_error(weight, statistics, format, found) < 0.5 * ones
     largest, weights = np.abs(inputs).max(0), np.abs(weight).max(1)
@@ -82,7 +85,7 @@ def test_smoothing_takes_the_best_alpha(weight, inputs, statistics, text):
 @pytest.mark.parametrize("text", INT8)
 def test_a_threshold_scales_what_is_beyond_it(weight, inputs, statistics, text):
     format = WeightFormat.parse(text)
-    found = np.asarray(threshold_scales(weight, statistics, format))
+    found = np.asarray(threshold_scales(Reader(weight, statistics, format)))
     assert found[77] > found[5] > 1
     assert (found >= 1).all()
     scaled = np.abs(inputs).max(0)[found > 1] / found[found > 1]
@@ -107,7 +110,39 @@ def test_without_16_bit_errors_ones_are_the_best(weight):
     format = WeightFormat.parse("uint8:gK")
     exact = grid.fit(weight, format).round(weight).dequantize()
     alike = Statistics.of(jnp.ones((1, 8, 128)), jnp.ones((1, 8), bool), 8)
-    np.testing.assert_array_equal(awq_scales(exact, alike, format), jnp.ones(128))
+    np.testing.assert_array_equal(awq_scales(Reader(exact, alike, format)), jnp.ones(128))
+
+
+@pytest.fixture
+def stacked(rng, inputs):
+    """Two experts, of which the second has no inputs: statistics and a reader of them."""
+    weight = jnp.asarray(rng.standard_normal((2, 128, 24)), jnp.float32)
+    routed = RoutedInputs(jnp.asarray(inputs)[None], jnp.zeros((1, 256, 1), jnp.int32), 2)
+    found = Statistics.of_experts(routed, jnp.ones((1, 256), bool), 128)
+    return Reader(weight, found, WeightFormat.parse("uint4:g32"))
+
+
+@pytest.mark.parametrize("scaling", [awq_scales, smooth_scales, threshold_scales])
+def test_experts_share_scales_by_the_errors_of_all(stacked, statistics, scaling):
+    """Only the expert that has inputs counts, but weights of all make AWQ's candidates."""
+    found = scaling(stacked)
+    assert found.shape == (128,)
+
+    def error(scales):
+        return deployed_error(stacked.weight[0], statistics, stacked.format, scales)
+
+    assert error(found) <= error(jnp.ones(128))
+    if scaling is awq_scales:
+        assert error(found) < 0.8 * error(jnp.ones(128))
+    both = scaling(stacked, Reader(stacked.weight[0], statistics, stacked.format))
+    assert error(both) <= error(jnp.ones(128))
+
+
+def test_experts_with_scales_of_their_own(stacked, statistics):
+    found = of_each_expert(smooth_scales, stacked)
+    alone = smooth_scales(Reader(stacked.weight[0], statistics, stacked.format))
+    np.testing.assert_allclose(found[0], alone, rtol=1e-5)
+    np.testing.assert_array_equal(found[1], jnp.ones(128))
 
 
 def test_candidates_that_overflow_lose():
@@ -118,11 +153,12 @@ def test_candidates_that_overflow_lose():
 
 def test_copies_of_a_channel_share_a_scale_and_a_program(weight, statistics):
     fold = Fold("output", "qkv", 2, (2, 4, 16))
-    found = awq_scales(weight, statistics, WeightFormat.parse("uint4:g32"), fold=fold)
+    reader = Reader(weight, statistics, WeightFormat.parse("uint4:g32"))
+    found = awq_scales(reader, fold=fold)
     heads = np.asarray(found).reshape(2, 4, 16)
     np.testing.assert_array_equal(heads, np.broadcast_to(heads[:, :1], heads.shape))
     assert len(np.unique(found)) > 16
     programs = awq_scales._cache_size()
     again = Fold("output", "qkv", 2, (2, 4, 16))
-    awq_scales(weight, statistics, WeightFormat.parse("uint4:g32"), fold=again)
+    awq_scales(reader, fold=again)
     assert awq_scales._cache_size() == programs

@@ -17,7 +17,7 @@ import mpjax
 from mpjax import decoding
 from mpjax.decoding import generate_tokens, jit_prefill, jit_speculate, prefill
 from mpjax.decoding_state import Limits
-from mpjax.kernels import KVFormat, device
+from mpjax.kernels import KVFormat, PagedKVCache, device
 from mpjax.models import Llama
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
@@ -166,7 +166,7 @@ def check_that_no_cache_is_copied(arguments, stride):
 
     def caches(state):
         own = state.speculation.own
-        return [state.cache.layers, *([] if own is None else [own.layers])]
+        return [state.cache.layers, *([own.layers] if isinstance(own, PagedKVCache) else [])]
 
     state = arguments[2]
     program = jit_speculate.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)
@@ -179,6 +179,27 @@ def check_that_no_cache_is_copied(arguments, stride):
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches(end))] == before
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(caches(state)))
     return end
+
+
+def test_a_turn_of_plain_steps_looks_for_proposals_once(model, prompts):
+    """The tokens are the same, and no row passes its end."""
+    maximum = np.array([0, 3, NEW, NEW])
+    found = []
+    for stride in (1, 4):
+        state, *rest = begin(model, prompts, NGRAM, maximum=maximum)
+        found.append(jit_speculate(NGRAM, model, state, *rest, jnp.int32(NEW), stride=stride))
+    each, fourth = found
+    for name in ("tokens", "counts", "finished"):
+        np.testing.assert_array_equal(getattr(fourth, name), getattr(each, name))
+    np.testing.assert_allclose(fourth.logprobs, each.logprobs, rtol=1e-3, atol=1e-3)
+    history = fourth.speculation.history
+    for row, (prompt, count) in enumerate(zip(prompts[1].tolist(), fourth.counts, strict=True)):
+        np.testing.assert_array_equal(
+            history[row, prompt : prompt + int(count)], fourth.tokens[row, : int(count)]
+        )
+    done = fourth.speculation.done
+    assert 0 < done.proposed.sum() < each.speculation.done.proposed.sum()
+    np.testing.assert_array_equal(done.steps + done.accepted, jnp.maximum(fourth.counts - 1, 0))
 
 
 @pytest.mark.gpu

@@ -16,6 +16,10 @@ def test_rows_are_written_at_their_own_places():
     values = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], jnp.int32)
     found = put(target, values, jnp.array([0, 2, 3]), jnp.array([3, 0, 2]))
     assert found.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [0, 0, 0, 7]]
+    one = put(target, values[:, :1], jnp.array([0, 2, 3]), jnp.array([1, 0, 1]))
+    assert one.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 7]]
+    beyond = put(target, values[:, :1], jnp.array([4, 2, 9]), jnp.array([1, 1, 1]))
+    assert beyond.tolist() == [[0, 0, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
 
 
 def test_speculate_is_a_proposer_or_none(tiny):
@@ -32,7 +36,7 @@ def test_speculate_is_a_proposer_or_none(tiny):
 def test_a_proposer_has_no_state_unless_it_says_so():
     proposer = Proposer()
     assert proposer.create(1, 2) is None
-    assert proposer.read("own", None, None) == proposer.settle("own", None, None) == "own"
+    assert proposer.read("own", None, None) == proposer.settle("own", *[None] * 3) == "own"
     assert proposer.require(None, 10**6) is None
     with pytest.raises(NotImplementedError):
         proposer.propose(None)

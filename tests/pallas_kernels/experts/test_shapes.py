@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.kernels.experts.shapes import GPT_OSS_20B, MIXTRAL_8X7B, MODELS, named
+from mpjax.kernels.experts.shapes import GPT_OSS_20B, MIXTRAL_8X7B, MODELS, named, named_mlps
 from mpjax.models import ExpertPlace, ExpertsSpec
 from mpjax.models.presets import PUBLISHED
 
@@ -14,6 +14,14 @@ def test_names():
         ValueError, match=r"unknown shape 'qwen': expected a model with experts \(qw"
     ):
         named(["qwen"])
+
+
+def test_both_products_at_once():
+    mlp, *others = named_mlps(["mixtral-8x7b.mlp", "mixtral-8x7b", "mixtral-8x7b.mlp"])
+    assert tuple(others) == MIXTRAL_8X7B
+    assert (mlp.per_token, mlp.experts, mlp.gate) == (2, 8, MIXTRAL_8X7B[0].gate)
+    weights = sum(shape.channels * shape.outputs for shape in MIXTRAL_8X7B)
+    assert mlp.channels * mlp.outputs == weights
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name in PUBLISHED])

@@ -4,7 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels.experts.tiles import Tiles, most_tiles, one_for_each_pair, sorted_by_expert
+from mpjax.kernels.experts.tiles import (
+    Tiles,
+    most_tiles,
+    one_for_each_pair,
+    places,
+    sorted_by_expert,
+)
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS
 
 
@@ -35,6 +41,20 @@ def test_a_tile_for_each_pair():
     tiles = one_for_each_pair(jnp.asarray(ROUTINGS["mixed"]))
     assert (tiles.pairs, tiles.count) == (None, 10)
     np.testing.assert_array_equal(tiles.expert, ROUTINGS["mixed"].reshape(-1))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_places_are_those_of_the_pairs(name):
+    tiles = sorted_by_expert(ROUTINGS[name], EXPERTS, 4)
+    found = np.asarray(tiles.pairs).reshape(-1)[places(tiles)]
+    np.testing.assert_array_equal(found, np.arange(tiles.count))
+    alone = one_for_each_pair(jnp.asarray(ROUTINGS[name]))
+    np.testing.assert_array_equal(places(alone), np.arange(alone.count))
+
+
+def test_pairs_of_tiles_that_are_not_used_have_no_place():
+    tiles = Tiles(jnp.array([2, -1]), jnp.array([[1, 0, 2], [0, 1, 7]]), 2)
+    np.testing.assert_array_equal(places(tiles), [1, 0])
 
 
 @pytest.mark.parametrize(("pairs", "experts", "tile_m"), [(1, 8, 4), (12, 3, 4), (40, 8, 16)])

@@ -29,6 +29,7 @@ from tests.pallas_kernels.oracles import GATES, as_array, random_array, relative
 # One of each kind of codes.
 KINDS = (
     *("uint4:g128", "uint8:gK", "table4:g64", "table3:g64", "table2:g64", "float8:g128"),
+    *("affine4:g32", "affine8:g32"),
     *("float8:gK/float8", "float8:g128/float8", "int8:gK/int8", "liquid4:g64/int8"),
     "int4:g128/int8",
     "float4:g32",

@@ -15,7 +15,7 @@ from tests.pallas_kernels.gemm.weights import (
     random_activations,
     random_weight,
 )
-from tests.pallas_kernels.oracles import random_array, relative_error, wide
+from tests.pallas_kernels.oracles import most_formats, random_array, relative_error, wide
 
 CUT = ("float8:g128", "float8:g128/float8")  # formats whose last group may be
 multiply = jax.jit(reference.matmul, static_argnums=2)
@@ -35,7 +35,7 @@ def test_is_the_product_with_the_dequantized_weight(text, channels, rng):
     assert relative_error(product, exact(x) @ dense(weight)) < 1e-6
 
 
-@pytest.mark.parametrize("text", ALL_FORMATS)
+@pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 def test_products_are_rounded_once(text, rng):
     weight = random_weight(rng, text, 256, 8)
     x = random_activations(rng, weight, 4, "bfloat16")
@@ -44,7 +44,7 @@ def test_products_are_rounded_once(text, rng):
     np.testing.assert_array_equal(np.asarray(product), np.asarray(rounded))
 
 
-@pytest.mark.parametrize("text", ALL_FORMATS)
+@pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 def test_integers_are_exact(text, rng):
     weight = integer_weight(rng, text, 256, 8)
     x = integer_activations(rng, weight, 4, "bfloat16")

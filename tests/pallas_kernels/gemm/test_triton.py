@@ -32,7 +32,7 @@ from tests.pallas_kernels.gemm.weights import (
     random_weight,
     weight_struct,
 )
-from tests.pallas_kernels.oracles import GATES, relative_error
+from tests.pallas_kernels.oracles import ALIKE, GATES, most_formats, relative_error
 from tests.sweeps import combinations, in_sweep
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
@@ -72,6 +72,12 @@ CASES = [
     ("uint8:g64:sym", 3, 192, 130, weighted(16, 64, 1), "float16", "bfloat16"),
     ("uint8:gK", 53, 300, 33, accumulated(32, 32, 1), "float16", "float16"),
     ("uint8:gK", 1, 200, 64, accumulated(16, 64, 2, 32), "bfloat16", "bfloat16"),
+    ("affine4:g32", 17, 160, 70, accumulated(16, 64, 2), "bfloat16", "float16"),
+    ("affine4:g64", 3, 192, 64, weighted(16, 64, 1), "float16", "float16"),
+    ("affine4:g128", 1, 384, 130, accumulated(16, 64, 2, 32), "bfloat16", "float16"),
+    ("affine8:g32", 53, 96, 33, accumulated(64, 32, 1), "bfloat16", "float16"),
+    ("affine8:g64", 3, 192, 64, unsplit(32, accumulated(16, 32, 2)), "bfloat16", "float16"),
+    ("affine8:g128", 1, 384, 70, accumulated(16, 64, 3), "float16", "float16"),
     ("table4:g32", 17, 160, 70, accumulated(16, 64, 2), "bfloat16", "float16"),
     ("table4:g64", 3, 192, 64, weighted(16, 64, 1), "float16", "float16"),
     ("table4:g128", 1, 384, 130, weighted(16, 64, 2, 32), "bfloat16", "bfloat16"),
@@ -105,7 +111,8 @@ CASES = [
     ("liquid4:g64/int8", 3, 192, 130, accumulated(16, 64, 2), "bfloat16", "uint16"),
 ]
 each_case = pytest.mark.parametrize(
-    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"), CASES
+    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"),
+    [in_sweep(*case) if case[0] in ALIKE else case for case in CASES],
 )
 
 
@@ -253,6 +260,8 @@ def test_terms_of_splits_are_not_rounded(rng):
         ("uint4:g32:sym", "bfloat16"),
         ("uint8:g64:sym", "bfloat16"),
         ("uint4:g64:sym", "float16"),
+        ("affine4:g32", "bfloat16"),
+        ("affine8:g64", "float16"),
         ("table4:g64", "float16"),
         ("table3:g32", "bfloat16"),
         ("table2:g64", "float16"),
@@ -285,7 +294,7 @@ def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTens
     return triton.matmul(x, weight, config, jnp.dtype(dtype))
 
 
-@each_format
+@pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 @pytest.mark.parametrize("kinds", ["few", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     """Every configuration that is chosen for a named shape: different sizes lower alike.

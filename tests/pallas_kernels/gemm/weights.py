@@ -69,6 +69,8 @@ def integer_weight(
     """Weights whose values are small multiples of a power of two, so that products are exact."""
     format = WeightFormat.parse(text)
     words = _random_words(rng, format, channels, outputs)
+    if format.codes == "affine8":
+        words &= 0x0707
     if format.codes == "uint8":
         words = (words & 0x0707) + np.uint16(0x7C7C)  # codes in 124 … 131
     if format.codes == "float8":
@@ -79,12 +81,15 @@ def integer_weight(
     zeros = rng.integers(middle - 2, middle + 3, groups)
     if format.symmetric:
         zeros = np.full(groups, middle)
+    has_zeros = format.codes.startswith(("uint", "affine"))
+    if format.codes.startswith("affine"):
+        zeros = rng.integers(-16, 17, groups)
     return _assemble(
         format,
         channels,
         words,
         rng.choice([0.5, 1.0, 2.0], groups),
-        zeros if format.codes.startswith("uint") else _random_zeros(rng, format, groups),
+        zeros if has_zeros else _random_zeros(rng, format, groups),
         scale_dtype,
         channel_scales=rng.choice([0.5, 1.0, 2.0], outputs),
         table=np.arange(2**format.bits) - middle,
@@ -169,6 +174,8 @@ def _random_zeros(
         return np.full(groups, 2 ** (format.bits - 1))
     if format.codes.startswith("uint"):
         return rng.integers(0, 2**format.bits + 1, groups)
+    if format.codes.startswith("affine"):
+        return -rng.integers(0, 2**format.bits, groups) / 2**7  # around the middle of the codes
     if format.codes == "liquid4":
         steps = rng.integers(1, 16, groups)
         return steps + 2**8 * rng.integers(0, 256 - 15 * steps)  # no sum above 255
@@ -200,8 +207,10 @@ def _assemble(
     elif format.codes in ("float8", "int8", "int4"):
         scale_dtype, parameters = "float32", scales.astype(np.float32).view(np.uint32)
     else:
+        has_minima = format.codes.startswith("affine")
+        scale_dtype = "float16" if has_minima else scale_dtype
         low = scales.astype(NUMPY_DTYPES[scale_dtype])
-        parameters = parameter_words(low, zeros.astype(np.uint16))
+        parameters = parameter_words(low, zeros.astype(low.dtype if has_minima else np.uint16))
     return QuantizedTensor(
         jnp.asarray(words),
         jnp.asarray(parameters),
@@ -217,7 +226,8 @@ def _assemble(
 def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
     """The exact matrix float64 [K, N], in the order of the input channels.
 
-    table_dtype: what the entries of a table are rounded to, as they are in a kernel.
+    table_dtype: what the entries of a table are rounded to, as they are in a kernel, and the scales
+        and minima of `affine…`.
     """
     parameters, codes = np.asarray(weight.parameters), weight.format.codes
     fields = _fields(weight)  # [K padded, N]
@@ -239,7 +249,15 @@ def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
     else:
         values = fields.astype(np.float64)
     groups = values.reshape(len(parameters), -1, fields.shape[1])
-    scaled = (groups * scales.astype(np.float64)[:, None]).reshape(fields.shape)
+    scaled = groups * scales.astype(np.float64)[:, None]
+    if codes.startswith("affine"):
+        minima = (parameters >> 16).astype(np.uint16).view(np.float16)
+        steps, minima = (
+            x.astype(NUMPY_DTYPES.get(table_dtype, table_dtype)).astype(np.float64)[:, None]
+            for x in (scales, minima)
+        )
+        scaled = groups * steps + minima
+    scaled = scaled.reshape(fields.shape)
     return _restored(scaled[: weight.shape[0]], weight)
 
 

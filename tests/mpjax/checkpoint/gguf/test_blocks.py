@@ -109,9 +109,13 @@ def test_the_package_of_the_format_agrees(kind, rng):
 @pytest.mark.parametrize("kind", [kind for kind in BLOCK_TYPES.values() if kind.codes])
 def test_codes_and_scales_make_the_numbers(kind, rng):
     given = blocks(kind.name, rng)
-    codes, scales = kind.codes(given)
-    assert abs(np.asarray(codes)).max() <= 2 ** (kind.code_bits - 1)
-    numbers = np.asarray(codes, f32) * np.asarray(scales, f32)[..., None]
+    codes, scales, minima = kind.codes(given)
+    assert (minima is not None) == kind.has_minima
+    codes = np.asarray(codes)
+    assert codes.min() >= (0 if kind.has_minima else -(2 ** (kind.code_bits - 1)))
+    assert codes.max() == (2**kind.code_bits - 1 if kind.has_minima else codes.max())
+    numbers = codes.astype(f32) * np.asarray(scales)
+    numbers = numbers if minima is None else numbers + np.asarray(minima)
     np.testing.assert_array_equal(numbers.reshape(2, -1), kind.dequantize(given))
 
 

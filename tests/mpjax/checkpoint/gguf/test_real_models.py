@@ -116,7 +116,7 @@ def test_greedy_answers_are_those_of_transformers(lm, reference):
 
 
 def test_perplexity(smollm2, lm):
-    """The default's eight bits lose almost nothing, and rounding to four bits again does."""
+    """The file's codes, which stay, lose almost nothing; rounding to four bits again does."""
     text = (mpjax.bundled_model() / "held_out.jsonl").read_text()[:6000]
     found = {
         precision: evaluate(mpjax.load(smollm2, precision=precision), [text]).perplexity

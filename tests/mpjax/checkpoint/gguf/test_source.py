@@ -93,8 +93,8 @@ def test_a_plain_file_is_the_checkpoint_that_it_was_made_of(tmp_path, rng):
 
 
 def test_every_map_has_its_own_format(lm, mixed):
-    """Codes are kept where a format has them; the others are rounded to eight bits."""
-    assert lm.precision == "W32+W4g32sym+W8g32A32KV16"
+    """Codes are kept, of Q4_1 and Q5_1 with their minima."""
+    assert lm.precision == "W32+W4g32sym+W8g32+WM4+WM8A32KV16"
     expected, layer = dequantized(mixed), "model.layers.1."
     for path, name, exact in (
         ("attention.output", "self_attn.o_proj", True),
@@ -103,14 +103,12 @@ def test_every_map_has_its_own_format(lm, mixed):
         kernel = find(lm.model, f"layers.1.{path}").kernel.get_value()
         kernel = kernel.dequantize() if isinstance(kernel, QuantizedTensor) else kernel
         np.testing.assert_array_equal(kernel, expected[f"{layer}{name}.weight"].T, strict=exact)
-    [joint] = find(lm.model, "layers.1.attention.qkv").parts
-    joint = joint.kernel.get_value().dequantize()
-    names = [f"{layer}self_attn.{x}_proj.weight" for x in "qkv"]
-    q, k, v = np.split(np.asarray(joint), [64, 96], axis=1)
-    np.testing.assert_array_equal(q, expected[names[0]].T)
-    np.testing.assert_array_equal(k, expected[names[1]].T)
-    wanted = expected[names[2]].T  # Q5_1
-    assert 0 < abs(v - wanted).max() <= np.ptp(wanted) / 255
+    for path, names in (("attention.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+        parts = find(lm.model, f"layers.1.{path}").parts
+        found = np.concatenate([part.kernel.get_value().dequantize() for part in parts], 1)
+        module = "self_attn" if path.startswith("attention") else "mlp"
+        wanted = [expected[f"{layer}{module}.{name}_proj.weight"].T for name in names]
+        np.testing.assert_array_equal(found, np.concatenate(wanted, 1))
     table = expected["model.embed_tokens.weight"]
     np.testing.assert_array_equal(lm.model.embedding.get_value(), table)
 

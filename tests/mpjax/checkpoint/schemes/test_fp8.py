@@ -238,7 +238,7 @@ def test_fine_grained_errors(changes, message):
         (["format"], None, "format is None: expected 'float-quantized' or 'naive-quantized'"),
         (["kv_cache_scheme"], [8], "kv_cache_scheme is [8]: expected an object"),
         (["kv_cache_scheme"], CACHE | {"type": "int"}, "kv_cache_scheme: type is 'int': expected"),
-        (["kv_cache_scheme"], CACHE | {"dynamic": True}, "kv_cache_scheme: dynamic is True"),
+        (["kv_cache_scheme"], CACHE | {"dynamic": "local"}, "kv_cache_scheme: dynamic is 'local'"),
         (["kv_cache_scheme"], CACHE | {"strategy": "channel"}, "strategy is 'channel': expected"),
         (["transform_config"], {"config_groups": {"R1": {}}}, "there is a transform_config"),
         (["config_groups"], {}, "config_groups is {}: expected a map of groups"),

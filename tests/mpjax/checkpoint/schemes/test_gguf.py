@@ -11,8 +11,12 @@ from mpjax.checkpoint.schemes.gguf import GGUFScheme, own_format
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat, pack
 from tests.mpjax.checkpoint.gguf.write_gguf import TYPES, random_blocks
+from tests.pallas_kernels.oracles import wide
 
-FORMATS = {"Q8_0": "uint8:g32:sym", "Q5_0": "uint8:g32:sym", "Q4_0": "uint4:g32:sym"}
+FORMATS = {
+    **{"Q8_0": "uint8:g32:sym", "Q5_0": "uint8:g32:sym", "Q4_0": "uint4:g32:sym"},
+    **{"Q4_1": "affine4:g32", "Q5_1": "affine8:g32", "Q4_K": "affine4:g32", "Q5_K": "affine8:g32"},
+}
 SHAPE = (32, 256)  # [N, K]
 
 
@@ -29,9 +33,14 @@ def test_codes_are_kept_where_a_format_has_them(kind, rng):
     plain, exact = scheme.decode(tensors, "a"), np.asarray(scheme.dequantize(tensors, "a"))
     assert str(plain.format) == FORMATS.get(kind, "uint8:g32")
     assert plain.format == scheme.format("a", 256) == scheme.weights
-    assert scheme.is_exact("a") == (kind in FORMATS)
+    assert scheme.keeps_codes("a") == (kind in FORMATS)
     found = np.asarray(pack(plain).dequantize())
-    if kind in FORMATS:
+    if kind in ("Q4_K", "Q5_K"):  # half a place of float16, of scales and of minima
+        assert plain.zeros is not None
+        ends = 31 * abs(wide(plain.scales)) + abs(wide(plain.zeros))
+        assert (abs(found - exact) <= 2.0**-11 * np.repeat(ends, 32, axis=0) + 2.0**-20).all()
+        assert (found != exact).any()
+    elif kind in FORMATS:
         np.testing.assert_array_equal(found, exact)
     else:  # half a step of eight bits, and of the scale's own rounding
         groups = np.concatenate([exact, np.zeros_like(exact)]).reshape(2, 8, 32, 32)
@@ -42,6 +51,7 @@ def test_codes_are_kept_where_a_format_has_them(kind, rng):
 def test_a_target_rounds_all_but_equal_codes(rng):
     scheme = GGUFScheme({"a": "Q4_0", "b": "Q8_0"}).rounded_to(WeightFormat("uint4", 32))
     assert scheme.target == WeightFormat("uint4", 32)
+    assert scheme.loss == "Q8_0 to W4g32"
     assert [str(scheme.format(name, 64)) for name in "ab"] == ["uint4:g32:sym", "uint4:g32"]
     tensors = blocks("Q8_0", rng)
     assert scheme.decode(tensors, "b").codes.max() == 15
@@ -58,6 +68,15 @@ def test_modules_that_are_refused(rng):
         scheme.check({"q8_0": tensors["q8_0"][0]}, "a")
     with pytest.raises(CheckpointError, match=r"'gguf' is that of a single file: load the \.gguf"):
         registry.read({"quant_method": "gguf"})
+
+
+def test_the_loss_names_what_is_rounded():
+    assert GGUFScheme({"a": "Q4_1", "b": "Q8_0"}).loss is None
+    mixed = GGUFScheme({"a": "Q4_K", "b": "Q6_K", "c": "Q4_0", "d": "Q5_K"})
+    assert mixed.loss == (
+        "Q6_K to W8g32: by about 1/400 of the range of 32 weights and zero at most; "
+        "scales and minima of Q4_K, Q5_K to float16"
+    )
 
 
 def test_types_without_a_format():

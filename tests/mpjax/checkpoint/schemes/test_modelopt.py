@@ -26,11 +26,58 @@ def test_fp8(rng):
         scheme.check(tensors | {"weight_scale": np.zeros(2, np.float32)}, "a")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "block", "activations"),
+    [
+        ("FP8_PER_CHANNEL_PER_TOKEN", (200,), (1, 256), "float8"),
+        ("fp8_pb_wo", (2, 1, 2, 1), (128, 128), None),
+        ("FP8_BLOCK_SCALES", (2, 2), (128, 128), None),
+    ],
+)
+def test_scales_of_channels_and_of_blocks(algorithm, shape, block, activations, rng):
+    scheme = registry.read(FP8 | {"quant_algo": algorithm})
+    assert (scheme.activations, scheme.unsupported_activations) == (activations, None)
+    weight = rng.standard_normal((200, 256)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.1, 1, shape).astype(np.float32)
+    tensors = {"weight": weight, "weight_scale": scales}
+    assert scheme.check(tensors, "a", (256, 200)) == (256, 200)
+    grid = scales.reshape(-1, 256 // block[1])
+    whole = np.repeat(np.repeat(grid, block[0], 0)[:200], block[1], 1)
+    found = scheme.dequantize(tensors, "a", (256, 200))
+    np.testing.assert_array_equal(found, (weight.astype(np.float32) * whole).T)
+    with pytest.raises(CheckpointError, match=r"weight_scale is float32 \[3\]: expected"):
+        scheme.check(tensors | {"weight_scale": np.zeros(3, np.float32)}, "a")
+
+
 def test_algorithms():
     assert modelopt.algorithm(FP8) == "FP8"
-    for unknown in ("FP8_PB_WO", "MIXED_PRECISION", None):
+    for unknown in ("MXFP8", "W4A8_AWQ", None):
         with pytest.raises(CheckpointError, match=f"quant_algo is {unknown!r}: expected FP8,"):
             registry.read(FP8 | {"quant_algo": unknown})
+
+
+def test_an_fp8_cache_may_have_scales():
+    scheme = {"type": "float", "num_bits": 8}
+    for config, expected in (
+        (FP8, False),
+        (FP8 | {"kv_cache_quant_algo": "FP8"}, True),
+        (FP8 | {"kv_cache_quant_algo": "NVFP4"}, False),
+        (FP8 | {"kv_cache_scheme": scheme}, True),
+        (FP8 | {"kv_cache_scheme": scheme | {"num_bits": 4}}, False),
+    ):
+        assert registry.read(config).has_cache_scales == expected
+        assert registry.read(config).may_lack_cache_scales
+
+
+def test_mixtures_that_are_refused():
+    mixed = FP8 | {"quant_algo": "MIXED_PRECISION"}
+    for layers, message in (
+        (None, "quantized_layers is None: expected the algorithm of each module"),
+        ({"a": 1}, "quantized_layers, 'a' is 1: expected an object"),
+        ({"a": {"quant_algo": "W4A8_AWQ"}}, "quantized_layers, 'a': quant_algo is 'W4A8_AWQ'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            registry.read(mixed | {"quantized_layers": layers})
 
 
 def test_older_files():

@@ -7,7 +7,7 @@ import pytest
 
 from mpjax.checkpoint import CheckpointError
 from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import PlainCodes, WeightFormat, pack, unpack
 
 SCHEME = MXFP4Scheme()
 CHANNELS, OUTPUTS = 96, 5
@@ -33,6 +33,26 @@ def test_the_low_bits_are_the_even_channel(tensors):
         wide = expected.reshape(OUTPUTS, CHANNELS).T.astype(np.float32)
     normal = (np.abs(wide) >= np.finfo(np.float32).tiny) | (wide == 0)
     np.testing.assert_array_equal(np.asarray(plain.dequantize())[normal], wide[normal])
+
+
+def test_writing_undoes_reading(tensors):
+    tensors["scales"] = np.arange(15, dtype=np.uint8).reshape(5, 3)  # subnormal ones among them
+    tensors["scales"][4] = [126, 127, 254]
+    plain = SCHEME.decode(tensors, "module", (CHANNELS, OUTPUTS))
+    written = SCHEME.encode(unpack(pack(plain)), "module")
+    assert written.keys() == tensors.keys()
+    for suffix, tensor in tensors.items():
+        assert written[suffix].dtype == tensor.dtype
+        np.testing.assert_array_equal(written[suffix], tensor)
+
+
+def test_only_codes_of_four_bits_are_written(tensors):
+    plain = SCHEME.decode(tensors, "module", (CHANNELS, OUTPUTS))
+    scheme = MXFP4Scheme.of_layout("mxfp4", {"a": plain})
+    assert scheme.quantization_config(["lm_head"])["modules_to_not_convert"] == ["lm_head"]
+    integers = PlainCodes(WeightFormat("uint4", 32), plain.codes, plain.scales, plain.codes[:3])
+    with pytest.raises(ValueError, match="format 'mxfp4' holds float4, and b is W4g32"):
+        MXFP4Scheme.of_layout("mxfp4", {"a": plain, "b": integers})
 
 
 def test_all_scales_are_powers_of_two_but_one_that_is_none(tensors):

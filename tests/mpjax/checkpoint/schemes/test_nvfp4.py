@@ -137,8 +137,8 @@ def test_other_groups_are_refused():
         registry.read(COMPRESSED | {"config_groups": groups})
 
 
-def test_scales_of_the_cache_are_read_or_their_loss_is_said(tmp_path, rng):
-    """The scales of compressed-tensors are read; those of ModelOpt are not."""
+def test_scales_of_the_cache_are_read(tmp_path, rng):
+    """Those of compressed-tensors, and those of ModelOpt, which lie beside the maps."""
     hf = LLAMA | SQUARE | {"num_hidden_layers": 1}
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     for config, prefix in ((COMPRESSED, ""), (MODELOPT, "{}_proj.")):
@@ -150,9 +150,5 @@ def test_scales_of_the_cache_are_read_or_their_loss_is_said(tmp_path, rng):
             tensors[name] = np.full(1, 0.5, np.float32)
         written = hf | {"quantization_config": config | {"kv_cache_scheme": cache}}
         write_checkpoint(tmp_path / (folder := config["quant_method"]), written, tensors)
-        if config is COMPRESSED:
-            scales = mpjax.load(tmp_path / folder, precision="A16KVfp8").model.cache_scales
-            np.testing.assert_array_equal(scales.get_value(), 0.5)
-        else:
-            with pytest.warns(UserWarning, match=r"k_proj\.k_scale, which are not read"):
-                mpjax.load(tmp_path / folder, precision="A16KVfp8")
+        scales = mpjax.load(tmp_path / folder, precision="A16KVfp8").model.cache_scales
+        np.testing.assert_array_equal(scales.get_value(), 0.5)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.checkpoint.schemes.awq_gemv import AWQGemvScheme
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
@@ -25,6 +26,7 @@ WORDS = np.zeros((64, 8), np.int32)
     ("written", "scheme"),
     [
         (AWQ, AWQScheme),
+        (AWQ | {"version": "gemv"}, AWQGemvScheme),
         (GPTQ, GPTQScheme),
         ({"method": "gptq", "bits": 4, "group_size": 32}, GPTQScheme),
         (FP8, FP8Scheme),
@@ -41,7 +43,7 @@ def test_read(written, scheme):
 @pytest.mark.parametrize("written", [{}, {"quant_method": ["awq"]}, {"quant_method": "higgs"}])
 def test_what_is_not_supported(written):
     message = (
-        r"is not supported: load an AWQ, GPTQ, NVFP4, .*GGUF or "
+        r"is not supported: load an AWQ, AWQ gemv, GPTQ, NVFP4, .*GGUF or "
         r"16-bit checkpoint of the model \(a 16-b"
     )
     with pytest.raises(CheckpointError, match=message):
@@ -53,6 +55,7 @@ def test_what_is_not_supported(written):
     [
         ({"qweight": WORDS, "scales": np.zeros((2, 64))}, AWQScheme),
         ({"qweight": WORDS, "scales": np.zeros((2, 8))}, GPTQScheme),
+        ({"qweight": WORDS, "scales": WORDS, "qzeros": WORDS}, AWQGemvScheme),
         ({"qweight": WORDS}, GPTQScheme),  # whose checks find what is missing
         ({"weight": WORDS, "weight_scale_inv": WORDS}, FP8Scheme),
         ({"weight_packed": WORDS, "weight_scale": WORDS}, PackQuantizedScheme),

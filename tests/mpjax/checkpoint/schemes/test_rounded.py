@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.schemes.rounded import ROUNDED, RoundedScheme, round_to
+from mpjax.checkpoint.schemes.rounded import BOUND, ROUNDED, RoundedScheme, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat, pack, quantize
 
@@ -42,6 +42,8 @@ def test_weights_are_rounded_to_a_format(rng):
         found = pack(given.decode({"weight": weight}, "a"))
         np.testing.assert_array_equal(found.words, quantize(expected, format).words)
     assert scheme.target is None
+    assert scheme.loss == f"halves is rounded to W8g32{BOUND}"
+    assert scheme.rounded_to(four_bits()).loss == "halves is rounded to W4g64"
     assert round_to(expected, ROUNDED).format == ROUNDED
 
 

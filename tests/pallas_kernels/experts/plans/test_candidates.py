@@ -19,7 +19,9 @@ def test_plans_are_sound_and_the_rules_is_first(text):
         assert plans[0] == plan_by_rule(problem)
         assert len(set(plans)) == len(plans) == 30
         assert all(TABLES.suits(problem, plan) for plan in plans)
-        assert all(plan.config.tile_n >= 16 * plan.config.warps for plan in plans)
+        triton = [plan.config for plan in plans if plan.implementation == "triton"]
+        assert all(config.tile_n >= 16 * config.warps for config in triton)
+        assert len(triton) == 30 if tokens < 4096 or "uint4" not in text else 10 <= len(triton) < 30
 
 
 def test_tilings_that_are_tried_depend_on_the_pairs():

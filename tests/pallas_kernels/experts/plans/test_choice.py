@@ -6,7 +6,14 @@ import pytest
 
 from mpjax.kernels import UnsupportedError
 from mpjax.kernels.device import Limits
-from mpjax.kernels.experts.plans import ExpertsConfig, config_of, forced, plan_of
+from mpjax.kernels.experts.plans import (
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    config_of,
+    forced,
+    plan_of,
+    warpgroup_config_of,
+)
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.plans.problems import qwen3
 
@@ -16,6 +23,15 @@ def test_a_forced_plan_comes_before_the_rule():
     with forced(Plan("triton", config)):
         assert config_of(qwen3(1)) == config
     assert config_of(qwen3(1)) == plan_of(qwen3(1)).config != config
+
+
+def test_each_kernel_has_a_configuration_if_the_other_is_planned():
+    few, many = qwen3(1), qwen3(4096)
+    assert [plan_of(problem).implementation for problem in (few, many)] == ["triton", "mosaic"]
+    assert isinstance(config_of(many), ExpertsConfig)
+    assert isinstance(warpgroup_config_of(few), ExpertsWarpgroupConfig)
+    with forced(Plan("mosaic", ExpertsWarpgroupConfig(64, 2, 1))):
+        assert warpgroup_config_of(few) == ExpertsWarpgroupConfig(64, 2, 1)
 
 
 def test_there_is_no_configuration_for_what_a_gpu_lacks():

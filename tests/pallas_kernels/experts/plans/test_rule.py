@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mpjax.kernels.device import Limits
-from mpjax.kernels.experts.plans import plan_by_rule
+from mpjax.kernels.experts.plans import plan_by_rule, warpgroup_rule
 from mpjax.kernels.experts.plans.rule import config_by_rule, tiling_of
 from mpjax.kernels.gemm.plans import triton_by_rule, why_unsound
 from tests.pallas_kernels.experts.plans.problems import qwen3
@@ -43,6 +43,10 @@ def test_every_format_has_a_sound_configuration(text):
     for tokens in (1, 16, 4096):
         problem = qwen3(tokens, text)
         plan = plan_by_rule(problem)
+        if plan.implementation == "mosaic":
+            assert tokens == 4096
+            assert warpgroup_rule.why_unsound(plan.config, problem) is None
+            plan = plan_by_rule(problem, warpgroups=False)
         assert plan.implementation == "triton"
         if problem.format.weight.is_packed:
             assert why_unsound(plan.config, problem.product(plan.config.tile_m)) is None

@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from mpjax.kernels.experts.plans import TABLES, ExpertsConfig, Key, bucket, plan_of
+from mpjax.kernels.experts.plans import (
+    TABLES,
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Key,
+    bucket,
+    plan_of,
+)
 from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Entry, Plan
 from mpjax.kernels.plans.tables import TableError
@@ -33,6 +40,18 @@ def test_a_plan_that_does_not_fit_the_gpu_is_not_used(path):
     large = dataclasses.replace(CONFIG, tile_m=128, tile_n=128, stages=30)
     TABLES.record(path, str(LIMITS.kind), {KEY: Entry(Plan("triton", large), 9.5)}, {})
     assert plan_of(qwen3(16)).config != large
+
+
+def test_plans_of_warpgroups(path):
+    """Their tiles need not have a power of two rows; they are used where they can run."""
+    problem = qwen3(4096)
+    config = ExpertsWarpgroupConfig(96, 2, 1, tiling="counted")
+    key, kind = TABLES.key_of(problem), str(LIMITS.kind)
+    TABLES.record(path, kind, {key: Entry(Plan("mosaic", config), 9.5)}, {})
+    assert plan_of(problem).config == config
+    uneven = dataclasses.replace(config, warpgroups=3)
+    TABLES.record(path, kind, {key: Entry(Plan("mosaic", uneven), 9.5)}, {})
+    assert plan_of(problem).config not in (config, uneven)
 
 
 def test_names():

@@ -60,7 +60,7 @@ def run_program(
     call = call_of(str(weight.format), config, interpret=True)
 
     def kernel(x: Any, words: Any, parameters: Any, out: Any, **shared: Any) -> None:
-        arguments = Arguments(x, words, parameters, None, None, None, None, out)
+        arguments = Arguments(x, words, parameters, out=out)
         program = Program.here(call, arguments, Shared(**shared))
 
         @pl.when(program.warpgroup == config.warpgroups)

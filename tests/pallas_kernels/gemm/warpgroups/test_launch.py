@@ -39,7 +39,7 @@ FORMATS = (
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
     *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
-    "int4:g128/int8",
+    *("int4:g128/int8", "affine4:g32", "affine8:g64"),
 )
 # For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
@@ -78,9 +78,11 @@ CASES = [
     ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
+    ("affine4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
+    ("affine8:g64", 40, 320, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
     ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
     ("uint4:g64", 3, 320, 64, WarpgroupConfig(40, 3, 2), "bfloat16", "bfloat16"),
@@ -161,10 +163,11 @@ def test_lowers_for_any_output(dtype, lower_for_cuda):
 
 
 def test_every_format_has_a_case():
-    assert {case[0] for case in CASES} == {*FORMATS, *OTHER_GROUPS}
+    cases = {case[0] for case in (*CASES, *SWEPT_CASES)}
+    assert cases == {*FORMATS, *OTHER_GROUPS}
 
 
-@each_format
+@pytest.mark.parametrize("text", [in_sweep(t) if t == "affine8:g64" else t for t in FORMATS])
 @pytest.mark.parametrize("kinds", ["tiles", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     """Each tile of rows, or all that kernels differ in."""
@@ -361,6 +364,8 @@ def test_any_configuration_on_the_gpu(config, rng):
         *(("table4:g64", WarpgroupConfig(16, 4, 2, 4)), ("table3:g64", WarpgroupConfig(16, 3, 2))),
         *(("table3:g64", WarpgroupConfig(16, 4, 2, 2)), ("table3:g32", WarpgroupConfig(16, 2, 1))),
         *(("table2:g64", WarpgroupConfig(16, 2, 2, 2)), ("uint4:g32", WarpgroupConfig(32, 2, 2))),
+        *(("affine4:g32", WarpgroupConfig(rows, 2, 2)) for rows in (8, 32, 128)),
+        ("affine8:g64", WarpgroupConfig(64, 2, 1)),
         *(("int8/int8", WarpgroupConfig(256, 3, 1)), ("int8/int8", WarpgroupConfig(192, 3, 1))),
         ("liquid4:g64/int8", WarpgroupConfig(16, 4, 2, 2)),
         *(("liquid4:g64/int8", WarpgroupConfig(rows, 3, 1)) for rows in (8, 32, 160)),

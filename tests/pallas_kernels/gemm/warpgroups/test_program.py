@@ -17,7 +17,7 @@ from tests.pallas_kernels.gemm.plans.problems import H200
 from tests.pallas_kernels.gemm.warpgroups.programs import FLOAT, call_of
 
 FORMATS = ("uint4:g128", "uint4:g32", "uint8:gK", "float8:g128", "table4:g64", "table3:g64")
-FORMATS = (*FORMATS, "int8/int8", "liquid4:g64/int8")
+FORMATS = (*FORMATS, "int8/int8", "liquid4:g64/int8", "int4:g128/int8")
 
 
 def arrays(text, config):
@@ -40,6 +40,12 @@ def test_everything_fits_shared_memory(text):
             assert needed <= device.shared_memory(9.0), f"{rows} rows, {config}"
             checked += 1
     assert checked > 20
+
+
+@pytest.mark.parametrize(("text", "count"), [("int4:g128/int8", 3), ("liquid4:g64/int8", 0)])
+def test_consumers_that_scale_blocks_take_turns(text, count):
+    turns = arrays(text, WarpgroupConfig(64, 3, 1)).get("turns")
+    assert (0 if turns is None else int(np.prod(turns.num_barriers))) == count
 
 
 @pytest.mark.parametrize(

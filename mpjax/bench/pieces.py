@@ -1,0 +1,44 @@
+"""Reads prompts into a cache in pieces, so that activations of a whole prompt need no room."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import PagedKVCache
+from mpjax.models import Decoder
+
+
+def require_pieces(prompt: int, piece: int) -> None:
+    """Raises ValueError unless pieces of so many tokens divide a prompt."""
+    if piece < 1 or prompt % piece:
+        raise ValueError(
+            f"prompts have {prompt} tokens, which pieces of {piece} don't divide: choose a divisor"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="piece", donate_argnames="cache")
+def read_pieces(
+    model: Decoder, tokens: jax.Array, cache: PagedKVCache, piece: int
+) -> tuple[jax.Array, jax.Array, PagedKVCache]:
+    """Adds prompts to an empty cache, `piece` tokens of each row at a time.
+
+    tokens: int32 [batch, tokens], a multiple of `piece`. Returns the most likely next tokens, int32
+    [batch], their log-probabilities, float32 [batch], and the cache.
+    """
+    batch = tokens.shape[0]
+    counts = jnp.full(batch, piece, jnp.int32)
+
+    def read(
+        cache: PagedKVCache, part: jax.Array
+    ) -> tuple[PagedKVCache, tuple[jax.Array, jax.Array]]:
+        logits, cache = model.step(part, counts, cache)
+        best = logits.argmax(-1).astype(jnp.int32)
+        chance = logits.max(-1) - jax.nn.logsumexp(logits, -1)
+        return cache, (best, chance)
+
+    parts = tokens.reshape(batch, -1, piece).swapaxes(0, 1)
+    cache, (best, chances) = jax.lax.scan(read, cache, parts)
+    return best[-1], chances[-1], cache

@@ -1,0 +1,84 @@
+"""What loading a checkpoint does, told from its headers: what becomes of codes, and the precisions.
+
+No tensor is read, and nothing is allocated on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from mpjax.checkpoint import agreement
+from mpjax.checkpoint.huggingface import Opened
+from mpjax.checkpoint.plan import make_plan
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.errors import CheckpointError
+from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.precision import Precision
+
+# Precisions to which weights can be rounded, and the groups that are tried: the usual ones first.
+ROUNDED, GROUPS = ("W8{}A16KV8", "W4{}A16KV8"), ("", "g64", "g32", "gK")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """What `load` makes of a checkpoint of Hugging Face's form, or of a GGUF file.
+
+    contents: a text about the weights in the files, and what becomes of them.
+    activations: a text about a choice of activations that has to be made; None where it need not.
+    rounded: a text about what is lost by loading, or None.
+    others: bytes of all weights on a device in other precisions that can be asked for, by these.
+    """
+
+    contents: str
+    activations: str | None
+    rounded: str | None
+    others: dict[str, int]
+
+
+def look(opened: Opened) -> Outlook:
+    """The outlook of a checkpoint whose headers were read, and that can be loaded."""
+    scheme, others = opened.scheme, dict(_others(opened))
+    if scheme is None:
+        return Outlook(f"numbers in {opened.config.dtype}", None, None, others)
+    choice, unsupported = None, scheme.unsupported_activations
+    if unsupported is not None:
+        names = agreement.names(scheme, KVFormat())
+        choice = f"made for {unsupported}, not implemented: load it as {names}"
+    return Outlook(scheme.contents, choice, scheme.loss, others)
+
+
+def _others(opened: Opened) -> Iterator[tuple[str, int]]:
+    """Precisions and bytes: those of a scheme that has a choice, and those to round weights to."""
+    choices = () if opened.scheme is None else opened.scheme.choices
+    if len(choices) > 1:
+        for choice in choices:
+            yield str(Precision.mixed(choice.formats, KVFormat(), 16)), _bytes(opened, choice)
+    for pattern in ROUNDED if _can_be_rounded(opened) else ():
+        tried = (_rounded(opened, Precision.parse(pattern.format(size))) for size in GROUPS)
+        if (found := next(filter(None, tried), None)) is not None:
+            yield found
+
+
+def _can_be_rounded(opened: Opened) -> bool:
+    scheme = opened.scheme
+    return scheme is None or scheme.rounded_to(WeightFormat("uint8")) is not None
+
+
+def _rounded(opened: Opened, precision: Precision) -> tuple[str, int] | None:
+    """A precision and its bytes; None where its groups don't divide the input channels."""
+    target = precision.weights
+    assert target is not None
+    scheme = None if opened.scheme is None else opened.scheme.rounded_to(target)
+    if opened.config.dtype == "float32":  # which a precision of A16 makes bfloat16
+        config = dataclasses.replace(opened.config, dtype="bfloat16")
+        opened = dataclasses.replace(opened, config=config)
+    with contextlib.suppress(CheckpointError):
+        return str(precision), _bytes(opened, scheme, target)
+    return None
+
+
+def _bytes(opened: Opened, scheme: Scheme | None, target: WeightFormat | None = None) -> int:
+    plan = make_plan(opened.checkpoint, opened.decoder, opened.config, scheme, target)
+    return plan.device_bytes

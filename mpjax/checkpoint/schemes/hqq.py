@@ -1,0 +1,191 @@
+"""Reads HQQ checkpoints of 4 and 8 bits whose groups lie along the input channels (`axis` 1).
+
+With K input and N output channels in groups of g, a weight [N, K] is a list of N · K / g groups.
+`W_q` uint8 [groups, g] holds codes of 8 bits; of 4 bits, `W_q` [groups / 2, g] holds the first half
+of the list in high nibbles and the second half in low ones. `scale` and `zero` are floats
+[groups, 1], and the weight is (code − zero) · scale. Other tensors of a module repeat config.json.
+Source: HQQ, hqq/core/quantize.py and hqq/core/bitpack.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.formats import GROUP_SIZES
+
+SOURCE = "quantization_config of an HQQ checkpoint"
+REMEDY = "load another checkpoint of the model, or quantise it again with nbits 4, axis 1"
+BITS = (4, 8)
+EVERY = ""
+# Tensors that repeat the configuration of a module.
+SETTINGS = (
+    *("nbits", "group_size", "axis", "shape", "packing", "channel_wise", "optimize", "round_zero"),
+    *("view_as_float", "unpack_view_dtype", "compute_dtype", "quant_scale", "quant_zero"),
+    *("encoded_state_dict", "stores_quant_config", "offload_meta"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The settings of a module: bits of a code, and input channels per group, None for all."""
+
+    bits: int
+    size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HQQScheme(Scheme):
+    """HQQ along the input channels. Scales and minima become float16.
+
+    modules: settings by the last two parts of a module's path, such as `self_attn.q_proj`; or
+    those of all modules, by EVERY.
+    """
+
+    title: ClassVar[str] = "HQQ"
+    article: ClassVar[str] = "an"
+    methods: ClassVar[tuple[str, ...]] = ("hqq",)
+    suffixes: ClassVar[tuple[str, ...]] = ("W_q", "scale", "zero")
+    ignored: ClassVar[tuple[str, ...]] = tuple(f".{suffix}" for suffix in SETTINGS)
+
+    modules: Mapping[str, Groups]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> HQQScheme:
+        """Reads config.json's `quantization_config`. Raises CheckpointError."""
+        given = config.get("quant_config")
+        if not isinstance(given, Mapping) or not given:
+            raise CheckpointError(f"{SOURCE}: quant_config is {given!r:.80}: expected an object")
+        if "weight_quant_params" in given:
+            return cls({EVERY: _read(given, f"{SOURCE}, quant_config")})
+        return cls({tag: _read(each, f"{SOURCE}, {tag!r:.80}") for tag, each in given.items()})
+
+    @classmethod
+    def holds(cls, specs: Specs) -> bool:
+        """Whether a module has packed codes."""
+        return "W_q" in specs
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of most modules."""
+        groups = next(iter(self.modules.values()))
+        return _format(groups, groups.size or GROUP_SIZES[-1])
+
+    def format(self, name: str, channels: int) -> WeightFormat:
+        """The format of one module on the device: groups of the file's size, or parts of them."""
+        groups = self._of(name)
+        size = groups.size or channels
+        if size % GROUP_SIZES[0] or channels % size:
+            raise CheckpointError(
+                f"{name} has {channels} input channels in groups of {size}: expected groups of a "
+                f"multiple of {GROUP_SIZES[0]} that divide them; {REMEDY}"
+            )
+        return _format(groups, size)
+
+    def check(
+        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Checks a module's tensors by shape and dtype and returns its (K, N).
+
+        Without a shape of the model, the module is taken to have one output channel.
+        """
+        groups = self._of(name)
+        rows, columns = (*getattr(specs.get("W_q"), "shape", ()), 0, 0)[:2]
+        per_byte = 8 // groups.bits
+        channels, outputs = shape or (rows * per_byte * columns, 1)
+        size = groups.size or channels
+        count = channels * outputs // max(size, 1)
+        expected = {
+            "W_q": ((-(-count // per_byte), size), ("uint8",)),
+            "scale": ((count, 1), checks.SCALE_DTYPES),
+            "zero": ((count, 1), checks.SCALE_DTYPES),
+        }
+        said = f"nbits {groups.bits} and group_size {groups.size}"
+        checks.check_tensors(name, specs, expected, said)
+        self.format(name, channels)
+        if count % per_byte:
+            raise CheckpointError(
+                f"{name} has {count} groups: expected an even number, halves of which share bytes"
+            )
+        return channels, outputs
+
+    def decode(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> PlainCodes:
+        """Decodes one module to codes with scales and minima; see Scheme.decode."""
+        channels, outputs = self.check(tensors, name, shape)
+        format, bits = self.format(name, channels), self._of(name).bits
+        codes = _unpack(jnp.asarray(tensors["W_q"]), bits=bits).reshape(outputs, channels).T
+        scales, minima = _parameters(
+            *(jnp.asarray(tensors[suffix]).reshape(outputs, -1) for suffix in ("scale", "zero")),
+            groups=format.groups(channels),
+        )
+        return PlainCodes(format, codes, scales, minima)
+
+    def _of(self, name: str) -> Groups:
+        tag = EVERY if EVERY in self.modules else ".".join(name.split(".")[-2:])
+        if tag not in self.modules:
+            raise CheckpointError(
+                f"{name} is an HQQ module, but quant_config in config.json names only "
+                f"{', '.join(sorted(self.modules))}: they are not of one checkpoint"
+            )
+        return self.modules[tag]
+
+
+def _format(groups: Groups, size: int) -> WeightFormat:
+    """Groups of the file's size, or of the largest size that divides it."""
+    sizes = [mine for mine in GROUP_SIZES if size % mine == 0]
+    return WeightFormat(f"affine{groups.bits}", max(sizes, default=GROUP_SIZES[0]))
+
+
+def _read(given: Any, source: str) -> Groups:
+    """The settings of modules. Raises CheckpointError for those that can't be read."""
+    weights = given.get("weight_quant_params") if isinstance(given, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{source}: expected an object with weight_quant_params")
+    for name in ("scale_quant_params", "zero_quant_params"):
+        if given.get(name) is not None:
+            raise CheckpointError(
+                f"{source}: {name} is {given[name]!r:.80}: checkpoints whose scales or zero points "
+                f"are quantised can't be read; {REMEDY}"
+            )
+    bits = checks.parse_integer(weights, ("nbits",), source)
+    if bits not in BITS:
+        raise CheckpointError(f"{source}: nbits is {bits}: only 4 and 8 are read; {REMEDY}")
+    if weights.get("axis", 0) != 1:
+        raise CheckpointError(
+            f"{source}: axis is {weights.get('axis', 0)!r:.80}, groups along the output channels, "
+            f"which no format here has: {REMEDY}"
+        )
+    checks.require_choice(weights, "channel_wise", (True,), source, True)
+    checks.require_choice(weights, "view_as_float", (False,), source, False)
+    if weights.get("group_size") is None:
+        return Groups(bits, None)
+    return Groups(bits, checks.parse_group_size(weights, ("group_size",), source))
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def _unpack(packed: jax.Array, *, bits: int) -> jax.Array:
+    """The codes uint8 [groups, g] of bytes."""
+    if bits == 8:
+        return packed
+    return jnp.concatenate([packed >> jnp.uint8(4), packed & jnp.uint8(15)])
+
+
+@functools.partial(jax.jit, static_argnames="groups")
+def _parameters(scale: jax.Array, zero: jax.Array, *, groups: int) -> tuple[jax.Array, jax.Array]:
+    """Scales and minima float16 [groups, N] of scales and zero points [N, the file's groups]."""
+    wide = scale.astype(jnp.float32)
+    minima = -zero.astype(jnp.float32) * wide
+    repeats = groups // scale.shape[1]
+    scales, minima = (jnp.repeat(x.astype(jnp.float16).T, repeats, 0) for x in (wide, minima))
+    return scales, minima

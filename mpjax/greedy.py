@@ -1,0 +1,77 @@
+"""The likeliest token of each row with its log-probability, in one pass over the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PART = 512  # logits that are reduced at first
+LAST = np.int32(np.iinfo(np.int32).max)  # behind all token ids
+
+_Partial = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def likeliest(logits: jax.Array, allowed: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """The likeliest token of each row, and its log-probability under the softmax of all logits.
+
+    XLA would make three passes: for the token, for the maximum, and for the sum of exponentials.
+    This is one reduction, first of parts and then of their results, in which sums are scaled to
+    the larger of their two maxima (Milakov and Gimelshein, "Online normalizer calculation for
+    softmax", 2018).
+
+    logits: [rows, vocabulary], any float dtype; computed in float32.
+    allowed: the same logits with -inf for tokens that are not taken; None for the logits.
+
+    Returns tokens int32 [rows], of equal logits the lowest id, and log-probabilities float32
+    [rows]: NaN for a row with a logit of NaN or +inf.
+    """
+    wide = logits.astype(jnp.float32)
+    allowed = wide if allowed is None else allowed.astype(jnp.float32)
+    ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 1)
+    each = (
+        _cut(allowed, -jnp.inf),
+        _cut(ids, LAST),
+        _cut(wide, -jnp.inf),
+        _cut(jnp.ones_like(wide), 0),
+    )
+    best, token, top, total = _reduced(_reduced(each, 2), 1)
+    chance = best - (top + jnp.log(total))
+    return token, jnp.where(jnp.isposinf(top), jnp.nan, chance)
+
+
+def _cut(x: jax.Array, padding: Any) -> jax.Array:
+    """The rows of x [rows, vocabulary] in parts, [rows, parts, PART], padded."""
+    rows, size = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -size % PART)), constant_values=padding)
+    return padded.reshape(rows, -1, PART)
+
+
+def _reduced(parts: _Partial, axis: int) -> _Partial:
+    minus = np.float32(-np.inf)
+    begun = minus, LAST, minus, np.float32(0)
+    found: _Partial = jax.lax.reduce(parts, begun, _joined, (axis,))
+    return found
+
+
+def _joined(one: _Partial, other: _Partial) -> _Partial:
+    """Joins two parts of a row.
+
+    A part has its best allowed logit and the token, its largest logit, and the sum of exponentials
+    of its logits less the largest.
+    """
+    (best, token, top, total), (other_best, other_token, other_top, other_total) = one, other
+    # NaN counts as the largest, as in argmax.
+    is_first = (best > other_best) | (best != best)
+    is_first |= (best == other_best) & (token < other_token)
+    # Equal maxima may be infinite, and their difference NaN.
+    factor = jnp.where(top == other_top, 1.0, jnp.exp(-jnp.abs(top - other_top)))
+    is_larger = top >= other_top
+    return (
+        jnp.where(is_first, best, other_best),
+        jnp.where(is_first, token, other_token),
+        jnp.maximum(top, other_top),
+        jnp.where(is_larger, total + factor * other_total, other_total + factor * total),
+    )

@@ -1,0 +1,144 @@
+"""Launches of the kernels of grouped products, and the reasons why a call can't be launched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import device
+from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.experts import counting, triton
+from mpjax.kernels.experts.epilogue import Epilogue
+from mpjax.kernels.experts.plans import (
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Problem,
+    why_not_warpgroups,
+)
+from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
+from mpjax.kernels.gemm.plans import can_be_operand
+from mpjax.kernels.product_format import ActivationFormat
+from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.rowwise.api import quantize_rows
+
+
+def products_by_kernel(
+    config: ExpertsConfig | ExpertsWarpgroupConfig,
+    divided: DividedRows | None,
+    is_local: bool,
+    x: jax.Array,
+    weight: Any,
+    experts: jax.Array,
+    epilogue: Epilogue,
+) -> jax.Array:
+    """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N].
+
+    divided: how parts of rows are rounded; None for whole rows. The others are those of a Call.
+    """
+    rows, weight = in_packed_order(x, weight, experts, divided)
+    out_dtype = x.dtype if epilogue.routing_weights is None else jnp.dtype(jnp.float32)
+    apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
+    if apart is not None:
+        epilogue = dataclasses.replace(epilogue, gate=None)
+    tiles = find_tiles(experts, weight.shape[0], config, is_local=is_local)
+    terms = _products_of(config)(rows, weight, tiles, epilogue, config, out_dtype)
+    if epilogue.routing_weights is not None:
+        is_stored = not is_local or isinstance(config, ExpertsWarpgroupConfig)
+        return terms if is_stored else _without_others(terms, experts)
+    # XLA fuses the sum, in a fixed order, with the gate.
+    found = terms[0] if len(terms) == 1 else terms.sum(0)
+    if apart is not None:
+        found = apart(*jnp.split(found.astype(jnp.float32), 2, -1))
+    return found.astype(out_dtype).reshape(*experts.shape, -1)
+
+
+def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
+    """Terms [splits · k, tokens, N], with zeros in the place of those that no program has stored.
+
+    experts: int32 [tokens, k], −1 for those.
+    """
+    tokens, per_token = experts.shape
+    split = terms.reshape(-1, per_token, tokens, terms.shape[-1])
+    return jnp.where((experts.T >= 0)[None, ..., None], split, 0.0).reshape(terms.shape)
+
+
+def _products_of(config: ExpertsConfig | ExpertsWarpgroupConfig) -> Callable[..., jax.Array]:
+    """The function that launches the kernel of a configuration."""
+    if isinstance(config, ExpertsConfig):
+        return triton.products
+    from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
+
+    return warpgroups.products
+
+
+def find_tiles(
+    experts: jax.Array,
+    count: int,
+    config: ExpertsConfig | ExpertsWarpgroupConfig,
+    *,
+    is_local: bool = False,
+) -> Tiles:
+    """The tiles of experts [tokens, k] below `count`, found as a configuration says.
+
+    is_local: whether there may be −1 among the experts, whose pairs no tile has.
+    """
+    if config.tiling == "pairs":
+        tiles = one_for_each_pair(experts)
+    elif config.tiling == "counted":
+        tiles = counting.counted(experts, count, config.tile_m)
+    else:
+        if is_local:  # those that the weight does not have come last
+            experts = jnp.where(experts < 0, count, experts)
+        tiles = sorted_by_expert(experts, count, config.tile_m)
+    return dataclasses.replace(tiles, is_partial=is_local)
+
+
+def in_packed_order(
+    x: jax.Array, weight: Any, experts: jax.Array, divided: DividedRows | None
+) -> tuple[Any, Any]:
+    """The rows of x as the kernel takes them, and the weight without a permutation."""
+    if not isinstance(weight, QuantizedTensor):
+        return x.reshape(-1, x.shape[-1]), weight
+    if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
+        order = weight.permutation[experts]  # [tokens, k, K]
+        x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
+        weight = dataclasses.replace(weight, permutation=None)
+    if weight.format.symmetric and x.dtype != jnp.bfloat16:
+        unsymmetric = dataclasses.replace(weight.format, symmetric=False)
+        weight = dataclasses.replace(weight, format=unsymmetric)
+    rows, activations = x.reshape(-1, x.shape[-1]), ActivationFormat.of(weight.format)
+    return (quantize_rows(rows, divided or activations) if activations.values else rows), weight
+
+
+def why_not(name: str, problem: Problem, x: jax.Array, weight: Any) -> str | None:
+    """The reason why an implementation with a kernel can't run, or None if it can."""
+    reason = _why_not_triton(x, weight)
+    if reason is not None or name == "triton":
+        return reason
+    if reason := why_not_warpgroups(problem):
+        return reason
+    in_operand = weight.format.group_size is not None and weight.format.operand is None
+    if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(x.dtype)):
+        return f"scales are {weight.scale_dtype}, whose range {x.dtype} does not have"
+    return None
+
+
+def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
+    if reason := device.why_triton_cannot_run():
+        return reason
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {x.dtype}, expected bfloat16 or float16"
+    if not isinstance(weight, QuantizedTensor):
+        if weight.dtype in (jnp.bfloat16, jnp.float16):
+            return None
+        return f"the weight is {weight.dtype}, expected bfloat16, float16 or a packed format"
+    if weight.activation_bits is not None:
+        return f"{weight.format} has blocks of activations in 4 bits, which differ by expert"
+    if weight.format.operand == "float8" and (reason := device.why_not_float8()):
+        return reason
+    sizes = x.size * weight.shape[0], weight.words.size
+    return device.why_too_large(max(sizes)) if weight.format.operand else None

@@ -1,0 +1,44 @@
+"""The experts of tokens beside a stack that has some of the experts alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.checks import as_array, shown, whole_number
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LocalExperts:
+    """The experts of tokens by their places in a stack that does not have all of them.
+
+    numbers: int32 [..., k], places in the stack; −1 for an expert that it does not have.
+    """
+
+    numbers: jax.Array
+
+    @classmethod
+    def of(cls, experts: jax.Array, first: int | jax.Array, count: int) -> LocalExperts:
+        """The experts of tokens for a stack of the experts [first, first + count).
+
+        experts: int [..., k], their numbers among all experts. first: an int, or an int scalar of
+        a device. Raises ValueError for anything else.
+        """
+        count = whole_number("LocalExperts: count", count)
+        numbers = _integers("experts", experts)
+        begin = _integers("first", first)
+        if begin.ndim:
+            raise ValueError(f"LocalExperts: first is {shown(first)}: expected a whole number")
+        places = numbers - begin
+        return cls(jnp.where((places >= 0) & (places < count), places, -1))
+
+
+def _integers(name: str, value: Any) -> jax.Array:
+    array = as_array(f"LocalExperts: {name}", value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"LocalExperts: {name} is {shown(value)}: expected whole numbers")
+    return jnp.asarray(array, jnp.int32)

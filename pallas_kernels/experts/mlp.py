@@ -1,0 +1,182 @@
+"""The gated MLPs of experts: two grouped products, between which rows keep their order.
+
+Where both products run by warpgroups, the results of the first stay in the order of their experts,
+in which the second reads them. Two copies of them are spared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.checks import as_array, require_type
+from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.experts.api import Implementation, grouped_matmul, grouped_matmul_terms
+from mpjax.kernels.experts.arguments import check_divided_rows, read_call
+from mpjax.kernels.experts.epilogue import Epilogue
+from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.gradient import with_gradients_of
+from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
+from mpjax.kernels.experts.local import LocalExperts
+from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_configs_of
+from mpjax.kernels.quantized_tensor import QuantizedTensor
+
+Configs = tuple[ExpertsWarpgroupConfig, ExpertsWarpgroupConfig]  # of both products
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["gate_up", "down", "gate_up_bias", "down_bias"],
+    meta_fields=["gate"],
+)
+@dataclasses.dataclass(frozen=True)
+class ExpertMLP:
+    """The gated MLPs of all experts: x ↦ gate(x · gate_up + bias) · down + bias.
+
+    gate_up: [experts, K, 2 · I] and down: [experts, I, N], plain or QuantizedTensors. gate: joins
+    gate and up, the halves of the first product (static). Biases are [experts, 2 · I] and
+    [experts, N].
+    """
+
+    gate_up: jax.Array | QuantizedTensor
+    down: jax.Array | QuantizedTensor
+    gate: Gate = dataclasses.field(default_factory=Gate)
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+def expert_mlp_terms(
+    x: jax.Array,
+    mlp: ExpertMLP,
+    experts: jax.Array | LocalExperts,
+    routing_weights: jax.Array,
+    *,
+    activations: DividedRows | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The terms float32 [terms, ..., N] whose sum is that of a token's experts, weighted.
+
+    It is `grouped_matmul` with the gate and `grouped_matmul_terms` with the routing weights. Their
+    arguments, errors and derivatives are also this function's.
+
+    x: [..., K]. experts: int [..., k], or LocalExperts. routing_weights: [..., k].
+    activations: how the second product rounds its input, where that and `down` are parts of rows
+        and of input channels.
+    """
+    require_type("expert_mlp_terms: mlp", mlp, ExpertMLP)
+    is_local = isinstance(experts, LocalExperts)
+    x, numbers, routing_weights = (
+        as_array(f"expert_mlp_terms: {name}", array)
+        for name, array in (
+            ("x", x),
+            ("experts", experts.numbers if isinstance(experts, LocalExperts) else experts),
+            ("routing_weights", routing_weights),
+        )
+    )
+    experts = LocalExperts(numbers) if is_local else numbers
+    configs = _joint_configs(x, mlp, numbers, routing_weights, implementation)
+    if configs is None:
+        return _apart(activations, implementation, x, mlp, experts, routing_weights)
+    if activations is not None:
+        check_divided_rows("expert_mlp_terms", activations, mlp.down)
+    first = Epilogue(mlp.gate_up_bias, mlp.gate)
+    call = read_call("expert_mlp_terms", x, mlp.gate_up, experts, first)
+    weights = routing_weights.reshape(call.experts.shape)
+    if is_local:
+        weights = jnp.where(call.experts >= 0, weights, 0)
+
+    def reference(x: jax.Array, mlp: ExpertMLP, numbers: jax.Array, weights: jax.Array) -> Any:
+        chosen = LocalExperts(numbers) if is_local else numbers
+        return _apart(activations, "reference", x, mlp, chosen, weights).sum(0, keepdims=True)
+
+    run = functools.partial(_by_warpgroups, configs, activations, is_local)
+    terms = with_gradients_of(run, reference, call.x, mlp, call.experts, weights)
+    return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
+
+
+def _apart(
+    activations: DividedRows | None,
+    implementation: Implementation | None,
+    x: jax.Array,
+    mlp: ExpertMLP,
+    experts: jax.Array | LocalExperts,
+    routing_weights: jax.Array,
+) -> jax.Array:
+    """The terms, by one product after the other."""
+    inner = grouped_matmul(
+        *(x, mlp.gate_up, experts),
+        bias=mlp.gate_up_bias,
+        gate=mlp.gate,
+        implementation=implementation,
+    )
+    return grouped_matmul_terms(
+        *(inner, mlp.down, experts, routing_weights),
+        bias=mlp.down_bias,
+        activations=activations,
+        implementation=implementation,
+    )
+
+
+def _joint_configs(
+    x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any, implementation: str | None
+) -> Configs | None:
+    """The configurations with which warpgroups run both products, or None if they don't."""
+    is_wanted = isinstance(implementation, str) and implementation == "mosaic"
+    if not (implementation is None or is_wanted) or not _fits(x, mlp, experts, routing_weights):
+        return None
+    chosen = experts.size // experts.shape[-1], experts.shape[-1]
+    problems = tuple(
+        Problem.of(chosen, weight, gated=gated)
+        for weight, gated in ((mlp.gate_up, True), (mlp.down, False))
+    )
+    for problem, weight in zip(problems, (mlp.gate_up, mlp.down), strict=True):
+        if why_not("mosaic", problem, x, weight) is not None:
+            return None
+    return joint_configs_of(*problems, planned=implementation is None)
+
+
+def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
+    """Whether shapes fit; else the products say what is wrong.
+
+    Not where the second product takes its channels in another order for each expert.
+    """
+    first, second = mlp.gate_up, mlp.down
+    if not (isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)):
+        return False
+    if len(first.shape) != 3 or len(second.shape) != 3 or second.permutation is not None:
+        return False
+    inner, bias = first.shape[2] // 2, mlp.down_bias
+    return (
+        x.size > 0
+        and x.ndim == experts.ndim
+        and routing_weights.shape == experts.shape
+        and second.shape[:2] == (first.shape[0], inner)
+        and (bias is None or bias.shape == (second.shape[0], second.shape[2]))
+    )
+
+
+def _by_warpgroups(
+    configs: Configs,
+    activations: DividedRows | None,
+    is_local: bool,
+    x: jax.Array,
+    mlp: ExpertMLP,
+    experts: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    """One term float32 [1, tokens, N] for x [tokens, K], by both kernels."""
+    from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
+
+    rows, gate_up = in_packed_order(x, mlp.gate_up, experts, None)
+    tiles = find_tiles(experts, gate_up.shape[0], configs[0], is_local=is_local)
+    rows = warpgroups.in_tiles(rows, tiles)
+    first = Epilogue(mlp.gate_up_bias, mlp.gate)
+    inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)
+    inner, down = in_packed_order(inner, mlp.down, experts, activations)
+    second = Epilogue(mlp.down_bias, None, weights)
+    products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], jnp.dtype(jnp.float32))
+    return warpgroups.of_tokens(products, tiles, experts.shape[1])[None]

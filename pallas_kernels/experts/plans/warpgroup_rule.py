@@ -1,0 +1,91 @@
+"""The rule for grouped products by warpgroups: the configuration that the cost model ranks first.
+
+The model is that of the dense product (`gemm.plans.cost_model`), with as many tiles of rows as
+tokens take that choose their experts at random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from mpjax.kernels.experts.plans.configuration import ExpertsWarpgroupConfig, Tiling
+from mpjax.kernels.experts.plans.problem import Problem
+from mpjax.kernels.gemm.plans import (
+    FEW_ROWS,
+    WarpgroupConfig,
+    microseconds,
+    why_unsound_warpgroups,
+)
+from mpjax.kernels.gemm.plans import why_not_warpgroups as why_not_dense
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
+
+# Rows of a tile, all of which `wgmma` multiplies, with any operands.
+HEIGHTS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+WARPGROUPS = (2, 3)
+
+
+def why_not_warpgroups(problem: Problem) -> str | None:
+    """The reason why the warpgroups' kernel can't multiply a problem, or None if it can."""
+    if not problem.format.weight.is_packed:
+        return f"{problem.format} is not packed"
+    if reason := why_not_dense(problem.product(1)):
+        return reason
+    if problem.outputs % (problem.halves * WARPGROUP_OUTPUTS):
+        return (
+            f"{problem.outputs} output channels are no multiple of "
+            f"{problem.halves * WARPGROUP_OUTPUTS}"
+        )
+    if not ranked(problem):
+        return f"no tile of {problem.format} fits shared memory"
+    return None
+
+
+def why_unsound(config: WarpgroupConfig, problem: Problem) -> str | None:
+    """The reason why the kernel can't run with a configuration, or None if it can."""
+    if config.splits != 1 or config.shares != 1:
+        return f"{config.splits} splits and {config.shares} shares; an expert has one of each"
+    return why_unsound_warpgroups(config, problem.format.weight, gated=problem.gated)
+
+
+def ranked(problem: Problem, tiling: Tiling = "sorted") -> list[ExpertsWarpgroupConfig]:
+    """All sound configurations, the fastest by the cost model first."""
+    configs = [
+        ExpertsWarpgroupConfig(rows, warpgroups, 1, tiling=tiling)
+        for rows in HEIGHTS
+        for warpgroups in WARPGROUPS
+    ]
+    sound = [config for config in configs if why_unsound(config, problem) is None]
+    return sorted(sound, key=lambda config: _microseconds(config, problem))
+
+
+def suits_warpgroups(problem: Problem) -> bool:
+    """Whether the rule takes the warpgroups' kernel.
+
+    An expert that is hit has more tokens than the dense product's kernels scale sums for. There
+    Triton's kernel decodes an expert for few rows, and sorting them would take as long.
+    """
+    return problem.pairs > FEW_ROWS * problem.hit and why_not_warpgroups(problem) is None
+
+
+def expected_tiles(problem: Problem, rows: int) -> float:
+    """The mean number of tiles of `rows` rows, if every expert is as likely as any other.
+
+    An expert's number of tokens is taken to be normally distributed. It has a tile for every j with
+    more than j · rows tokens.
+    """
+    mean = problem.pairs / problem.experts
+    spread = math.sqrt(2 * mean * max(1 - problem.per_token / problem.experts, 1e-6))
+    total, tile = 0.0, 0
+    while True:
+        share = 0.5 * math.erfc((tile * rows + 0.5 - mean) / spread)
+        if share < 1e-3:
+            return max(1.0, problem.experts * total)
+        total, tile = total + share, tile + 1
+
+
+def _microseconds(config: WarpgroupConfig, problem: Problem) -> float:
+    """The estimated time, with the outputs of all tiles side by side."""
+    outputs = problem.outputs * expected_tiles(problem, config.tile_m)
+    product = dataclasses.replace(problem.product(config.tile_m), outputs=math.ceil(outputs))
+    return microseconds(config, product)

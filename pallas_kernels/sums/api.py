@@ -1,0 +1,100 @@
+"""The public sum over devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import device
+from mpjax.kernels.checks import as_array, require_floats, shown
+from mpjax.kernels.implementation import choose
+from mpjax.kernels.sums.plans import MOST_BYTES, Problem, plan_of
+
+Implementation = Literal["mosaic", "reference"]
+LEAST_CAPABILITY = 9.0  # of Mosaic's kernels
+
+
+def sum_over_devices(
+    x: jax.Array, axis: str, *, implementation: Implementation | None = None
+) -> jax.Array:
+    """The sum of the x of all devices along an axis of the mesh, which each device gets.
+
+    Under `shard_map`. x: any shape, in a float dtype, which the result has too.
+    axis: the name of the axis.
+    implementation: `reference`, which is `jax.lax.psum`; or `mosaic`, a kernel in which each device
+        writes its x into the memory of all others, for float32 of up to 2 MiB, on GPUs of one
+        process of compute capability 9.0 or more, which are the first of `jax.devices()` in their
+        order and the mesh's only axis. By default the one that a table has as the faster one for
+        this size on this kind of GPU, and `reference` where none has.
+
+    Differentiable. Raises ValueError for arguments of other kinds, and UnsupportedError, with the
+    reason, where a requested implementation can't run.
+    """
+    x = as_array("sum_over_devices: x", x)
+    require_floats("sum_over_devices", x=x)
+    if not isinstance(axis, str):
+        raise ValueError(f"sum_over_devices: axis is {shown(axis)}: expected a mesh axis's name")
+    devices = _count(axis)
+    reason = _why_not_mosaic(x, axis)
+    name = choose(
+        "sum_over_devices",
+        implementation,
+        "reference" if reason else plan_of(_problem(x, devices)).implementation,
+        get_args(Implementation),
+        lambda _: reason,
+    )
+    return jax.lax.psum(x, axis) if name == "reference" else _by_kernel(axis, devices, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_kernel(axis: str, devices: int, x: jax.Array) -> jax.Array:
+    from mpjax.kernels.sums import peer  # here, as importing it takes a while
+
+    return peer.peer_sum(x, axis, devices)
+
+
+def _forward(axis: str, devices: int, x: jax.Array) -> tuple[jax.Array, None]:
+    return _by_kernel(axis, devices, x), None
+
+
+def _backward(axis: str, devices: int, saved: None, gradient: jax.Array) -> tuple[jax.Array]:
+    """The derivative of `psum` where types don't say along which axes arrays vary: a sum, too."""
+    return (jax.lax.psum(gradient, axis),)
+
+
+_by_kernel.defvjp(_forward, _backward)
+
+
+def _problem(x: jax.Array, devices: int) -> Problem:
+    return Problem(devices, x.size * x.dtype.itemsize, device.limits())
+
+
+def _count(axis: str) -> int:
+    """The number of devices along an axis. Raises ValueError for an axis that there is not."""
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError as error:
+        raise ValueError(
+            f"sum_over_devices: there is no mesh axis {axis!r} here: call it under shard_map over "
+            "a mesh with that axis"
+        ) from error
+
+
+def _why_not_mosaic(x: jax.Array, axis: str) -> str | None:
+    if reason := device.why_triton_cannot_run():
+        return reason
+    if (capability := device.compute_capability()) is None or capability < LEAST_CAPABILITY:
+        return f"compute capability {capability} is below {LEAST_CAPABILITY}"
+    if jax.process_count() > 1:
+        return "the devices are of several processes"
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    if axes != (axis,):
+        return f"the mesh has the axes {axes}, expected {axis!r} alone"
+    if x.dtype != jnp.float32:
+        return f"x is {x.dtype}, expected float32"
+    if not 0 < x.size * 4 <= MOST_BYTES:
+        return f"x has {x.size * 4} bytes, expected 1 to {MOST_BYTES}"
+    return None

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.kernels import ActivationFormat, WeightFormat, hadamard
+from mpjax.models import GatedMLPSpec
+from mpjax.models.division import Division
+from mpjax.models.parameters import NAMES, linear_places
+from mpjax.quantization.api import FinishedLayers
+from mpjax.quantization.hadamard import block_of, check_blocks
+from mpjax.quantization.pipeline import quantize_decoder
+from mpjax.quantization.recipe import Recipe
+from tests.models.small import small_config, small_mixture, small_model
+
+
+def mixed(model, method="hadamard+rtn", precision="W16A16KV16"):
+    model = nnx.clone(model)
+    recipe = Recipe.of(precision, method)
+    quantize_decoder(model, lambda number: (model.layers[number], False), (), recipe)
+    return model
+
+
+@pytest.mark.parametrize("method", ["hadamard+rtn", "rotate+hadamard+rtn"])
+def test_a_model_computes_what_it_computed(method, rng):
+    model = small_model(small_config(mlp_bias=True, intermediate_size=96))
+    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (2, 7)))
+    found = mixed(model, method)
+    np.testing.assert_allclose(found(tokens), model(tokens), rtol=1e-3, atol=1e-3)
+    assert found.config.hadamard_blocks == (32, 32)
+    assert model.config.hadamard_blocks == (None, None)
+    if method.startswith("hadamard"):
+        down = model.layers[1].mlp.down.kernel.get_value()
+        rows = found.layers[1].mlp.down.kernel.get_value()
+        np.testing.assert_allclose(hadamard(down.T, 32).T, rows, atol=1e-5)
+
+
+def test_an_outlier_before_down_costs_less(rng):
+    """One channel of up is large, and its row of down small: others lose their codes to it."""
+    int8 = ActivationFormat.of("int8/int8")
+    model = small_model()
+    mlp = model.layers[0].mlp
+    up = mlp.gate_up.parts[0].kernel
+    up.set_value(up.get_value().at[:, 128 + 5].multiply(30))
+    mlp.down.kernel.set_value(mlp.down.kernel.get_value().at[5].divide(30))
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    expected = model.layers[0].mlp(x)
+    errors = []
+    for each in (model, mixed(model)):
+        mlp = each.layers[0].mlp
+        found = mlp.down(mlp.gated(x, int8).dequantize())
+        errors.append(float(jnp.abs(found - expected).mean()))
+    assert errors[1] < errors[0] / 2
+
+
+def test_blocks():
+    sizes = {96: 32, 128: 128, 1536: 512, 12288: 512, 14336: 512, 48: 16}
+    assert {size: block_of(GatedMLPSpec(size)) for size in sizes} == sizes
+    with pytest.raises(ValueError, match="an MLP with 40 channels can't be cut into blocks of 16"):
+        block_of(GatedMLPSpec(40))
+    with pytest.raises(ValueError, match="mixes what its down projections read already"):
+        block_of(GatedMLPSpec(128, hadamard=64))
+    with pytest.raises(ValueError, match="layer 0: an MLP of the kind 'experts' has no place"):
+        check_blocks(small_mixture(False).config)
+    refused = GatedMLPSpec(96, hadamard=64).why_unsound()
+    assert refused == "hadamard is 64: expected a divisor of 96, the channels"
+    assert GatedMLPSpec(96, hadamard=32).why_unsound() is None
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_shares_have_whole_blocks(count):
+    config = small_config(intermediate_size=96)
+    mlp = dataclasses.replace(config.layers[0].mlp, hadamard=32)
+    layers = tuple(dataclasses.replace(layer, mlp=mlp) for layer in config.layers)
+    config = dataclasses.replace(config, layers=layers)
+    model = small_model()
+    formats = {
+        place.path: [WeightFormat("bfloat16")] if place.is_table else [None]
+        for place in linear_places(config, NAMES)
+    }
+    local = Division.of(type(model), config, count, formats).local.layers[0].mlp
+    assert local == GatedMLPSpec({2: 64, 4: 32}[count], hadamard=32)
+
+
+def leaves_of(lm):
+    return jax.tree.leaves(nnx.state(lm.model))
+
+
+def test_a_model_is_saved_told_and_not_exported(tiny_folder, tiny, tmp_path, monkeypatch):
+    """Of an interrupted run, the layers that are done are taken as they are."""
+    recipe = Recipe.of("W8A8KV16", "hadamard+rtn")
+    found = mpjax.quantize(tiny, recipe)
+    real = FinishedLayers.save
+
+    def save(self, model, number):
+        real(self, model, number)
+        if number == 0:
+            raise KeyboardInterrupt
+
+    options = {"work": tmp_path / "work", "dtype": "float32"}
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedLayers, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            mpjax.quantize(tiny_folder, recipe, **options)
+    resumed = mpjax.quantize(tiny_folder, recipe, **options)
+    mpjax.save(resumed, tmp_path / "saved")
+    restored = mpjax.load(tmp_path / "saved")
+    tokens = jnp.arange(8)[None]
+    for lm in (resumed, restored):
+        assert all(map(np.array_equal, leaves_of(lm), leaves_of(found)))
+        assert lm.config.layers == found.config.layers
+        np.testing.assert_array_equal(lm.model(tokens), found.model(tokens))
+    block = found.summary()["hadamard_block"]
+    assert ("before down", f"Hadamard's transform of blocks of {block} channels") in (
+        restored.describe()
+    )
+    assert tiny.summary()["hadamard_block"] is None
+    with pytest.raises(ValueError, match="before its down projections can't be exported"):
+        mpjax.export(found, tmp_path / "exported")

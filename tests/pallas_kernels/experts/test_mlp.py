@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import (
+    ExpertMLP,
+    Gate,
+    LocalExperts,
+    expert_mlp_terms,
+    grouped_matmul,
+    grouped_matmul_terms,
+    quantize,
+)
+from mpjax.kernels.experts import counting, warpgroups
+from mpjax.kernels.experts import mlp as module
+from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
+from tests.pallas_kernels.experts.test_triton import dense, rounded, stack
+from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
+from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
+from tests.sweeps import in_sweep
+
+TOKENS, HIDDEN, INNER = 5, 256, 128
+
+
+def arguments(rng: np.random.Generator, text: str) -> tuple[Any, ...]:
+    mlp = ExpertMLP(
+        stack(rng, text, HIDDEN, 2 * INNER),
+        stack(rng, text, INNER, 64),
+        Gate(2.0, 1.5),
+        random_array(rng, (EXPERTS, 2 * INNER), "float32"),
+        random_array(rng, (EXPERTS, 64), "float32"),
+    )
+    x = random_array(rng, (TOKENS, HIDDEN), "bfloat16")
+    return x, mlp, jnp.asarray(ROUTINGS["mixed"]), random_array(rng, (TOKENS, 2), "float32")
+
+
+def exact(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> np.ndarray:
+    chosen, biases = np.asarray(experts), (wide(mlp.gate_up_bias), wide(mlp.down_bias))
+    rows = rounded(x, mlp.gate_up)
+    inner = expected(rows, dense(mlp.gate_up), chosen, None, biases[0], mlp.gate)
+    inner = rounded(jnp.asarray(inner, x.dtype), mlp.down)
+    return expected(inner, dense(mlp.down), chosen, wide(weights), biases[1])
+
+
+def test_it_is_both_products(rng):
+    x, mlp, experts, weights = arguments(rng, "uint4:g128")
+    inner = grouped_matmul(x, mlp.gate_up, experts, bias=mlp.gate_up_bias, gate=mlp.gate)
+    terms = grouped_matmul_terms(inner, mlp.down, experts, weights, bias=mlp.down_bias)
+    found = expert_mlp_terms(x, mlp, experts, weights)
+    np.testing.assert_array_equal(found, terms)
+    assert relative_error(found.sum(0), exact(x, mlp, experts, weights)) < GATES["bfloat16"]
+
+
+@interpreted_here
+@pytest.mark.parametrize("text", ["uint4:g128", in_sweep("int8/int8")])
+def test_rows_stay_in_the_order_of_experts(text, rng, monkeypatch):
+    """Between the products, by warpgroups."""
+    for kernels, name in ((warpgroups, "of_tiles"), (counting, "counted")):
+        launch = functools.partial(getattr(kernels, name), interpret=True)
+        monkeypatch.setattr(kernels, name, launch)
+    monkeypatch.setattr(module, "why_not", lambda *arguments: None)
+    x, mlp, experts, weights = arguments(rng, text)
+    found = expert_mlp_terms(x, mlp, experts, weights, implementation="mosaic")
+    assert (found.shape, found.dtype) == ((1, TOKENS, 64), jnp.float32)
+    assert relative_error(found[0], exact(x, mlp, experts, weights)) < GATES["bfloat16"]
+
+
+@interpreted_here
+@pytest.mark.parametrize("implementation", ["reference", in_sweep("mosaic")])
+def test_parts_of_the_experts_add_up(implementation, rng, monkeypatch):
+    """Also by warpgroups, whose tiles have the pairs of their own experts alone."""
+    if implementation == "mosaic":
+        for kernels, name in ((warpgroups, "of_tiles"), (counting, "counted")):
+            launch = functools.partial(getattr(kernels, name), interpret=True)
+            monkeypatch.setattr(kernels, name, launch)
+        monkeypatch.setattr(module, "why_not", lambda *arguments: None)
+    x, mlp, experts, weights = arguments(rng, "uint4:g128")
+    count, total = mlp.gate_up.shape[0], 0.0
+    for first, size in ((0, 1), (1, count - 1)):
+        part = jax.tree.map(lambda array, at=first, size=size: array[at : at + size], mlp)
+        own = LocalExperts.of(experts, first, size)
+        total += expert_mlp_terms(x, part, own, weights, implementation=implementation).sum(0)
+    assert relative_error(total, exact(x, mlp, experts, weights)) < GATES["bfloat16"]
+
+
+def layer(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> jax.Array:
+    return expert_mlp_terms(x, mlp, experts, weights)
+
+
+def structs(tokens: int) -> tuple[Any, ...]:
+    gate_up, down = (
+        jax.eval_shape(
+            lambda w: quantize(w, "uint4:g128"), jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16)
+        )
+        for shape in ((512, 768), (384, 512))
+    )
+    x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
+    chosen, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in ("int32", "float32"))
+    return x, ExpertMLP(gate_up, down), chosen, weights
+
+
+def test_it_lowers_with_one_order_of_tokens(lower_for_cuda, pretend_gpu):
+    many = structs(300)
+    lowered = lower_for_cuda(layer, *many)
+    assert lowered.count("experts_warpgroups_uint4") >= 2
+    assert jax.eval_shape(layer, *many).shape == (1, 300, 512)
+    own = (*many[:2], LocalExperts(many[2]), many[3])  # experts of a device of several
+    assert lower_for_cuda(layer, *own).count("experts_warpgroups_uint4") >= 2
+    few = structs(8)
+    assert "experts_warpgroups" not in lower_for_cuda(layer, *few)
+    assert jax.eval_shape(layer, *few).shape == (2, 8, 512)
+
+
+def test_orders_of_channels_keep_products_apart(pretend_gpu):
+    x, mlp, chosen, weights = structs(300)
+    order = jax.ShapeDtypeStruct((8, 384), jnp.int32)
+    mlp = dataclasses.replace(mlp, down=dataclasses.replace(mlp.down, permutation=order))
+    assert jax.eval_shape(layer, x, mlp, chosen, weights).shape == (1, 300, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp": None}, "expert_mlp_terms: mlp is None: expected a"),
+        ({"experts": jnp.zeros((4, 2), int)}, r"x has shape \(5, 256\)"),
+        ({"routing_weights": jnp.ones(5)}, "routing_weights has shape"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes, message, rng):
+    names = "x", "mlp", "experts", "routing_weights"
+    given = dict(zip(names, arguments(rng, "uint4:g128"), strict=True))
+    with pytest.raises(ValueError, match=message):
+        expert_mlp_terms(**given | changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("wgmma")
+@pytest.mark.parametrize(
+    "text", ["uint4:g128", "int8/int8", "liquid4:g64/int8", "float8:gK/float8"]
+)
+def test_on_the_gpu(text, rng):
+    """Against float64; the same bits again."""
+    hidden, inner = 1024, 512
+    gate_up, down = (
+        quantize(random_array(rng, (8, k, n), "float32") * k**-0.5, text)
+        for k, n in ((hidden, 2 * inner), (inner, hidden))
+    )
+    biases = (random_array(rng, (8, size), "float32") for size in (2 * inner, hidden))
+    mlp = ExpertMLP(gate_up, down, Gate(), *biases)
+    run = jax.jit(functools.partial(expert_mlp_terms, implementation="mosaic"))
+    for tokens in (1, 300, 3000):
+        x = random_array(rng, (tokens, hidden), "bfloat16")
+        chosen = np.argsort(rng.random((tokens, 8)), -1)[:, :2].astype(np.int32)
+        weights = random_array(rng, (tokens, 2), "float32")
+        [found] = run(x, mlp, chosen, weights)
+        whole = exact(x, mlp, chosen, weights)
+        assert relative_error(found, whole) < 2 * GATES["bfloat16"], f"{tokens} tokens"
+        np.testing.assert_array_equal(found, run(x, mlp, chosen, weights)[0])

@@ -1,55 +1,133 @@
-"""Measures an engine on several loads: python -m benchmarks.serving FOLDER [NAME ...].
+"""Measures an engine on several loads in a process: python -m benchmarks.serving FOLDER [NAME ...].
 
-Each case is a run of `mpjax bench serve`, which writes NAME.json to the folder. Each takes a few
-minutes on an H100, most of which is compiling.
+Each case is a run of `mpjax bench serve`, which writes NAME.json to the folder. The ratios of all
+cases that the folder has are written to ratios.json. A case takes two to five minutes on an H100,
+most of which is compiling.
 """
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-SHARING = ("--requests", "32", "--prompt-tokens", "4096", "--new-tokens", "2")
-CASES = {
-    "at_once": (
-        *("--precision", "W4A16KV8,W4A8KV8", "--requests", "256"),
-        *("--prompt-tokens", "1024", "--new-tokens", "512"),
-    ),
-    "uneven": (
-        *("--requests", "512", "--prompt-tokens", "lognormal:1024:0.8:4096"),
-        *("--new-tokens", "lognormal:512:0.8:4096", "--static", "64"),
-    ),
-    "shared": (*SHARING, "--shared-tokens", "3072"),
-    "not_shared": (*SHARING, "--shared-tokens", "3072", "--no-share"),
-    "late_prompt": (
-        *("--requests", "32", "--prompt-tokens", "1024", "--new-tokens", "2000"),
-        *("--late-prompt", "32768", "--slots", "64", "--steps", "1"),
-    ),
+import click
+
+from mpjax.bench import measure
+from mpjax.cli.application import app
+
+AT_ONCE = ("--requests", "256", "--prompt-tokens", "1024", "--new-tokens", "512")
+UNEVEN = (
+    *("--requests", "512", "--prompt-tokens", "lognormal:1024:0.8:4096"),
+    *("--new-tokens", "lognormal:512:0.8:4096"),
+)
+SHARED = (
+    *("--requests", "32", "--prompt-tokens", "4096", "--new-tokens", "2"),
+    *("--shared-tokens", "3072"),
+)
+LATE = (
+    *("--requests", "32", "--prompt-tokens", "1024", "--new-tokens", "2000"),
+    *("--late-prompt", "32768", "--slots", "64", "--steps", "1"),
+)
+CASES: dict[str, tuple[str, ...]] = {
+    "at_once": (*AT_ONCE, "--static", "256"),
+    "at_once_w4a8": (*AT_ONCE, "--precision", "W4A8KV8", "--static", "128"),
+    "uneven": (*UNEVEN, "--static", "64"),
+    "shared": SHARED,
+    "not_shared": (*SHARED, "--no-share"),
+    "late_prompt": LATE,
     "alone": ("--requests", "1", "--prompt-tokens", "2048", "--new-tokens", "512", "--static", "1"),
+    "at_once_riding": (*AT_ONCE, "--ride"),
+    "at_once_w4a8_riding": (*AT_ONCE, "--precision", "W4A8KV8", "--ride"),
+    "uneven_riding": (*UNEVEN, "--ride"),
+    "late_prompt_riding": (*LATE, "--ride"),
+}
+
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # of each case: of the engine, and of batches
+RATE = "new_tokens_per_second"
+
+
+def _over(case: str, other: str, key: str, index: int = 0) -> Callable[[Rows], float]:
+    """A number of a case's engine over that of the other's row `index`."""
+    return lambda rows: rows[case][0][key] / rows[other][index][key]
+
+
+def _gap(case: str) -> Callable[[Rows], float]:
+    return lambda rows: rows[case][0]["gap_seconds"]["most"] * 1e3
+
+
+def _token_speed(rows: Rows) -> float:
+    engine, batch = (row["token_seconds"]["mean"] for row in rows["alone"])
+    return batch / engine
+
+
+NUMBERS: dict[str, Callable[[Rows], float]] = {
+    "at_once: tokens/s": lambda rows: rows["at_once"][0][RATE],
+    "at_once: engine / static batch of 256": _over("at_once", "at_once", RATE, 1),
+    "at_once_riding / at_once": _over("at_once_riding", "at_once", RATE),
+    "at_once_w4a8: tokens/s": lambda rows: rows["at_once_w4a8"][0][RATE],
+    "at_once_w4a8: engine / static batches of 128": _over("at_once_w4a8", "at_once_w4a8", RATE, 1),
+    "at_once_w4a8_riding / at_once_w4a8": _over("at_once_w4a8_riding", "at_once_w4a8", RATE),
+    "uneven / at_once, per token": _over("uneven", "at_once", RATE),
+    "uneven: engine / static batches of 64": _over("uneven", "uneven", RATE, 1),
+    "uneven_riding / uneven": _over("uneven_riding", "uneven", RATE),
+    "shared / not_shared, until all first tokens": _over(
+        "shared", "not_shared", "all_first_tokens_seconds"
+    ),
+    "late_prompt: longest gap, ms": _gap("late_prompt"),
+    "late_prompt_riding: longest gap, ms": _gap("late_prompt_riding"),
+    "alone: decoding, engine / generate_tokens": _token_speed,
 }
 
 
-def command(name: str, folder: Path) -> list[str]:
-    """The command line of a case."""
+def arguments(name: str, folder: Path) -> list[str]:
+    """The arguments of `mpjax` for a case."""
     output = str(folder / f"{name}.json")
-    start = [sys.executable, "-m", "mpjax", "bench", "serve"]
-    return [*start, *CASES[name], "--no-plot", "--output", output]
+    return ["bench", "serve", *CASES[name], "--no-plot", "--output", output]
 
 
-def main(arguments: list[str]) -> int:
+def numbers(folder: Path) -> dict[str, float]:
+    """The ratios of which the folder has all cases, by their names."""
+    rows = {}
+    for name in CASES:
+        if (path := folder / f"{name}.json").is_file():
+            rows[name] = json.loads(path.read_text(encoding="utf-8"))["results"]
+    found = {}
+    for name, compute in NUMBERS.items():
+        try:
+            found[name] = compute(rows)
+        except (KeyError, IndexError):  # a case that was not run, or only in part
+            continue
+    return found
+
+
+def run(name: str, folder: Path) -> bool:
+    """Runs a case in this process; returns whether it has met its gates."""
+    try:
+        return not app(arguments(name, folder), standalone_mode=False)
+    except click.exceptions.Exit as end:
+        return end.exit_code == 0
+
+
+def main(given: list[str]) -> int:
     """Runs the cases that are named, or all; returns how many failed, and 2 for wrong usage."""
-    if not arguments:
+    if not given:
         print((__doc__ or "").partition("\n")[0], file=sys.stderr)
         return 2
-    folder, *names = arguments
+    folder, names = Path(given[0]), given[1:]
     if unknown := sorted(set(names) - set(CASES)):
         print(f"there is no case {unknown[0]!r}: expected {', '.join(CASES)}", file=sys.stderr)
         return 2
-    return sum(
-        subprocess.run(command(name, Path(folder)), check=False).returncode != 0
-        for name in names or CASES
-    )
+    failed = 0
+    for name in names or CASES:
+        failed += not run(name, folder)
+        found = numbers(folder)
+        measure.save("ratios", {"results": found}, folder)
+    for name, number in found.items():
+        print(f"{number:10.3f}  {name}")
+    return failed
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     seeds = np.arange(len(encoded)) if job.seeds is None else job.seeds
     keys = row_keys(seeds, len(encoded), rows)
     tokens, lengths = _pad(encoded, rows, padded)
-    sampling, ids = sampling.split(tokenizer.stop_ids or lm.config.stop_ids)
+    sampling, ids = sampling.split(tokenizer.stop_ids or lm.config.stop_ids, lm.config.vocab_size)
     stop_ids = (*(int(i) for i in np.asarray(ids)), *special_ids(tokenizer, stop))
     maximum = np.where(np.arange(rows) < len(encoded), max_new_tokens, 0)  # 0 for padding rows
     limits = Limits.of(rows, stop_ids, maximum, room)

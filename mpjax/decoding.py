@@ -234,7 +234,7 @@ def generate_tokens(
     if speculate is not None:
         longest = int(np.max(lengths)) if is_known(lengths) else padded
         speculate.require(None, longest + max_new_tokens)
-    sampling, stop_ids = sampling.split(model.config.stop_ids)
+    sampling, stop_ids = sampling.split(model.config.stop_ids, vocabulary)
     limits = Limits.of(batch, stop_ids, max_new_tokens, max_new_tokens)
     keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
     cache = model.create_cache(

@@ -68,6 +68,7 @@ class Limits:
         "seen",
         "step",
         "speculation",
+        "candidates",
     ],
     meta_fields=[],
 )
@@ -83,6 +84,8 @@ class DecodingState:
         without repetition penalty.
     step: int32 scalar, number of new tokens of the longest row.
     speculation: a Speculation, which `speculation/loop.py` adds; None without one.
+    candidates: the likeliest tokens beside each new one, int32, and their log-probabilities,
+        float32, [batch, room, number] both; None where none are told.
     """
 
     cache: PagedKVCache
@@ -94,6 +97,7 @@ class DecodingState:
     seen: jax.Array | None
     step: jax.Array
     speculation: Any = None
+    candidates: Any = None
 
 
 def repeat(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,22 @@ from mpjax.random_keys import step_keys
 from mpjax.sampling import Sampling
 
 
+class Draw(NamedTuple):
+    """A token for each row, int32 [batch], and its log-probability, float32 [batch].
+
+    candidates: as in DecodingState, [batch, number] both; None where none are told.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    candidates: tuple[jax.Array, jax.Array] | None = None
+
+
 class Rule(Protocol):
     """How the tokens of rows are drawn, and what ends rows."""
 
-    def draw(
-        self, logits: jax.Array, state: DecodingState, *, divided: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """A token for each row, int32 [batch], and its log-probability, float32 [batch].
+    def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
+        """A token for each row.
 
         logits: [batch, vocabulary], any float dtype. divided: whether devices have parts of them.
         """
@@ -40,9 +49,7 @@ class BatchRule:
     sampling: Sampling
     limits: Limits
 
-    def draw(
-        self, logits: jax.Array, state: DecodingState, *, divided: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
         """See Rule."""
         allowed = logits
         if self.sampling.min_new_tokens is not None:
@@ -50,7 +57,9 @@ class BatchRule:
             is_stop = self.limits.stops(jnp.arange(logits.shape[1]))
             allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
         keys = step_keys(state.keys, state.step)
-        return drawing.draw(logits, allowed, keys, self.sampling, state.seen, divided=divided)
+        return Draw(
+            *drawing.draw(logits, allowed, keys, self.sampling, state.seen, divided=divided)
+        )
 
     def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
         """See Rule."""
@@ -78,18 +87,19 @@ def draw(
 
     logits, divided: as for Rule.draw.
     """
-    drawn, chance = rule.draw(logits, state, divided=divided)
+    drawn, chance, candidates = rule.draw(logits, state, divided=divided)
     counts = state.counts + alive.astype(jnp.int32)
     seen = state.seen
     if seen is not None:
         seen = seen.at[jnp.arange(len(drawn)), drawn].max(alive)
 
-    def record(tokens: jax.Array, new: jax.Array) -> jax.Array:
+    def record(target: jax.Array, new: jax.Array) -> jax.Array:
         # Rows that are not alive keep the old value: zeros, or after the last step the last column,
         # to which dynamic_slice clamps.
-        old = jax.lax.dynamic_slice_in_dim(tokens, state.step, 1, axis=1)
-        new = jnp.where(alive[:, None], new[:, None], old)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, new, state.step, axis=1)
+        old = jax.lax.dynamic_slice_in_dim(target, state.step, 1, axis=1)
+        goes_on = jax.lax.expand_dims(alive, range(1, target.ndim))
+        new = jnp.where(goes_on, new[:, None], old)
+        return jax.lax.dynamic_update_slice_in_dim(target, new, state.step, axis=1)
 
     return dataclasses.replace(
         state,
@@ -99,4 +109,5 @@ def draw(
         finished=state.finished | (alive & rule.is_end(drawn, chance, counts)),
         seen=seen,
         step=state.step + alive.any().astype(jnp.int32),
+        candidates=jax.tree.map(record, state.candidates, candidates),
     )

@@ -99,12 +99,22 @@ class Sampling:
                 raise ValueError(f"sampling has {name!r}{hint}: expected {', '.join(_NAMES)}")
         return cls(**sampling)
 
-    def split(self, usual: Sequence[int]) -> tuple[Sampling, Any]:
+    def split(self, usual: Sequence[int], vocabulary: int | None = None) -> tuple[Sampling, Any]:
         """Splits off the stop ids, which are `usual` where `stop_ids` is None.
+
+        vocabulary: the number of tokens that the model knows, if it is to be checked.
 
         Returns a Sampling without stop_ids, and the ids. The Sampling's min_new_tokens is a number
         (0 instead of None), so that one compiled loop serves both.
+
+        Raises ValueError for a stop id outside the vocabulary, which could end nothing.
         """
+        largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
+        if self.stop_ids is not None and not are_between(self.stop_ids, 0, largest):
+            raise ValueError(
+                f"stop_ids are {np.asarray(self.stop_ids).tolist()}: expected each from 0 to "
+                f"{largest}, the model's vocabulary"
+            )
         least = 0 if self.min_new_tokens is None else self.min_new_tokens
         ids = usual if self.stop_ids is None else self.stop_ids
         return dataclasses.replace(self, min_new_tokens=least, stop_ids=None), ids

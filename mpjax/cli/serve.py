@@ -23,7 +23,7 @@ POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and
 Besides OpenAI's keys there are top_k, min_p, repetition_penalty, min_tokens,
 stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, best_of,
 suffix, logit_bias and penalties of presence and frequency are refused.
-logprobs is 0 or 1. With "echo" it has the log-probabilities of the prompt,
+logprobs and top_logprobs are up to 20. With "echo" it has the log-probabilities of the prompt,
 as lm_eval's local-completions needs:
   lm_eval --model local-completions --tasks arc_easy --model_args \\
     base_url=http://localhost:8000/v1/completions,model=NAME,\\
@@ -65,6 +65,9 @@ def command(
     chunk_tokens: Annotated[
         int, typer.Option(min=1, help="The most prompt tokens between two decoding steps.")
     ] = 1024,
+    ride: Annotated[
+        bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
+    ] = False,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
     ] = 1000,
@@ -106,6 +109,7 @@ def command(
         cache_memory=cache_memory,
         max_tokens=max_tokens,
         chunk_tokens=chunk_tokens,
+        ride=ride,
     )
     name = name or lm.source.resolve().name
     output.note(

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.decoding_state import DecodingState
-from mpjax.engine.state import ALL, RowSettings
+from mpjax.decoding_step import Draw
+from mpjax.engine.state import ALL, CANDIDATES, RowSettings
 from mpjax.greedy import likeliest
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
@@ -20,9 +21,7 @@ class RowRule:
 
     settings: RowSettings
 
-    def draw(
-        self, logits: jax.Array, state: DecodingState, *, divided: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
         """See `draw`, of which state.seen is an argument."""
         return draw(logits, self.settings, state.counts, state.seen, divided=divided)
 
@@ -38,8 +37,8 @@ def draw(
     seen: jax.Array | None,
     *,
     divided: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """A token for each row, int32 [rows], and its log-probability, float32 [rows].
+) -> Draw:
+    """A token for each row, its log-probability, and candidates, unless all rows are greedy.
 
     logits: [rows, vocabulary]. counts: int32 [rows], new tokens drawn before.
     seen: bool [rows, vocabulary]; or None if all rows are greedy, without a penalty, and have their
@@ -50,10 +49,10 @@ def draw(
     rows. The log-probability is NaN where a logit is NaN or infinite.
     """
     if seen is None and not divided:
-        return likeliest(logits)
+        return Draw(*likeliest(logits))
     if seen is None:
         drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return drawn, logprobs(logits, drawn)
+        return Draw(drawn, logprobs(logits, drawn))
     hidden = _hide_stop_ids(logits, settings, counts)
     keys = step_keys(row_keys(settings.key_words), counts)
     simple = Sampling(temperature=settings.temperature, repetition_penalty=settings.penalty)
@@ -68,7 +67,36 @@ def draw(
         lambda x: sample(x, keys, simple, seen, divided=divided),
         hidden,
     )
-    return drawn, logprobs(logits, drawn)
+    return Draw(drawn, logprobs(logits, drawn), candidates(logits, settings, 0))
+
+
+def candidates(logits: jax.Array, settings: RowSettings, cheap: int) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens and their log-probabilities, int32 and float32 [rows, number].
+
+    logits: [rows, vocabulary]. settings: of any rows; where none of them wants more than `cheap`
+        (0 or 1) candidates, others are not looked for, and have no meaning.
+    """
+    number = min(CANDIDATES, logits.shape[-1])
+    logits = logits.astype(jnp.float32)
+
+    def all_(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best, ids = jax.lax.top_k(logits, number)
+        return ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def few(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids, chances = no_candidates(logits.shape[:1], logits.shape[1])
+        if not cheap:
+            return ids, chances
+        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return ids.at[:, 0].set(first), chances.at[:, 0].set(logprobs(logits, first))
+
+    return jax.lax.cond((settings.candidates > cheap).any(), all_, few, logits)
+
+
+def no_candidates(shape: tuple[int, ...], vocabulary: int) -> tuple[jax.Array, jax.Array]:
+    """Arrays [*shape, number] for what `candidates` gives."""
+    shape = (*shape, min(CANDIDATES, vocabulary))
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
 def is_end(

@@ -17,6 +17,7 @@ from mpjax.engine.memory import count_pages
 from mpjax.engine.planner import Row, Sizes
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
 from mpjax.engine.runner import Runner
+from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
@@ -168,7 +169,9 @@ class Engine:
             others are too.
         seed: of its random draws, an integer or a key.
         how: priority (an integer, 0; higher ones go first), prompt_logprobs (whether to compute
-            log-probabilities of the prompt, which then shares nothing), chat_template.
+            log-probabilities of the prompt, which then shares nothing), logprobs (how many of the
+            likeliest tokens to tell beside each token, with their log-probabilities, 0 to 20; rows
+            that decode with such a request take a step at a time), chat_template.
 
         Raises ValueError for arguments that don't fit, and for a request that the cache or the
         model can never hold.
@@ -176,6 +179,7 @@ class Engine:
         options = _Options.of(how)
         ids = encode_one(self.lm, prompt, options.chat_template)
         settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
+        settings.row.candidates[0] = options.logprobs
         if len(ids) + settings.most > self.max_tokens:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
@@ -413,6 +417,7 @@ class _Options:
 
     priority: int = 0
     prompt_logprobs: bool = False
+    logprobs: int = 0
     chat_template: str | None = None
 
     @classmethod
@@ -422,4 +427,9 @@ class _Options:
         if isinstance(options.priority, bool) or not isinstance(options.priority, int):
             raise ValueError(f"priority is {options.priority!r}: expected a whole number")
         require_type("prompt_logprobs", options.prompt_logprobs, bool)
+        number = options.logprobs
+        if type(number) is not int or not 0 <= number <= CANDIDATES:
+            raise ValueError(
+                f"logprobs is {number!r}: expected how many candidates to tell, 0 to {CANDIDATES}"
+            )
         return options

@@ -25,32 +25,59 @@ class PromptLogprobs:
     """Log-probabilities of a prompt's tokens, from the second on: [tokens − 1] each.
 
     logprobs: float32, natural logarithm of each token's probability behind those before it.
-    best: int32, the likeliest token in its place. best_logprobs: float32, of that token.
+    top: int32 [tokens − 1, number], the likeliest tokens in its place, as many as were asked for,
+        and at least one. top_logprobs: float32, of these tokens.
     """
 
     logprobs: np.ndarray
-    best: np.ndarray
-    best_logprobs: np.ndarray
+    top: np.ndarray
+    top_logprobs: np.ndarray
+
+    @property
+    def best(self) -> np.ndarray:
+        """The likeliest token in the place of each, int32 [tokens − 1]."""
+        return self.top[:, 0]
+
+    @property
+    def best_logprobs(self) -> np.ndarray:
+        """The log-probability of the likeliest token in the place of each, float32 [tokens − 1]."""
+        return self.top_logprobs[:, 0]
 
     @classmethod
-    def join(cls, scores: Sequence[Scores], prompt: int) -> PromptLogprobs:
-        """The log-probabilities of a prompt of so many tokens, from the scores of its pieces."""
-        fields = ("logprobs", "best", "best_logprobs")
+    def join(cls, scores: Sequence[Scores], prompt: int, number: int) -> PromptLogprobs:
+        """The log-probabilities of a prompt of so many tokens, from the scores of its pieces.
+
+        number: of candidates that were asked for.
+        """
+        fields = ("logprobs", "top", "top_logprobs")
         joined = (np.concatenate([getattr(one, name) for one in scores]) for name in fields)
-        return cls(*(array[: prompt - 1] for array in joined))
+        logprobs, *top = (array[: prompt - 1] for array in joined)
+        return cls(logprobs, *(array[:, : max(1, number)] for array in top))
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """Scores of a piece of a prompt: what is behind each of its tokens, from position `start` on.
 
-    The arrays are those of PromptLogprobs.
+    The arrays are those of PromptLogprobs, of more candidates.
     """
 
     start: int
     logprobs: np.ndarray
-    best: np.ndarray
-    best_logprobs: np.ndarray
+    top: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class New:
+    """New tokens of a request and their log-probabilities.
+
+    candidates: of each token, the likeliest ones with their log-probabilities; or empty.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    candidates: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +105,8 @@ class Handle:
       number: of the request, in the order of arrival.
       prompt: ids of the prompt.
       tokens, logprobs: ids of the new tokens, and the natural logarithm of each one's probability.
+      candidates: for each new token, the likeliest ones in its place with their log-probabilities,
+        likeliest first, as many as `logprobs` asked for; empty without them.
       finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
         request has ended.
       prompt_logprobs: if they were asked for, once the prompt was read.
@@ -97,6 +126,7 @@ class Handle:
         self.number, self.prompt = number, prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.candidates: list[list[tuple[int, float]]] = []
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.shared_tokens = self.version = 0
@@ -167,15 +197,16 @@ class Handle:
         with self._changed:
             self._changed.wait_for(lambda: self.version != version or self.is_finished, timeout=1)
 
-    def push(self, tokens: list[int], logprobs: list[float]) -> int:
+    def push(self, new: New) -> int:
         """Adds new tokens, up to one that completes a stop string; returns how many it took."""
         before = len(self.tokens)
-        self.tokens.extend(tokens)
+        self.tokens.extend(new.tokens)
         if self._row_text is not None:
-            self._row_text.push(tokens)
+            self._row_text.push(new.tokens)
             del self.tokens[len(self._row_text.tokens) :]
         taken = len(self.tokens) - before
-        self.logprobs.extend(logprobs[:taken])
+        self.logprobs.extend(new.logprobs[:taken])
+        self.candidates.extend(new.candidates[:taken])
         return taken
 
     @property

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec
 
 from mpjax.decoding_state import DecodingState
 from mpjax.decoding_step import advance
-from mpjax.engine.drawing import RowRule, draw, is_end
+from mpjax.engine.drawing import RowRule, candidates, draw, is_end, no_candidates
 from mpjax.engine.state import EngineState, RowSettings
 from mpjax.kernels import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
 from mpjax.random_keys import row_keys
+from mpjax.sampling import logprobs
 
 Class = TypeVar("Class")
 
@@ -83,12 +84,15 @@ class Drawn:
 
     tokens, logprobs: int32 and float32 [rows, steps]. counts: int32 [rows], tokens of each row.
     running: bool [rows], whether more can be drawn.
+    candidates: the likeliest tokens beside each, and their log-probabilities, int32 and float32
+        [rows, steps, number]; None where all rows are greedy.
     """
 
     tokens: Any
     logprobs: Any
     counts: Any
     running: Any
+    candidates: Any = None
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -101,17 +105,18 @@ class PromptScores:
     """Scores behind each token that was read: of the next token of its row, and of the likeliest.
 
     logprobs: float32 [tokens], without meaning where the token behind is not known.
-    best, best_logprobs: int32 and float32 [tokens].
+    top, top_logprobs: int32 and float32 [tokens, number], likeliest first; all but the first have
+        no meaning where no row wants more.
     """
 
     logprobs: Any
-    best: Any
-    best_logprobs: Any
+    top: Any
+    top_logprobs: Any
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The three arrays."""
-        return self.logprobs, self.best, self.best_logprobs
+        return self.logprobs, self.top, self.top_logprobs
 
 
 def extend(
@@ -151,10 +156,13 @@ def extend(
     )
     scores = None
     if scored:
-        scores = _score(logits, reading.following)
+        top = candidates(logits, reading.settings, 1)
+        scores = PromptScores(logprobs(logits, reading.following), *top)
         logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
     seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
-    drawn, chance = draw(logits, rows.settings, rows.drawn, seen_by_rows, divided=model.shards > 1)
+    drawn, chance, told = draw(
+        logits, rows.settings, rows.drawn, seen_by_rows, divided=model.shards > 1
+    )
     one = rows.draws.astype(jnp.int32)
     counts = rows.drawn + one
     running = rows.draws & ~is_end(drawn, chance, rows.settings, counts)
@@ -169,7 +177,8 @@ def extend(
         seen=seen.at[jnp.where(rows.draws, slots, last + 1), drawn].set(True, mode="drop"),
         settings=jax.tree.map(_put(slots), state.settings, rows.settings),
     )
-    return state, Drawn(drawn[:, None], chance[:, None], one, running), scores
+    told = jax.tree.map(lambda x: x[:, None], told)
+    return state, Drawn(drawn[:, None], chance[:, None], one, running, told), scores
 
 
 @_arrays
@@ -236,17 +245,6 @@ def _see(seen: jax.Array, reading: Reading) -> jax.Array:
     return seen.at[slot, reading.tokens].set(True, mode="drop")
 
 
-def _score(logits: jax.Array, following: jax.Array) -> PromptScores:
-    """Scores of the tokens read. logits: float32 [tokens, vocabulary], after each token."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def chance(ids: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0] - total
-
-    return PromptScores(chance(following), best, chance(best))
-
-
 def decode(
     model: Decoder,
     state: EngineState,
@@ -277,6 +275,7 @@ def decode(
         finished=~state.running[own] | (slots >= len(state.lengths)),
         seen=None if greedy else state.seen[own],
         step=jnp.int32(1),
+        candidates=None if greedy else no_candidates((rows, steps + 1), state.seen.shape[1]),
     )
 
     def unfinished(loop: DecodingState) -> jax.Array:
@@ -301,7 +300,8 @@ def decode(
         running=_put(slots)(state.running, ~end.finished),
         seen=state.seen if end.seen is None else _put(slots)(state.seen, end.seen),
     )
-    return state, Drawn(end.tokens[:, 1:], end.logprobs[:, 1:], drawn, ~end.finished)
+    told = jax.tree.map(lambda x: x[:, 1:], end.candidates)
+    return state, Drawn(end.tokens[:, 1:], end.logprobs[:, 1:], drawn, ~end.finished, told)
 
 
 def clear(

@@ -41,7 +41,7 @@ class Settings:
         if lm.tokenizer is None and strings:
             lm.require_tokenizer()
         usual = (lm.tokenizer and lm.tokenizer.stop_ids) or lm.config.stop_ids
-        sampling, ids = sampling.split(usual)
+        sampling, ids = sampling.split(usual, lm.config.vocab_size)
         named = special_ids(lm.tokenizer, strings) if lm.tokenizer else []
         stop_ids = (*dict.fromkeys([*(int(i) for i in np.asarray(ids)), *named]),)
         if len(stop_ids) > STOP_IDS:
@@ -64,9 +64,18 @@ class Settings:
 
     @property
     def greedy_from(self) -> int | None:
-        """The number of new tokens from which the row takes its likeliest ones; None for never."""
+        """The number of new tokens from which the row takes its likeliest ones; None for never.
+
+        Also never where candidates are told, which programs of greedy rows don't look for.
+        """
         row = self.row
-        return int(row.least[0]) if row.temperature[0] == 0 and row.penalty[0] == 1 else None
+        is_greedy = row.temperature[0] == 0 and row.penalty[0] == 1 and row.candidates[0] == 0
+        return int(row.least[0]) if is_greedy else None
+
+    @property
+    def candidates(self) -> int:
+        """How many of the likeliest tokens are told beside each token."""
+        return int(self.row.candidates[0])
 
     @property
     def has_penalty(self) -> bool:

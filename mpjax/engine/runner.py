@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax.engine import filling
 from mpjax.engine.compiled import Programs
-from mpjax.engine.handle import Event, Handle, PromptLogprobs, Scores
+from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
 from mpjax.engine.programs import Drawn, PromptScores
@@ -108,26 +108,30 @@ class Runner:
             if row.slot is None or row.runs != drawer.runs:
                 continue  # it was cancelled, or made room for another and will be read again
             count = counts[index]
-            new, chances = tokens[index, :count].tolist(), logprobs[index, :count].tolist()
-            events.append(self._tell(row, new, chances, is_ended=not running[index]))
+            new = New(tokens[index, :count].tolist(), logprobs[index, :count].tolist())
+            if number := row.owner.settings.candidates:
+                top, chances = (np.asarray(x[index, :count]) for x in pending.drawn.candidates)
+                pairs = zip(top[:, :number].tolist(), chances[:, :number].tolist(), strict=True)
+                new.candidates.extend(list(zip(*pair, strict=True)) for pair in pairs)
+            events.append(self._tell(row, new, is_ended=not running[index]))
         return events
 
-    def _tell(self, row: Row, tokens: list[int], chances: list[float], *, is_ended: bool) -> Event:
+    def _tell(self, row: Row, new: New, *, is_ended: bool) -> Event:
         """Gives a request its new tokens, and ends it where they end it."""
         request: Request = row.owner
         handle = request.handle
-        if np.isnan(chances).any():
+        if np.isnan(new.logprobs).any():
             error = NotFiniteError("request", handle.number, self._dtype)
             return self.end(request, "error", error)
         handle.shared_tokens = row.shared
-        taken = handle.push(tokens, chances)
+        taken = handle.push(new)
         self.new_tokens += taken
-        self.planner.learn(row, tokens[:taken])
+        self.planner.learn(row, new.tokens[:taken])
         if handle.has_stopped or is_ended:
             is_stop = handle.has_stopped or handle.tokens[-1] in request.settings.stop_ids
             # At a stop string the device goes on until it hears of it.
             self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
-        return handle.report(tokens[:taken])
+        return handle.report(new.tokens[:taken])
 
     def _keep_scores(self, pending: _Pending) -> None:
         """Keeps the log-probabilities of prompts' tokens with their requests."""
@@ -138,15 +142,17 @@ class Runner:
         for piece in pending.plan.pieces:
             count = piece.end - piece.start
             request: Request = piece.row.owner
-            logprobs, *best = (x[at : at + count] for x in arrays)
+            logprobs, *top = (x[at : at + count] for x in arrays)
             at += count
             handle = request.handle
             if handle.prompt_logprobs is not None:
                 continue  # the row is read again
             request.scores = [s for s in request.scores if s.start < piece.start]
-            request.scores.append(Scores(piece.start, logprobs, *best))
+            request.scores.append(Scores(piece.start, logprobs, *top))
             if piece.is_last:
-                handle.prompt_logprobs = PromptLogprobs.join(request.scores, len(handle.prompt))
+                handle.prompt_logprobs = PromptLogprobs.join(
+                    request.scores, len(handle.prompt), request.settings.candidates
+                )
 
     def _end(
         self, request: Request, reason: str, error: Exception | None = None, *, is_finite: bool

@@ -14,6 +14,7 @@ from mpjax.kernels import KVFormat, KVPages
 from mpjax.language_model import LanguageModel
 
 STOP_IDS = 16  # the most stop ids of a row
+CANDIDATES = 20  # the most candidates of a token whose log-probabilities are told
 NO_ID = np.iinfo(np.int32).max  # in the place of a stop id; no vocabulary has it
 ALL = np.iinfo(np.int32).max  # a top_k that keeps all tokens
 
@@ -30,6 +31,7 @@ ALL = np.iinfo(np.int32).max  # a top_k that keeps all tokens
         "most",
         "stop_ids",
         "key_words",
+        "candidates",
     ],
     meta_fields=[],
 )
@@ -42,6 +44,7 @@ class RowSettings:
     least, most: int32, new tokens before which nothing ends the row, and at which it ends.
     stop_ids: int32 [rows, STOP_IDS], tokens that end the row, and NO_ID.
     key_words: uint32 [rows, 2], of the row's key for random numbers.
+    candidates: int32, how many of the likeliest tokens are told beside each token.
     """
 
     temperature: Any
@@ -53,6 +56,7 @@ class RowSettings:
     most: Any
     stop_ids: Any
     key_words: Any
+    candidates: Any
 
     @classmethod
     def usual(cls, rows: int) -> RowSettings:
@@ -68,6 +72,7 @@ class RowSettings:
             most=np.ones(rows, np.int32),
             stop_ids=np.full((rows, STOP_IDS), NO_ID, np.int32),
             key_words=np.zeros((rows, 2), np.uint32),
+            candidates=np.zeros(rows, np.int32),
         )
 
 

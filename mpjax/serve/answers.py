@@ -99,7 +99,7 @@ class Completions:
             entries = _prompt_entries(answer, handle) if asked.echo else []
             if not only_prompt:
                 entries += _entries(answer, handle, 0, len(handle.tokens))
-            found["logprobs"] = _in_columns(entries, asked.with_top)
+            found["logprobs"] = _in_columns(entries, asked.top > 0)
         return found
 
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
@@ -113,7 +113,8 @@ class Completions:
         logprobs = None
         if answer.asked.logprobs:
             entries = _entries(answer, piece.handle, piece.begin, piece.end)
-            logprobs = _in_columns(entries, answer.asked.with_top)
+            earlier = map(answer.bytes_of, piece.handle.tokens[: piece.begin])
+            logprobs = _in_columns(entries, answer.asked.top > 0, sum(map(_characters, earlier)))
         return self._chunk(answer, index, piece.text, logprobs, piece.finish_reason)
 
     def last(self, answer: Answer) -> dict[str, Any]:
@@ -168,10 +169,10 @@ class Chats:
     def _logprobs(self, answer: Answer, handle: Handle, begin: int, end: int) -> Any:
         if not answer.asked.logprobs:
             return None
-        content = []
-        for entry in _entries(answer, handle, begin, end):
-            one = {"token": entry.name, "logprob": entry.logprob, "bytes": list(entry.spelled)}
-            content.append(one | {"top_logprobs": [dict(one)] if answer.asked.with_top else []})
+        content = [
+            entry.as_object | {"top_logprobs": [other.as_object for other in entry.top]}
+            for entry in _entries(answer, handle, begin, end)
+        ]
         return {"content": content, "refusal": None}
 
 
@@ -179,12 +180,13 @@ class Chats:
 class _Entry:
     """A token with its log-probability; None for a prompt's first.
 
-    spelled: its bytes. likeliest: a more likely token's name and log-probability, or None.
+    spelled: its bytes. top: the likeliest tokens in its place, as many as were asked for.
     """
 
     spelled: bytes
     logprob: float | None
-    likeliest: tuple[str, float] | None = None
+    top: tuple[_Entry, ...] = ()
+    token: int = -1
 
     @property
     def name(self) -> str:
@@ -192,51 +194,68 @@ class _Entry:
         return token_name(self.spelled)
 
     @property
-    def top(self) -> dict[str, float] | None:
-        """The log-probabilities of the token and of the likeliest one, by their names."""
+    def by_name(self) -> dict[str, float] | None:
+        """The log-probabilities of the token and of the likeliest ones, by their names."""
         if self.logprob is None:
             return None
-        return {self.name: self.logprob} | dict([self.likeliest] if self.likeliest else [])
+        found = {self.name: self.logprob}
+        for other in self.top:
+            if other.token != self.token:
+                # Vocabularies may spell two tokens alike; each has a number of its own.
+                name = other.name if other.name not in found else f"token_id:{other.token}"
+                found[name] = other.logprob or 0.0
+        return found
+
+    @property
+    def as_object(self) -> dict[str, Any]:
+        """The token as chat completions have it."""
+        return {"token": self.name, "logprob": self.logprob, "bytes": list(self.spelled)}
+
+
+def _entry(
+    answer: Answer, token: int, logprob: float, candidates: Sequence[tuple[int, float]]
+) -> _Entry:
+    """The entry of a token, with as many candidates as were asked for.
+
+    candidates: tokens and log-probabilities, likeliest first; none where the token is the first.
+    """
+    likeliest = list(candidates or [(token, logprob)])[: answer.asked.top]
+    top = (_Entry(answer.bytes_of(one), chance, (), one) for one, chance in likeliest)
+    return _Entry(answer.bytes_of(token), logprob, tuple(top), token)
 
 
 def _entries(answer: Answer, handle: Handle, begin: int, end: int) -> list[_Entry]:
-    """Entries of new tokens; the token itself is the only one in `top`."""
+    """Entries of new tokens."""
     pairs = zip(handle.tokens[begin:end], handle.logprobs[begin:end], strict=True)
-    return [_Entry(answer.bytes_of(token), logprob) for token, logprob in pairs]
+    candidates = handle.candidates[begin:end] or [[]] * (end - begin)
+    return [_entry(answer, *pair, top) for pair, top in zip(pairs, candidates, strict=True)]
 
 
 def _prompt_entries(answer: Answer, handle: Handle) -> list[_Entry]:
-    """Entries of a prompt's tokens, each with the likeliest token in its place."""
+    """Entries of a prompt's tokens."""
     scores = handle.prompt_logprobs
     assert scores is not None
     first, *others = handle.prompt
     entries = [_Entry(answer.bytes_of(first), None)]
-    for token, logprob, best, best_logprob in zip(
-        others,
-        scores.logprobs.tolist(),
-        scores.best.tolist(),
-        scores.best_logprobs.tolist(),
-        strict=True,
-    ):
-        spelled, likeliest = answer.bytes_of(token), None
-        if best != token:
-            other = answer.bytes_of(best)
-            # Vocabularies may spell two tokens alike; each has a number of its own.
-            name = token_name(other) if other != spelled else f"token_id:{best}"
-            likeliest = name, best_logprob
-        entries.append(_Entry(spelled, logprob, likeliest))
+    columns = scores.logprobs, scores.top, scores.top_logprobs
+    for token, logprob, top, chances in zip(others, *(x.tolist() for x in columns), strict=True):
+        entries.append(_entry(answer, token, logprob, list(zip(top, chances, strict=True))))
     return entries
 
 
-def _in_columns(entries: Sequence[_Entry], with_top: bool) -> dict[str, Any]:
-    """Log-probabilities as /v1/completions has them."""
-    offsets, at = [], 0
+def _in_columns(entries: Sequence[_Entry], with_top: bool, begin: int = 0) -> dict[str, Any]:
+    """Log-probabilities as /v1/completions has them. begin: characters before the first token."""
+    offsets, at = [], begin
     for entry in entries:
         offsets.append(at)
-        at += len(entry.spelled.decode(errors="replace"))
+        at += _characters(entry.spelled)
     return {
         "tokens": [entry.name for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [entry.top for entry in entries] if with_top else None,
+        "top_logprobs": [entry.by_name for entry in entries] if with_top else None,
         "text_offset": offsets,
     }
+
+
+def _characters(spelled: bytes) -> int:
+    return len(spelled.decode(errors="replace"))

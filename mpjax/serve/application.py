@@ -190,6 +190,7 @@ class _Server:
                         seed=(asked.seed + number) % 2**32,
                         priority=asked.priority,
                         prompt_logprobs=asked.echo and asked.logprobs,
+                        logprobs=asked.candidates,
                     )
                 )
         except ValueError as error:

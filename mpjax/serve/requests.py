@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpjax.engine.state import CANDIDATES
 from mpjax.kernels.checks import did_you_mean, nearest
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import encode, is_single
@@ -74,7 +75,7 @@ class Asked:
     choices: of each prompt. stream: whether text comes as it is generated. with_usage: whether a
         stream ends with the numbers of tokens.
     echo: whether the prompt is part of the text. logprobs: whether log-probabilities are wanted,
-        and with_top: the likeliest token beside each.
+        and top: of how many of the likeliest tokens beside each.
     """
 
     prompts: list[list[int]]
@@ -87,8 +88,15 @@ class Asked:
     with_usage: bool = False
     echo: bool = False
     logprobs: bool = False
-    with_top: bool = False
+    top: int = 0
     priority: int = 0
+
+    @property
+    def candidates(self) -> int:
+        """How many candidates the engine has to tell. Where a token is the likeliest, it is one."""
+        is_greedy = not {"temperature", "min_new_tokens"} & {*self.sampling}
+        is_greedy &= self.sampling["repetition_penalty"] in (None, 1)
+        return self.top if self.top > 1 or not is_greedy else 0
 
 
 def read_completion(lm: LanguageModel, body: Any) -> Asked:
@@ -103,7 +111,7 @@ def read_completion(lm: LanguageModel, body: Any) -> Asked:
         )
     except ValueError as error:
         raise RequestError(str(error), "prompt") from error
-    wanted = _whole(body, "logprobs", None, 0, 1)
+    wanted = _whole(body, "logprobs", None, 0, CANDIDATES)
     maximum = _whole(body, "max_tokens", 16, 0, None)
     echo = _bool(body, "echo")
     if maximum == 0 and not echo:
@@ -117,7 +125,7 @@ def read_completion(lm: LanguageModel, body: Any) -> Asked:
         max_new_tokens=maximum,
         echo=echo,
         logprobs=wanted is not None,
-        with_top=bool(wanted),
+        top=wanted or 0,
     )
 
 
@@ -143,9 +151,9 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
     if maximum is None:
         maximum = _whole(body, "max_tokens", None, 1, None)
     wanted = _bool(body, "logprobs")
-    top = _whole(body, "top_logprobs", 0, 0, 1)
+    top = _whole(body, "top_logprobs", 0, 0, CANDIDATES) or 0
     return _shared(
-        lm, body, [ids], max_new_tokens=maximum, logprobs=wanted, with_top=wanted and bool(top)
+        lm, body, [ids], max_new_tokens=maximum, logprobs=wanted, top=top if wanted else 0
     )
 
 

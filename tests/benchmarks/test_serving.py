@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -8,32 +8,57 @@ from typer.testing import CliRunner
 from benchmarks import serving
 from mpjax.bench import measure, serve
 from mpjax.cli.application import app
+from tests.mpjax.bench.rows import serve_row
 
 pytestmark = pytest.mark.any_version
 
 
-@pytest.mark.parametrize("name", serving.CASES)
-def test_each_case_is_a_command(name, tmp_path, monkeypatch):
+@pytest.fixture
+def measured(monkeypatch):
+    """The sweeps that were run, of which each gives the rows of a load that its engine doubles."""
     sweeps = []
+
+    def run(sweep):
+        sweeps.append(sweep)
+        yield serve_row(all_first_tokens_seconds=0.5 if sweep.share_prefixes else 1.0)
+        if sweep.static:
+            slow = {"token_seconds": {"mean": 0.02, "p50": 0.02, "p99": 0.02}}
+            yield serve_row(through="batches", new_tokens_per_second=125.0, **slow)
+
     monkeypatch.setattr(measure, "require_gpu", lambda: None)
-    monkeypatch.setattr(serve, "run", lambda sweep: sweeps.append(sweep) or iter(()))
-    arguments = serving.command(name, tmp_path)[3:]
-    result = CliRunner().invoke(app, arguments)
+    monkeypatch.setattr(serve, "run", run)
+    return sweeps
+
+
+@pytest.mark.parametrize("name", serving.CASES)
+def test_each_case_is_a_command(name, tmp_path, measured):
+    result = CliRunner().invoke(app, serving.arguments(name, tmp_path))
     assert result.exit_code == 0, result.output
-    [sweep] = sweeps
+    [sweep] = measured
     assert sweep.load.most <= 40_960
+    assert sweep.ride == name.endswith("_riding")
 
 
-def test_cases_are_chosen_by_name(tmp_path, monkeypatch, capsys):
-    ran = []
+def test_all_cases_run_in_this_process_and_give_ratios(tmp_path, measured, capsys):
+    assert serving.main([str(tmp_path)]) == 0
+    assert len(measured) == len(serving.CASES)
+    found = json.loads((tmp_path / "ratios.json").read_text(encoding="utf-8"))["results"]
+    assert {*found} == {*serving.NUMBERS}
+    assert found["at_once: engine / static batch of 256"] == 2
+    assert found["uneven / at_once, per token"] == 1
+    assert found["shared / not_shared, until all first tokens"] == 0.5
+    assert found["late_prompt: longest gap, ms"] == 100
+    assert found["alone: decoding, engine / generate_tokens"] == 2
+    assert "2.000  alone: decoding" in capsys.readouterr().out
 
-    def run(arguments, check):
-        ran.append(arguments[-1])
-        return SimpleNamespace(returncode=len(ran) - 1)
 
-    monkeypatch.setattr(serving.subprocess, "run", run)
-    assert serving.main([str(tmp_path), "alone", "shared"]) == 1
-    assert ran == [str(tmp_path / "alone.json"), str(tmp_path / "shared.json")]
+def test_cases_are_chosen_by_name(tmp_path, measured, monkeypatch, capsys):
+    assert serving.main([str(tmp_path), "alone", "shared"]) == 0
+    assert len(measured) == 2
+    assert list(serving.numbers(tmp_path)) == ["alone: decoding, engine / generate_tokens"]
+    monkeypatch.setattr(serve, "failures", lambda rows: ["too slow"])
+    assert serving.main([str(tmp_path), "not_shared"]) == 1
+    assert "shared / not_shared, until all first tokens" in serving.numbers(tmp_path)
     assert serving.main([str(tmp_path), "other"]) == 2
     assert "there is no case 'other'" in capsys.readouterr().err
     assert serving.main([]) == 2

@@ -164,18 +164,24 @@ def require_experts_of_either_division(folder: Path) -> None:
 
 
 def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
+    """Two rows that ride along while a third prompt is read, with the likeliest tokens of one."""
     found = []
     for lm in lms:
         lm = dataclasses.replace(lm, kv_format=KVFormat("4c"))  # which has a residual
-        with mpjax.Engine(lm, slots=2, max_tokens=160, chunk_tokens=32) as engine:
+        sizes = {"slots": 3, "max_tokens": 160, "chunk_tokens": 32}
+        with mpjax.Engine(lm, **sizes, ride=True) as engine:
             handles = [
-                engine.submit([3, 4, 5 + i], max_new_tokens=6, sampling=sampling)
+                engine.submit([3, 4, 5 + i], max_new_tokens=6, sampling=sampling, logprobs=2 * i)
                 for i, sampling in enumerate((None, {"temperature": 0.8, "top_p": 0.9}))
             ]
+            engine.step()
+            handles.append(engine.submit([*range(3, 43)] * 2, max_new_tokens=3))
             for handle in handles:
                 handle.result()
-        found.append([handle.tokens for handle in handles])
+        likeliest = [[token for token, _ in top] for top in handles[1].candidates]
+        found.append([likeliest, *(handle.tokens for handle in handles)])
     assert found[0] == found[1]
+    assert len(found[0][0][0]) == 2
 
 
 def require_quantised_and_exported_alike(folder: Path) -> None:

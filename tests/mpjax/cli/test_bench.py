@@ -213,6 +213,7 @@ def test_serving(measured, folder):
         "--late-prompt",
         "77",
         "--no-share",
+        "--ride",
     )
     result = run("serve", *options, *more, "--lengths", lengths, "--shapes", "llama3.1-8b")
     assert result.exit_code == 0
@@ -220,7 +221,8 @@ def test_serving(measured, folder):
     assert sweep.load == serve.Load(
         9, Lengths(5, 7), Lengths(1, 20, 9, 0.5), ((3, 4),), rate=2.5, shared=3, late=77
     )
-    assert (sweep.share_prefixes, sweep.config) == (False, LLAMA3_1_8B)
+    assert (sweep.share_prefixes, sweep.ride) == (False, True)
+    assert sweep.config == LLAMA3_1_8B
     assert "batches of 64" in result.stdout
     assert "W4A16KV8, engine" in (folder / "serve.svg").read_text()
     measured("serve", [serve_row(programs=20)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpjax.engine.drawing import draw, is_end
-from mpjax.engine.state import RowSettings
+from mpjax.engine.state import CANDIDATES, RowSettings
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
 
@@ -46,7 +46,7 @@ compiled = jax.jit(draw)
 @pytest.mark.parametrize("rows", [ROWS, [ROWS[0], ROWS[1]] * 3, [ROWS[0], ROWS[5]] * 3])
 def test_each_row_is_drawn_as_it_would_be_alone(rows, arrays):
     logits, seen = arrays
-    drawn, chances = compiled(logits, settings_of(rows), COUNTS, seen)
+    drawn, chances, _ = compiled(logits, settings_of(rows), COUNTS, seen)
     keys = step_keys(row_keys(7 + np.arange(6)), COUNTS)
     for row, fields in enumerate(rows):
         own = slice(row, row + 1)
@@ -57,8 +57,21 @@ def test_each_row_is_drawn_as_it_would_be_alone(rows, arrays):
 
 def test_greedy_rows_need_nothing_else(arrays):
     logits, _ = arrays
-    drawn, _ = compiled(logits, settings_of([{}] * 6), COUNTS, None)
+    drawn, *_ = compiled(logits, settings_of([{}] * 6), COUNTS, None)
     np.testing.assert_array_equal(drawn, logits.argmax(-1))
+
+
+def test_candidates_are_told_where_a_row_wants_some(arrays):
+    logits, seen = arrays
+    assert compiled(logits, settings_of([{}] * 6), COUNTS, None).candidates is None
+    settings = settings_of(ROWS)
+    assert not compiled(logits, settings, COUNTS, seen).candidates[0].any()
+    settings.candidates[2] = 3
+    ids, chances = compiled(logits, settings, COUNTS, seen).candidates
+    order = np.argsort(-np.asarray(logits), axis=1)[:, :CANDIDATES]
+    np.testing.assert_array_equal(ids, order)
+    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), order, 1)
+    np.testing.assert_allclose(chances, expected, rtol=1e-5)
 
 
 def test_short_rows_draw_no_stop_id(arrays):
@@ -67,7 +80,7 @@ def test_short_rows_draw_no_stop_id(arrays):
     settings = settings_of([{}] * 6)
     settings.stop_ids[:, 0] = best
     settings.least[:3] = 10
-    drawn, _ = compiled(logits, settings, COUNTS, seen)
+    drawn, *_ = compiled(logits, settings, COUNTS, seen)
     assert (np.asarray(drawn) == best).tolist() == [False] * 3 + [True] * 3
 
 

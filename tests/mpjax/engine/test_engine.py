@@ -290,6 +290,30 @@ def test_log_probabilities_of_a_prompt(engine, tiny):
     assert len(beside.result().tokens) == 4
 
 
+def test_log_probabilities_of_candidates(engine, tiny, alone):
+    """Beside each new token and each of the prompt; the tokens stay what they are."""
+    options = {"max_new_tokens": 4, "prompt_logprobs": True, "logprobs": 3}
+    beside = engine.submit(PROMPTS[1], max_new_tokens=NEW)
+    found = engine.submit(PROMPTS[0], **options).result()
+    assert found.tokens == alone.tokens[0][:4]
+    ids = [*found.prompt, *found.tokens]
+    logprobs = np.asarray(jax.nn.log_softmax(tiny.model(np.array([ids]))))[0]
+    order = np.argsort(-logprobs, axis=1)[:, :3]
+    prompt, top = len(found.prompt), found.prompt_logprobs
+    np.testing.assert_array_equal(top.top, order[: prompt - 1])
+    np.testing.assert_array_equal(
+        [[i for i, _ in one] for one in found.candidates], order[prompt - 1 : -1]
+    )
+    expected = np.take_along_axis(logprobs, order, 1)
+    np.testing.assert_allclose(top.top_logprobs, expected[: prompt - 1], atol=1e-4)
+    chances = [[chance for _, chance in one] for one in found.candidates]
+    np.testing.assert_allclose(chances, expected[prompt - 1 : -1], atol=1e-4)
+    assert beside.result().tokens == alone.tokens[1]
+    assert beside.candidates == []
+    with pytest.raises(ValueError, match="logprobs is 21: expected how many candidates to tell"):
+        engine.submit(PROMPTS[0], logprobs=21)
+
+
 def test_a_model_without_a_tokenizer_generates_ids(tiny, alone):
     lm = dataclasses.replace(tiny, tokenizer=None)
     with make_engine(lm) as engine:

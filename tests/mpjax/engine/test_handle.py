@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpjax.engine.handle import CancelledError, Handle, PromptLogprobs, Scores
+from mpjax.engine.handle import CancelledError, Handle, New, PromptLogprobs, Scores
 from mpjax.row_text import RowText
 
 pytestmark = pytest.mark.any_version
@@ -31,7 +31,7 @@ def test_text_comes_in_pieces_and_nothing_is_lost(handle, tiny):
     ids = tiny.tokenizer.encode("x = 12 + y")
 
     def push(tokens, is_last):
-        assert handle.push(tokens, [-1.0] * len(tokens)) == len(tokens)
+        assert handle.push(New(tokens, [-1.0] * len(tokens))) == len(tokens)
         if is_last:
             handle.finish("length")
         assert handle.report(tokens).finish_reason == ("length" if is_last else None)
@@ -44,7 +44,7 @@ def test_text_comes_in_pieces_and_nothing_is_lost(handle, tiny):
 
 def test_a_stop_string_ends_the_tokens(handle, tiny):
     ids = tiny.tokenizer.encode("a stop here")
-    taken = handle.push(ids, [0.0] * len(ids))
+    taken = handle.push(New(ids, [0.0] * len(ids), [[(i, 0.0)] for i in ids]))
     assert taken == len(handle.tokens) == len(handle.logprobs) < len(ids)
     assert handle.has_stopped
     assert handle.text == "a "
@@ -80,7 +80,15 @@ def test_a_loop_that_was_closed_hinders_no_report(handle):
 
 
 def test_scores_of_pieces_are_joined():
-    pieces = [Scores(at, *(np.arange(at, at + 3.0) + i for i in range(3))) for at in (0, 3)]
-    found = PromptLogprobs.join(pieces, 6)
+    def piece(at):
+        number = np.arange(at, at + 3.0)
+        pairs = np.stack([number, -number, 7 * number], 1)
+        return Scores(at, number, pairs + 1, pairs + 2)
+
+    found = PromptLogprobs.join([piece(0), piece(3)], 6, 2)
     assert found.logprobs.tolist() == [0, 1, 2, 3, 4]
+    assert found.best.tolist() == [1, 2, 3, 4, 5]
     assert found.best_logprobs.tolist() == [2, 3, 4, 5, 6]
+    assert found.top[:, 1].tolist() == [1, 0, -1, -2, -3]
+    assert found.top_logprobs.shape == (5, 2)
+    assert PromptLogprobs.join([piece(0)], 3, 0).top.shape == (2, 1)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import mpjax
 from mpjax.engine.request import Settings, encode_one, row_text
 from mpjax.engine.state import ALL, NO_ID
 from mpjax.random_keys import key_words
@@ -37,12 +38,28 @@ def test_a_stop_string_that_is_a_token_stops_by_its_id(tiny):
     assert found.stop_ids == (11, special)
 
 
+def test_stop_ids_that_no_token_has_are_refused(tiny):
+    assert settings(tiny, {"stop_ids": [2047]}).stop_ids == (2047,)
+    with pytest.raises(ValueError, match=r"stop_ids are \[3, 2048\]: expected each from 0 to 2047"):
+        settings(tiny, {"stop_ids": [3, 2048]})
+    for prompts in (["a"], [[1]]):
+        with pytest.raises(ValueError, match="from 0 to 2047, the model's vocabulary"):
+            mpjax.generate(tiny, prompts, sampling={"stop_ids": [2048]})
+    with pytest.raises(ValueError, match="from 0 to 2047, the model's vocabulary"):
+        mpjax.generate_tokens(
+            tiny.model, [[1]], [1], max_new_tokens=1, sampling={"stop_ids": [2048]}
+        )
+
+
 def test_when_the_likeliest_token_is_taken(tiny):
     assert settings(tiny).greedy_from == 0
     assert settings(tiny, {"temperature": 1}).greedy_from is None
     assert settings(tiny, {"repetition_penalty": 1.1}).greedy_from is None
     assert settings(tiny, {"repetition_penalty": 1.1}).has_penalty
     assert settings(tiny, {"min_new_tokens": 3}).greedy_from == 3
+    told = settings(tiny)
+    told.row.candidates[0] = 1
+    assert (told.greedy_from, told.candidates) == (None, 1)
 
 
 def test_prompts_are_single_ones(tiny):

@@ -20,7 +20,7 @@ def handle():
     handle = Handle(None, 0, [70, 71, 72], None)
     handle.tokens, handle.logprobs = [80, 81], [-0.5, -1.5]
     handle.finish_reason = "stop"
-    arrays = np.array([-3.0, -1.0]), np.array([75, 72]), np.array([-2.0, -1.0])
+    arrays = np.array([-3.0, -1.0]), np.array([[75], [72]]), np.array([[-2.0], [-1.0]])
     handle.prompt_logprobs = PromptLogprobs(*arrays)
     return handle
 
@@ -31,7 +31,7 @@ def answer(tiny, **changes):
 
 
 def test_offsets_are_those_of_the_texts_of_tokens(tiny, handle):
-    found = Completions().whole(answer(tiny, echo=True, with_top=True), [handle])
+    found = Completions().whole(answer(tiny, echo=True, top=1), [handle])
     [choice] = found["choices"]
     columns = choice["logprobs"]
     texts = [tiny.tokenizer.decode([i]) for i in (70, 71, 72, 80, 81)]
@@ -45,9 +45,9 @@ def test_offsets_are_those_of_the_texts_of_tokens(tiny, handle):
 def test_parts_of_a_character_have_their_own_bytes_and_names(tiny, handle):
     first, second, third = (_token(tiny, byte) for byte in "€".encode())
     handle.prompt, handle.tokens = [first, second, third], [first, second]
-    best = np.array([third, third])
-    handle.prompt_logprobs = dataclasses.replace(handle.prompt_logprobs, best=best)
-    asked = answer(tiny, echo=True, with_top=True)
+    top = np.array([[third], [third]])
+    handle.prompt_logprobs = dataclasses.replace(handle.prompt_logprobs, top=top)
+    asked = answer(tiny, echo=True, top=1)
     [choice] = Completions().whole(asked, [handle])["choices"]
     names = [rf"bytes:\x{byte:02x}" for byte in "€".encode()]
     assert choice["logprobs"]["tokens"] == [*names, *names[:2]]
@@ -67,9 +67,29 @@ def _token(lm, byte):
 
 def test_two_tokens_of_one_spelling_have_a_number_each(tiny, handle, monkeypatch):
     monkeypatch.setattr("mpjax.serve.answers.token_bytes", lambda *_: b"a")
-    [choice] = Completions().whole(answer(tiny, echo=True, with_top=True), [handle])["choices"]
+    [choice] = Completions().whole(answer(tiny, echo=True, top=1), [handle])["choices"]
     top = choice["logprobs"]["top_logprobs"]
     assert top[1:3] == [{"a": -3.0, "token_id:75": -2.0}, {"a": -1.0}]
+
+
+def test_candidates_stand_beside_each_token(tiny, handle):
+    handle.candidates = [[(90, -0.1), (80, -0.5)], [(81, -1.5), (91, -2.5)]]
+    asked = answer(tiny, top=2)
+    name = {i: tiny.tokenizer.decode([i]) for i in (80, 81, 90, 91)}
+    [choice] = Completions().whole(asked, [handle])["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [
+        {name[80]: -0.5, name[90]: -0.1},
+        {name[81]: -1.5, name[91]: -2.5},
+    ]
+    [choice] = Chats().whole(asked, [handle])["choices"]
+    first, _ = choice["logprobs"]["content"]
+    assert [(one["token"], one["logprob"]) for one in first["top_logprobs"]] == [
+        (name[90], -0.1),
+        (name[80], -0.5),
+    ]
+    assert bytes(first["top_logprobs"][0]["bytes"]).decode() == name[90]
+    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2))["choices"]
+    assert chunk["logprobs"]["text_offset"] == [len(name[80])]
 
 
 def test_choices_of_a_prompt_share_it(tiny, handle):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -241,6 +244,58 @@ def test_openais_own_client(server, alone, lm):
         with pytest.raises(openai.NotFoundError, match="there is no model"):
             client.completions.create(model="x", prompt=PROMPT)
         assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.filterwarnings("default")  # what lm_eval and its dependencies warn of is theirs
+def test_lm_evals_own_client(server, lm, chat_folder, monkeypatch):
+    """Its scores of continuations are those of the model's logits, and its texts those of greed."""
+    pytest.importorskip("tenacity")  # which lm_eval's clients need, and it doesn't
+    completions = pytest.importorskip("lm_eval.models.openai_completions")
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    options = {"base_url": server.url + "/v1/completions", "tokenizer": str(chat_folder)}
+    client = completions.LocalCompletionsAPI(
+        model="tiny", tokenizer_backend="huggingface", max_length=200, max_gen_toks=12, **options
+    )
+    pairs = [(PROMPT, " x"), ("import", " numpy as np")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    found = client.loglikelihood(asked)
+    for (context, continuation), (score, is_greedy) in zip(pairs, found, strict=True):
+        ids = lm.tokenizer.encode(context + continuation)
+        begin = len(lm.tokenizer.encode(context))
+        logprobs = np.asarray(jax.nn.log_softmax(lm.model(np.array([ids]))[0, begin - 1 : -1]))
+        expected = logprobs[np.arange(len(ids) - begin), ids[begin:]].sum()
+        np.testing.assert_allclose(score, expected, atol=1e-3)
+        assert is_greedy == (logprobs.argmax(-1) == ids[begin:]).all()
+    asked = [Instance("generate_until", {}, (PROMPT, {"until": [], "max_gen_toks": 12}), 0)]
+    assert client.generate_until(asked) == mpjax.generate(lm, PROMPT, max_new_tokens=12).text
+
+
+def test_curl_reads_events_as_they_come(server, alone):
+    """Each is a line of data and an empty one, and the first is there before the last is made."""
+    if (curl := shutil.which("curl")) is None:
+        pytest.skip("curl is not there")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True})
+    headers = ["-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret"]
+    command = [curl, "-sN", "-i", server.url + "/v1/completions", *headers, "-d", body]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as reader:
+        head, times, lines = [], [], []
+        while line := reader.stdout.readline().strip():
+            head.append(line.lower())
+        for line in reader.stdout:
+            times.append(time.monotonic())
+            lines.append(line.rstrip("\n"))
+    assert head[0].endswith("200 ok")
+    assert "content-type: text/event-stream; charset=utf-8" in head
+    data = [line.removeprefix("data: ") for line in lines[::2]]
+    assert all(line.startswith("data: ") for line in lines[::2])
+    assert set(lines[1::2]) == {""}
+    assert data[-1] == "[DONE]"
+    text = "".join(json.loads(one)["choices"][0]["text"] for one in data[:-1])
+    assert text.startswith(alone.text[0])
+    assert len(data) > 10
+    assert times[-1] - times[0] > 0.01
 
 
 def test_a_closed_engine_is_not_healthy(lm):

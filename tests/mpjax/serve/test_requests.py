@@ -60,7 +60,11 @@ def test_what_is_given_is_passed_on(tiny):
     assert asked.stream
     assert asked.with_usage
     assert asked.logprobs
-    assert asked.with_top
+    assert (asked.top, asked.candidates) == (1, 1)
+    greedy = {"temperature": 0, "logprobs": 1}
+    assert completion(tiny, **greedy).candidates == 0  # the token itself is the likeliest
+    assert completion(tiny, **greedy, min_tokens=2).candidates == 1
+    assert completion(tiny, **greedy | {"logprobs": 4}).candidates == 4
     assert "temperature" not in completion(tiny, temperature=0, top_p=0.5).sampling
 
 
@@ -71,7 +75,7 @@ def test_what_is_given_is_passed_on(tiny):
         ({"prompt": [99999]}, "token id 99999", "prompt"),
         ({"max_token": 5}, r"'max_token' is no key of this request \(did you mean", "max_token"),
         ({"best_of": 4}, "best_of is 4, and this server does not offer it", "best_of"),
-        ({"logprobs": 5}, "logprobs is 5: expected a whole number from 0 to 1", "logprobs"),
+        ({"logprobs": 21}, "logprobs is 21: expected a whole number from 0 to 20", "logprobs"),
         ({"max_tokens": 0}, "which leaves only the prompt", "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens is '9': expected a whole number", "max_tokens"),
         ({"temperature": "hot"}, "temperature is 'hot': expected a number of 0", "temperature"),

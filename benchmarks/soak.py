@@ -1,0 +1,193 @@
+"""Runs random traffic through an engine: python -m benchmarks.soak TOKENS [--large] [--ride].
+
+Requests differ in length, sampling, priority, candidates and in what they share. Some are
+cancelled, and the cache is too small for all that run, so that some make room for others. Between
+rounds, when no request is left, all pages have to be free, few programs compiled, and memory may
+not grow. Greedy requests of each round are repeated when the engine does nothing else, and have to
+say the same.
+
+TOKENS: new tokens until the end. --large: Qwen3-8B's shapes in W4A16KV8 instead of a small model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpjax
+from mpjax.bench.random_model import random_model
+from mpjax.engine.handle import Handle
+from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.models import Qwen3
+from mpjax.models.llama import llama_layers
+from mpjax.models.presets import QWEN3_8B
+from mpjax.precision import Precision
+
+ROUND = 64  # requests of a round
+REPEATED = 4  # greedy requests of a round that are repeated
+WARM_ROUNDS = 3  # in which memory may grow, as in any that compiles a program
+GROWTH = 64 << 20  # bytes by which a process may grow: allocators keep some
+SMALL = dataclasses.replace(
+    QWEN3_8B,
+    vocab_size=512,
+    hidden_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    layers=llama_layers((None,), 128, qk_norm=True),
+    max_position_embeddings=512,
+    stop_ids=(5,),
+    dtype="float32",
+)
+
+
+def make_engine(*, large: bool, ride: bool) -> mpjax.Engine:
+    """An engine whose cache holds half of what its slots may need."""
+    precision = Precision.parse("W4A16KV8" if large else "W16A16KV4")
+    model = random_model(Qwen3, QWEN3_8B if large else SMALL, precision.weights)
+    page_size, slots, longest = (64, 64, 2048) if large else (16, 8, 192)
+    lm = mpjax.LanguageModel(model, None, precision.kv, Path(), page_size)
+    pages = slots * longest // page_size // 4
+    memory = pages * page_bytes(lm) + residual_bytes(lm, slots)
+    chunk = 1024 if large else 64
+    return mpjax.Engine(
+        lm, slots=slots, cache_memory=memory, max_tokens=longest, chunk_tokens=chunk, ride=ride
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request: ids of its prompt, and the other arguments of Engine.submit."""
+
+    prompt: list[int]
+    options: dict[str, Any]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it has no sampling."""
+        return "temperature" not in self.options["sampling"]
+
+
+def ask(rng: np.random.Generator, engine: mpjax.Engine, shared: Sequence[int]) -> Asked:
+    """A random request, which may begin with some of the shared ids."""
+    vocabulary, longest = engine.lm.config.vocab_size, engine.max_tokens
+    new = int(rng.integers(1, longest // 3))
+    begin = list(shared[: int(rng.integers(0, longest // 3))]) if rng.random() < 0.5 else []
+    own = rng.integers(0, vocabulary, int(rng.integers(1, longest // 3)))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.1, "top_p": 0.9, "repetition_penalty": 1.2},
+    ]
+    sampling = {"stop_ids": [5, 6]} | kinds[rng.integers(len(kinds))]
+    options = {"max_new_tokens": new, "sampling": sampling, "seed": int(rng.integers(2**32))}
+    options |= {"priority": int(rng.integers(2))}
+    if rng.random() < 0.1:
+        options |= {"logprobs": 3, "prompt_logprobs": bool(rng.random() < 0.5)}
+    return Asked([*begin, *own.tolist()], options)
+
+
+def run_round(engine: mpjax.Engine, rng: np.random.Generator) -> int:
+    """Runs ROUND requests, and repeats some; returns how many differ when they are alone."""
+    shared = rng.integers(0, engine.lm.config.vocab_size, engine.max_tokens).tolist()
+    asked = [ask(rng, engine, shared) for _ in range(ROUND)]
+    handles: list[Handle] = []
+    for one in asked:
+        handles.append(engine.submit(one.prompt, **one.options))
+        for _ in range(int(rng.integers(3))):
+            engine.step()
+        if rng.random() < 0.1:
+            handles[int(rng.integers(len(handles)))].cancel()
+    for _ in engine:
+        pass
+    differ, repeated = 0, 0
+    for one, handle in zip(asked, handles, strict=True):
+        if handle.finish_reason == "cancelled" or not one.is_greedy or repeated == REPEATED:
+            continue
+        repeated += 1
+        differ += engine.submit(one.prompt, **one.options).result().tokens != handle.tokens
+    return differ
+
+
+def resident_bytes() -> int:
+    """The memory of this process, or the most that it had where the system doesn't tell."""
+    path = Path("/proc/self/statm")
+    if path.exists():
+        return int(path.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def faults(numbers: Mapping[str, int], grown: int, differ: int) -> list[str]:
+    """Sentences for what may not be after a round.
+
+    numbers: statistics of the engine. grown: bytes, since the warm rounds. differ: requests that
+        said something else when they were alone, and may not.
+    """
+    now, found = numbers, []
+    if now["free_pages"] != now["pages"]:
+        found.append(f"{now['pages'] - now['free_pages']} pages are lost")
+    if now["running"] or now["waiting"]:
+        found.append(f"{now['running']} requests run and {now['waiting']} wait, and none is left")
+    if now["programs"] > 15:
+        found.append(f"{now['programs']} programs were compiled, above 15")
+    if grown > GROWTH:
+        found.append(f"the process has grown by {grown >> 20} MiB")
+    if differ:
+        found.append(f"{differ} requests say something else when they are alone")
+    return found
+
+
+def soak(engine: mpjax.Engine, tokens: int, *, exact: bool, seed: int = 0) -> dict[str, Any]:
+    """Runs rounds until so many tokens are generated, or there is a fault; returns what was.
+
+    exact: whether requests have to say the same when they are alone. In 16 bits, kernels round by
+        the number of rows, and so near ties are decided otherwise.
+    """
+    rng, began = np.random.default_rng(seed), time.perf_counter()
+    rounds = differ = grown = resident = programs = 0
+    found: list[str] = []
+    while engine.statistics()["new_tokens"] < tokens and not found:
+        others = run_round(engine, rng)
+        rounds, differ = rounds + 1, differ + others
+        gc.collect()
+        if rounds <= WARM_ROUNDS or engine.statistics()["programs"] > programs:
+            resident, programs = resident_bytes(), engine.statistics()["programs"]
+        grown = resident_bytes() - resident
+        found = faults(engine.statistics(), grown, others if exact else 0)
+    return {
+        **engine.statistics(),
+        "rounds": rounds,
+        "differ": differ,
+        "grown_bytes": grown,
+        "seconds": time.perf_counter() - began,
+        "faults": found,
+    }
+
+
+def main(given: list[str]) -> int:
+    """Soaks an engine and prints what was as JSON; returns 1 if there was a fault."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--ride", action="store_true")
+    chosen = parser.parse_args(given)
+    with make_engine(large=chosen.large, ride=chosen.ride) as engine:
+        found = soak(engine, chosen.tokens, exact=not chosen.large)
+    print(json.dumps(found, indent=2))
+    return bool(found["faults"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

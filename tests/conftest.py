@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import sweeps
+from tests import sweeps, versions
 
 if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     # The older of its two ways to emit a program compiles in half the time; 0.11 has one way.
@@ -55,8 +55,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked `sweep` or `fuzz` unless they are asked for."""
+    """Marks tests of any version, and leaves out `sweep` or `fuzz` unless they are asked for."""
+    for item in items:
+        if versions.is_any_version(item.location[0]):
+            item.add_marker(pytest.mark.any_version)
     for mark in sweeps.LEFT_OUT:
         if not sweeps.is_asked_for(config, mark):
             left_out = [item for item in items if item.get_closest_marker(mark)]

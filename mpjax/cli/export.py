@@ -20,7 +20,7 @@ Formats:
   int-quantized    W8A8 (compressed-tensors): vLLM, transformers
   float-quantized  FP8 (compressed-tensors): vLLM, transformers
   fp8              FP8 in blocks of 128: vLLM, SGLang, transformers
-  mxfp4            the experts of gpt-oss, as published: vLLM, SGLang, transformers
+  mxfp4            gpt-oss as published: vLLM, SGLang, transformers
   plain            nothing packed, from any model: everything
 
 \b

@@ -23,8 +23,8 @@ POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and
 Besides OpenAI's keys there are top_k, min_p, repetition_penalty, min_tokens,
 stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, best_of,
 suffix, logit_bias and penalties of presence and frequency are refused.
-logprobs and top_logprobs are up to 20. With "echo" it has the log-probabilities of the prompt,
-as lm_eval's local-completions needs:
+logprobs and top_logprobs are up to 20. With "echo" an answer also has the
+prompt's log-probabilities, as lm_eval's local-completions needs:
   lm_eval --model local-completions --tasks arc_easy --model_args \\
     base_url=http://localhost:8000/v1/completions,model=NAME,\\
 tokenizer=FOLDER,tokenized_requests=True

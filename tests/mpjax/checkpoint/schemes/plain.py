@@ -28,6 +28,10 @@ def random_plain(
         codes = rng.integers(0, 256, shape, np.uint8)
         codes[codes % 128 == 127] = 0  # the NaNs
         return PlainCodes(format, jnp.asarray(codes.view(E4M3)), jnp.asarray(scales))
+    if format.codes == "float4":
+        codes = rng.integers(0, 16, shape, np.uint8)
+        scales = jnp.asarray(2.0 ** rng.integers(-126, 100, scales.shape), jnp.bfloat16)
+        return PlainCodes(format, jnp.asarray(codes), scales)
     if format.codes == "int8":
         codes = rng.integers(-128, 128, shape, np.int8)
         return PlainCodes(format, jnp.asarray(codes), jnp.asarray(scales))

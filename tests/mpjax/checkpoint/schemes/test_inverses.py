@@ -15,6 +15,7 @@ from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
+from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
 from mpjax.checkpoint.schemes.pack_quantized import Group, PackQuantizedScheme
 from mpjax.checkpoint.schemes.writing import Integers
 from tests.mpjax.checkpoint.schemes.plain import random_plain
@@ -47,6 +48,7 @@ CASES = {
     "fp8-channels": (FP8Scheme("compressed-tensors", (1, None), "float8"), (69, 5), {}),
     "fp8-one-scale": (FP8Scheme("compressed-tensors", (None, None), None), (9, 5), {"rows": 5}),
     "fp8-blocks": (FP8Scheme("compressed-tensors", (128, 128), None), (200, 150), {"rows": 128}),
+    "mxfp4": (MXFP4Scheme(), WORDS, {}),
     "fp8-fine-grained": (FP8Scheme("fp8", (128, 128), "float8"), (256, 256), {"rows": 128}),
 }
 

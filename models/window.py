@@ -22,7 +22,10 @@ class Window(NamedTuple):
 
     @classmethod
     def around(cls, is_of_inputs: bool, runs: Iterable[Run]) -> Window:
-        """The smallest window with all of some runs; the first place, where these are empty."""
+        """The smallest window with all of some runs.
+
+        Where all are empty, it is the first place: a device without a share still reads one.
+        """
         filled = [run for run in runs if run.length] or [Run(0, 1, 1)]
         return cls(is_of_inputs, min(run.begin for run in filled), max(run.end for run in filled))
 

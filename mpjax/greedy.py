@@ -61,8 +61,9 @@ def _joined(one: _Partial, other: _Partial) -> _Partial:
     """
     (best, token, top, total), (other_best, other_token, other_top, other_total) = one, other
     # NaN counts as the largest, as in argmax.
-    is_first = (best > other_best) | (best != best)
-    is_first |= (best == other_best) & (token < other_token)
+    is_nan, is_other_nan = best != best, other_best != other_best
+    is_equal = (best == other_best) | (is_nan & is_other_nan)
+    is_first = (best > other_best) | (is_nan & ~is_other_nan) | (is_equal & (token < other_token))
     # Equal maxima may be infinite, and their difference NaN.
     factor = jnp.where(top == other_top, 1.0, jnp.exp(-jnp.abs(top - other_top)))
     is_larger = top >= other_top

@@ -4,9 +4,10 @@ Around 1.5 · 2²³, neighbouring numbers in float32 are 1 apart. An integer sum
 bits, and changes by less than 2²², therefore ends with the bits of 1.5 · 2²³ plus the sum. A
 subtraction takes the place of a conversion, which is slow on a GPU.
 
-If a sum is scaled at once, so does a fused multiply-add, which rounds once: float · scale −
-OFFSET · scale, with OFFSET · scale exact. The significand of 1.5 · scale has up to two bits more
-than the scale's. So the last two bits of the scale are cleared, which changes it by less than 2⁻²¹.
+A sum that is scaled at once needs no subtraction of its own: one fused multiply-add, which rounds
+once, gives float · scale − OFFSET · scale, if OFFSET · scale is exact. The significand of 1.5 ·
+scale has up to two bits more than the scale's. So the last two bits of the scale are cleared, which
+changes it by less than 2⁻²¹.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def gated(
             turned: Any = gated(
                 terms, activation, dtype=dtype, hadamard=hadamard, implementation=implementation
             )
-            return quantize_rows(turned, rounding)
+            return quantize_rows(turned, rounding, implementation=implementation)
     plain = functools.partial(
         reference.gated, activation=activation, dtype=dtype, format=rounding, hadamard=hadamard
     )

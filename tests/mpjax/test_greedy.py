@@ -68,3 +68,10 @@ def test_16_bits_are_read_in_32():
     assert tokens == wide.argmax(-1)
     np.testing.assert_allclose(chances, jax.nn.log_softmax(wide).max(-1), rtol=1e-5)
     assert chances.dtype == jnp.float32
+
+
+def test_of_several_nans_the_first_is_taken():
+    logits = jnp.zeros((1, 2000)).at[0, jnp.array([700, 90, 1999])].set(jnp.nan)
+    token, chance = likeliest(logits)
+    assert token.tolist() == [90]
+    assert jnp.isnan(chance).all()

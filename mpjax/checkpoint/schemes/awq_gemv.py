@@ -116,8 +116,8 @@ class AWQGemvScheme(Scheme):
         else:
             expected = {
                 "qweight": ((rows, channels), ("int16",)),
-                "scales": ((codes, outputs), checks.SCALE_DTYPES),
-                "scaled_zeros": ((codes, outputs), checks.SCALE_DTYPES),
+                "scales": ((codes, outputs), ("float16",)),
+                "scaled_zeros": ((codes, outputs), ("float16",)),
             }
         checks.check_tensors(name, specs, expected, said)
         if self.layout == FAST and channels % CHANNELS:
@@ -136,9 +136,7 @@ class AWQGemvScheme(Scheme):
         arrays = {suffix: jnp.asarray(tensor) for suffix, tensor in tensors.items()}
         format = self.format(name, channels)
         if self.layout == FAST:
-            scales, minima = (
-                arrays[suffix][:groups].astype(jnp.float16) for suffix in ("scales", "scaled_zeros")
-            )
+            scales, minima = (arrays[suffix][:groups] for suffix in ("scales", "scaled_zeros"))
             return PlainCodes(format, _interleaved(arrays["qweight"]), scales, minima)
         codes, zeros = (
             words.unpack_words(arrays[suffix], awq.BITS, axis=1).T

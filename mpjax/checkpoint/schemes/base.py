@@ -188,11 +188,16 @@ class Scheme(abc.ABC):
         return None
 
     @property
+    def rounds_codes(self) -> bool:
+        """Whether weights get other codes than those of the files."""
+        return self.loss is not None
+
+    @property
     def contents(self) -> str:
         """A text about the modules in the files, and the formats that they have when loaded."""
         formats = (dataclasses.replace(format, operand=None) for format in self.formats)
         held = ", ".join(dict.fromkeys(describe_weights(format) for format in formats))
-        return f"{self.title}, {'rounded to' if self.loss else 'codes kept as'} {held}"
+        return f"{self.title}, {'rounded to' if self.rounds_codes else 'codes kept as'} {held}"
 
     def rounded_to(self, format: WeightFormat) -> Scheme | None:
         """The scheme that rounds weights to a format; None where their codes must stay."""

@@ -80,6 +80,16 @@ class HQQScheme(Scheme):
         groups = next(iter(self.modules.values()))
         return _format(groups, groups.size or GROUP_SIZES[-1])
 
+    @property
+    def loss(self) -> str:
+        """A sentence about parameters, which HQQ may keep in other dtypes."""
+        return "scales and minima of HQQ to float16"
+
+    @property
+    def rounds_codes(self) -> bool:
+        """Codes stay: only their parameters are rounded."""
+        return False
+
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device: groups of the file's size, or parts of them."""
         groups = self._of(name)

@@ -105,6 +105,7 @@ def test_what_is_refused(rng):
         (scheme, {"qzeros": tensors["qzeros"][:, :1]}, r"qzeros is int32 \[16, 1\]: expected int"),
         (fast_scheme, fast | {"qweight": fast["qweight"][:, :96]}, "96 input .* multiple of 64"),
         (fast_scheme, fast | {"qweight": fast["qweight"][0]}, "qweight is int16"),
+        (fast_scheme, fast | {"scales": fast["scales"].astype(np.float32)}, "scales is float32"),
         (scheme, {"qweight": None}, "no tensor qweight"),
     ]
     for one, changes, message in cases:

@@ -68,6 +68,8 @@ def test_settings_by_module(rng):
     tensors, _ = module(rng, bits=8)
     assert str(scheme.decode(tensors, NAME, (128, 16)).format) == "affine8:g32"
     assert str(scheme.format("model.layers.0.mlp.up_proj", 64)) == "affine4:g32"
+    assert scheme.contents == "HQQ, codes kept as WM8"
+    assert scheme.loss == "scales and minima of HQQ to float16"
     with pytest.raises(CheckpointError, match=r"a\.k_proj is an HQQ module, but quant_config in"):
         scheme.check(tensors, "a.k_proj", (128, 16))
 

@@ -147,6 +147,11 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(path_or_id, str | os.PathLike):
         raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
+    if path_or_id == "":  # pathlib takes it for the current folder
+        raise CheckpointError(
+            "the model's folder is empty text: give a folder, a GGUF file or a hub id; the current "
+            "folder is ."
+        )
     path = _parse_path(path_or_id)
     if not path.exists():  # a save that was killed may have moved it away
         staging.clean_up(path)

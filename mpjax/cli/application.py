@@ -72,6 +72,9 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 """
 
 
+WITH_POSITIONS = tuple(one.NAME for one in (generate, chat, serve, convert, evaluate))
+
+
 class Commands(typer.core.TyperGroup):
     """The group of all commands, which reports expected errors as one sentence on stderr."""
 
@@ -104,8 +107,18 @@ class Commands(typer.core.TyperGroup):
             message = _explain(error)
             if message is None or ctx.params.get("traceback"):
                 raise
-            output.note(f"mpjax: {message}")
+            output.note(f"mpjax: {_in_shell_words(message, ctx.invoked_subcommand)}")
             raise typer.Exit(1) from None
+
+
+def _in_shell_words(message: str, command: str | None) -> str:
+    """A message of the library with the option of a command in place of `load`'s argument."""
+    message = message.replace(", or load the draft with max_positions", "")  # has no option
+    if command in WITH_POSITIONS:
+        message = message.replace(
+            "load the model with max_positions", "give more with --max-positions"
+        )
+    return message
 
 
 def _explain(error: Exception) -> str | None:

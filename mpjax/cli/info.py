@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAME = "info"
 CONTEXTS = (2048, 8192)
 CACHES = ("KV16", "KV8", "KV4")
-GIGABYTE = 1e9
+MEGABYTE, GIGABYTE = 1e6, 1e9
 EPILOG = """\b
 Examples:
   mpjax info
@@ -58,9 +58,9 @@ that an FP8 checkpoint needs, or null), rounded (what is lost by loading, or
 null), other_precisions (that can be asked for, and the bytes of all weights
 in each), tokenizer (tokens, chat_templates, stop_tokens; or null),
 memory_bytes (by KV format and number of tokens: weights, and the cache of one
-sequence), and free_bytes (of the device; null where unknown). Of a model that
-can't run, what was found is shown, and the error says what is in the way;
-with --json, can_run is false and in_the_way has that sentence.
+sequence), free_bytes (of the device; null where unknown), and can_run (true).
+Of a model that can't run, what was found is shown, and the error says what is
+in the way; with --json, can_run is false and in_the_way has that sentence.
 """
 
 
@@ -78,8 +78,9 @@ def command(
     from mpjax.loading import find_folder
     from mpjax.memory import free_bytes
 
-    folder = find_folder(mpjax.bundled_model() if source is None else source)
+    folder = None
     try:
+        folder = find_folder(mpjax.bundled_model() if source is None else source)
         lm, tokenizer = inspect(folder), locate(folder).read_tokenizer()
         outlook = None if is_saved(folder) else look(huggingface.open_headers(folder))
     except CheckpointError as error:
@@ -95,7 +96,7 @@ def command(
         "free_bytes": free_bytes(),
     }
     if json:
-        output.print_json(lm.summary() | facts)
+        output.print_json({"can_run": True} | lm.summary() | facts)
     else:
         _show(lm.describe() + _rows(facts))
 
@@ -116,7 +117,7 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     labels = {"contents": "in the files", "activations": "activations", "rounded": "rounded"}
     rows = [(label, facts[key]) for key, label in labels.items() if facts[key] is not None]
     if others := facts["other_precisions"]:
-        texts = (f"{name} ({count / GIGABYTE:,.2f} GB)" for name, count in others.items())
+        texts = (f"{name} ({_size(count)})" for name, count in others.items())
         rows.append(("also loads as", ", ".join(texts)))
     rows.append(("tokenizer", _describe_tokenizer(facts["tokenizer"])))
     memory, free = facts["memory_bytes"], facts["free_bytes"]
@@ -138,7 +139,7 @@ def _describe_room(memory: Mapping[str, Mapping[str, int]], free: int) -> str:
         kv: max((int(tokens) for tokens, nbytes in found.items() if nbytes <= free), default=0)
         for kv, found in memory.items()
     }
-    said = f"{free / GIGABYTE:,.2f} GB free"
+    said = f"{_size(free)} free"
     if not any(fitting.values()):
         return f"{said}, which is too little: take another precision, or more devices (--devices)"
     if all(fitting[kv] == max(map(int, memory[kv])) for kv in memory):
@@ -153,17 +154,20 @@ def _show(rows: list[tuple[str, str]]) -> None:
         typer.echo(f"{label:{width}}  {text}")
 
 
-def _show_what_is_there(folder: Path, reason: str, json: bool) -> None:
-    """Shows what was found of a model that can't be run; the error says what is in the way."""
+def _show_what_is_there(folder: Path | None, reason: str, json: bool) -> None:
+    """Shows what was found of a model that can't be run; the error says what is in the way.
+
+    folder: None if there is none, nor a GGUF file.
+    """
     from mpjax.checkpoint.description import is_saved
     from mpjax.checkpoint.survey import survey
 
-    rows = survey(folder)
-    if is_saved(folder) or len(rows) == 1:
-        return  # damaged, or no model: the error says all there is to say
+    rows = [] if folder is None or is_saved(folder) else survey(folder)
+    if len(rows) == 1:  # no model, or a damaged one: the error says all there is to say
+        rows = []
     if json:
         output.print_json({"can_run": False, "in_the_way": reason, **dict(rows)})
-    else:
+    elif rows:
         _show([*rows, ("can run", "no, as the error says")])
 
 
@@ -174,7 +178,7 @@ def memory_by_context(lm: LanguageModel) -> dict[str, dict[str, int]]:
     longest = lm.config.max_position_embeddings
     lengths = sorted({min(tokens, longest) for tokens in (*CONTEXTS, longest)})
     found: dict[str, dict[str, int]] = {}
-    for kv in dict.fromkeys((str(lm.kv_format), *CACHES)):
+    for kv in dict.fromkeys((*CACHES, str(lm.kv_format))):
         found[kv] = {}
         for tokens in lengths:
             create = functools.partial(lm.model.create_cache, 1, tokens, kv)
@@ -186,9 +190,15 @@ def memory_by_context(lm: LanguageModel) -> dict[str, dict[str, int]]:
 
 def _describe_memory(found: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{nbytes / GIGABYTE:,.2f} GB with {int(tokens):,} tokens"
-        for tokens, nbytes in found.items()
+        f"{_size(nbytes)} with {int(tokens):,} tokens" for tokens, nbytes in found.items()
     )
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in GB, and in MB below 1 GB."""
+    if nbytes < GIGABYTE:
+        return f"{nbytes / MEGABYTE:,.1f} MB"
+    return f"{nbytes / GIGABYTE:,.2f} GB"
 
 
 def inspect(folder: Path) -> LanguageModel:

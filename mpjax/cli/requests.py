@@ -134,11 +134,13 @@ def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -
         raise ValueError(f"{place} holds a {type(found).__name__}: expected a JSON object")
     if unknown := [key for key in found if key not in KEYS]:
         raise ValueError(
-            f"{place} has the key {unknown[0]!r}; there are {', '.join(KEYS)}, and an id may be "
-            "any value, an object too"
+            f"{place} has the key {unknown[0]!r}; there are {', '.join(KEYS)}: what else holds for "
+            "a prompt is an option of all, such as --temperature, and its id may be an object"
         )
-    if ("prompt" in found) == ("messages" in found):
-        raise ValueError(f'{place} needs either a "prompt" or "messages"')
+    if "prompt" in found and "messages" in found:
+        raise ValueError(f'{place} has both a "prompt" and "messages": leave one of them out')
+    if "prompt" not in found and "messages" not in found:
+        raise ValueError(f'{place} has neither a "prompt" nor "messages": it needs one of them')
     if not isinstance(found.get("prompt", ""), str):
         raise ValueError(f'{place}: "prompt" is {found["prompt"]!r:.40}, not a text')
     messages = found.get("messages", [{}])
@@ -184,6 +186,11 @@ def count_tokens(lm: LanguageModel, request: Request) -> int:
     try:
         if isinstance(request.prompt, str):
             tokens = len(lm.tokenizer.encode(request.prompt))
+        elif not lm.tokenizer.chat_templates:
+            raise ValueError(
+                f"{lm.source} has no chat template for messages, like most base models: write a "
+                'plain text as "prompt" instead'
+            )
         else:
             tokens = len(lm.tokenizer.encode_chat(request.prompt))
     except ValueError as error:
@@ -194,6 +201,7 @@ def count_tokens(lm: LanguageModel, request: Request) -> int:
     if tokens + request.max_new_tokens > positions:
         raise ValueError(
             f"{request.place} has {tokens} tokens, and with {request.max_new_tokens} new ones it "
-            f"would pass the {positions} positions of this model: shorten it or ask for fewer"
+            f"would pass the {positions} positions of this model: shorten it, ask for fewer, or "
+            "give more with --max-positions"
         )
     return tokens

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mpjax.cli import options, output
+from mpjax.cli import listening, options, output
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+    from starlette.applications import Starlette
 
 NAME = "serve"
 EPILOG = """\b
@@ -95,29 +102,43 @@ def command(
         raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
-    lm = options.load(model, precision, dtype, max_positions, devices, experts)
-    lm.require_tokenizer()
+    sockets = listening.bind(host, port)
+    try:
+        lm = options.load(model, precision, dtype, max_positions, devices, experts)
+        lm.require_tokenizer()
 
+        import mpjax
+        from mpjax.serve.application import Limits, application
+
+        engine = mpjax.Engine(
+            lm,
+            slots=slots,
+            cache_memory=cache_memory,
+            max_tokens=max_tokens,
+            chunk_tokens=chunk_tokens,
+            ride=ride,
+        )
+        name = name or lm.source.resolve().name
+        served = application(engine, name, Limits(max_waiting, max_body, api_key))
+        url = listening.listen(sockets, host)
+        output.note(
+            f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening "
+            f"on {url}"
+        )
+        _run(served, sockets)
+    finally:
+        listening.close(sockets)
+
+
+def _run(served: Starlette, sockets: Sequence[socket.socket]) -> None:
+    """Serves until Ctrl-C or a signal ends it; exits with 1 if it could not begin."""
     import uvicorn
 
-    import mpjax
-    from mpjax.serve.application import Limits, application
-
-    engine = mpjax.Engine(
-        lm,
-        slots=slots,
-        cache_memory=cache_memory,
-        max_tokens=max_tokens,
-        chunk_tokens=chunk_tokens,
-        ride=ride,
-    )
-    name = name or lm.source.resolve().name
-    output.note(
-        f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening on "
-        f"http://{host}:{port}"
-    )
-    limits = Limits(max_waiting, max_body, api_key)
-    uvicorn.run(application(engine, name, limits), host=host, port=port, log_level="warning")
+    server = uvicorn.Server(uvicorn.Config(served, log_level="warning"))
+    with contextlib.suppress(KeyboardInterrupt):  # requests have been finished by then
+        server.run(sockets=list(sockets))
+    if not server.started:
+        raise typer.Exit(1)
 
 
 def _is_loopback(host: str) -> bool:

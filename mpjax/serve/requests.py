@@ -142,11 +142,18 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
             "chat_template of chat_template_kwargs is not the name of a template of the model",
             "chat_template_kwargs",
         )
+    if not tokenizer.chat_templates:
+        raise RequestError(
+            "the model has no chat template, like most base models: send a prompt to "
+            "/v1/completions instead",
+            "messages",
+        )
     try:
         messages = [_message(message) for message in _list(body, "messages")]
         ids = tokenizer.encode_chat(messages, **variables)
     except (ValueError, TypeError) as error:
-        raise RequestError(str(error), "messages") from error
+        message = str(error).replace(tokenizer.name, "the model")  # the name is the server's path
+        raise RequestError(message, "messages") from error
     maximum = _whole(body, "max_completion_tokens", None, 1, None)
     if maximum is None:
         maximum = _whole(body, "max_tokens", None, 1, None)

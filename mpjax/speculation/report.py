@@ -34,6 +34,8 @@ class SpeculationReport:
 
     def __str__(self) -> str:
         """A part of a sentence."""
+        if not any(self.proposed):
+            return "nothing proposed"
         return (
             f"{self.tokens_per_step:.2f} tokens/step, {self.acceptance:.0%} of "
             f"{sum(self.proposed)} proposed tokens accepted"

@@ -134,6 +134,16 @@ def test_an_expected_failure_is_one_sentence(failing, error):
     assert result.stderr == "mpjax: the folder is odd\n"
 
 
+def test_an_argument_of_loading_is_the_option_of_a_command(failing):
+    result = failing(ValueError("9 tokens: ask for fewer, or load the model with max_positions"))
+    assert result.stderr == "mpjax: 9 tokens: ask for fewer, or give more with --max-positions\n"
+    draft = ValueError("9 tokens: ask for fewer tokens, or load the draft with max_positions")
+    assert failing(draft).stderr == "mpjax: 9 tokens: ask for fewer tokens\n"
+    options = {name: typer.main.get_command(app).commands[name].params for name in COMMANDS}
+    having = {name for name, found in options.items() if "max_positions" in {o.name for o in found}}
+    assert having == set(application.WITH_POSITIONS)
+
+
 def test_running_out_of_memory_is_an_expected_failure(failing):
     result = failing(RuntimeError("RESOURCE_EXHAUSTED: 3 GB wanted\nmany lines\n"))
     assert result.exit_code == 1

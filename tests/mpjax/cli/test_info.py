@@ -89,7 +89,7 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     kept = f"{str(method).upper()}, codes kept as W4g32"
     assert contents == (f"numbers in {summary['dtype']}" if method is None else kept)
     assert len(others) == 2 * len(loads)
-    nothing = {"activations": None, "rounded": None, "tokenizer": None}
+    nothing = {"can_run": True, "activations": None, "rounded": None, "tokenizer": None}
     assert found == summary | nothing
     cache = lm.model.create_cache(1, 256, "KV8")
     assert memory["KV8"] == {"256": summary["packed_bytes"] + summary["other_bytes"] + cache.nbytes}
@@ -176,6 +176,30 @@ def test_a_gguf_file_and_what_is_rounded(tmp_path, rng):
     result = run(path)
     assert (result.exit_code, "is truncated" in result.stderr) == (1, True)
     assert result.stdout == ""  # the header says more than the file holds
+
+
+def test_json_of_what_is_no_model(tiny, tmp_path):
+    """An object in each case, whose sentence is that of stderr."""
+    hf = CONFIGS["llama"]
+    broken = write_checkpoint(tmp_path / "broken", hf, random_tensors(hf, np.random.default_rng(0)))
+    (broken / "config.json").write_text("{")
+    empty, text, gguf = tmp_path / "empty", tmp_path / "a.txt", tmp_path / "b.gguf"
+    empty.mkdir()
+    text.write_text("a text")
+    gguf.write_bytes(b"")
+    mpjax.save(tiny, tmp_path / "saved")
+    (tmp_path / "saved" / "mpjax.json").write_text("{")
+    for path in (broken, empty, text, gguf, tmp_path / "missing", tmp_path / "saved"):
+        result = run(path, "--json")
+        assert result.exit_code == 1
+        found = json.loads(result.stdout)
+        assert found["can_run"] is False
+        assert result.stderr == f"mpjax: {found['in_the_way']}\n"
+
+
+def test_small_sizes_are_in_megabytes():
+    assert info._size(1_234_567) == "1.2 MB"
+    assert info._size(1_234_567_890) == "1.23 GB"
 
 
 def test_tokenizer_and_room(monkeypatch):

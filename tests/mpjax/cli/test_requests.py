@@ -97,9 +97,12 @@ DEEP = '{"id": ' + "[" * 99_999 + "]" * 99_999 + ', "prompt": "a"}'
         ('{"prompt": "a", "id": NaN}', "NaN is not a number in JSON"),
         (DEEP, "is nested too deeply"),
         ('"a"', "holds a str: expected a JSON object"),
-        ('{"prompt": "a", "temperature": 1}', "has the key 'temperature'; there are id, prompt"),
-        ('{"id": 1}', 'needs either a "prompt" or "messages"'),
-        ('{"prompt": "a", "messages": []}', 'needs either a "prompt" or "messages"'),
+        (
+            '{"prompt": "a", "temperature": 1}',
+            "has the key 'temperature'; there are id, prompt.* such as --temperature",
+        ),
+        ('{"id": 1}', 'has neither a "prompt" nor "messages"'),
+        ('{"prompt": "a", "messages": []}', 'has both a "prompt" and "messages"'),
         ('{"prompt": null}', '"prompt" is None, not a text'),
         ('{"messages": []}', r'"messages" is \[\], not a list of objects'),
         ('{"messages": ["a"]}', r"\"messages\" is \['a'\], not a list of objects"),
@@ -139,7 +142,7 @@ def test_tokens_are_counted_as_generate_does(tiny, chat_folder):
         ("", 1, "line 7 is empty"),
         ("x", 256, "line 7 has 1 tokens, and with 256 new ones it would pass the 256 positions"),
         ("\udcff", 1, "line 7: character 0 of the text"),
-        (chat, 1, "line 7: .* has no chat template"),
+        (chat, 1, 'line 7: .* has no chat template .*: write a plain text as "prompt" instead'),
     ):
         with pytest.raises(ValueError, match=message):
             count_tokens(tiny, Request(1, prompt, new_tokens, 0, "line 7"))

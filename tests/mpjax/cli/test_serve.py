@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 
 import pytest
 from typer.testing import CliRunner
@@ -24,11 +25,19 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     pytest.importorskip("starlette")
     uvicorn = pytest.importorskip("uvicorn")
     served = {}
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: served.update(options, app=app))
-    options = ["--model", str(tiny_folder), "--slots", "2", "--port", "5", "--max-tokens", "64"]
+
+    def run(server, sockets):
+        served.update(app=server.config.app, address=sockets[0].getsockname())
+        server.started = True
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    # It would close the handlers of this process, pytest's among them.
+    monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda config: None)
+    options = ["--model", str(tiny_folder), "--slots", "2", "--port", "0", "--max-tokens", "64"]
     result = runner.invoke(app, ["serve", *options, *(["--host", host] if warned else [])])
     assert result.exit_code == 0, result.output
-    assert (served["host"], served["port"]) == (host, 5)
+    assert served["address"][0] == host
+    assert f"listening on http://{host}:{served['address'][1]}" in result.stderr
     assert "tiny: 2 requests at a time, a cache of 256 tokens" in result.stderr
     assert ("no API key is set" in result.stderr) == warned
 
@@ -39,3 +48,13 @@ def test_an_empty_key_is_refused_before_the_model_is_loaded():
     result = runner.invoke(app, ["serve", "--model", "missing", "--api-key", ""])
     assert result.exit_code == 2
     assert "--api-key is empty: give a key" in " ".join(result.stderr.split())
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded():
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = runner.invoke(app, ["serve", "--model", "missing", "--port", str(port)])
+    assert result.exit_code == 1
+    assert result.stderr == f"mpjax: port {port} is in use: choose another with --port\n"

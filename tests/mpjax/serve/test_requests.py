@@ -128,3 +128,20 @@ def test_chats_go_through_the_template(chat_folder):
         with pytest.raises(RequestError) as error:
             read_chat(lm, {"messages": wrong})
         assert error.value.parameter == "messages"
+
+
+def test_messages_for_a_model_without_a_template(tiny):
+    """The answer says what a client can do, and does not tell where the model is."""
+    with pytest.raises(RequestError, match=r"no chat template.*prompt to /v1/completions") as error:
+        read_chat(tiny, {"messages": [{"role": "user", "content": "Why"}]})
+    assert error.value.parameter == "messages"
+    assert str(tiny.source) not in str(error.value)
+
+
+def test_a_template_that_refuses_messages(chat_folder):
+    import mpjax
+
+    lm = mpjax.load(chat_folder)
+    lm.tokenizer.chat_templates["default"] = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match=r"^the chat template of the model .*must alternate"):
+        read_chat(lm, {"messages": [{"role": "user", "content": "Why"}]})

@@ -19,3 +19,4 @@ def test_it_sums_over_rows():
 def test_nothing_is_divided_by_zero():
     report = SpeculationReport([0], [0], [0], [0])
     assert report.acceptance == report.tokens_per_step == 0
+    assert str(report) == "nothing proposed"

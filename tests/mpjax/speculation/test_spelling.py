@@ -39,6 +39,12 @@ def test_other_texts_are_refused(text):
         parse(text)
 
 
+@pytest.mark.parametrize("text", ["draft:4:", "draft:4:@W4A16KV8"])
+def test_an_empty_folder_is_not_the_current_one(text):
+    with pytest.raises(ValueError, match="the model's folder is empty text"):
+        parse(text)
+
+
 def test_numbers_are_refused_before_a_model_is_loaded():
     with pytest.raises(ValueError, match="draft: k is 99: expected a whole number from 1 to 32"):
         parse("draft:99:nowhere")

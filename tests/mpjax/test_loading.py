@@ -206,7 +206,7 @@ def test_a_relative_path_is_remembered_whole(folder, monkeypatch):
 def test_what_does_not_exist(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if path in ("", "org/.."):
-        message = "has neither config.json nor mpjax.json" if path == "" else "does not exist"
+        message = "the model.s folder is empty text" if path == "" else "does not exist"
     else:
         message = f"{path.removeprefix('./')} does not exist: expected a checkpoint folder, a GGUF"
     with pytest.raises(CheckpointError, match=message):

@@ -246,7 +246,7 @@ def _kept_recipe(target: Path) -> Path:
 
 def _is_of_budget(path: Path) -> bool:
     """Whether a recipe was written for a budget, and may be replaced."""
-    return path.read_text(encoding="utf-8").startswith(MARK)
+    return path.read_bytes().startswith(MARK.encode())
 
 
 def _remove_old_recipe(target: Path, used: Path | None) -> None:

@@ -103,6 +103,9 @@ class Runner:
         if pending.scores is not None:
             self._keep_scores(pending)
         events = []
+        asked = any(drawer.row.owner.settings.candidates for drawer in pending.drawers)
+        # Whole arrays: a slice on the device would run behind the program that has just begun.
+        candidates = [np.asarray(x) for x in pending.drawn.candidates] if asked else []
         for drawer in pending.drawers:
             index, row = drawer.index, drawer.row
             if row.slot is None or row.runs != drawer.runs:
@@ -110,7 +113,7 @@ class Runner:
             count = counts[index]
             new = New(tokens[index, :count].tolist(), logprobs[index, :count].tolist())
             if number := row.owner.settings.candidates:
-                top, chances = (np.asarray(x[index, :count]) for x in pending.drawn.candidates)
+                top, chances = (x[index, :count] for x in candidates)
                 pairs = zip(top[:, :number].tolist(), chances[:, :number].tolist(), strict=True)
                 new.candidates.extend(list(zip(*pair, strict=True)) for pair in pairs)
             events.append(self._tell(row, new, is_ended=not running[index]))

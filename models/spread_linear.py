@@ -25,7 +25,8 @@ class SpreadLinear(Linear):
     def own(self, experts: jax.Array) -> LocalExperts:
         """The experts int32 [..., k] of tokens, by their places in this stack."""
         count = self.kernel.get_value().shape[0]
-        return LocalExperts.of(experts, jax.lax.axis_index(self.axis) * count, count)
+        first, total = jax.lax.axis_index(self.axis) * count, jax.lax.axis_size(self.axis) * count
+        return LocalExperts.of(experts, first, count, total)
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The one term [1, ..., out] that is the sum of terms [splits, ..., out] of all devices.

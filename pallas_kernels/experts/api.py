@@ -103,7 +103,7 @@ def _run(
 ) -> jax.Array:
     """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N]."""
     x, weight, experts, epilogue, *_ = call
-    problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None)
+    problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None, total=call.total)
     name = choose(
         "grouped_matmul",
         implementation,

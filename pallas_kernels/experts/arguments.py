@@ -33,11 +33,13 @@ class Call(NamedTuple):
     epilogue: Epilogue
     tokens: tuple[int, ...]  # the axes that the tokens had
     is_local: bool  # whether experts may be −1, as in LocalExperts
+    total: int | None  # the number of all experts, if it is not the weight's
 
 
 def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> Call:
     """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
     is_local = isinstance(experts, LocalExperts)
+    total = experts.total if is_local else None
     experts = as_array(f"{operation}: experts", experts.numbers if is_local else experts)
     x = as_array(f"{operation}: x", x)
     require_floats(operation, x=x)
@@ -77,6 +79,7 @@ def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilo
         epilogue,
         experts.shape[:-1],
         is_local,
+        total,
     )
 
 

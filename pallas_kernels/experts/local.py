@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,30 +12,42 @@ import jax.numpy as jnp
 from mpjax.kernels.checks import as_array, shown, whole_number
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["total"])
 @dataclasses.dataclass(frozen=True)
 class LocalExperts:
     """The experts of tokens by their places in a stack that does not have all of them.
 
     numbers: int32 [..., k], places in the stack; −1 for an expert that it does not have.
+    total: the number of all experts (static), by which plans know how many tokens an expert has;
+        None to plan as if the stack had all of them.
     """
 
     numbers: jax.Array
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.total is not None:
+            whole_number("LocalExperts: total", self.total)
 
     @classmethod
-    def of(cls, experts: jax.Array, first: int | jax.Array, count: int) -> LocalExperts:
+    def of(
+        cls, experts: jax.Array, first: int | jax.Array, count: int, total: int | None = None
+    ) -> LocalExperts:
         """The experts of tokens for a stack of the experts [first, first + count).
 
         experts: int [..., k], their numbers among all experts. first: an int, or an int scalar of
-        a device. Raises ValueError for anything else.
+        a device. total: the number of all experts, if it is known; no result depends on it.
+        Raises ValueError for anything else.
         """
         count = whole_number("LocalExperts: count", count)
+        if total is not None:
+            total = whole_number("LocalExperts: total", total, count)
         numbers = _integers("experts", experts)
         begin = _integers("first", first)
         if begin.ndim:
             raise ValueError(f"LocalExperts: first is {shown(first)}: expected a whole number")
         places = numbers - begin
-        return cls(jnp.where((places >= 0) & (places < count), places, -1))
+        return cls(jnp.where((places >= 0) & (places < count), places, -1), total)
 
 
 def _integers(name: str, value: Any) -> jax.Array:

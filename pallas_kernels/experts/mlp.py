@@ -77,8 +77,9 @@ def expert_mlp_terms(
             ("routing_weights", routing_weights),
         )
     )
-    experts = LocalExperts(numbers) if is_local else numbers
-    configs = _joint_configs(x, mlp, numbers, routing_weights, implementation)
+    total = experts.total if isinstance(experts, LocalExperts) else None
+    experts = LocalExperts(numbers, total) if is_local else numbers
+    configs = _joint_configs(x, mlp, experts, routing_weights, implementation)
     if configs is None:
         return _apart(activations, implementation, x, mlp, experts, routing_weights)
     if activations is not None:
@@ -122,15 +123,21 @@ def _apart(
 
 
 def _joint_configs(
-    x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any, implementation: str | None
+    x: Any,
+    mlp: ExpertMLP,
+    experts: jax.Array | LocalExperts,
+    routing_weights: Any,
+    implementation: str | None,
 ) -> Configs | None:
     """The configurations with which warpgroups run both products, or None if they don't."""
+    is_local = isinstance(experts, LocalExperts)
+    numbers, total = (experts.numbers, experts.total) if is_local else (experts, None)
     is_wanted = isinstance(implementation, str) and implementation == "mosaic"
-    if not (implementation is None or is_wanted) or not _fits(x, mlp, experts, routing_weights):
+    if not (implementation is None or is_wanted) or not _fits(x, mlp, numbers, routing_weights):
         return None
-    chosen = experts.size // experts.shape[-1], experts.shape[-1]
+    chosen = numbers.size // numbers.shape[-1], numbers.shape[-1]
     problems = tuple(
-        Problem.of(chosen, weight, gated=gated)
+        Problem.of(chosen, weight, gated=gated, total=total)
         for weight, gated in ((mlp.gate_up, True), (mlp.down, False))
     )
     for problem, weight in zip(problems, (mlp.gate_up, mlp.down), strict=True):
@@ -142,7 +149,7 @@ def _joint_configs(
 def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
     """Whether shapes fit; else the products say what is wrong.
 
-    Not where the second product takes its channels in another order for each expert.
+    False also where the second product takes its channels in another order for each expert.
     """
     first, second = mlp.gate_up, mlp.down
     if not (isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)):
@@ -150,8 +157,10 @@ def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
     if len(first.shape) != 3 or len(second.shape) != 3 or second.permutation is not None:
         return False
     inner, bias = first.shape[2] // 2, mlp.down_bias
-    return (
+    return bool(
         x.size > 0
+        and experts.ndim
+        and experts.shape[-1]
         and x.ndim == experts.ndim
         and routing_weights.shape == experts.shape
         and second.shape[:2] == (first.shape[0], inner)

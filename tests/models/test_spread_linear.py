@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax.models.spread_linear import SpreadLinear
@@ -12,6 +13,8 @@ def test_experts_are_places_in_the_stack():
     linear = SpreadLinear(random(3, 8, 4), None, "model")
     found = on_one_device(linear, experts, lambda linear, x: linear.own(x).numbers)
     np.testing.assert_array_equal(found, [[0, -1], [2, 1]])
+    total = on_one_device(linear, experts, lambda linear, x: jnp.asarray(linear.own(x).total))
+    assert total == 3
 
 
 def test_terms_of_all_devices_become_one():

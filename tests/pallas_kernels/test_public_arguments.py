@@ -200,7 +200,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "LocalExperts.of": (
         kernels.LocalExperts.of,
-        {"experts": jnp.ones((2, 1), jnp.int32), "first": 1, "count": 2},
+        {"experts": jnp.ones((2, 1), jnp.int32), "first": 1, "count": 2, "total": 4},
     ),
     "DividedRows": (
         kernels.DividedRows,

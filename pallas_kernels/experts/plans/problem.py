@@ -19,7 +19,8 @@ class Problem:
     """The products of `tokens` tokens, each with `per_token` of `experts` matrices [K, N].
 
     format: of the weight and of the activations. channels: K. outputs: N. gated: whether the
-    epilogue joins the two halves of N. limits: of the GPU.
+    epilogue joins the two halves of N. limits: of the GPU. held_experts: the number of matrices
+    in the stack, if it has some of the experts alone; None for all.
     """
 
     tokens: int
@@ -30,26 +31,45 @@ class Problem:
     outputs: int
     gated: bool
     limits: Limits
+    held_experts: int | None = None
 
     @classmethod
     def of(
-        cls, chosen: tuple[int, ...], weight: jax.Array | QuantizedTensor, *, gated: bool
+        cls,
+        chosen: tuple[int, ...],
+        weight: jax.Array | QuantizedTensor,
+        *,
+        gated: bool,
+        total: int | None = None,
     ) -> Problem:
         """The problem of a stack of weights on the default device.
 
-        chosen: the numbers of tokens and of each token's experts. All plain weights have the format
+        chosen: the numbers of tokens and of each token's experts. total: the number of all experts
+        where the stack has some of them alone (LocalExperts). All plain weights have the format
         `bfloat16` here.
         """
         plain = WeightFormat("bfloat16")
         format = ProductFormat.of(weight.format if isinstance(weight, QuantizedTensor) else plain)
-        experts, channels, outputs = weight.shape
+        held, channels, outputs = weight.shape
         tokens, per_token = chosen
-        return cls(tokens, per_token, experts, format, channels, outputs, gated, device.limits())
+        experts = held if total is None else max(held, total)
+        sizes = channels, outputs, gated, device.limits()
+        return cls(tokens, per_token, experts, format, *sizes, held)
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a token and an expert."""
+        """The number of pairs of a token and an expert, whether the stack has that or not."""
         return self.tokens * self.per_token
+
+    @property
+    def held(self) -> int:
+        """The number of experts in the stack."""
+        return self.experts if self.held_experts is None else self.held_experts
+
+    @property
+    def own_pairs(self) -> int:
+        """The number of pairs with experts of the stack, if all are equally likely."""
+        return -(-self.pairs * self.held // self.experts)
 
     @property
     def halves(self) -> int:
@@ -58,14 +78,14 @@ class Problem:
 
     @property
     def hit(self) -> int:
-        """The number of experts that get a token, if every expert is as likely as any other."""
-        missed = (1 - self.per_token / self.experts) ** self.tokens
-        return max(1, min(self.pairs, round(self.experts * (1 - missed))))
+        """The number of the stack's experts that get a token, if all are equally likely."""
+        missed = max(0.0, 1 - self.per_token / self.experts) ** self.tokens
+        return max(1, min(self.pairs, round(self.held * (1 - missed))))
 
     def product(self, rows: int) -> Product:
         """The product with one matrix that has as many tiles of `rows` rows as all that are hit.
 
         Its outputs are those of all experts that are hit, side by side.
         """
-        tiles = max(self.hit, -(-self.pairs // rows))
+        tiles = max(self.hit, -(-self.own_pairs // rows))
         return Product(rows, self.format, self.channels, self.outputs * tiles, self.limits)

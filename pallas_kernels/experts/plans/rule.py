@@ -82,14 +82,14 @@ def tiling_of(problem: Problem) -> Tiling:
 
 
 def _rows(problem: Problem) -> int:
-    wanted = ROOM * problem.pairs / problem.hit
+    wanted = ROOM * problem.own_pairs / problem.hit
     return next((rows for rows in ROWS if rows >= wanted), ROWS[-1])
 
 
 def _plain(problem: Problem, rows: int) -> ExpertsConfig:
     """The configuration for weights that are not packed."""
     outputs = 128 if rows >= 64 else 64
-    tiles = max(problem.hit, -(-problem.pairs // rows)) * -(-problem.outputs // outputs)
+    tiles = max(problem.hit, -(-problem.own_pairs // rows)) * -(-problem.outputs // outputs)
     steps = -(-problem.channels // PLAIN_CHANNELS)
     splits = max(1, min(2 * problem.limits.multiprocessors // tiles, steps // 4, 8))
     return ExpertsConfig(

@@ -65,7 +65,7 @@ def suits_warpgroups(problem: Problem) -> bool:
     An expert that is hit has more tokens than the dense product's kernels scale sums for. There
     Triton's kernel decodes an expert for few rows, and sorting them would take as long.
     """
-    return problem.pairs > FEW_ROWS * problem.hit and why_not_warpgroups(problem) is None
+    return problem.own_pairs > FEW_ROWS * problem.hit and why_not_warpgroups(problem) is None
 
 
 def expected_tiles(problem: Problem, rows: int) -> float:
@@ -80,7 +80,7 @@ def expected_tiles(problem: Problem, rows: int) -> float:
     while True:
         share = 0.5 * math.erfc((tile * rows + 0.5 - mean) / spread)
         if share < 1e-3:
-            return max(1.0, problem.experts * total)
+            return max(1.0, problem.held * total)
         total, tile = total + share, tile + 1
 
 

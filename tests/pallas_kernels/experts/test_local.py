@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import LocalExperts, grouped_matmul, grouped_matmul_terms, quantize
+from mpjax.kernels.experts import api
 from mpjax.kernels.experts.plans import ExpertsConfig, forced
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
@@ -20,6 +21,19 @@ def test_numbers_are_places_in_the_stack():
     np.testing.assert_array_equal(found.numbers, [[-1, 0], [-1, -1], [0, -1], [-1, -1], [-1, 0]])
     with pytest.raises(ValueError, match="LocalExperts: count is 0: expected"):
         LocalExperts.of(MIXED, 3, 0)
+    with pytest.raises(ValueError, match="LocalExperts: total is 1: expected 2 or more"):
+        LocalExperts.of(MIXED, 3, 2, 1)
+    with pytest.raises(ValueError, match="LocalExperts: total is 0: expected 1 or more"):
+        LocalExperts(MIXED, 0)
+
+
+def test_plans_know_all_experts(arrays, monkeypatch):
+    asked = []
+    monkeypatch.setattr(api, "_default", lambda problem, *_: asked.append(problem) or "reference")
+    part = jax.tree.map(lambda array: array[:HALF], arrays["weight"])
+    for total in (EXPERTS, None):
+        grouped_matmul(arrays["x"], part, LocalExperts.of(MIXED, 0, HALF, total))
+    assert [(each.experts, each.held) for each in asked] == [(EXPERTS, HALF), (HALF, HALF)]
 
 
 @pytest.fixture(scope="module")

@@ -125,12 +125,22 @@ def test_orders_of_channels_keep_products_apart(pretend_gpu):
     assert jax.eval_shape(layer, x, mlp, chosen, weights).shape == (1, 300, 512)
 
 
+NO_EXPERTS = {"experts": jnp.zeros((5, 0), int), "routing_weights": jnp.zeros((5, 0))}
+ONE_NUMBER = {
+    "x": jnp.asarray(1.0),
+    "experts": jnp.asarray(0),
+    "routing_weights": jnp.asarray(1.0),
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"mlp": None}, "expert_mlp_terms: mlp is None: expected a"),
         ({"experts": jnp.zeros((4, 2), int)}, r"x has shape \(5, 256\)"),
         ({"routing_weights": jnp.ones(5)}, "routing_weights has shape"),
+        (NO_EXPERTS, r"experts are .* expected integers of shape \[..., k\]"),
+        (ONE_NUMBER, r"experts are .* expected integers of shape \[..., k\]"),
     ],
 )
 def test_arguments_that_do_not_fit(changes, message, rng):

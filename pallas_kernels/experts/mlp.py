@@ -130,8 +130,8 @@ def _joint_configs(
     implementation: str | None,
 ) -> Configs | None:
     """The configurations with which warpgroups run both products, or None if they don't."""
-    is_local = isinstance(experts, LocalExperts)
-    numbers, total = (experts.numbers, experts.total) if is_local else (experts, None)
+    numbers = experts.numbers if isinstance(experts, LocalExperts) else experts
+    total = experts.total if isinstance(experts, LocalExperts) else None
     is_wanted = isinstance(implementation, str) and implementation == "mosaic"
     if not (implementation is None or is_wanted) or not _fits(x, mlp, numbers, routing_weights):
         return None

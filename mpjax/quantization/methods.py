@@ -31,13 +31,15 @@ ROTATE, HADAMARD = OF_MODEL = ("rotate", "hadamard")
 
 
 def split_steps(text: str) -> tuple[tuple[str, ...], str]:
-    """The steps of the whole model that a method begins with, each once, and those behind them.
+    """The steps of the whole model that a method begins with, in order, and those behind them.
 
     These are `range` where there are none.
     """
     found: tuple[str, ...] = ()
-    while (step := text.partition("+"))[0].strip().lower() in set(OF_MODEL) - set(found):
-        found, text = (*found, step[0].strip().lower()), step[2] or "range"
+    for name in OF_MODEL:
+        step, _, rest = text.partition("+")
+        if step.strip().lower() == name:
+            found, text = (*found, name), rest or "range"
     return found, text
 
 
@@ -67,20 +69,7 @@ class Method:
         """
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
-        known = (*SCALINGS, *ROUNDINGS, LEARN)
-        for step in OF_MODEL:
-            if step in steps:
-                raise ValueError(
-                    f"the method is {text!r}: {step} is of the whole model, and comes first in its "
-                    "method, once, not in that of a rule"
-                )
-        for step in steps:
-            if step and step not in known:
-                hint = did_you_mean(nearest(step, known))
-                raise ValueError(
-                    f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
-                    f"{', '.join(known)}, joined by +"
-                )
+        _require_known(text, steps)
         learns = steps[-1] == LEARN
         steps = steps[:-1] if learns else steps
         roundings = [step for step in steps if step in ROUNDINGS]
@@ -115,6 +104,24 @@ class Method:
     def needs_text(self) -> bool:
         """Whether a step needs statistics of a text."""
         return bool(self.scalings) or self.rounding != "rtn" or self.learns
+
+
+def _require_known(text: str, steps: list[str]) -> None:
+    """Raises ValueError for a step that there is not, or that is not one of a linear map."""
+    everything = (*OF_MODEL, *SCALINGS, *ROUNDINGS, LEARN)
+    for step in steps:
+        if step in OF_MODEL:
+            raise ValueError(
+                f"the method has {text!r}: {step} is a step of the whole model. Expected "
+                f"{' and '.join(OF_MODEL)} first, in this order, each once, and neither in the "
+                "method of a rule"
+            )
+        if step and step not in everything:
+            hint = did_you_mean(nearest(step, everything))
+            raise ValueError(
+                f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
+                f"{', '.join(everything)}, joined by +"
+            )
 
 
 def choose_codes(

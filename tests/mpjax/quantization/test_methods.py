@@ -44,7 +44,8 @@ def test_methods_are_read(text, scalings, rounding):
         ("+", "expected scalings first"),
         ("awq++gptq", "expected scalings first"),
         ("awq+awq+rtn", "each once"),
-        ("awq+rotate+rtn", "rotate is of the whole model, and comes first"),
+        ("awq+rotate+rtn", "rotate is a step of the whole model"),
+        ("hadamrd+gptq", "there is no method 'hadamrd'"),
         (4, "the method is 4: expected a text"),
     ],
 )
@@ -59,7 +60,8 @@ def test_steps_of_the_whole_model_come_first():
     assert split_steps("rotate+hadamard") == (("rotate", "hadamard"), "range")
     assert split_steps("hadamard+gptq") == (("hadamard",), "gptq")
     assert split_steps("awq+gptq") == ((), "awq+gptq")
-    with pytest.raises(ValueError, match="rotate is of the whole model, and comes first"):
+    assert split_steps("hadamard+rotate+gptq") == (("hadamard",), "rotate+gptq")  # refused
+    with pytest.raises(ValueError, match="rotate is a step of the whole model"):
         Method.parse(split_steps("rotate+rotate+gptq")[1])
 
 

@@ -66,6 +66,13 @@ def test_a_budget_is_kept_and_its_recipe_written(tiny_folder, text, tmp_path):
     assert "is in the place of the recipe" in result.stderr
 
 
+def test_a_budget_that_is_too_small_is_named_as_an_option(tiny_folder, text, tmp_path):
+    options = ("--budget", 0.5, "--choices", "W4g32", "--text", text)
+    result = quantize(tiny_folder, tmp_path / "small", *options)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("mpjax: --budget is 0.5, but even the smallest choice for each")
+
+
 def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monkeypatch):
     seen = []
 

@@ -269,11 +269,19 @@ def _read(text: str) -> Precision | None:
 
 
 def _wide_blocks(activations: str) -> int | None:
-    """The number of blocks of which one has 8 bits, in `X`, `X16` or `4`; None for others."""
+    """The number of blocks of which one has 8 bits, in `X`, `X16` or `4`; None for others.
+
+    Raises ValueError for `X0`.
+    """
     if activations == "4":
         return 0
     found = re.fullmatch(r"X(\d*)", activations)
-    return found and int(found[1] or DEFAULT_WIDE_BLOCKS)
+    if found is None:
+        return None
+    share = int(found[1] or DEFAULT_WIDE_BLOCKS)
+    if share == 0:
+        raise ValueError("Ax0 is no share of blocks in 8 bits: write A4 for none, Ax1 for all")
+    return share
 
 
 def _table(text: str, codes: str, size: str | None, activations: str | None) -> WeightFormat:

@@ -136,7 +136,8 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     tables = {name: packed.pop(name) for name in _packed_tables(model)}
     if layout == PLAIN or (layout is None and not packed):
-        return ExportPlan(model, None, None, None)
+        # A user who asks for `plain` knows that all is dequantised.
+        return ExportPlan(model, None, None, None, () if layout == PLAIN else tuple(tables))
     if not packed:
         raise ValueError(
             f"format {layout!r} holds quantised weights, and the model has none: export with "

@@ -41,11 +41,14 @@ def export(
     format: str | None = None,
     overwrite: bool = False,
     progress: bool | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Writes a model into a Hugging Face folder: all of it, or on failure nothing.
 
-    vLLM, transformers and `mpjax.load` read it, the last bit for bit. docs/precision.md says which
-    server takes which format.
+    vLLM, transformers and `mpjax.load` read it, the last bit for bit, apart from what is
+    dequantised. docs/precision.md says which server takes which format.
+
+    Returns the names of packed tables, the head or the embedding, that the format has no place for,
+    and that are dequantised to the dtype that the model computes in; none for `plain`.
 
     format: how the packed weights are written:
         `awq`: 4 bits in groups, AutoAWQ's `gemm` layout.
@@ -100,6 +103,7 @@ def export(
             for name, array in plan.tensors():
                 write(name, array, advance)
         require_replaceable(folder, overwrite)  # again: writing has taken its time
+    return plan.dequantized
 
 
 def require_replaceable(folder: Path, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -43,11 +44,16 @@ activations (A) and the KV cache:
   W16, W8, W4      weights in 16 bits, or integers of 8 or 4 bits
   WNF4 WNF3 WNF2   normal float of 4, 3 or 2 bits
   WFP8, WMXFP4     float8 (e4m3), and float4 (e2m1) in groups of 32
+  WM8, WM4         integers with a float minimum in groups of 32, of GGUF files
+                   and HQQ
   W4g32, W4gK      32 input channels, or all, share a scale (W4 alone: 128)
   W4sym            integers with a fixed zero point in the middle
   A16              activations in 16 bits; A32 is a model in float32
   W8A8, W4A8       activations rounded to int8 in each product
   WFP8AFP8         activations rounded to float8 in each product
+  W4Ax, W4Ax16     activations rounded to 4 bits in blocks of 128 channels, and
+                   to 8 in one of 8 blocks, or of 16; W4A4: in none. A text
+                   chooses the blocks: mpjax quantize
   A16KV8           no W part: the weights keep the checkpoint's format
   KV16, KV8, KV4   keys and values in 16 bits, or integers of 8 or 4 bits
                    with a scale for each token and head; K8V4: keys 8, values 4
@@ -73,6 +79,13 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 
 
 WITH_POSITIONS = tuple(one.NAME for one in (generate, chat, serve, convert, evaluate))
+# What the library says of arguments, and what a command says of its options in its place.
+IN_SHELL_WORDS = {
+    "replace it with overwrite=True": "replace it with --overwrite",
+    "export with format='plain'": "export with --format plain",
+    "load the model with a precision": "quantise it with --precision,",
+    "load the model with dtype='bfloat16'": "compute in --dtype bfloat16",
+}
 
 
 class Commands(typer.core.TyperGroup):
@@ -112,12 +125,17 @@ class Commands(typer.core.TyperGroup):
 
 
 def _in_shell_words(message: str, command: str | None) -> str:
-    """A message of the library with the option of a command in place of `load`'s argument."""
+    """A message of the library with the options of a command in place of arguments."""
     message = message.replace(", or load the draft with max_positions", "")  # has no option
     if command in WITH_POSITIONS:
         message = message.replace(
             "load the model with max_positions", "give more with --max-positions"
         )
+    if command in (export.NAME, convert.NAME, quantize.NAME):
+        for said, meant in IN_SHELL_WORDS.items():
+            message = message.replace(said, meant)
+    if command == quantize.NAME:
+        message = re.sub("^bits is", "--budget is", message)
     return message
 
 

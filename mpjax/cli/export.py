@@ -29,9 +29,11 @@ Examples:
   mpjax export Qwen3-8B Qwen3-8B-FP8 --precision WFP8AFP8KV16
   mpjax export Qwen3-8B-GPTQ Qwen3-8B-16bit --format plain
 
-Codes, scales and zero points are written as they are, so that nothing is lost; only `plain`
-computes the weights. A format that can't hold the weights is refused. --precision quantises a
-16-bit checkpoint first, rounding to nearest.
+Codes, scales and zero points of linear maps are written as they are, so that nothing is lost; only
+`plain` computes the weights. A head in 8 bits (H8) stays packed where the format can hold it; a
+packed head or embedding is otherwise written in the model's dtype, mostly 16 bits, and a line says
+so. A format that can't hold the linear maps is refused. --precision quantises a 16-bit checkpoint
+first, rounding to nearest.
 """
 
 
@@ -69,8 +71,12 @@ def command(
     # `export` raises this as well, but only after the model has been loaded.
     exporting.require_replaceable(target, overwrite)
     lm = options.load(source, precision, dtype, devices=devices)
-    mpjax.export(lm, target, format=format, overwrite=overwrite)
+    dequantized = mpjax.export(lm, target, format=format, overwrite=overwrite)
     written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     weights = lm.precision.removesuffix(str(lm.kv_format))
     typer.echo(f"{target}: {size(written)} of weights from {lm.source} ({weights})")
+    for name in dequantized:
+        typer.echo(
+            f"{name} is dequantised to {lm.config.dtype}, because the format has no place for it"
+        )
     sys.stdout.flush()

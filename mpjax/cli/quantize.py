@@ -30,12 +30,12 @@ Methods are steps joined by +. First, for all of the model, or not at all:
   rotate  QuaRot: rotates the residual stream and values, so that no channel
           is much larger than others; needs no text
   hadamard  QuaRot's R4: mixes what down projections read, in every step,
-          for 4 and 8-bit activations; after rotate, if both are wanted
+          for 4 and 8-bit activations; after rotate, never before it
 Then any of those that scale channels:
   awq     weights that meet large inputs get finer steps
   smooth  SmoothQuant: activations of 8 bits get smaller, weights larger
   os      Outlier Suppression+: the same, for channels beyond a threshold
-Then one that rounds:
+Then one that rounds, range if none is named (awq is awq+range):
   rtn     to nearest, as `mpjax convert` does; needs no text
   range   to nearest, in the ranges of groups that cost least
   clip    the same, with ranges found by descent (pip install "mpjax[train]")
@@ -68,7 +68,16 @@ when the same command is given again.
 def command(
     source: Annotated[str, typer.Argument(help=options.SOURCE_HELP.split(" By default")[0])],
     target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
-    precision: options.PrecisionText = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W4A16KV8",
+            show_default=False,
+            help="Formats of weights, activations and KV cache; `mpjax --help` explains them. The "
+            "head gets 8 bits, a tied table, too, unless H says otherwise: W4A16KV8H16. This or "
+            "--recipe is needed; with --budget, without a W part, and A16KV16 by default.",
+        ),
+    ] = None,
     method: Annotated[
         str, typer.Option(metavar="STEPS", help="How weights are rounded; see below.")
     ] = "gptq",
@@ -276,8 +285,12 @@ def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
     """The recipe that the options say; wrong usage where they contradict each other."""
     from mpjax.quantization.recipe import Recipe
 
-    if (recipe is None) == (precision is None):
-        raise typer.BadParameter("give either --precision or --recipe", param_hint="--precision")
+    if recipe is not None and precision is not None:
+        message = "give either --precision or --recipe, not both"
+        raise typer.BadParameter(message, param_hint="--precision")
+    if recipe is None and precision is None:
+        message = "neither --precision, such as W4A16KV8, nor --recipe nor --budget is given"
+        raise typer.BadParameter(message, param_hint="--precision")
     if recipe is not None:
         return Recipe.read(recipe)
     assert precision is not None

@@ -79,7 +79,7 @@ def recipe_for_budget(
     places = plain_places(lm.model)
     weights = sum(channels * outputs for place in places for channels, outputs in place.shapes)
     if not isinstance(bits, int | float) or not 0 < bits <= 16:
-        raise ValueError(f"bits is {shown(bits)}: expected bits per weight, such as 4.5")
+        raise ValueError(f"bits is {shown(bits)}: expected bits per weight up to 16, such as 4.5")
     allowed = [_possible(place, formats) for place in places]
     sizes = [
         [_bits(place, format) for format in own] for place, own in zip(places, allowed, strict=True)
@@ -87,8 +87,9 @@ def recipe_for_budget(
     least = sum(map(min, sizes))
     if least > weights * bits:
         raise ValueError(
-            f"bits is {bits}: the smallest of {', '.join(choices)} take {least / weights:.3f} "
-            "bits per weight: give a larger budget, or smaller choices"
+            f"bits is {bits:g}, but even the smallest choice for each linear map, of "
+            f"{', '.join(choices)}, takes {least / weights:.3f} bits per weight: give a larger "
+            "budget, or smaller choices"
         )
     costs = rounding_costs(lm, list(documents), allowed)
     options = [list(map(Option, *own)) for own in zip(sizes, costs, strict=True)]

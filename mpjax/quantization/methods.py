@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from typing import Any
 
@@ -28,19 +29,40 @@ ROUNDINGS = ("rtn", "range", "clip", "gptq", "gptq-fresh")
 LEARN = "learn"
 # Steps of the whole model, before those of linear maps.
 ROTATE, HADAMARD = OF_MODEL = ("rotate", "hadamard")
+DEFAULT_ROUNDING = "range"
+STEPS = (*OF_MODEL, *SCALINGS, *ROUNDINGS, LEARN)
 
 
-def split_steps(text: str) -> tuple[tuple[str, ...], str]:
-    """The steps of the whole model that a method begins with, in order, and those behind them.
+def read_method(text: str) -> tuple[tuple[str, ...], Method]:
+    """The steps of the whole model that a method begins with, and the method behind them.
 
-    These are `range` where there are none.
+    The latter rounds by `range` where nothing stands behind them. Raises ValueError for unknown,
+    repeated or misplaced steps.
     """
-    found: tuple[str, ...] = ()
-    for name in OF_MODEL:
-        step, _, rest = text.partition("+")
-        if step.strip().lower() == name:
-            found, text = (*found, name), rest or "range"
-    return found, text
+    names = _names(text)
+    behind = list(itertools.dropwhile(lambda name: name in OF_MODEL, names))
+    found = tuple(names[: len(names) - len(behind)])
+    is_ordered = found == tuple(step for step in OF_MODEL if step in found)
+    if not is_ordered or not set(OF_MODEL).isdisjoint(behind):
+        raise ValueError(
+            f"the method is {text!r}: {ROTATE} and {HADAMARD} are of the whole model, and come "
+            "first, in this order and each once, as in rotate+hadamard+gptq"
+        )
+    return found, Method.of_steps(behind or [DEFAULT_ROUNDING], text)
+
+
+def _names(text: str) -> list[str]:
+    """The names of a method's steps. Raises ValueError for unknown ones; empty ones are left."""
+    require_type("the method", text, str, hint=", such as 'awq+gptq'")
+    names = [name.strip() for name in text.lower().split("+")]
+    for name in names:
+        if name and name not in STEPS:
+            hint = did_you_mean(nearest(name, STEPS))
+            raise ValueError(
+                f"{text!r}: there is no method {name!r}{hint}: expected one or several of "
+                f"{', '.join(STEPS)}, joined by +"
+            )
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +87,24 @@ class Method:
 
         The rounding is `range` if there is none.
 
-        Raises ValueError for unknown, repeated or misplaced steps.
+        Raises ValueError for unknown, repeated or misplaced steps, and for those of the whole
+        model, which `read_method` reads.
         """
-        require_type("the method", text, str, hint=", such as 'awq+gptq'")
-        steps = [name.strip() for name in text.lower().split("+")]
-        _require_known(text, steps)
+        steps = _names(text)
+        for step in OF_MODEL:
+            if step in steps:
+                raise ValueError(
+                    f"the method is {text!r}: {step} is of the whole model, and comes first in the "
+                    "method of the recipe, not in that of a rule"
+                )
+        return cls.of_steps(steps, text)
+
+    @classmethod
+    def of_steps(cls, steps: list[str], text: str) -> Method:
+        """The method of steps that linear maps have, by their names.
+
+        text: the whole method, for messages. Raises ValueError for repeated or misplaced steps.
+        """
         learns = steps[-1] == LEARN
         steps = steps[:-1] if learns else steps
         roundings = [step for step in steps if step in ROUNDINGS]
@@ -77,10 +112,11 @@ class Method:
         is_ordered = steps == [*scalings, *roundings[:1]] and len(set(steps)) == len(steps)
         if not is_ordered:
             raise ValueError(
-                f"the method is {text!r}: expected scalings first, each once, one of "
+                f"the method is {text!r}: expected {' and '.join(OF_MODEL)} first, if at all, then "
+                f"any of the scalings {', '.join(SCALINGS)}, each once, one of "
                 f"{', '.join(ROUNDINGS)} behind them, and learn last, joined by +, such as awq+gptq"
             )
-        return cls(scalings, roundings[0] if roundings else "range", learns)
+        return cls(scalings, roundings[0] if roundings else DEFAULT_ROUNDING, learns)
 
     @classmethod
     def of(cls, method: Method | str) -> Method:
@@ -104,24 +140,6 @@ class Method:
     def needs_text(self) -> bool:
         """Whether a step needs statistics of a text."""
         return bool(self.scalings) or self.rounding != "rtn" or self.learns
-
-
-def _require_known(text: str, steps: list[str]) -> None:
-    """Raises ValueError for a step that there is not, or that is not one of a linear map."""
-    everything = (*OF_MODEL, *SCALINGS, *ROUNDINGS, LEARN)
-    for step in steps:
-        if step in OF_MODEL:
-            raise ValueError(
-                f"the method has {text!r}: {step} is a step of the whole model. Expected "
-                f"{' and '.join(OF_MODEL)} first, in this order, each once, and neither in the "
-                "method of a rule"
-            )
-        if step and step not in everything:
-            hint = did_you_mean(nearest(step, everything))
-            raise ValueError(
-                f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
-                f"{', '.join(everything)}, joined by +"
-            )
 
 
 def choose_codes(

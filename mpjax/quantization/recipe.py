@@ -18,7 +18,7 @@ from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
 from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.learning.descent import Learning
-from mpjax.quantization.methods import HADAMARD, ROTATE, Method, split_steps
+from mpjax.quantization.methods import HADAMARD, ROTATE, Method, read_method
 
 DEFAULT_METHOD = "gptq"
 DEFAULT_LEARNING = Learning()
@@ -99,13 +99,13 @@ class Recipe:
 
         The tables get the formats of the precision's H and E. If the weights are packed and it has
         neither, the head is H8, and so is a tied table; H16 keeps it in 16 bits. A method in text
-        may begin with `rotate` and `hadamard`, as in `rotate+hadamard+os+gptq`.
+        may begin with `rotate` and `hadamard`, in this order, as in `rotate+hadamard+os+gptq`.
 
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
-        steps, method = split_steps(method) if isinstance(method, str) else ((), method)
-        rule = Rule("*", _weights(precision), Method.of(method), BlockRule(precision.wide_blocks))
+        steps, method = ((), method) if isinstance(method, Method) else read_method(method)
+        rule = Rule("*", _weights(precision), method, BlockRule(precision.wide_blocks))
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}

@@ -292,6 +292,7 @@ def test_one_block_in_so_many_has_eight_bits(text, one_in, written):
         ("W32A16KV8", "W32A16 is not implemented: .* as in W16A16 and W32A32"),
         ("W16A32KV8", "W16A32 is not implemented"),
         ("W8AxKV8", "AX is not implemented"),
+        ("W4Ax0KV8", "Ax0 is no share of blocks in 8 bits: write A4 for none"),
         ("AxKV8", "Ax needs a W part"),
         ("W4Ax4+W4Ax8A16KV8", "can't read the precision"),
         ("W4Ax4+W4Ax8KV8", "Ax has one share of blocks for the whole model"),

@@ -28,9 +28,19 @@ def test_the_target_is_the_source_in_another_format(tiny_folder, tmp_path):
 
     again = export(tiny_folder, target, *options)
     assert (again.exit_code, again.stdout) == (1, "")
-    assert "holds an exported model: replace it with overwrite" in again.stderr
+    assert "holds an exported model: replace it with --overwrite\n" in again.stderr
     assert export(target, target, "--format", "plain", "--overwrite").exit_code == 0
     assert mpjax.load(target).precision == "W16A16KV16"
+
+
+@pytest.mark.parametrize(
+    "options", [("--precision", "W4A16KV8H8", "--format", "awq"), ("--precision", "W16A16KV8H8")]
+)
+def test_a_head_that_a_format_has_no_place_for_is_named(tiny_folder, tmp_path, options):
+    result = export(tiny_folder, tmp_path / "exported", *options, "--dtype", "bfloat16")
+    assert (result.exit_code, result.stderr) == (0, "")
+    last = result.stdout.splitlines()[-1]
+    assert last.endswith(" is dequantised to bfloat16, because the format has no place for it")
 
 
 def test_refused_before_anything_is_loaded(tiny_folder, tmp_path, monkeypatch):
@@ -51,7 +61,7 @@ def test_what_a_format_cannot_hold_is_one_sentence(tiny_folder, tmp_path):
     result = export(tiny_folder, tmp_path / "x", "--precision", "WNF4A16KV8")
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(
-        r"mpjax: the weights are WNF4, which .* format='plain', .*\n", result.stderr
+        r"mpjax: the weights are WNF4, which .* export with --format plain, .*\n", result.stderr
     )
 
 

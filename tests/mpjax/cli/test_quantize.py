@@ -66,6 +66,13 @@ def test_a_budget_is_kept_and_its_recipe_written(tiny_folder, text, tmp_path):
     assert "is in the place of the recipe" in result.stderr
 
 
+def test_a_budget_that_is_too_small_is_named_as_an_option(tiny_folder, text, tmp_path):
+    options = ("--budget", 0.5, "--choices", "W4g32", "--text", text)
+    result = quantize(tiny_folder, tmp_path / "small", *options)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("mpjax: --budget is 0.5, but even the smallest choice for each")
+
+
 def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monkeypatch):
     seen = []
 
@@ -92,7 +99,9 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         (("--precision", "WNF2A16KV16", "--method", "rtn", "--learn", 1), 2, "needs --text"),
         (("--precision", "W4A16KV8", "--learn", 1, "--devices", 2), 2, "learned on one device"),
         (("--precision", "W4A16KV8", "--method", "rtn", "--devices", 99), 1, "devices is 99"),
-        ((), 2, "give either --precision or --recipe"),
+        ((), 2, "neither --precision, such as W4A16KV8, nor --recipe nor --budget is given"),
+        (("--precision", "W4A16KV8", "--recipe", __file__), 2, "--precision or --recipe, not both"),
+        (("--precision", "W4A16KV8", "--method", "hadamard+rotate+rtn"), 2, "in this order"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),
         (("--precision", "nonsense"), 2, "nonsense"),

@@ -86,7 +86,11 @@ def test_choices_are_w_parts():
 @pytest.mark.parametrize(
     ("bits", "options", "message"),
     [
-        (2, {"choices": CHOICES}, "the smallest of WNF3, W4, W8 take 3.500 bits per weight: give"),
+        (
+            2,
+            {"choices": CHOICES},
+            "smallest choice .*, of WNF3, W4, W8, takes 3.500 bits per weight",
+        ),
         ("four", {}, "bits is 'four': expected bits per weight"),
         (4.5, {"precision": "W4A16KV8"}, "the budget decides about W, so leave it out"),
         (4.5, {"choices": []}, "choices is empty"),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import WeightFormat
-from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes, split_steps
+from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes, read_method
 from mpjax.quantization.statistics import Statistics, squared_error
 
 
@@ -36,16 +36,16 @@ def test_methods_are_read(text, scalings, rounding):
     ("text", "message"),
     [
         ("gtpq", "no method 'gtpq' (did you mean 'gptq'?)"),
-        ("gptq+awq", "scalings first"),
+        ("gptq+awq", "the scalings awq, smooth, os, each once"),
         ("rtn+gptq", "one of rtn, range, clip, gptq, gptq-fresh behind them"),
         ("learn+gptq", "learn last"),
         ("gptq+learn+learn", "learn last"),
-        ("", "expected scalings first"),
-        ("+", "expected scalings first"),
-        ("awq++gptq", "expected scalings first"),
+        ("", "expected rotate and hadamard first, if at all"),
+        ("+", "then any of the scalings"),
+        ("awq++gptq", "then any of the scalings"),
         ("awq+awq+rtn", "each once"),
-        ("awq+rotate+rtn", "rotate is a step of the whole model"),
-        ("hadamrd+gptq", "there is no method 'hadamrd'"),
+        ("foo", "one or several of rotate, hadamard, awq"),
+        ("awq+rotate+rtn", "rotate is of the whole model, and comes first in the method of the"),
         (4, "the method is 4: expected a text"),
     ],
 )
@@ -55,14 +55,27 @@ def test_other_texts_are_refused(text, message):
 
 
 def test_steps_of_the_whole_model_come_first():
-    assert split_steps("Rotate + os+gptq") == (("rotate",), " os+gptq")
-    assert split_steps("rotate") == (("rotate",), "range")
-    assert split_steps("rotate+hadamard") == (("rotate", "hadamard"), "range")
-    assert split_steps("hadamard+gptq") == (("hadamard",), "gptq")
-    assert split_steps("awq+gptq") == ((), "awq+gptq")
-    assert split_steps("hadamard+rotate+gptq") == (("hadamard",), "rotate+gptq")  # refused
-    with pytest.raises(ValueError, match="rotate is a step of the whole model"):
-        Method.parse(split_steps("rotate+rotate+gptq")[1])
+    assert read_method("Rotate + os+gptq") == (("rotate",), Method(("os",), "gptq"))
+    assert read_method("rotate") == (("rotate",), Method((), "range"))
+    assert read_method("rotate+hadamard") == (("rotate", "hadamard"), Method((), "range"))
+    assert read_method("hadamard+gptq") == (("hadamard",), Method((), "gptq"))
+    assert read_method("awq+gptq") == ((), Method(("awq",), "gptq"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hadamard+rotate+rtn", "rotate+rotate+gptq", "hadamard+hadamard+gptq", "gptq+hadamard"],
+)
+def test_steps_of_the_whole_model_have_one_order(text):
+    message = f"the method is {text!r}: rotate and hadamard are of the whole model, and come first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_method(text)
+
+
+@pytest.mark.parametrize("text", ["rotate+gptq+awq", "rotate+", "hadamard+gtpq"])
+def test_messages_quote_the_whole_method(text):
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        read_method(text)
 
 
 def test_every_rounding_is_better_than_to_nearest(rng):

@@ -129,6 +129,23 @@ def test_packed_checkpoints(written, tmp_path, rng):
         assert kernel.format == WeightFormat(f"uint{written['bits']}", size)
 
 
+def test_a_quantised_head(tmp_path, rng):
+    """The head's codes are kept, and the logits are those of its dequantised weight."""
+    plain = random_tensors(hf := LLAMA | SQUARE | {"torch_dtype": "float32"}, rng)
+    written = hf | {"quantization_config": GPTQ | {"lm_head": True}}
+    quantized = dict(plain)
+    for name in ("lm_head", *linear_shapes(hf)):
+        weight = pack_random(quantized, written, name, rng)
+        plain[f"{name}.weight"] = np.ascontiguousarray(weight.T)
+    found = huggingface.load(write_checkpoint(tmp_path / "q", written, quantized))
+    assert found.head.kernel.format == WeightFormat("uint4", 32)
+    expected = huggingface.load(write_checkpoint(tmp_path / "p", hf, plain))
+    tokens = np.arange(8, dtype=np.int32)[None]
+    want = np.asarray(expected(tokens))
+    assert abs(want).max() > 0.01
+    np.testing.assert_allclose(found(tokens), want, atol=1e-5 * abs(want).max())
+
+
 def test_act_order(tmp_path, rng):
     # Layer 0: q, k and v share their order; layer 1: each has its own.
     hf = LLAMA | SQUARE | {"quantization_config": GPTQ | {"desc_act": True}}

@@ -51,10 +51,27 @@ def test_packed_as_awq(rng):
     assert registry.read(symmetric) == AWQScheme(32, zero_point=False)
 
 
-def test_packed_as_compressed_tensors():
-    written = compressed_integers() | {"quant_method": "auto-round", "sym": True}
+def test_packed_as_compressed_tensors(rng):
+    """Zero points as they are, eight of the output channels in each word."""
+    (found, scales, zeros), weight = codes(rng)
+    written = compressed_integers(symmetric=False) | {"quant_method": "auto-round", "sym": False}
     scheme = registry.read(written | {"packing_format": "auto_round:llm_compressor"})
     assert type(scheme) is PackQuantizedScheme
+    tensors = {
+        "weight_packed": nibbles(found.T),
+        "weight_zero_point": nibbles(zeros).T,
+        "weight_scale": scales.T,
+        "weight_shape": np.array([OUTPUTS, CHANNELS]),
+    }
+    np.testing.assert_array_equal(scheme.dequantize(tensors, "a"), weight)
+    other = tensors | {"weight_zero_point": nibbles(zeros - 1).T}
+    assert (np.asarray(scheme.dequantize(other, "a")) != weight).any()  # off by one
+
+
+def nibbles(fields):
+    """Words int32 [rows, columns / 8] of 4-bit fields [rows, columns], the lowest bits first."""
+    eights = fields.reshape(len(fields), -1, 8).astype(np.uint32)
+    return np.bitwise_or.reduce(eights << (4 * np.arange(8, dtype=np.uint32)), -1).view(np.int32)
 
 
 def test_modules_with_settings_of_their_own():

@@ -7,11 +7,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import mpjax
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.schemes.plain import random_plain
-from tests.mpjax.checkpoint.write_checkpoint import CACHE, compressed_integers
+from tests.mpjax.checkpoint.write_checkpoint import (
+    CACHE,
+    LLAMA,
+    compressed_integers,
+    linear_shapes,
+    random_tensors,
+    replace_module,
+    write_checkpoint,
+)
 
 NAME = "model.layers.0.mlp.down_proj"
 WRITTEN = compressed_integers("int-quantized")
@@ -64,6 +73,31 @@ def test_configurations():
 def test_other_activations_are_left_to_somebody_to_choose(changes, what):
     inputs = WRITTEN["config_groups"]["group_0"]["input_activations"]
     assert parse(with_activations(inputs | changes)) == IntQuantizedScheme(True, None, what)
+
+
+def test_a_checkpoint_with_static_activations(tmp_path, rng):
+    """A precision is asked for, and the file's scales of activations lie unread beside the maps."""
+    inputs = WRITTEN["config_groups"]["group_0"]["input_activations"]
+    written = with_activations(inputs | {"dynamic": False, "strategy": "tensor"})
+    tensors, weights = random_tensors(LLAMA, rng), {}
+    for name, (channels, outputs) in linear_shapes(LLAMA).items():
+        module = {
+            "weight": rng.integers(-128, 128, (outputs, channels), np.int8),
+            "weight_scale": rng.uniform(0.001, 0.01, (outputs, 1)).astype(ml_dtypes.bfloat16),
+            "input_scale": np.ones(1, np.float32),
+            "input_zero_point": np.zeros(1, np.int8),
+        }
+        weights[name] = (module["weight"] * module["weight_scale"].astype(np.float32)).T
+        replace_module(tensors, name, module)
+    write_checkpoint(tmp_path, LLAMA | {"quantization_config": written}, tensors)
+    with pytest.raises(CheckpointError, match=r"static scales.*: ask for .* W8gKA16KV16 or W8A8KV"):
+        mpjax.load(tmp_path)
+    for precision in ("W8gKA16KV16", "W8A8KV16"):
+        model = mpjax.load(tmp_path, precision=precision).model
+        for place in model.linear_places(model.config):
+            found = np.concatenate([kernel.dequantize() for kernel in place.kernels(model)], 1)
+            expected = np.concatenate([weights[name] for name in place.names], 1)
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from typing import Any
 from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.memory import count_pages
-from mpjax.engine.planner import Row, Sizes
+from mpjax.engine.planner import Sizes
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
+from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
 from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
@@ -23,6 +24,8 @@ from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import Proposer, read_speculate
+from mpjax.speculation.report import SpeculationReport
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
 
@@ -46,7 +49,8 @@ class Engine:
     steps: tokens that are drawn for each row between two returns to the host.
     how: share_prefixes (whether requests share pages of the cache that begin with the same tokens,
         True), ride (whether rows that decode draw a token in programs that read long prompts, so
-        that weights are read once for both; by default reading and decoding take turns).
+        that weights are read once for both; by default reading and decoding take turns), speculate
+        (an Ngram, which proposes tokens that decoding steps verify several at a time; None).
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -74,7 +78,7 @@ class Engine:
         max_tokens: int | None = None,
         chunk_tokens: int = 1024,
         steps: int = 8,
-        **how: bool,
+        **how: Any,
     ) -> None:
         switches = _Switches.of(how)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
@@ -90,6 +94,7 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         pages = count_pages(lm, slots, most, cache_memory, chunk)
+        proposer = _checked(switches.speculate, lm, most)
         self.lm, self.max_tokens, self._shares = lm, most, switches.share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
@@ -102,8 +107,9 @@ class Engine:
             steps=steps,
             window=None if None in windows else max(w for w in windows if w is not None),
             rides=switches.ride,
+            proposed=0 if proposer is None else proposer.k,
         )
-        self._runner = Runner(lm, sizes, most)
+        self._runner = Runner(lm, sizes, most, proposer)
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
@@ -135,6 +141,7 @@ class Engine:
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
         new_tokens: drawn.
         preemptions: how often a request gave up its pages. programs: that were compiled.
+        proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.
         steps: of the engine. late_steps: of them, those before which the device had nothing to do.
         """
         runner, planner = self._runner, self._runner.planner
@@ -147,6 +154,8 @@ class Engine:
             "prompt_tokens": planner.prompt_tokens,
             "shared_tokens": planner.shared_tokens,
             "new_tokens": runner.new_tokens,
+            "proposed_tokens": runner.proposed_tokens,
+            "accepted_tokens": runner.accepted_tokens,
             "preemptions": planner.preemptions,
             "steps": runner.steps,
             "late_steps": runner.late_steps,
@@ -254,6 +263,7 @@ class Engine:
             prompt_tokens=[len(handle.prompt) for handle in handles],
             prefill_seconds=first - begin,
             decode_seconds=end - first,
+            speculation=SpeculationReport.join([handle.speculation for handle in handles]),
         )
 
     def _wait_for_all(self, handles: Sequence[Handle]) -> float:
@@ -391,17 +401,39 @@ def _cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Switches:
-    """Rarer arguments of `Engine`, which are true or false."""
+    """Rarer arguments of `Engine`."""
 
     share_prefixes: bool = True
     ride: bool = False
+    speculate: Proposer | None = None
 
     @classmethod
     def of(cls, how: Mapping[str, Any]) -> _Switches:
         _require_known("Engine", cls, how)
-        for name, value in how.items():
-            require_type(name, value, bool)
-        return cls(**how)
+        switches = cls(**how)
+        for name in ("share_prefixes", "ride"):
+            require_type(name, getattr(switches, name), bool)
+        read_speculate(switches.speculate)
+        return switches
+
+
+def _checked(proposer: Proposer | None, lm: LanguageModel, most: int) -> Proposer | None:
+    """A proposer that an engine can use for rows of up to `most` tokens. Raises ValueError."""
+    if proposer is None:
+        return None
+    name = type(proposer).__name__
+    if type(proposer).read is not Proposer.read:
+        raise ValueError(
+            f"speculate is a {name}, which reads prompts into a cache of its own: an Engine knows "
+            "only its model's cache, so give it an mpjax.Ngram, or call mpjax.generate"
+        )
+    if proposer.k >= lm.page_size:
+        raise ValueError(
+            f"speculate proposes {proposer.k} tokens: an Engine verifies fewer than a page's, "
+            f"{lm.page_size}"
+        )
+    proposer.require(lm.tokenizer, most)
+    return proposer
 
 
 def _require_known(function: str, options: type, how: Mapping[str, Any]) -> None:

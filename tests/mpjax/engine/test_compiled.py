@@ -8,15 +8,18 @@ from mpjax.engine.planner import Sizes, small_chunk
 pytestmark = pytest.mark.any_version
 
 
+@pytest.mark.parametrize("proposed", [0, 4])
 @pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
 @pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, tiny):
-    found = Programs(tiny.model, Sizes(slots, 9, 32, chunk=chunk, rides=rides))
+def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, proposed, tiny):
+    sizes = Sizes(slots, 9, 32, chunk=chunk, rides=rides, proposed=proposed)
+    found = Programs(tiny.model, sizes)
     decoding = sum(map(len, found.decoding_sizes.values()))
-    # A reading that is not greedy has one size; scores and clearing have one program each.
+    # A reading that is not greedy has one size; scores, clearing and what proposers read have one
+    # program each.
     riding = len(found.rider_sizes[True]) - 1 if rides else 0
-    assert decoding + len(found.reading_sizes) + riding + 1 + 2 <= 15
+    assert decoding + len(found.reading_sizes) + riding + 1 + 2 + bool(proposed) <= 15
     assert found.reading_sizes[0] == small_chunk(chunk)
     for rows in (0, 1, slots):
         if rides:

@@ -29,7 +29,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
-from mpjax.cli.options import DeviceCount, Experts, ExpertsKind
+from mpjax.cli.options import DeviceCount, Experts, ExpertsKind, Speculate, parse_speculate
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -344,6 +344,7 @@ def serve_command(
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
+    speculate: Speculate = None,
     static: Annotated[
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
@@ -376,6 +377,7 @@ def serve_command(
             cache_memory=cache_memory,
             share_prefixes=share,
             ride=ride,
+            speculate=parse_speculate(speculate, by_engine=True),
             static=static,
             rounds=rounds,
             config=config,

@@ -139,12 +139,11 @@ def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
     if not isinstance(written, Mapping):
         raise CheckpointError(f"{source}, input_activations is {written!r}: expected an object")
     kind = f"{written.get('num_bits')}-bit {written.get('type')}"
-    if written.get("dynamic") is not True:
-        return f"{kind} with static scales"
     strategy, size = written.get("strategy"), written.get("group_size")
     of = f"groups of {size}" if strategy == "group" and size else f"strategy {strategy!r}"
     skewed = "" if written.get("symmetric", True) else "zero points and "
-    return f"{kind} with {skewed}dynamic scales ({of})"
+    change = "dynamic" if written.get("dynamic") is True else "static"
+    return f"{kind} with {skewed}{change} scales ({of})"
 
 
 def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
@@ -201,11 +200,16 @@ def write_weights(bits: int, type: str, strategy: str, **others: Any) -> dict[st
     return _numbers(bits, type, strategy) | others
 
 
-def write_activations(type: str, group_size: int | None = None) -> dict[str, Any]:
+def write_activations(
+    type: str, group_size: int | None = None, *, static: bool = False
+) -> dict[str, Any]:
     """The `input_activations` of a group: 8 bits, rounded on the fly, token by token.
 
-    group_size: the channels of a token that share a scale; None is all.
+    group_size: the channels of a token that share a scale; None is all. static: whether there is
+    one scale of all tokens, in the files.
     """
+    if static:
+        return _numbers(8, type, "tensor")
     strategy = "token" if group_size is None else "group"
     return _numbers(8, type, strategy) | {"dynamic": True, "group_size": group_size}
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from mpjax.kernels import (
     ActivationFormat,
@@ -17,12 +19,15 @@ from mpjax.kernels import (
     hadamard,
     matmul,
     pack,
+    partition_specs,
     quantize,
     quantize_activations,
     quantize_rows,
     unpack,
 )
+from mpjax.kernels.cutting import Run, cut_inputs, join_inputs
 from mpjax.kernels.device import UnsupportedError
+from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.quantized_tensor import concatenate
 from tests.pallas_kernels.oracles import random_array
 
@@ -110,6 +115,21 @@ def test_weights_join_if_their_scales_are_equal(rng):
     assert joint.activation_scale == SCALE
     assert concatenate([first, other]) is None
     assert concatenate([first, pack(plain)]) is None
+
+
+def test_a_share_keeps_the_scale(rng):
+    plain = unpack(quantize(random_array(rng, (256, 8), "float32"), "int8"))
+    weight = pack(dataclasses.replace(plain, activation_scale=jnp.full(1, SCALE)))
+    runs = [Run(0, 128, 128), Run(128, 256, 128)]
+    parts = [cut_inputs(weight, runs, number) for number in (0, 1)]
+    assert [part.activation_scale for part in parts] == [SCALE, SCALE]
+    joined = join_inputs(parts, runs, weight.format)
+    jax.tree.map(np.testing.assert_array_equal, joined, weight)
+    mesh = jax.sharding.AbstractMesh((2,), ("a",))
+    specs = partition_specs(weight, mesh, k="a")
+    assert specs.activation_scale == PartitionSpec(None)
+    found = packed_shapes((256, 8), weight.format, "float32", static=True)
+    assert found == jax.eval_shape(lambda: weight)
 
 
 def test_experts_have_none(rng):

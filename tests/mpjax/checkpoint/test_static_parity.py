@@ -119,6 +119,26 @@ def test_logits(kind, equal, tmp_path):
     assert abs(expected - reference_logits(model, TOKENS)).mean() > 0.01  # rounding shows
 
 
+def test_the_activations_of_experts_have_a_scale_for_each_token(tmp_path):
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    model = build("Qwen3Moe", sizes | {"head_dim": 16, "num_hidden_layers": 1})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    for name in [name.removesuffix(".weight") for name in tensors if "_proj.weight" in name]:
+        found, _ = module(tensors[f"{name}.weight"], "int", np.float32(0.1))
+        replace_module(tensors, name, found)
+    safetensors.numpy.save_file(tensors, file)
+    edit_config(tmp_path, quantization_config=WRITTEN["int"])
+    with pytest.warns(UserWarning, match="static scales for the activations of experts, which ar"):
+        model = mpjax.load(tmp_path).model
+    for place in model.linear_places(model.config):
+        for kernel in place.kernels(model):
+            assert (kernel.activation_scale is None) == ("experts" in place.path)
+    logits = model(TOKENS.astype(np.int32))
+    assert np.isfinite(np.asarray(logits, np.float32)).all()
+
+
 @pytest.mark.parametrize("kind", ["int", "float"])
 def test_compressed_tensors_rounds_alike(kind, tmp_path):
     pytest.importorskip("compressed_tensors")

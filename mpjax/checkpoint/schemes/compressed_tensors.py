@@ -164,6 +164,19 @@ def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
     return True
 
 
+def describe_cache(config: Mapping[str, Any]) -> str | None:
+    """The cache that a checkpoint was made for, in words, where its scales are in no file.
+
+    config: a `quantization_config` that has been read.
+    """
+    scheme = config.get("kv_cache_scheme")
+    if checks.method_of(config) != METHOD or not isinstance(scheme, Mapping):
+        return None
+    if scheme.get("dynamic") is not True:
+        return None
+    return f"{scheme.get('num_bits')}-bit {scheme.get('type')} with dynamic scales"
+
+
 def write(
     layout: str, groups: Sequence[Mapping[str, Any]], ignored: Sequence[str], cache: str | None
 ) -> dict[str, Any]:

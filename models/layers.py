@@ -16,6 +16,7 @@ from mpjax.kernels import (
     LocalExperts,
     QuantizedActivations,
     QuantizedTensor,
+    StaticRows,
     WeightFormat,
     add_rms_norm,
     matmul,
@@ -26,8 +27,9 @@ from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type,
 from mpjax.models.config import DecoderConfig, LinearMaps
 
 Activations = jax.Array | QuantizedActivations
-# How activations are rounded: to a format, also where rows are divided, or to a weight's blocks.
-Rounding = ActivationFormat | ActivationBlocks | DividedRows
+# How activations are rounded: to a format, also where rows are divided, to a weight's blocks, or
+# with a weight's static scale.
+Rounding = ActivationFormat | ActivationBlocks | DividedRows | StaticRows
 
 
 def as_activations(name: str, x: Any) -> Activations:
@@ -152,13 +154,13 @@ class FusedLinear(nnx.Module):
 
     @property
     def activations(self) -> Rounding:
-        """How the input of all parts is rounded; 16 bits where they differ, also in blocks."""
+        """How the input of all parts is rounded; 16 bits where they differ, also in arrays."""
         roundings = [part.activations for part in self.parts]
         if len(roundings) == 1:
             return roundings[0]
-        formats = {each for each in roundings if isinstance(each, ActivationFormat)}
-        has_blocks = any(isinstance(each, ActivationBlocks) for each in roundings)
-        return formats.pop() if len(formats) == 1 and not has_blocks else ActivationFormat()
+        formats = [each for each in roundings if isinstance(each, ActivationFormat)]
+        are_equal = len(formats) == len(roundings) and len(set(formats)) == 1
+        return formats[0] if are_equal else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""

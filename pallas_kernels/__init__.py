@@ -40,6 +40,7 @@ from mpjax.kernels.rowwise.api import (
     quantize_rows,
     rms_norm,
 )
+from mpjax.kernels.static_rows import StaticRows
 from mpjax.kernels.sums.api import sum_over_devices
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "Rotation",
     "Routing",
     "Span",
+    "StaticRows",
     "UnsupportedError",
     "WeightFormat",
     "add_rms_norm",

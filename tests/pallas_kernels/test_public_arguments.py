@@ -206,6 +206,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         kernels.DividedRows,
         {"format": kernels.ActivationFormat("int8"), "axis": "model"},
     ),
+    "StaticRows": (
+        lambda **fields: kernels.quantize_activations(X, kernels.StaticRows(**fields)),
+        {"format": kernels.ActivationFormat("int8"), "scale": jnp.ones(1)},
+    ),
     "ActivationFormat": (kernels.ActivationFormat, {"values": "int8", "group_size": None}),
     "ActivationFormat.of": (kernels.ActivationFormat.of, {"format": "int8"}),
     "ProductFormat.of": (

@@ -227,16 +227,20 @@ def fill(
             model.put_array(array, jax.block_until_ready(value), rows)
     for place, sources in plan.linears:
         if belongs(place.path):
-            _fill_linears(model, place, sources, read)
+            _fill_linears(model, place, sources, dtype, read)
     if plan.cache_scales and belongs("cache_scales"):
         scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
         model.put_cache_scales(jnp.asarray(scales))
 
 
 def _fill_linears(
-    model: Decoder, place: LinearPlace, sources: tuple[LinearSource, ...], read: Read
+    model: Decoder,
+    place: LinearPlace,
+    sources: tuple[LinearSource, ...],
+    dtype: str,
+    read: Read,
 ) -> None:
-    dtype, windows = model.config.dtype, model.windows(place)
+    windows = model.windows(place)
     if windows is not None:
         sources, windows = narrow(sources, windows, read)
     if isinstance(model, ShardedDecoder) and isinstance(place, ExpertPlace):

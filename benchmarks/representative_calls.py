@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -81,6 +82,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
     for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
         yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
+    for tokens in (1, 64, 1024):  # each expert has its own blocks of activations
+        yield f"experts mlp blocks {tokens}", functools.partial(_expert_blocks, tokens)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -158,6 +161,17 @@ def _expert_mlp(text: str, tokens: int) -> Call:
         return kernels.expert_mlp_terms(x, mlp, chosen, weights)
 
     return layer, (*tokens_and_experts, kernels.ExpertMLP(gate_up, down))
+
+
+def _expert_blocks(tokens: int) -> Call:
+    """The layer of `_expert_mlp` in W4Ax, as it is calibrated."""
+    layer, (*others, mlp) = _expert_mlp("int4:g128/int8", tokens)
+    order, *widths = (
+        Array((16, size), dtype) for size, dtype in ((2048, "int32"), (16, "uint8"), (6, "uint8"))
+    )
+    gate_up = dataclasses.replace(mlp.gate_up, permutation=order, activation_bits=widths[0])
+    down = dataclasses.replace(mlp.down, activation_bits=widths[1])
+    return layer, (*others, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:

@@ -113,11 +113,11 @@ class ExpertsSpec(MLPSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down in each expert and in the shared MLP.
 
-        A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
+        A gate that limits up, or adds 1 to it, is not linear in up.
         """
-        found = []
-        if self.gate_limit is None:
-            found.append(Fold("experts.down", "experts.gate_up", 1))
+        is_linear = self.gate_limit is None
+        inner = Fold("experts.down", "experts.gate_up", 1, is_elementwise=True, is_linear=is_linear)
+        found = [inner]
         if self.shared_size is not None:
             shared = GatedMLPSpec(self.shared_size).folds(config)
             found += [fold.below("shared") for fold in shared]

@@ -58,11 +58,7 @@ def random_model(
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)
-        if (
-            isinstance(kernel, QuantizedTensor)
-            and kernel.format.codes == "int4"
-            and len(shape) == 2
-        ):
+        if isinstance(kernel, QuantizedTensor) and kernel.format.codes == "int4":
             kernel = _with_blocks(kernel, ordered=place.path not in folded)
         bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
         model.put_linears(place, [Linear(kernel, bias)])
@@ -90,9 +86,12 @@ def _kernel(
 
 
 def _with_blocks(kernel: Any, *, ordered: bool) -> QuantizedTensor:
-    channels = kernel.shape[0]
+    *experts, channels, _ = kernel.shape
     order = jax.random.permutation(jax.random.key(1), channels).astype(jnp.int32)
-    widths = jnp.where(jnp.arange(kernel.parameters.shape[-2]) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    order = jnp.broadcast_to(order, (*experts, channels))
+    groups = kernel.parameters.shape[:-1]
+    widths = jnp.where(jnp.arange(groups[-1]) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    widths = jnp.broadcast_to(widths, groups)
     return dataclasses.replace(
         kernel,
         permutation=order if ordered else None,

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import arithmetic
 from mpjax.kernels.activation_blocks import BLOCK, FORMAT, ActivationBlocks
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
-from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.rowwise import triton
 from mpjax.kernels.rowwise.triton import CHANNELS_PER_WARP, NEIGHBOURS
 from mpjax.kernels.target import current_target
@@ -33,7 +33,8 @@ class _Operands(NamedTuple):
     """
 
     terms: Any  # [splits, rows, channels]
-    blocks: ActivationBlocks  # bits [blocks], permutation [channels]
+    blocks: ActivationBlocks  # bits [blocks], permutation [channels]; of experts [experts, ...]
+    expert: Any = None  # int32 [rows of the result]
 
 
 class _Tile(NamedTuple):
@@ -113,11 +114,30 @@ def quantize_rows(
     return _of_shape(result, shape)
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
+def quantize_rows_of_experts(
+    x: jax.Array, blocks: ActivationBlocks, expert: jax.Array, *, interpret: bool = False
+) -> QuantizedActivations:
+    """Rows of x [rows of x, K] rounded to the blocks of experts: [rows, K], in the dtype of x.
+
+    blocks: bits [experts, blocks], permutation [experts, K].
+    expert: int32 [rows], which one rounds each row of the result; below 0 for the first. As many
+        rows after one another are of the same row of x, as there are rows for each of x.
+    """
+    operands = _Operands(x[None], blocks, expert)
+    kernel = functools.partial(_routed_kernel, per_row=len(expert) // len(x))
+    name = "quantize_rows_experts"
+    result = _launch(kernel, operands, x.shape[1], x.dtype, name, interpret)
+    return _of_shape(result, expert.shape)
+
+
 def _launch(
     kernel: Any, operands: _Operands, channels: int, dtype: Any, name: str, interpret: bool
 ) -> QuantizedActivations:
     """Launches a kernel whose programs have parts of a row each."""
     rows, blocks = operands.terms.shape[1], pl.cdiv(channels, BLOCK)
+    if operands.expert is not None:
+        rows = len(operands.expert)
     count = min(BLOCKS_PER_PROGRAM, pl.next_power_of_2(blocks))
     result: QuantizedActivations = launch(
         functools.partial(kernel, count=count),
@@ -177,12 +197,26 @@ def _quantize_kernel(operands: _Operands, result_ref: Any, *, count: int) -> Non
     _store(result_ref, wide, tile, operands.blocks)
 
 
-def _moved(operands: _Operands, tile: _Tile) -> jax.Array:
+def _routed_kernel(operands: _Operands, result_ref: Any, *, count: int, per_row: int) -> None:
+    tile = _Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
+    expert = jnp.maximum(load(operands.expert.at[tile.row]), 0)
+    channel = _moved(operands, tile, expert)
+    wide = _load(operands.terms.at[0, jax.lax.div(tile.row, per_row), channel], tile.mask)
+    _store(result_ref, wide, tile, operands.blocks, expert)
+
+
+def _moved(operands: _Operands, tile: _Tile, expert: jax.Array | None = None) -> jax.Array:
     """The channels of the operands that become the channels of a tile."""
     if operands.blocks.permutation is None:
         return tile.channel
-    moved: jax.Array = load_masked(operands.blocks.permutation.at[tile.channel], tile.mask)
+    order = _of_expert(operands.blocks.permutation, expert, tile.channel)
+    moved: jax.Array = load_masked(order, tile.mask)
     return moved
+
+
+def _of_expert(ref: Any, expert: jax.Array | None, index: jax.Array) -> Any:
+    """The entries of an array, or of an expert's row in it."""
+    return ref.at[index] if expert is None else ref.at[expert, index]
 
 
 def _sum(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -195,11 +229,17 @@ def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
     return load_masked(ref, mask).astype(jnp.float32)
 
 
-def _store(ref: Any, wide: jax.Array, tile: _Tile, blocks: ActivationBlocks) -> None:
+def _store(
+    ref: Any,
+    wide: jax.Array,
+    tile: _Tile,
+    blocks: ActivationBlocks,
+    expert: jax.Array | None = None,
+) -> None:
     """Writes the codes of values [blocks, 128] and the scales of their blocks."""
     top = jnp.full(tile.block.shape, 127.0, jnp.float32)
     if blocks.bits is not None:
-        bits = load_masked(blocks.bits.at[tile.block], tile.block_mask)
+        bits = load_masked(_of_expert(blocks.bits, expert, tile.block), tile.block_mask)
         top = jnp.where(bits == 4, jnp.float32(7), top)
     peak = arithmetic.largest_magnitude(wide, 1)
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)

@@ -82,6 +82,23 @@ def test_a_mixture_computes_what_it_computed(shared, rng):
         np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_channels_of_experts_may_come_in_another_order(rng):
+    """With biases; each expert has an order of its own."""
+    model = small_mixture(shared=True)
+    [layer], [spec] = model.layers, model.config.layers
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 9)))
+    expected = model(tokens)
+    moved = [fold for fold in spec.folds(model.config) if fold.is_elementwise]
+    assert [fold.target for fold in moved] == ["mlp.experts.down", "mlp.shared.down"]
+    for fold in moved:
+        rows = folds.linear_of(layer, fold.target).kernel
+        before, *leading = rows.get_value(), *rows.get_value().shape[:-1]
+        order = jnp.asarray(rng.permuted(np.indices(leading)[-1], axis=-1))
+        folds.permute(layer, fold, order)
+        assert not np.array_equal(before, rows.get_value())
+        np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_copies_of_a_channel_share_a_scale():
     fold = Fold("output", "qkv", 2, (2, 3, 4))
     scales = jnp.arange(1.0, 25.0)

@@ -29,7 +29,8 @@ from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
 from mpjax.kernels import WeightFormat, unpack
 from mpjax.models import Decoder, DecoderConfig, DecoderLayer, llama_layers
-from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, order_of, permuted
+from mpjax.models.config import Fold
+from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, in_order, is_folded
 from mpjax.quantization.folds import linear_of
 from mpjax.quantization.pipeline import Stream, quantize_layer
 from mpjax.quantization.recipe import Recipe
@@ -206,17 +207,21 @@ def rounded(
         rules = dict.fromkeys(spec.linear_paths(model.config), rule)
         layer = quantize_layer(model.layers[number], dict(found), rules, spec.folds(model.config))
         if rule.has_blocks:
-            errors.append(_errors(layer, found, is_ordered=is_ordered))
+            errors.append(_errors(layer, found, spec.folds(model.config) if is_ordered else None))
         stream.advance(layer)
         quantized.layers[number] = layer
     return quantized, errors
 
 
-def _errors(layer: DecoderLayer, found: Mapping[str, Statistics], *, is_ordered: bool) -> Errors:
+def _errors(
+    layer: DecoderLayer, found: Mapping[str, Statistics], folds: Sequence[Fold] | None
+) -> Errors:
+    """folds: of the layer, whose channels are sorted; None if they keep their order."""
     errors = {}
     for path, statistics in found.items():
-        if is_ordered:
-            statistics = permuted(statistics, order_of(statistics))
+        if folds is not None:
+            own = (fold for fold in folds if fold.target == path and is_folded(fold))
+            _, statistics = in_order(statistics, next(own, None))
         plain: Any = unpack(linear_of(layer, path).kernel.get_value())
         weight = dataclasses.replace(plain, permutation=None).dequantize()
         errors[path] = np.asarray(block_errors(weight, statistics))

@@ -15,6 +15,7 @@ from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlac
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
+from mpjax.quantization.blocks import is_folded
 
 
 def random_model(
@@ -45,7 +46,7 @@ def random_model(
         f"layers.{number}.{fold.target}"
         for number, spec in enumerate(config.layers)
         for fold in spec.folds(config)
-        if fold.is_elementwise
+        if is_folded(fold)
     }
     arrays = decoder.array_places(config)
     count = len(places) + sum(len(array.shape) > 1 for array in arrays)

@@ -19,6 +19,7 @@ import numpy as np
 from mpjax.kernels import ActivationBlocks, quantize_activations
 from mpjax.kernels.activation_blocks import BLOCK, WIDTHS
 from mpjax.kernels.checks import shown
+from mpjax.models.config import Fold
 from mpjax.precision import DEFAULT_WIDE_BLOCKS
 from mpjax.quantization.statistics import PRECISION, Statistics
 
@@ -55,15 +56,41 @@ class BlockRule:
         return self.error is not None or self.one_in > 1
 
 
-def in_order(statistics: Statistics) -> tuple[jax.Array, Statistics]:
-    """The order of the channels, `order_of`, and the statistics of channels in it.
+def is_folded(fold: Fold) -> bool:
+    """Whether the channels that a fold's target reads move in its source, and not in kernels.
+
+    Channels of heads move within their head, where that has whole blocks. Attention then rounds its
+    outputs itself. A block of several smaller heads would be the same in any such order.
+    """
+    return fold.is_elementwise or (fold.repeats is not None and fold.repeats[2] % BLOCK == 0)
+
+
+def in_order(statistics: Statistics, fold: Fold | None = None) -> tuple[jax.Array, Statistics]:
+    """An order of channels, and the statistics of channels in it.
 
     Those of a stack of experts have a leading axis of experts, and so has the order then.
+
+    fold: the folded one whose target the statistics are of; None for an order of all channels.
     """
     if statistics.tokens.ndim:
         return jax.vmap(in_order)(statistics)
-    order = order_of(statistics)
+    if fold is None or fold.repeats is None:
+        order = order_of(statistics)
+    else:
+        order = order_in_heads(statistics, fold.repeats)
     return order, permuted(statistics, order)
+
+
+def order_in_heads(statistics: Statistics, repeats: tuple[int, int, int]) -> jax.Array:
+    """The permutation int32 [K] that sorts the channels of each head, and alike of its copies.
+
+    repeats: heads, copies and channels, as in Fold. A channel counts by all of its copies.
+    """
+    heads, copies, channels = repeats
+    squares = jnp.diagonal(statistics.hessian).reshape(repeats).sum(1)
+    own = jnp.argsort(-squares, axis=-1, stable=True).astype(jnp.int32)
+    firsts = jnp.arange(heads * copies, dtype=jnp.int32).reshape(heads, copies, 1) * channels
+    return (firsts + own[:, None]).reshape(-1)
 
 
 def order_of(statistics: Statistics) -> jax.Array:

@@ -164,13 +164,14 @@ def reorder(
     Returns the orders that are left to the maps themselves, by paths.
     """
     orders = {}
-    elementwise = {fold.target: fold for fold in places if fold.is_elementwise}
+    folded = {fold.target: fold for fold in places if blocks.is_folded(fold)}
     for path, rule in rules.items():
         if not (rule.has_blocks and rule.blocks.is_ordered and path in found):
             continue
-        order, found[path] = blocks.in_order(found[path])
-        if path in elementwise:
-            folds.permute(layer, elementwise[path], order)
+        fold = folded.get(path)
+        order, found[path] = blocks.in_order(found[path], fold)
+        if fold is not None:
+            folds.permute(layer, fold, order)
         else:
             orders[path] = order
     return orders

@@ -241,11 +241,26 @@ def _store(
     if blocks.bits is not None:
         bits = load_masked(_of_expert(blocks.bits, expert, tile.block), tile.block_mask)
         top = jnp.where(bits == 4, jnp.float32(7), top)
-    peak = arithmetic.largest_magnitude(wide, 1)
-    peak = jnp.where(peak < NEARLY_ZERO, top, peak)
-    # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold.
-    values = wide * (top / peak)[:, None]
-    values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
+    factors, peaks = factors_of([wide], top)
+    values = round_to_codes(wide, factors)
     row = tile.row
     store(ref.values.at[row, tile.channel], values.astype(ref.values.dtype), mask=tile.mask)
-    store(ref.scales.at[tile.block, row], peak * (1 / top), mask=tile.block_mask)
+    store(ref.scales.at[tile.block, row], peaks * (1 / top), mask=tile.block_mask)
+
+
+def factors_of(parts: Sequence[jax.Array], top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors from values to codes, and the values of the largest codes, float32 [blocks] each.
+
+    parts: float32 [blocks, channels], which make up whole blocks together. top: float32 [blocks],
+        the largest code of each, 7 or 127.
+    """
+    peak = functools.reduce(jnp.maximum, [arithmetic.largest_magnitude(part, 1) for part in parts])
+    peak = jnp.where(peak < NEARLY_ZERO, top, peak)
+    return top / peak, peak
+
+
+def round_to_codes(wide: jax.Array, factors: jax.Array) -> jax.Array:
+    """Codes of values [blocks, channels], int32, of which the low 8 bits count."""
+    # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold.
+    values = wide * factors[:, None] + 1.5 * 2.0**23
+    return jax.lax.bitcast_convert_type(values, jnp.int32)

@@ -39,6 +39,12 @@ def test_maps_with_blocks_have_the_orders_of_a_calibrated_model():
     }
 
 
+def test_heads_of_whole_blocks_keep_their_order():
+    config = dataclasses.replace(SMALL_MODEL, head_dim=128)
+    model = jax.eval_shape(lambda: random_model(Qwen3, config, WeightFormat("int4", 128)))
+    assert model.layers[0].attention.output.kernel.get_value().permutation is None
+
+
 def test_blocks_of_experts():
     spec = ExpertsSpec(128, num_experts=4)
     layers = tuple(dataclasses.replace(layer, mlp=spec) for layer in SMALL_MODEL.layers)

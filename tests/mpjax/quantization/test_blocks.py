@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import ActivationBlocks, quantize_activations
+from mpjax.models.config import Fold
 from mpjax.models.mlp import RoutedInputs
 from mpjax.quantization.blocks import (
     BlockRule,
     block_errors,
     choose_widths,
     in_order,
+    is_folded,
     order_of,
     permuted,
 )
@@ -128,6 +130,21 @@ def test_experts_have_orders_of_their_own(inputs):
     np.testing.assert_array_equal(order[2], np.arange(300))  # no token went there
     last = jax.tree.map(lambda leaf: leaf[2], moved)
     assert np.isnan(block_errors(jnp.ones((300, 8)), last)).all()
+
+
+def test_channels_of_heads_are_sorted_alike_in_their_copies(rng):
+    x = rng.standard_normal((1, 50, 2 * 3 * 128)).astype(np.float32)
+    x[..., [3, 128 + 3, 384 + 70]] *= [9, 1, 30]  # the last of the second head's first copy
+    fold = Fold("output", "qkv", 2, (2, 3, 128))
+    assert is_folded(fold)
+    assert not is_folded(Fold("output", "qkv", 2, (2, 3, 64)))
+    assert is_folded(Fold("down", "gate_up", 1, is_elementwise=True))
+    order, moved = in_order(statistics_of(x), fold)
+    heads = np.asarray(order).reshape(2, 3, 128)
+    assert sorted(heads[1, 2]) == list(range(5 * 128, 6 * 128))
+    assert (heads[:, :, 0] % 128).tolist() == [[3] * 3, [70] * 3]
+    np.testing.assert_array_equal(heads % 128, np.broadcast_to(heads[:, :1] % 128, heads.shape))
+    np.testing.assert_allclose(moved.magnitudes, np.abs(x).sum((0, 1))[order], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

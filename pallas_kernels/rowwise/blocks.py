@@ -1,7 +1,7 @@
 """The operations between two products as Triton kernels, for activations in blocks (`int4`).
 
 Rounding needs the largest magnitudes of blocks, not of rows, so that several programs share a row.
-A norm needs its whole row, and is a kernel of its own: one program gathers a whole row slowly.
+`block_norm` has the norm.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from mpjax.kernels import arithmetic
 from mpjax.kernels.activation_blocks import BLOCK, FORMAT, ActivationBlocks
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
-from mpjax.kernels.rowwise import triton
 from mpjax.kernels.rowwise.triton import CHANNELS_PER_WARP, NEIGHBOURS
 from mpjax.kernels.target import current_target
 
 BLOCKS_PER_PROGRAM = 8
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The inputs of a kernel: arrays outside of it, references inside; None where there are none.
 
     A result has the channels of `terms`, or half as many where gates come before them.
@@ -37,7 +36,7 @@ class _Operands(NamedTuple):
     expert: Any = None  # int32 [rows of the result]
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Whole blocks of one row: [blocks, 128] or, of the blocks, [blocks]."""
 
     row: jax.Array
@@ -47,7 +46,7 @@ class _Tile(NamedTuple):
     block_mask: jax.Array | None
 
     @classmethod
-    def of(cls, first: Any, count: int, channels: int) -> _Tile:
+    def of(cls, first: Any, count: int, channels: int) -> Tile:
         """`count` blocks, a power of two, from the block `first` on, of the program's row."""
         row = first_program_id()
         block = first + jnp.arange(count)
@@ -65,37 +64,15 @@ class _Tile(NamedTuple):
 
 
 # These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
-@functools.partial(jax.jit, static_argnames=("epsilon", "dtype", "interpret"))
-def add_rms_norm(
-    terms: jax.Array,
-    residual: jax.Array | None,
-    weight: jax.Array,
-    blocks: ActivationBlocks,
-    *,
-    epsilon: float,
-    dtype: jnp.dtype,
-    interpret: bool = False,
-) -> tuple[jax.Array, QuantizedActivations]:
-    """The stream and its norm, rounded to blocks; see the public function.
-
-    The norm is in float32 between the two kernels, so that it is rounded once.
-    """
-    stream, wide = triton.add_rms_norm(
-        terms, residual, weight, epsilon, jnp.dtype(jnp.float32), dtype, interpret=interpret
-    )
-    assert isinstance(wide, jax.Array)
-    return stream, quantize_rows(wide, blocks, dtype=dtype, interpret=interpret)
-
-
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def gated_silu(
     terms: jax.Array, blocks: ActivationBlocks, *, dtype: jnp.dtype, interpret: bool = False
 ) -> QuantizedActivations:
     """SiLU(gate) · up, rounded to blocks; see the public function."""
     splits, *shape, both = terms.shape
-    operands = _Operands(terms.reshape(splits, -1, both), blocks)
+    operands = Operands(terms.reshape(splits, -1, both), blocks)
     result = _launch(_gated_kernel, operands, both // 2, dtype, "gated_silu", interpret)
-    return _of_shape(result, shape)
+    return of_shape(result, shape)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
@@ -108,10 +85,10 @@ def quantize_rows(
 ) -> QuantizedActivations:
     """X [..., K] rounded to blocks, of `dtype` or that of x; see the public function."""
     *shape, channels = x.shape
-    operands = _Operands(x.reshape(1, -1, channels), blocks)
+    operands = Operands(x.reshape(1, -1, channels), blocks)
     dtype = x.dtype if dtype is None else dtype
     result = _launch(_quantize_kernel, operands, channels, dtype, "quantize_rows", interpret)
-    return _of_shape(result, shape)
+    return of_shape(result, shape)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -124,15 +101,15 @@ def quantize_rows_of_experts(
     expert: int32 [rows], which one rounds each row of the result; below 0 for the first. As many
         rows after one another are of the same row of x, as there are rows for each of x.
     """
-    operands = _Operands(x[None], blocks, expert)
+    operands = Operands(x[None], blocks, expert)
     kernel = functools.partial(_routed_kernel, per_row=len(expert) // len(x))
     name = "quantize_rows_experts"
     result = _launch(kernel, operands, x.shape[1], x.dtype, name, interpret)
-    return _of_shape(result, expert.shape)
+    return of_shape(result, expert.shape)
 
 
 def _launch(
-    kernel: Any, operands: _Operands, channels: int, dtype: Any, name: str, interpret: bool
+    kernel: Any, operands: Operands, channels: int, dtype: Any, name: str, interpret: bool
 ) -> QuantizedActivations:
     """Launches a kernel whose programs have parts of a row each."""
     rows, blocks = operands.terms.shape[1], pl.cdiv(channels, BLOCK)
@@ -142,7 +119,7 @@ def _launch(
     result: QuantizedActivations = launch(
         functools.partial(kernel, count=count),
         operands,
-        out_shape=_result(rows, channels, dtype, operands.blocks),
+        out_shape=result_of(rows, channels, dtype, operands.blocks),
         grid=(rows, pl.cdiv(blocks, count)),
         settings=Settings(f"{name}_blocks", warps=_warps(count)),
         interpret=interpret,
@@ -150,7 +127,7 @@ def _launch(
     return result
 
 
-def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
+def of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
     """A result [..., channels] of rows of that shape.
 
     Kernels write the scales of a block side by side, as products read them: [blocks, rows]. Both
@@ -164,7 +141,7 @@ def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedAc
     )
 
 
-def _result(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> Any:
+def result_of(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> Any:
     """Shapes of a result, with scales [blocks, rows]."""
     shape: Any = jax.ShapeDtypeStruct
     return QuantizedActivations(
@@ -180,36 +157,40 @@ def _warps(blocks: int) -> int:
     return min(16, max(1, blocks * BLOCK // CHANNELS_PER_WARP))
 
 
-def _gated_kernel(operands: _Operands, result_ref: Any, *, count: int) -> None:
+def _gated_kernel(operands: Operands, result_ref: Any, *, count: int) -> None:
     channels = operands.terms.shape[2] // 2
-    tile = _Tile.of(pl.program_id(1) * count, count, channels)
-    channel = _moved(operands, tile)
-    gate = _sum(operands.terms, tile.row, channel, tile.mask)
-    up = _sum(operands.terms, tile.row, channels + channel, tile.mask)
+    tile = Tile.of(pl.program_id(1) * count, count, channels)
+    channel = moved_channels(operands.blocks, tile)
+    gate = sum_of(operands.terms, tile.row, channel, tile.mask)
+    up = sum_of(operands.terms, tile.row, channels + channel, tile.mask)
     target = current_target()
     sigmoid = target.reciprocal(1 + target.exp2(gate * -arithmetic.LOG2_E))
-    _store(result_ref, gate * sigmoid * up, tile, operands.blocks)
+    store_tile(result_ref, gate * sigmoid * up, tile, operands.blocks)
 
 
-def _quantize_kernel(operands: _Operands, result_ref: Any, *, count: int) -> None:
-    tile = _Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
-    wide = _load(operands.terms.at[0, tile.row, _moved(operands, tile)], tile.mask)
-    _store(result_ref, wide, tile, operands.blocks)
+def _quantize_kernel(operands: Operands, result_ref: Any, *, count: int) -> None:
+    tile = Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
+    wide = load_wide(
+        operands.terms.at[0, tile.row, moved_channels(operands.blocks, tile)], tile.mask
+    )
+    store_tile(result_ref, wide, tile, operands.blocks)
 
 
-def _routed_kernel(operands: _Operands, result_ref: Any, *, count: int, per_row: int) -> None:
-    tile = _Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
+def _routed_kernel(operands: Operands, result_ref: Any, *, count: int, per_row: int) -> None:
+    tile = Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
     expert = jnp.maximum(load(operands.expert.at[tile.row]), 0)
-    channel = _moved(operands, tile, expert)
-    wide = _load(operands.terms.at[0, jax.lax.div(tile.row, per_row), channel], tile.mask)
-    _store(result_ref, wide, tile, operands.blocks, expert)
+    channel = moved_channels(operands.blocks, tile, expert)
+    wide = load_wide(operands.terms.at[0, jax.lax.div(tile.row, per_row), channel], tile.mask)
+    store_tile(result_ref, wide, tile, operands.blocks, expert)
 
 
-def _moved(operands: _Operands, tile: _Tile, expert: jax.Array | None = None) -> jax.Array:
+def moved_channels(
+    blocks: ActivationBlocks, tile: Tile, expert: jax.Array | None = None
+) -> jax.Array:
     """The channels of the operands that become the channels of a tile."""
-    if operands.blocks.permutation is None:
+    if blocks.permutation is None:
         return tile.channel
-    order = _of_expert(operands.blocks.permutation, expert, tile.channel)
+    order = _of_expert(blocks.permutation, expert, tile.channel)
     moved: jax.Array = load_masked(order, tile.mask)
     return moved
 
@@ -219,20 +200,22 @@ def _of_expert(ref: Any, expert: jax.Array | None, index: jax.Array) -> Any:
     return ref.at[index] if expert is None else ref.at[expert, index]
 
 
-def _sum(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:
+def sum_of(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The sum of all terms [splits, rows, channels] at some channels of a row, in float32."""
     return functools.reduce(
-        jnp.add, [_load(terms.at[i, row, channel], mask) for i in range(terms.shape[0])]
+        jnp.add, [load_wide(terms.at[i, row, channel], mask) for i in range(terms.shape[0])]
     )
 
 
-def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+def load_wide(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """The elements of a reference as float32, zeros where the mask is false."""
     return load_masked(ref, mask).astype(jnp.float32)
 
 
-def _store(
+def store_tile(
     ref: Any,
     wide: jax.Array,
-    tile: _Tile,
+    tile: Tile,
     blocks: ActivationBlocks,
     expert: jax.Array | None = None,
 ) -> None:

@@ -84,7 +84,8 @@ def test_experts_that_are_alike_round_each_token_once(rng):
     assert found.shape == (5, 256)
 
 
-def test_products_of_all_mixtures_of_widths(rng):
+@pytest.mark.parametrize("interpret", [True, on_gpu])
+def test_products_of_all_mixtures_of_widths(interpret, rng):
     """Each expert reads the channels in its own order; the last block is not whole."""
     weight = stack(rng, "int4:g128/int8", 320, 48)
     blocks = blocks_of(rng, 320, permuted=True)
@@ -93,8 +94,8 @@ def test_products_of_all_mixtures_of_widths(rng):
     rows, plain = in_packed_order(x, ordered, experts, None)
     tiles = sorted_by_expert(experts, EXPERTS, 16)
     config = config_of("int4:g128/int8", 2)
-    run = functools.partial(triton.products, out_dtype=jnp.dtype("float32"), interpret=True)
-    found = run(rows, plain, tiles, Epilogue(), config).sum(0)
+    run = functools.partial(triton.products, out_dtype=jnp.dtype("float32"))
+    found = run(rows, plain, tiles, Epilogue(), config, interpret=interpret).sum(0)
     rounded = row_by_row(np.repeat(wide(x), 2, 0), blocks, CHOSEN.reshape(-1)).reshape(5, 2, -1)
     whole = expected(rounded, dense(ordered), CHOSEN)
     assert relative_error(found.reshape(whole.shape), whole) < GATES["bfloat16"]
@@ -118,6 +119,21 @@ def test_rows_in_the_order_of_experts_have_their_widths(rng, monkeypatch):
     run = functools.partial(expert_mlp_terms, x, given, jnp.asarray(CHOSEN), weights)
     expected = run(implementation="reference").sum(0)
     assert relative_error(run(implementation="mosaic")[0], expected) < GATES["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 1024])
+def test_a_layer_on_the_gpu(tokens, rng):
+    """By the kernels that plans choose: without sorting, sorted, and by warpgroups."""
+    given = ExpertMLP(
+        mixed(stack(rng, "int4:g128/int8", 512, 768), blocks_of(rng, 512, permuted=True)),
+        mixed(stack(rng, "int4:g128/int8", 384, 512), blocks_of(rng, 384, permuted=False)),
+    )
+    chosen = jnp.asarray(rng.permuted(np.tile(np.arange(EXPERTS), (tokens, 1)), axis=1)[:, :2])
+    x, weights = (random_array(rng, (tokens, size), "bfloat16") for size in (512, 2))
+    run = functools.partial(expert_mlp_terms, x, given, chosen, weights)
+    expected = run(implementation="reference").sum(0)
+    assert relative_error(run().sum(0), expected) < GATES["bfloat16"]
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])

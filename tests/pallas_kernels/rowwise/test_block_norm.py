@@ -19,7 +19,12 @@ on_gpu = pytest.param(False, marks=pytest.mark.gpu)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 @pytest.mark.parametrize(
     ("shape", "splits", "residual", "permuted"),
-    [((5, 300), 3, True, True), ((2, 3, 512), 1, False, True), ((3, 2176), 1, True, False)],
+    [
+        ((5, 300), 3, True, True),
+        ((2, 3, 512), 1, False, True),
+        ((3, 2176), 1, True, False),
+        ((140, 256), 1, True, True),  # so many rows that there are two kernels
+    ],
 )
 def test_add_rms_norm(shape, splits, residual, permuted, interpret, rng):
     rows = Rows.random(rng, shape, "bfloat16", splits=splits, residual=residual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -84,6 +85,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     for tokens in (1, 1024):
         name = f"experts mlp uint4:g128 hadamard {tokens}"
         yield name, functools.partial(_expert_mlp, "uint4:g128", tokens, 256)
+    for tokens in (1, 64, 1024):  # each expert has its own blocks of activations
+        yield f"experts mlp blocks {tokens}", functools.partial(_expert_blocks, tokens)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -162,6 +165,17 @@ def _expert_mlp(text: str, tokens: int, hadamard: int | None = None) -> Call:
         return kernels.expert_mlp_terms(x, mlp, chosen, weights)
 
     return layer, (*tokens_and_experts, mlp)
+
+
+def _expert_blocks(tokens: int) -> Call:
+    """The layer of `_expert_mlp` in W4Ax, as it is calibrated."""
+    layer, (*others, mlp) = _expert_mlp("int4:g128/int8", tokens)
+    order, *widths = (
+        Array((16, size), dtype) for size, dtype in ((2048, "int32"), (16, "uint8"), (6, "uint8"))
+    )
+    gate_up = dataclasses.replace(mlp.gate_up, permutation=order, activation_bits=widths[0])
+    down = dataclasses.replace(mlp.down, activation_bits=widths[1])
+    return layer, (*others, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:

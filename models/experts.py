@@ -125,12 +125,15 @@ class ExpertsSpec(MLPSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down in each expert and in the shared MLP.
 
-        A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
-        Neither have those whose channels are mixed before down.
+        A gate that limits up, or adds 1 to it, is not linear in up. Experts whose channels are
+        mixed before down have no fold.
         """
         found = []
-        if self.gate_limit is None and self.hadamard is None:
-            found.append(Fold("experts.down", "experts.gate_up", 1))
+        if self.hadamard is None:
+            is_linear = self.gate_limit is None
+            found.append(
+                Fold("experts.down", "experts.gate_up", 1, is_elementwise=True, is_linear=is_linear)
+            )
         if self.shared is not None:
             found += [fold.below("shared") for fold in self.shared.folds(config)]
         return tuple(found)

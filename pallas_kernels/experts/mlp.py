@@ -195,7 +195,8 @@ def _by_warpgroups(
     rows = warpgroups.in_tiles(rows, tiles)
     first = Epilogue(mlp.gate_up_bias, mlp.gate)
     inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)
-    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, experts, activations)
+    of_rows = jnp.repeat(tiles.expert, configs[0].tile_m)[:, None]
+    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, of_rows, activations)
     second = Epilogue(mlp.down_bias, None, weights)
     products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], jnp.dtype(jnp.float32))
     return warpgroups.of_tokens(products, tiles, experts.shape[1])[None]

@@ -25,7 +25,7 @@ from mpjax.kernels.checks import (
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
-from mpjax.kernels.rowwise import blocks, reference, triton
+from mpjax.kernels.rowwise import block_norm, blocks, reference, triton
 from mpjax.kernels.rowwise.hadamard import expected_block, transformed, why_no_room
 from mpjax.kernels.rowwise.reference import Rounding
 from mpjax.kernels.static_rows import StaticRows
@@ -73,7 +73,8 @@ def add_rms_norm(
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
     normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
-    once, and another rounds to blocks. Differentiable unless it quantises. Raises ValueError for
+    once; where it rounds to blocks, programs read terms again, or of many rows another kernel
+    rounds. Differentiable unless it quantises. Raises ValueError for
     shapes that don't match, and UnsupportedError, with the reason, if a requested implementation
     can't run.
     """
@@ -107,7 +108,9 @@ def add_rms_norm(
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
     if isinstance(rounding, ActivationBlocks):
-        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted)
+        return block_norm.add_rms_norm(
+            terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted
+        )
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
     return _differentiable(kernel, plain, terms, residual, weight)
 

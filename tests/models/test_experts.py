@@ -80,10 +80,13 @@ def test_all_that_reads_the_norm_has_its_scales():
     assert layer.writers(CONFIG)[1:] == ("mlp.experts.down", "mlp.shared.down")
 
 
-def test_experts_whose_gate_limits_up_have_no_fold_with_it():
+def test_scales_do_not_move_through_a_gate_that_limits_up():
     plain = dataclasses.replace(SPEC, gate_limit=None)
-    targets = [[fold.target for fold in spec.folds(CONFIG)] for spec in (SPEC, plain)]
+    folds = SPEC.folds(CONFIG), plain.folds(CONFIG)
+    targets = [[fold.target for fold in found if fold.is_linear] for found in folds]
     assert targets == [["shared.down"], ["experts.down", "shared.down"]]
+    for found in folds:  # channels may be in another order
+        assert [fold.target for fold in found if fold.is_elementwise] == targets[1]
 
 
 def test_bytes_of_a_token_count_all_of_its_experts():

@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "paged_attention": (
         kernels.paged_attention,
         {"queries": QUERIES, "pages": CACHE.layers[0], "span": SPAN, "masks": MASKS}
-        | {"transformed": False, "implementation": "reference"},
+        | {"transformed": False, "blocks": None, "implementation": "reference"},
     ),
     "paged_attention with the fields of masks": (
         masked(functools.partial(kernels.paged_attention, QUERIES, CACHE.layers[0], SPAN)),

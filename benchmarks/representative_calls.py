@@ -79,7 +79,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
     for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
-    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+    # Between the products, rows are not copied.
+    for text in ("uint4:g128", "int8/int8", "float4:g32", "bfloat16"):
         yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)

@@ -121,6 +121,10 @@ def why_not(name: str, problem: Problem, x: jax.Array, weight: Any) -> str | Non
         return reason
     if reason := why_not_warpgroups(problem):
         return reason
+    if not isinstance(weight, QuantizedTensor):
+        if weight.dtype == x.dtype:
+            return None
+        return f"x is {x.dtype} and the weight {weight.dtype}, expected one dtype"
     in_operand = weight.format.group_size is not None and weight.format.operand is None
     if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(x.dtype)):
         return f"scales are {weight.scale_dtype}, whose range {x.dtype} does not have"

@@ -152,9 +152,12 @@ def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
     False also where the second product takes its channels in another order for each expert.
     """
     first, second = mlp.gate_up, mlp.down
-    if not (isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)):
+    kinds = jax.Array, QuantizedTensor
+    if not (isinstance(first, kinds) and isinstance(second, kinds)):
         return False
-    if len(first.shape) != 3 or len(second.shape) != 3 or second.permutation is not None:
+    if len(first.shape) != 3 or len(second.shape) != 3:
+        return False
+    if isinstance(second, QuantizedTensor) and second.permutation is not None:
         return False
     inner, bias = first.shape[2] // 2, mlp.down_bias
     return bool(

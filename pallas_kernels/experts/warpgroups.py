@@ -25,7 +25,7 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 def products(
     x: jax.Array | QuantizedActivations,
-    weight: QuantizedTensor,
+    weight: jax.Array | QuantizedTensor,
     tiles: Tiles,
     epilogue: Epilogue,
     config: WarpgroupConfig,
@@ -38,7 +38,7 @@ def products(
     With routing weights they are one term [1, tokens, N]: a token's products times them, summed in
     the order of k.
 
-    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], packed.
+    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N].
     config: without splits.
     """
     rows = in_tiles(x, tiles)
@@ -63,7 +63,7 @@ def in_tiles(x: jax.Array | QuantizedActivations, tiles: Tiles) -> jax.Array | Q
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def of_tiles(
     x: jax.Array | QuantizedActivations,
-    weight: QuantizedTensor,
+    weight: jax.Array | QuantizedTensor,
     tiles: Tiles,
     epilogue: Epilogue,
     config: WarpgroupConfig,
@@ -76,8 +76,8 @@ def of_tiles(
     Rows of tiles that are not used have any values.
     """
     values = x if isinstance(x, jax.Array) else x.values
-    padding = weight.padded_channels - values.shape[1]
-    values = jnp.pad(values, ((0, 0), (0, padding))) if padding else values
+    if isinstance(weight, QuantizedTensor) and weight.padded_channels > values.shape[1]:
+        values = jnp.pad(values, ((0, 0), (0, weight.padded_channels - values.shape[1])))
     x = values if isinstance(x, jax.Array) else dataclasses.replace(x, values=values)
     weights = epilogue.routing_weights
     if weights is not None:

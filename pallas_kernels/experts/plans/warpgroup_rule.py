@@ -27,8 +27,11 @@ WARPGROUPS = (2, 3)
 
 def why_not_warpgroups(problem: Problem) -> str | None:
     """The reason why the warpgroups' kernel can't multiply a problem, or None if it can."""
-    if not problem.format.weight.is_packed:
-        return f"{problem.format} is not packed"
+    weight = problem.format.weight
+    if not weight.is_packed and problem.channels % weight.block:
+        return (
+            f"{problem.channels} input channels of plain weights are no multiple of {weight.block}"
+        )
     if reason := why_not_dense(problem.product(1)):
         return reason
     if problem.outputs % (problem.halves * WARPGROUP_OUTPUTS):

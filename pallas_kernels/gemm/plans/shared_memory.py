@@ -39,8 +39,8 @@ def stages(
     """The slots that shared memory has room for; `x` is 0 if it has room for none.
 
     With few rows or 8-bit activations, a tile of x is small: it is for a whole block, and there are
-    as many slots for x as for words. Else a tile of x is for a plane, and the number of slots is a
-    power of two.
+    as many slots for x as for words; so are those of plain matrices. Else a tile of x is for a
+    plane, and the number of slots is a power of two.
 
     dtype: of the output. gated: whether the epilogue joins halves of a tile's output channels.
     """
@@ -51,10 +51,10 @@ def stages(
     plane = config.tile_m * width
     out_rows = math.gcd(*config.product_rows, config.finished_rows, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize
-    pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
+    pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.has_table(format) else 0
     room = device.shared_memory(WGMMA_CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
     room -= 2 * config.tile_m * config.tile_n if gated else 0  # half of the sums, in float32
-    if config.has_few_rows or format.operand:
+    if config.has_few_rows or format.operand or format.is_flat:
         room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_X_TILES // config.shares, room // (words + format.planes * plane)))
         # Measured: five to seven slots are slower than four, and four slower than eight.

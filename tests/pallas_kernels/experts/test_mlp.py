@@ -94,13 +94,9 @@ def layer(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> jax.Array:
     return expert_mlp_terms(x, mlp, experts, weights)
 
 
-def structs(tokens: int) -> tuple[Any, ...]:
-    gate_up, down = (
-        jax.eval_shape(
-            lambda w: quantize(w, "uint4:g128"), jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16)
-        )
-        for shape in ((512, 768), (384, 512))
-    )
+def structs(tokens: int, text: str = "uint4:g128") -> tuple[Any, ...]:
+    plain = (jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16) for shape in ((512, 768), (384, 512)))
+    gate_up, down = (jax.eval_shape(lambda w: quantize(w, text), weight) for weight in plain)
     x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
     chosen, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in ("int32", "float32"))
     return x, ExpertMLP(gate_up, down), chosen, weights
@@ -116,6 +112,15 @@ def test_it_lowers_with_one_order_of_tokens(lower_for_cuda, pretend_gpu):
     few = structs(8)
     assert "experts_warpgroups" not in lower_for_cuda(layer, *few)
     assert jax.eval_shape(layer, *few).shape == (2, 8, 512)
+
+
+@pytest.mark.parametrize("text", ["float4:g32", "bfloat16"])
+def test_experts_as_published_lower_with_one_order_of_tokens(text, lower_for_cuda, pretend_gpu):
+    lowered = lower_for_cuda(layer, *structs(300, text))
+    assert lowered.count(f"experts_warpgroups_{text.split(':')[0]}") >= 2
+    assert lowered.count("experts_tiles") == lower_for_cuda(layer, *structs(300)).count(
+        "experts_tiles"
+    )
 
 
 def test_orders_of_channels_keep_products_apart(pretend_gpu):
@@ -153,13 +158,14 @@ def test_arguments_that_do_not_fit(changes, message, rng):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
 @pytest.mark.parametrize(
-    "text", ["uint4:g128", "int8/int8", "liquid4:g64/int8", "float8:gK/float8"]
+    "text",
+    ["uint4:g128", "int8/int8", "liquid4:g64/int8", "float8:gK/float8", "float4:g32", "bfloat16"],
 )
 def test_on_the_gpu(text, rng):
     """Against float64; the same bits again."""
     hidden, inner = 1024, 512
     gate_up, down = (
-        quantize(random_array(rng, (8, k, n), "float32") * k**-0.5, text)
+        quantize(random_array(rng, (8, k, n), "bfloat16") * jnp.bfloat16(k**-0.5), text)
         for k, n in ((hidden, 2 * inner), (inner, hidden))
     )
     biases = (random_array(rng, (8, size), "float32") for size in (2 * inner, hidden))

@@ -20,6 +20,7 @@ from mpjax.kernels.gemm.plans.shared_memory import stages, triton_bytes, why_no_
         ("uint4:g128", WarpgroupConfig(32, 4, 2, 4), (1, 1, 1), False),
         ("int8/int8", WarpgroupConfig(256, 2, 1), (3, 3, 1), True),
         ("liquid4:g64/int8", WarpgroupConfig(256, 2, 1), (4, 4, 1), True),
+        ("bfloat16", WarpgroupConfig(256, 2, 1), (3, 3, 1), True),
         ("liquid4:g64/int8", WarpgroupConfig(16, 3, 1), (8, 8, 1), True),
         ("uint4:g32", WarpgroupConfig(16, 2, 1), (8, 8, 1), True),
         ("uint4:g128", WarpgroupConfig(16, 3, 2), (4, 4, 1), True),

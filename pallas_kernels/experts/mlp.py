@@ -190,5 +190,5 @@ def _by_warpgroups(
     inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)
     inner, down = in_packed_order(inner, mlp.down, experts, activations)
     second = Epilogue(mlp.down_bias, None, weights)
-    products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], jnp.dtype(jnp.float32))
+    products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], x.dtype)
     return warpgroups.of_tokens(products, tiles, experts.shape[1])[None]

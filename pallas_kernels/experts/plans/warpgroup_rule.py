@@ -20,8 +20,7 @@ from mpjax.kernels.gemm.plans import (
 from mpjax.kernels.gemm.plans import why_not_warpgroups as why_not_dense
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-# Rows of a tile, all of which `wgmma` multiplies, with any operands.
-HEIGHTS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+HEIGHTS = tuple(range(48, 257, 16))  # rows of a tile, all of which `wgmma` multiplies
 WARPGROUPS = (2, 3)
 
 

@@ -128,7 +128,7 @@ class Shared(NamedTuple):
     # [slots · halves, tile_n / halves, columns · plane width], or [slots · halves, K of a block,
     # tile_n / halves] of plain weights
     word_tiles: Any
-    out_tiles: Any  # [columns of 64 outputs, rows, 64]
+    out_tiles: Any  # [columns of 64 outputs, tiles · rows, 64]
     full: Any  # barriers [slots]: words have arrived, with their parameters, and x if of a block
     free: Any  # barriers [slots]: all consumers have read the words
     # [slots · halves, parameters of a block, tile_n / halves], if groups have any
@@ -171,7 +171,9 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
             words,
             columns=format.plane_width,
         ),
-        "out_tiles": memory.shared((columns // halves, staged.out_rows, WARPGROUP_OUTPUTS), out),
+        "out_tiles": memory.shared(
+            (columns // halves, staged.out_tiles * staged.out_rows, WARPGROUP_OUTPUTS), out
+        ),
         "full": memory.Barrier(num_arrivals=copies, num_barriers=slots),
         "free": memory.Barrier(num_arrivals=columns, num_barriers=slots),
     }

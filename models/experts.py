@@ -15,11 +15,11 @@ from mpjax.kernels import (
     ExpertMLP,
     Gate,
     QuantizedTensor,
+    RouterLogits,
     Routing,
     expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
-    route,
 )
 from mpjax.kernels.checks import as_array
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
@@ -231,11 +231,17 @@ class ExpertStack(nnx.Module):
         own = self.gate_up.own(experts)
         return grouped_matmul(x, kernel, own, bias=_bias(self.gate_up), gate=self.gate)
 
-    def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+    def terms(self, x: jax.Array, logits: RouterLogits) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
         gate_up: Any = self.gate_up.kernel.get_value()
         down: Any = self.down.kernel.get_value()
         biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
+        mlp = ExpertMLP(gate_up, down, self.gate, *biases)
+        is_ordered = isinstance(down, QuantizedTensor) and down.permutation is not None
+        if down.shape[0] == logits.logits.shape[-1] and not is_ordered:  # all experts are here
+            terms = expert_mlp_terms(x, mlp, logits, activations=rows)
+            return self.down.add_shares(terms, x.dtype)
+        experts, weights = logits.route()
         own = self.down.own(experts)
         if isinstance(down, QuantizedTensor) and down.permutation is not None:
             # Each expert reads the channels in its own order, also those of other devices.
@@ -244,7 +250,6 @@ class ExpertStack(nnx.Module):
                 inner, kernel, own, weights, bias=biases[1], activations=rows
             )
         else:
-            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
             terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
@@ -278,14 +283,17 @@ class Experts(nnx.Module):
         """16 bits, in which the router reads x; products round x themselves if they have to."""
         return ActivationFormat()
 
+    def logits(self, x: jax.Array) -> RouterLogits:
+        """The logits by which the tokens of x [..., hidden] are routed."""
+        correction, bias = (
+            None if each is None else each.get_value()
+            for each in (self.router_correction, self.router_bias)
+        )
+        return RouterLogits(_project(x, self.router), self.routing, correction, bias)
+
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
-        logits = _project(x, self.router)
-        if self.router_bias is not None:
-            bias = self.router_bias.get_value().astype(jnp.float32)
-            logits += jax.lax.broadcast_to_rank(bias, logits.ndim)
-        correction = self.router_correction
-        return route(logits, self.routing, None if correction is None else correction.get_value())
+        return self.logits(x).route()
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
@@ -293,7 +301,7 @@ class Experts(nnx.Module):
         There is a term for each of a token's experts, and those of the shared MLP. x is an array.
         """
         x = as_array("Experts: x", x)
-        terms = self.experts.terms(x, *self.route(x))
+        terms = self.experts.terms(x, self.logits(x))
         if self.shared is None:
             return terms
         shared = self.shared.terms(x, quantized=quantized).astype(jnp.float32)

@@ -21,7 +21,8 @@ from mpjax.kernels import (
     grouped_matmul,
     grouped_matmul_terms,
 )
-from mpjax.kernels.checks import as_array
+from mpjax.kernels.checks import as_array, as_dtype
+from mpjax.kernels.experts.plans import MOST_TILE_ROWS, Problem, runs_by_warpgroups
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
@@ -135,6 +136,16 @@ class ExpertsSpec(MLPSpec):
             return inner + self.experts_per_token * term
         shared = GatedMLPSpec(self.shared_size).token_bytes(config)
         return inner + shared + 2 * (self.experts_per_token + 1) * term
+
+    def padding_bytes(self, config: DecoderConfig) -> int:
+        """Bytes of rows without a token: the last tile of each expert may be nearly empty.
+
+        Where experts have many tokens, rows are copied to the order of tiles: those of x, between
+        the products, and of the results.
+        """
+        channels = 2 * config.hidden_size + self.intermediate_size
+        rows = self.num_experts * MOST_TILE_ROWS
+        return rows * channels * as_dtype("dtype", config.dtype).itemsize
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
         """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
@@ -253,6 +264,18 @@ class ExpertStack(nnx.Module):
             terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
+    def runs_by_warpgroups(self, tokens: int, routing: Routing, experts: int) -> bool:
+        """Whether warpgroups compute either product of tokens, on the default device, as planned.
+
+        routing: of the tokens. experts: the number of those that they are routed to.
+        """
+        chosen = tokens, routing.per_token
+        kernels: Any = (linear.kernel.get_value() for linear in (self.gate_up, self.down))
+        return any(
+            runs_by_warpgroups(Problem.of(chosen, kernel, gated=gated, total=experts))
+            for kernel, gated in zip(kernels, (True, False), strict=True)
+        )
+
 
 class Experts(nnx.Module):
     """A mixture of experts: Σ weight · expert(x) over a token's experts, and a shared MLP."""
@@ -282,6 +305,11 @@ class Experts(nnx.Module):
     def activations(self) -> ActivationFormat:
         """16 bits, in which the router reads x; products round x themselves if they have to."""
         return ActivationFormat()
+
+    def runs_by_warpgroups(self, tokens: int) -> bool:
+        """Whether warpgroups compute experts of `tokens` tokens, on the default device."""
+        experts = self.router.get_value().shape[0]
+        return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
 
     def logits(self, x: jax.Array) -> RouterLogits:
         """The logits by which the tokens of x [..., hidden] are routed."""

@@ -20,7 +20,8 @@ from mpjax.kernels.gemm.plans import (
 from mpjax.kernels.gemm.plans import why_not_warpgroups as why_not_dense
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-HEIGHTS = tuple(range(48, 257, 16))  # rows of a tile, all of which `wgmma` multiplies
+MOST_TILE_ROWS = 256
+HEIGHTS = tuple(range(48, MOST_TILE_ROWS + 1, 16))  # rows of a tile, which `wgmma` multiplies
 WARPGROUPS = (2, 3)
 
 

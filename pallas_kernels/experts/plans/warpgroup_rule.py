@@ -22,7 +22,7 @@ from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
 MOST_TILE_ROWS = 256
 HEIGHTS = tuple(range(48, MOST_TILE_ROWS + 1, 16))  # rows of a tile, which `wgmma` multiplies
-WARPGROUPS = (2, 3)
+WARPGROUPS = (2, 3, 4)
 
 
 def why_not_warpgroups(problem: Problem) -> str | None:

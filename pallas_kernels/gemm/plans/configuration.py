@@ -69,9 +69,11 @@ class WarpgroupConfig:
     shares: the number of a program's consumers that share the same 64 output channels, each with a
         part of the program's K; a divisor of `warpgroups`.
     most_out_tiles: the most tiles of a consumer's products that are on their way out at a time.
+    most_rows_of_four: the most rows of a tile of four consumers, which decode to 16 bits.
     """
 
     most_out_tiles: ClassVar[int] = 1
+    most_rows_of_four: ClassVar[int] = FEW_ROWS
     tile_m: int
     warpgroups: int
     splits: int

@@ -42,7 +42,7 @@ FORMATS = (
 @pytest.mark.parametrize(
     ("text", "gate", "rows", "consumers"),
     [
-        ("uint4:g128", GATE, 48, 2),
+        ("uint4:g128", GATE, 48, 4),
         ("int8/int8", GATE, 256, 2),
         ("liquid4:g64/int8", None, 48, 3),
         in_sweep("float4:g32", GATE, 64, 2),
@@ -181,14 +181,14 @@ def test_all_codes_and_scales_of_mxfp4_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
-@pytest.mark.parametrize("rows", [64, 128, 160, 224])
+@pytest.mark.parametrize(("rows", "consumers"), [(80, 4), (96, 4), (128, 2), (176, 2), (224, 2)])
 @pytest.mark.parametrize("gate", [None, Gate()])
-def test_tiles_on_the_gpu(rows, gate, rng):
+def test_tiles_on_the_gpu(rows, consumers, gate, rng):
     """Heights of tiles, and bands of rows."""
     weight = quantize(random_array(rng, (8, 2048, 768), "float32") * 0.02, "uint4:g128")
     x = random_array(rng, (4096, 2048), "bfloat16")
     chosen = np.argsort(rng.random((4096, 8)), -1)[:, :2].astype(np.int32)
-    plan = Plan("mosaic", ExpertsWarpgroupConfig(rows, 2, 1))
+    plan = Plan("mosaic", ExpertsWarpgroupConfig(rows, consumers, 1))
     with forced(plan):
         found = jax.jit(functools.partial(grouped_matmul, gate=gate))(x, weight, chosen)
     some = slice(0, 4096, 64)

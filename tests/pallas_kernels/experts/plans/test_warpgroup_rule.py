@@ -36,6 +36,16 @@ def test_heights_follow_the_tokens_of_an_expert():
     assert ranked(qwen3(256, **MIXTRAL), "counted")[0].tiling == "counted"
 
 
+def test_four_consumers_share_low_tiles():
+    """They read x half as often as two. Plain weights and 8-bit ones are not decoded to 16 bits."""
+    assert ranked(qwen3(256, **MIXTRAL))[0].warpgroups == 4
+    config, few = ExpertsWarpgroupConfig(96, 4, 1), ExpertsWarpgroupConfig(112, 4, 1)
+    assert why_unsound(config, qwen3(256)) is None
+    assert "a multiple of 8, to 96" in (why_unsound(few, qwen3(256)) or "")
+    for text in ("bfloat16", "int8/int8", "liquid4:g64/int8"):
+        assert "to 32" in (why_unsound(config, qwen3(256, text)) or "")
+
+
 def test_few_tokens_are_left_to_triton():
     assert [suits_warpgroups(qwen3(tokens, **MIXTRAL)) for tokens in (16, 128, 129)] == [
         *(False, False, True)

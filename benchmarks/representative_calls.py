@@ -80,13 +80,16 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
     for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
-    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+    # Between the products, rows are not copied.
+    for text in ("uint4:g128", "int8/int8", "float4:g32", "bfloat16"):
         yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
     for tokens in (1, 1024):
         name = f"experts mlp uint4:g128 hadamard {tokens}"
         yield name, functools.partial(_expert_mlp, "uint4:g128", tokens, 256)
     for tokens in (1, 64, 1024):  # each expert has its own blocks of activations
         yield f"experts mlp blocks {tokens}", functools.partial(_expert_blocks, tokens)
+    for text in ("uint4:g128", "float4:g32", "bfloat16"):  # whose first product routes tokens
+        yield f"experts routed {text} 1", functools.partial(_routed_mlp, text)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -176,6 +179,18 @@ def _expert_blocks(tokens: int) -> Call:
     gate_up = dataclasses.replace(mlp.gate_up, permutation=order, activation_bits=widths[0])
     down = dataclasses.replace(mlp.down, activation_bits=widths[1])
     return layer, (*others, kernels.ExpertMLP(gate_up, down))
+
+
+def _routed_mlp(text: str) -> Call:
+    """The layer of `_experts` for one token, whose 8 experts are not chosen yet."""
+    _, (x, *_, gate_up, down) = _experts(text, 1)
+
+    def layer(x: Any, logits: Any, bias: Any, mlp: Any) -> Any:
+        own = kernels.RouterLogits(logits, kernels.Routing(8), bias=bias)
+        return kernels.expert_mlp_terms(x, mlp, own)
+
+    logits, bias = Array((1, 16), jnp.float32), Array((16,), jnp.bfloat16)
+    return layer, (x, logits, bias, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:

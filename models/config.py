@@ -238,6 +238,10 @@ class MLPSpec(SublayerSpec):
         """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
         return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
+    def padding_bytes(self, config: DecoderConfig) -> int:
+        """Bytes of rows inside the module that are of no token, at most; of a plain MLP none."""
+        return 0
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:

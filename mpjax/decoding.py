@@ -21,7 +21,7 @@ from mpjax.decoding_step import BatchRule, advance, draw
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
-from mpjax.models import Decoder
+from mpjax.models import Decoder, Experts
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -158,10 +158,20 @@ def _runs_in_turn(model: Decoder, rows: int) -> bool:
 
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
-    """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows."""
+    """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows.
+
+    Stacks of experts have plans of their own.
+    """
     model = model.share_shapes() if isinstance(model, ShardedDecoder) else model
+    if any(
+        layer.mlp.runs_by_warpgroups(batch)
+        for layer in model.layers
+        if isinstance(layer.mlp, Experts)
+    ):
+        return True
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
-    weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]
+    matrices = (leaf for leaf in leaves if isinstance(leaf, QuantizedTensor))
+    weights = [matrix for matrix in matrices if len(matrix.shape) == 2]
     different = {(weight.format, weight.shape): weight for weight in weights}
     return any(runs_by_warpgroups(Problem.of(batch, weight)) for weight in different.values())
 

@@ -14,6 +14,7 @@ from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.local import LocalExperts
+from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.mlp import ExpertMLP, expert_mlp_terms
 from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
@@ -61,6 +62,7 @@ __all__ = [
     "QuantizedActivations",
     "QuantizedTensor",
     "Rotation",
+    "RouterLogits",
     "Routing",
     "Span",
     "StaticRows",

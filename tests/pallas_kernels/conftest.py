@@ -85,6 +85,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.gemm.dequantize, "write_out"),
         (mpjax.kernels.gemm.gradient, "write_out"),
         (mpjax.kernels.experts.triton, "products"),
+        (mpjax.kernels.experts.triton, "routed_products"),
         (mpjax.kernels.experts.counting, "counted"),
         (mpjax.kernels.experts.routing_triton, "route"),
         (mpjax.kernels.kv_cache.triton, "append"),

@@ -136,7 +136,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "route": (
         kernels.route,
-        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)},
+        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}
+        | {"bias": jnp.ones(8)},
+    ),
+    "RouterLogits": (
+        lambda **fields: kernels.RouterLogits(**fields).route(),
+        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}
+        | {"bias": jnp.ones(8)},
     ),
     "Routing": (
         kernels.Routing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
@@ -68,8 +68,12 @@ class WarpgroupConfig:
     splits: the number of programs that share a tile, each with a part of K.
     shares: the number of a program's consumers that share the same 64 output channels, each with a
         part of the program's K; a divisor of `warpgroups`.
+    most_out_tiles: the most tiles of a consumer's products that are on their way out at a time.
+    most_rows_of_four: the most rows of a tile of four consumers, which decode to 16 bits.
     """
 
+    most_out_tiles: ClassVar[int] = 1
+    most_rows_of_four: ClassVar[int] = FEW_ROWS
     tile_m: int
     warpgroups: int
     splits: int

@@ -75,6 +75,8 @@ def why_unsound(
     elif format.operand and config.tile_m > most:
         by_warpgroups = MOST_ROWS_OF_INT8 if format.is_flat else MOST_ROWS_OF_LIQUID4
         step, most = TWO_PRODUCTS_ROW_MULTIPLE, by_warpgroups[config.warpgroups]
+    elif config.warpgroups == 4 and format.is_packed and not format.operand:
+        most = config.most_rows_of_four
     if config.tile_m % step or config.tile_m > most:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "

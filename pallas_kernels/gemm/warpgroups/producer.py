@@ -60,8 +60,10 @@ def _copy_words(program: Program, block: jax.Array, slot: jax.Array, half: int) 
     format, arrival = call.format, shared.full.at[slot]
     outputs = pl.ds(program.outputs_of(half), call.config.tile_n // call.halves)
     place, number = program.place_of(slot, half), program.block_of_weight(block)
-    if format.is_flat:
-        width = format.plane_width
+    width = format.plane_width
+    if call.is_plain:
+        words = arguments.words.at[program.matrix, pl.ds(block * width, width), outputs]
+    elif format.is_flat:
         words = arguments.words.at[program.matrix, outputs, pl.ds(block * width, width)]
     else:
         words = arguments.words.at[number, outputs, :]

@@ -19,6 +19,7 @@ from mpjax.kernels.varying_axes import vary_alike
 
 PRODUCER_REGISTERS = 32  # of each thread of the producer
 _REGISTERS = 65536 // 128  # of a multiprocessor, over the threads of a warpgroup
+FIRST_WITH_EARLY_LAUNCHES = (0, 11)  # the version of JAX
 _MOST_REGISTERS = 248  # of a thread: 255, rounded down to the multiple of 8 that `setmaxnreg` takes
 
 
@@ -46,6 +47,16 @@ def why_slow(version: tuple[int, ...] = jax.__version_info__) -> str | None:
         "since JAX 0.12, threads may not get the registers that they ask for: install 'jax<0.12', "
         "as mpjax's extras cuda12 and cuda13 do"
     )
+
+
+def why_not_early(version: tuple[int, ...] = jax.__version_info__) -> str | None:
+    """The reason why no kernel is launched before the last one has ended, or None if some are.
+
+    version: of JAX. Older ones have the instruction, but launch no kernel early.
+    """
+    if version >= FIRST_WITH_EARLY_LAUNCHES:
+        return None
+    return "JAX launches kernels of Mosaic GPU early since 0.11"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,3 +135,20 @@ def give_registers() -> None:
 def take_registers(warpgroups: int) -> None:
     """Takes the producer's registers; each of `warpgroups` consumers calls this first."""
     plgpu.set_max_registers(registers_per_thread(warpgroups), action="increase")
+
+
+def launch_next() -> None:
+    """Allows the next kernel to be launched as soon as all programs of this one have begun."""
+    if not current_target().is_interpreted:
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def wait_for_inputs() -> None:
+    """Waits until all kernels before this one have ended, so that what they write can be read.
+
+    JAX launches a kernel that calls this before the last one has ended ("programmatic dependent
+    launch", compute capability 9.0). Until this call, a program may read only memory that no kernel
+    of the same stream writes, and may write none.
+    """
+    if not current_target().is_interpreted:
+        plgpu.griddepcontrol_wait()

@@ -68,12 +68,15 @@ class WarpgroupConfig:
     splits: the number of programs that share a tile, each with a part of K.
     shares: the number of a program's consumers that share the same 64 output channels, each with a
         part of the program's K; a divisor of `warpgroups`.
+    ahead: blocks of K of each share whose words are copied before the kernel before has ended: so
+        many slots each share has. None: the kernel is not launched early. For few rows alone.
     """
 
     tile_m: int
     warpgroups: int
     splits: int
     shares: int = 1
+    ahead: int | None = None
 
     @property
     def has_few_rows(self) -> bool:
@@ -131,4 +134,5 @@ class WarpgroupConfig:
 
     def __str__(self) -> str:
         shared = "" if self.shares == 1 else f" by {self.shares} warpgroups each"
-        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits"
+        ahead = "" if self.ahead is None else f", {self.ahead} blocks ahead"
+        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits{ahead}"

@@ -87,6 +87,11 @@ def why_unsound(
             f"{config.shares} warpgroups can't share outputs of {config.tile_m} rows of {format}; "
             f"up to {FEW_ROWS} can, of weights that are decoded"
         )
+    if config.ahead is not None and (format.operand or not config.has_few_rows):
+        return (
+            f"{config.tile_m} rows of {format} can't be launched early; up to {FEW_ROWS} rows of "
+            "16 bits can"
+        )
     if gated and config.warpgroups % 2:
         return f"{config.warpgroups} warpgroups can't divide gate and up evenly"
     return why_no_room(format, config, gated=gated)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import early
+from mpjax.kernels import device
+from mpjax.kernels.gemm.plans import why_unsound_warpgroups
+
+pytestmark = pytest.mark.any_version
+
+
+@pytest.mark.parametrize("delay", [0, 30])
+def test_slow_sum(delay):
+    terms = jax.random.normal(jax.random.key(0), (2, 2, early.HIDDEN + 64))
+    found = early.slow_sum(terms, delay, interpret=True)
+    expected = terms.sum(0)[:, : early.HIDDEN].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_configurations_fit_an_h100():
+    for way in early.WAYS:
+        for name, config in (way.configs or {}).items():
+            format = early.HEAD_FORMAT if "head" in name else early.FORMAT
+            assert why_unsound_warpgroups(config, format) is None
+
+
+def test_a_chain_is_launched_early_where_the_way_says_so(lower_for_cuda):
+    weights = jax.eval_shape(lambda: early.layers_of(1))
+    terms = jax.ShapeDtypeStruct((1, 1, early.HIDDEN), jnp.bfloat16)
+    state = early.State(terms, jax.ShapeDtypeStruct(terms.shape[1:], terms.dtype))
+    for way in early.WAYS[:2] if jax.__version_info__ < (0, 11) else early.WAYS[1:6:2]:
+        chain = functools.partial(early._chain, functools.partial(early.layer, way, 1))
+        with device.described_as("NVIDIA H200"):
+            text = lower_for_cuda(chain, weights, state)
+        assert text.count("uses_pdl") == (4 if "early" in way.name else 0)
+
+
+def test_a_gpu_is_needed(tmp_path):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(Exception, match="GPU"):
+        early.main([str(tmp_path / "out.json")])

@@ -3,12 +3,14 @@
 python -m benchmarks.early OUT.json
 python -m benchmarks.early OUT.json --layers 4 --rows 8
 
-A chain is that of decoding steps of Qwen3-8B's shapes without their attention, in whose place a
-kernel adds the terms of the first 4096 channels. Every way to multiply runs it side by side:
+A chain is that of decoding steps of Qwen3-8B's shapes. In place of attention a kernel takes as long
+and adds the terms of the first 4096 channels. Every way to multiply runs the chain side by side:
 
 - `triton`: the kernels that are planned for few rows.
 - `warpgroups`: the kernel of warpgroups, launched when the kernel before has ended.
 - `early`: the same kernel launched before, which copies weights while it waits for x.
+- `fetch`: Triton's kernels, and beside attention and other short kernels one more, which reads the
+  next words into the L2 cache.
 
 `graph` runs the kernels of a call as XLA's command buffers, which are CUDA graphs, and `stream`
 launches each by itself. Times are those of calls one after another, as the host sees them.
@@ -46,10 +48,13 @@ from mpjax.kernels.launch import launch as launch_triton
 
 FORMAT, HEAD_FORMAT = WeightFormat("uint4", 128), WeightFormat("uint8", 128)
 HIDDEN, TILE = 4096, 256
+PROGRAMS = 48  # of a kernel that fetches: those of other kernels need multiprocessors, too
 HEAD = GemmShape("qwen3-8b.head", HIDDEN, 151936)
 EPSILON = 1e-6
 GATE = 2e-2  # of a chain in bfloat16, whose ways add up in other orders
-DELAY = 20_000  # steps of the loop that makes a kernel slow: some 100 microseconds
+# Steps of the loop that makes a kernel slow, some 400 of which take a microsecond: in place of
+# attention, and where x comes late.
+ATTENTION, DELAY = 2000, 20_000
 ROUNDS, CALLS, STRESS = 7, 20, 10
 
 
@@ -59,18 +64,27 @@ class Way:
 
     configs: of the warpgroups' kernel, by the name of the shape; None: Triton's kernel.
     graph: whether kernels are launched as command buffers. pdl: whether XLA launches its own early.
+    fetched: megabytes of words that kernels beside others read into the L2 cache, by the name of
+        the matrix; None: there are no such kernels.
+    concurrent: whether kernels of a graph run at the same time if none needs another's results.
     """
 
     name: str
     configs: Mapping[str, WarpgroupConfig] | None
     graph: bool
     pdl: bool = True
+    fetched: Mapping[str, int] | None = None
+    concurrent: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The compiler options of XLA."""
-        streams = {} if self.graph else {"xla_gpu_enable_command_buffer": ""}
-        return {"xla_gpu_enable_pdl": self.pdl, **streams}
+        options: dict[str, Any] = {"xla_gpu_enable_pdl": self.pdl}
+        if not self.graph:
+            options["xla_gpu_enable_command_buffer"] = ""
+        if self.concurrent:
+            options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        return options
 
 
 class Layer(NamedTuple):
@@ -84,10 +98,11 @@ class Layer(NamedTuple):
 
 
 class State(NamedTuple):
-    """The terms that are added to the residual stream next, and the stream."""
+    """The terms that are added to the residual stream next, the stream, and what is fetched."""
 
     terms: jax.Array
     stream: jax.Array
+    fetched: jax.Array
 
 
 # Of 128 or 96 programs, so that all run at the same time beside the kernel before.
@@ -98,6 +113,7 @@ CONFIGS = {
     "qwen3-8b.down": WarpgroupConfig(8, 2, 2, 2),
     "qwen3-8b.head": WarpgroupConfig(8, 4, 1),
 }
+FETCHED = {"qkv": 8, "output": 8, "gate_up": 8, "down": 6}  # what is read in some 2 to 6 µs
 SHALLOW = {"qkv": 4, "output": 4, "gate_up": 4, "down": 4, "head": 4}  # the slots of the rule
 DEEP = {"qkv": 8, "output": 4, "gate_up": 7, "down": 8, "head": 6}
 
@@ -110,14 +126,18 @@ def ahead(blocks: Mapping[str, int]) -> dict[str, WarpgroupConfig]:
     }
 
 
+# The first is the present one, with which others are compared.
 WAYS = (
     Way("triton graph", None, graph=True),
-    Way("triton stream", None, graph=False),
     Way("warpgroups graph", CONFIGS, graph=True, pdl=False),
-    Way("warpgroups stream", CONFIGS, graph=False),
-    Way("early graph", ahead(DEEP), graph=True),
     Way("early stream", ahead(DEEP), graph=False),
+    Way("warpgroups stream", CONFIGS, graph=False),
+    Way("triton stream", None, graph=False),
+    Way("fetch concurrent", None, graph=True, fetched=FETCHED, concurrent=True),
+    Way("triton concurrent", None, graph=True, concurrent=True),
     Way("early stream, shallow", ahead(SHALLOW), graph=False),
+    Way("early graph", ahead(DEEP), graph=True),
+    Way("fetch concurrent, serial kernels", None, True, False, FETCHED, concurrent=True),
 )
 
 
@@ -165,14 +185,14 @@ def heads_of(count: int) -> list[Any]:
 
 def run(chain: str, weights: Sequence[Any], rows: int) -> Any:
     """A row for each way: microseconds of a layer or head, and whether its results are right."""
-    start = State(*jax.random.normal(jax.random.key(2), (2, 1, rows, HIDDEN), jnp.bfloat16))
-    start = start._replace(stream=start.stream[0])
+    terms, stream = jax.random.normal(jax.random.key(2), (2, 1, rows, HIDDEN), jnp.bfloat16)
+    start = State(terms, stream[0], jnp.zeros((PROGRAMS,), jnp.int32))
     expected = None
     for way in WAYS:
         began = time.perf_counter()
         call = compiled(chain, way, weights, start, delay=0)
         row: dict[str, Any] = {"way": way.name, "compile_seconds": time.perf_counter() - began}
-        found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), call(weights, start))
+        found = call(weights, start)[:2]
         expected = found if expected is None else expected
         row["relative_error"] = max(map(relative_error, found, expected))
         row["is_right"] = row["relative_error"] < GATE
@@ -201,26 +221,48 @@ def _chain(step: Any, weights: Sequence[Any], state: State) -> State:
 def layer(way: Way, delay: int, weights: Layer, state: State) -> State:
     """A layer without its attention."""
     multiply = functools.partial(product, way)
-    stream, x = add_rms_norm(state.terms, state.stream, weights.norms[0], EPSILON)
-    if delay:
-        x = slow_sum(x[None], delay)
-    attended = slow_sum(multiply("qwen3-8b.qkv", x, weights.qkv), delay)
-    terms = multiply("qwen3-8b.output", attended, weights.output)
-    stream, x = add_rms_norm(terms, stream, weights.norms[1], EPSILON)
+    fetched = state.fetched
+
+    def fetch_beside(after: jax.Array, *names: str) -> None:
+        nonlocal fetched
+        if way.fetched is not None:
+            for name in names:
+                fetched = fetch(getattr(weights, name).words, after, fetched, way.fetched[name])
+
+    fetch_beside(state.terms, "qkv")
+    stream, x = norm(state.terms, state.stream, weights.norms[0], delay)
+    terms = multiply("qwen3-8b.qkv", x, weights.qkv)
+    fetch_beside(terms, "output", "gate_up")
+    terms = multiply("qwen3-8b.output", attended(terms, delay), weights.output)
+    fetch_beside(terms, "gate_up")
+    stream, x = norm(terms, stream, weights.norms[1], delay)
     terms = multiply("qwen3-8b.gate_up", x, weights.gate_up)
+    fetch_beside(terms, "down")
     # The present step leaves this kernel to XLA, which doesn't let the next one begin early.
     implementation: Any = None if way.configs is None else "triton"
-    x = gated(terms, "silu", dtype=x.dtype, implementation=implementation)
-    return State(multiply("qwen3-8b.down", x, weights.down), stream)
+    inner: Any = gated(terms, "silu", dtype=x.dtype, implementation=implementation)
+    return State(multiply("qwen3-8b.down", inner, weights.down), stream, fetched)
 
 
 def head(way: Way, delay: int, weights: Any, state: State) -> State:
     """A norm and a head, whose first logits are the terms of the next norm."""
-    norm, matrix = weights
-    stream, x = add_rms_norm(state.terms, state.stream, norm, EPSILON)
-    if delay:
-        x = slow_sum(x[None], delay)
-    return State(slow_sum(product(way, "qwen3-8b.head", x, matrix), delay)[None], stream)
+    stream, x = norm(state.terms, state.stream, weights[0], delay)
+    logits = product(way, "qwen3-8b.head", x, weights[1])
+    return state._replace(terms=slow_sum(logits, delay, is_poisoned=delay > 0)[None], stream=stream)
+
+
+def attended(terms: jax.Array, delay: int) -> jax.Array:
+    """What stands for attention: the sum of terms, after a while."""
+    return slow_sum(terms, delay or ATTENTION, is_poisoned=delay > 0)
+
+
+def norm(
+    terms: jax.Array, stream: jax.Array, weight: jax.Array, delay: int
+) -> tuple[jax.Array, jax.Array]:
+    """The residual stream with terms, and its norm, which comes late if there is a delay."""
+    found: Any = add_rms_norm(terms, stream, weight, EPSILON)
+    stream, x = found
+    return stream, slow_sum(x[None], delay, is_poisoned=True) if delay else x
 
 
 def product(way: Way, name: str, x: jax.Array, weight: QuantizedTensor) -> jax.Array:
@@ -233,44 +275,88 @@ def product(way: Way, name: str, x: jax.Array, weight: QuantizedTensor) -> jax.A
     return launch.matmul_terms(x, weight, way.configs[name], x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1,), static_argnames="interpret")
-def slow_sum(terms: jax.Array, delay: int, *, interpret: bool = False) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1,), static_argnames=("is_poisoned", "interpret"))
+def slow_sum(
+    terms: jax.Array, steps: int, *, is_poisoned: bool, interpret: bool = False
+) -> jax.Array:
     """The sum of terms [splits, rows, N ≥ 4096], of the first 4096 channels, in bfloat16.
 
-    delay: steps of a loop before the sum is written, into an array that is NaN until then; 0: the
-        sum is written at once, into any array.
+    steps: of a loop before the sum is written. is_poisoned: whether the array that the sum is
+        written to is NaN until then.
     """
     rows = terms.shape[1]
     out = jax.ShapeDtypeStruct((rows, HIDDEN), jnp.bfloat16)
-    poison = [jnp.full(out.shape, jnp.nan, out.dtype)] if delay else []
+    poison = [jnp.full(out.shape, jnp.nan, out.dtype)] if is_poisoned else []
     result: jax.Array = launch_triton(
-        functools.partial(_slow_sum_kernel, delay),
+        functools.partial(_slow_sum_kernel, steps),
         terms,
         *poison,
         out_shape=out,
         grid=(HIDDEN // TILE, rows),
         settings=Settings("slow_sum", warps=1),
         interpret=interpret,
-        aliases={1: 0} if delay else None,
+        aliases={1: 0} if is_poisoned else None,
     )
     return result
 
 
-def _slow_sum_kernel(delay: int, terms: Any, *references: Any) -> None:
+def _slow_sum_kernel(steps: int, terms: Any, *references: Any) -> None:
     out = references[-1]
     channel = first_program_id() * TILE + jnp.arange(TILE)
     row = pl.program_id(1)
     total = jnp.zeros((TILE,), jnp.float32)
     for split in range(terms.shape[0]):
         total += load(terms.at[split, row, channel]).astype(jnp.float32)
-    if delay:  # the loop ends near 2, which the compiler does not know
-        end = jax.lax.fori_loop(0, delay, lambda _, x: x * 0.5 + 1.0, total)
-        total += jnp.where(jnp.abs(end) < 3.0, 0.0, 1.0)
+    # The loop ends near 2, or at the total, which the compiler does not know.
+    end = jax.lax.fori_loop(0, steps, lambda _, x: x * 0.5 + 1.0, total)
+    total += jnp.where(jnp.abs(end) < jnp.inf, 0.0, 1.0)
     store(out.at[row, channel], total.astype(out.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(3,), static_argnames="interpret")
+def fetch(
+    words: jax.Array,
+    after: jax.Array,
+    before: jax.Array,
+    megabytes: int,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Reads the first megabytes of words, so that they are in the L2 cache; sums [PROGRAMS].
+
+    after: an array that is there before. before: the last call's result, so that calls don't run at
+        the same time.
+    """
+    tile = 8192
+    steps = min(megabytes * 10**6, words.nbytes) // (2 * tile * PROGRAMS)
+    return launch_triton(
+        functools.partial(_fetch_kernel, steps, tile),
+        words.reshape(-1),
+        after.reshape(-1),
+        before,
+        out_shape=jax.ShapeDtypeStruct((PROGRAMS,), jnp.int32),
+        grid=(PROGRAMS,),
+        settings=Settings("fetch", warps=4),
+        interpret=interpret,
+    )
+
+
+def _fetch_kernel(steps: int, tile: int, words: Any, after: Any, before: Any, out: Any) -> None:
+    program = first_program_id()
+
+    def read(step: jax.Array, total: jax.Array) -> jax.Array:
+        place = (step * PROGRAMS + program) * tile + jnp.arange(tile)
+        return total + load(words.at[place]).astype(jnp.int32)
+
+    sums = jax.lax.fori_loop(0, steps, read, jnp.zeros((tile,), jnp.int32))
+    is_there = load(after.at[jnp.arange(1)]).astype(jnp.float32).max() < jnp.inf
+    total = sums.sum() + load(before.at[program + jnp.arange(1)]).max() + is_there.astype(jnp.int32)
+    store(out.at[program + jnp.arange(1)], total[None])
 
 
 def relative_error(found: Any, expected: Any) -> float:
     """The norm of the difference over that of `expected`; NaN if there is any."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 

@@ -14,12 +14,20 @@ from mpjax.kernels.gemm.plans import why_unsound_warpgroups
 pytestmark = pytest.mark.any_version
 
 
-@pytest.mark.parametrize("delay", [0, 30])
-def test_slow_sum(delay):
+@pytest.mark.parametrize("is_poisoned", [False, True])
+def test_slow_sum(is_poisoned):
     terms = jax.random.normal(jax.random.key(0), (2, 2, early.HIDDEN + 64))
-    found = early.slow_sum(terms, delay, interpret=True)
+    found = early.slow_sum(terms, 9, is_poisoned=is_poisoned, interpret=True)
     expected = terms.sum(0)[:, : early.HIDDEN].astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_fetch_reads_every_word():
+    words = jnp.arange(3 * 8192 * early.PROGRAMS, dtype=jnp.uint16).reshape(3, -1)
+    before = jnp.arange(early.PROGRAMS, dtype=jnp.int32)
+    found = early.fetch(words, jnp.zeros((2, 2)), before, 100, interpret=True)
+    tiles = np.asarray(words, np.int64).reshape(3, early.PROGRAMS, -1)
+    np.testing.assert_array_equal(np.asarray(found), tiles.sum((0, 2)) + np.asarray(before) + 1)
 
 
 def test_configurations_fit_an_h100():
@@ -32,8 +40,9 @@ def test_configurations_fit_an_h100():
 def test_a_chain_is_launched_early_where_the_way_says_so(lower_for_cuda):
     weights = jax.eval_shape(lambda: early.layers_of(1))
     terms = jax.ShapeDtypeStruct((1, 1, early.HIDDEN), jnp.bfloat16)
-    state = early.State(terms, jax.ShapeDtypeStruct(terms.shape[1:], terms.dtype))
-    for way in early.WAYS[:2] if jax.__version_info__ < (0, 11) else early.WAYS[1:6:2]:
+    fetched = jax.ShapeDtypeStruct((early.PROGRAMS,), jnp.int32)
+    state = early.State(terms, jax.ShapeDtypeStruct(terms.shape[1:], terms.dtype), fetched)
+    for way in early.WAYS[:1] if jax.__version_info__ < (0, 11) else early.WAYS[1:3]:
         chain = functools.partial(early._chain, functools.partial(early.layer, way, 1))
         with device.described_as("NVIDIA H200"):
             text = lower_for_cuda(chain, weights, state)

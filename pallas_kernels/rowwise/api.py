@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -23,6 +22,7 @@ from mpjax.kernels.checks import (
     whole_number,
 )
 from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise import blocks, reference, triton
@@ -107,7 +107,7 @@ def add_rms_norm(
     if isinstance(rounding, ActivationBlocks):
         return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted)
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
-    return _differentiable(kernel, plain, terms, residual, weight)
+    return with_gradients_of(plain, kernel, terms, residual, weight)
 
 
 def gated_silu(
@@ -178,7 +178,7 @@ def gated(
     kernel = functools.partial(
         triton.gated, activation=activation, dtype=dtype, format=rounding, hadamard=hadamard
     )
-    return _differentiable(kernel, plain, terms)
+    return with_gradients_of(plain, kernel, terms)
 
 
 def hadamard(x: jax.Array, block: int) -> jax.Array:
@@ -264,21 +264,3 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: Rounding | None)
     if getattr(format, "values", None) == "float8" and (reason := device.why_not_float8()):
         return reason
     return device.why_too_large(terms.size) if reference.quantizes(format) else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return kernel(*arguments)
-
-
-def _forward(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return _differentiable(kernel, plain, *arguments), arguments
-
-
-def _backward(
-    kernel: Callable[..., Any], plain: Callable[..., Any], saved: Any, gradients: Any
-) -> Any:
-    return jax.vjp(plain, *saved)[1](gradients)
-
-
-_differentiable.defvjp(_forward, _backward)

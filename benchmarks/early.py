@@ -7,6 +7,7 @@ A chain is that of decoding steps of Qwen3-8B's shapes. In place of attention a 
 and adds the terms of the first 4096 channels. Every way to multiply runs the chain side by side:
 
 - `triton`: the kernels that are planned for few rows.
+- `gated`: the same, with the activation in the kernel of gate and up.
 - `warpgroups`: the kernel of warpgroups, launched when the kernel before has ended.
 - `early`: the same kernel launched before, which copies weights while it waits for x.
 - `fetch`: Triton's kernels, and beside attention and other short kernels one more, which reads the
@@ -39,7 +40,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.atomic_write import atomic_write
 from mpjax.bench import gemm, measure
-from mpjax.kernels import QuantizedTensor, WeightFormat, add_rms_norm, gated
+from mpjax.kernels import QuantizedTensor, WeightFormat, add_rms_norm, gated, matmul_gated
 from mpjax.kernels.gemm import plans, triton
 from mpjax.kernels.gemm.plans import Problem, WarpgroupConfig
 from mpjax.kernels.gemm.shapes import QWEN3_8B, GemmShape
@@ -67,6 +68,7 @@ class Way:
     fetched: megabytes of words that kernels beside others read into the L2 cache, by the name of
         the matrix; None: there are no such kernels.
     concurrent: whether kernels of a graph run at the same time if none needs another's results.
+    joint: whether the activation is computed in the kernel of gate and up, if that suits.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Way:
     pdl: bool = True
     fetched: Mapping[str, int] | None = None
     concurrent: bool = False
+    joint: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -129,6 +132,7 @@ def ahead(blocks: Mapping[str, int]) -> dict[str, WarpgroupConfig]:
 # The first is the present one, with which others are compared.
 WAYS = (
     Way("triton graph", None, graph=True),
+    Way("gated graph", None, graph=True, joint=True),
     Way("warpgroups graph", CONFIGS, graph=True, pdl=False),
     Way("early stream", ahead(DEEP), graph=False),
     Way("warpgroups stream", CONFIGS, graph=False),
@@ -236,11 +240,14 @@ def layer(way: Way, delay: int, weights: Layer, state: State) -> State:
     terms = multiply("qwen3-8b.output", attended(terms, delay), weights.output)
     fetch_beside(terms, "gate_up")
     stream, x = norm(terms, stream, weights.norms[1], delay)
-    terms = multiply("qwen3-8b.gate_up", x, weights.gate_up)
-    fetch_beside(terms, "down")
-    # The present step leaves this kernel to XLA, which doesn't let the next one begin early.
-    implementation: Any = None if way.configs is None else "triton"
-    inner: Any = gated(terms, "silu", dtype=x.dtype, implementation=implementation)
+    if way.joint:
+        inner: Any = matmul_gated(x, weights.gate_up)
+    else:
+        terms = multiply("qwen3-8b.gate_up", x, weights.gate_up)
+        fetch_beside(terms, "down")
+        # XLA's own kernel, the default, doesn't let the next one begin early.
+        implementation: Any = None if way.configs is None else "triton"
+        inner = gated(terms, "silu", dtype=x.dtype, implementation=implementation)
     return State(multiply("qwen3-8b.down", inner, weights.down), stream, fetched)
 
 

@@ -19,7 +19,6 @@ from mpjax.kernels.varying_axes import vary_alike
 
 PRODUCER_REGISTERS = 32  # of each thread of the producer
 _REGISTERS = 65536 // 128  # of a multiprocessor, over the threads of a warpgroup
-FIRST_WITH_EARLY_LAUNCHES = (0, 11)  # the version of JAX
 _MOST_REGISTERS = 248  # of a thread: 255, rounded down to the multiple of 8 that `setmaxnreg` takes
 
 
@@ -47,16 +46,6 @@ def why_slow(version: tuple[int, ...] = jax.__version_info__) -> str | None:
         "since JAX 0.12, threads may not get the registers that they ask for: install 'jax<0.12', "
         "as mpjax's extras cuda12 and cuda13 do"
     )
-
-
-def why_not_early(version: tuple[int, ...] = jax.__version_info__) -> str | None:
-    """The reason why no kernel is launched before the last one has ended, or None if some are.
-
-    version: of JAX. Older ones have the instruction, but launch no kernel early.
-    """
-    if version >= FIRST_WITH_EARLY_LAUNCHES:
-        return None
-    return "JAX launches kernels of Mosaic GPU early since 0.11"
 
 
 @dataclasses.dataclass(frozen=True)

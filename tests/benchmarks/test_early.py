@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import early
-from mpjax.kernels import device
+from mpjax.kernels import device, early_launch
 from mpjax.kernels.gemm.plans import why_unsound_warpgroups
 
 pytestmark = pytest.mark.any_version
@@ -42,11 +42,13 @@ def test_a_chain_is_launched_early_where_the_way_says_so(lower_for_cuda):
     terms = jax.ShapeDtypeStruct((1, 1, early.HIDDEN), jnp.bfloat16)
     fetched = jax.ShapeDtypeStruct((early.PROGRAMS,), jnp.int32)
     state = early.State(terms, jax.ShapeDtypeStruct(terms.shape[1:], terms.dtype), fetched)
-    for way in early.WAYS[:1] if jax.__version_info__ < (0, 11) else early.WAYS[1:3]:
+    names = {"gated graph"} | ({"early stream"} if early_launch.why_not() is None else set())
+    for way in (way for way in early.WAYS if way.name in names):
         chain = functools.partial(early._chain, functools.partial(early.layer, way, 1))
         with device.described_as("NVIDIA H200"):
             text = lower_for_cuda(chain, weights, state)
         assert text.count("uses_pdl") == (4 if "early" in way.name else 0)
+        assert ("matmul_gated" in text) == way.joint
 
 
 def test_a_gpu_is_needed(tmp_path):
@@ -54,3 +56,14 @@ def test_a_gpu_is_needed(tmp_path):
         pytest.skip("there is a GPU")
     with pytest.raises(Exception, match="GPU"):
         early.main([str(tmp_path / "out.json")])
+
+
+@pytest.mark.gpu
+def test_early_launches_wait_for_slow_kernels():
+    if early_launch.why_not() is not None or device.compute_capability() != 9.0:
+        pytest.skip("there are no early launches")
+    [way] = [way for way in early.WAYS if way.name == "early stream"]
+    weights = early.layers_of(1)
+    terms = jax.random.normal(jax.random.key(2), (1, 1, early.HIDDEN), jnp.bfloat16)
+    state = early.State(terms, terms[0], jnp.zeros((early.PROGRAMS,), jnp.int32))
+    assert early.stress("layer", way, weights, state)["different_bits"] == 0

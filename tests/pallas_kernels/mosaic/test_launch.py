@@ -17,7 +17,6 @@ from mpjax.kernels.mosaic.launch import (
     Grid,
     launch,
     registers_per_thread,
-    why_not_early,
     why_slow,
 )
 from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
@@ -35,13 +34,6 @@ def test_no_thread_waits_for_registers_that_are_not_there(warpgroups):
     assert taken <= given * (warpgroups + 1)
     assert registers_per_thread(warpgroups) % 8 == 0, "as `setmaxnreg` takes them"
     assert registers_per_thread(warpgroups) <= 256, "likewise"
-
-
-def test_older_versions_launch_no_kernel_early():
-    reason = why_not_early((0, 10, 2))
-    assert reason is not None
-    assert "0.11" in reason
-    assert why_not_early((0, 11, 2)) is None
 
 
 def test_threads_get_their_registers_before_jax_0_12():

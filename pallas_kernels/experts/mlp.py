@@ -20,12 +20,12 @@ from mpjax.kernels.experts.api import Implementation, grouped_matmul, grouped_ma
 from mpjax.kernels.experts.arguments import check_divided_rows, read_call
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
-from mpjax.kernels.experts.gradient import with_gradients_of
 from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
 from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_configs_of
 from mpjax.kernels.experts.routed_mlp import Routed, routed_products
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.rowwise.api import hadamard
 
@@ -124,7 +124,7 @@ def expert_mlp_terms(
         return _apart(activations, "reference", x, mlp, chosen, weights).sum(0, keepdims=True)
 
     run = functools.partial(_by_warpgroups, configs, activations, is_local)
-    terms = with_gradients_of(run, reference, call.x, mlp, call.experts, weights)
+    terms = with_gradients_of(reference, run, call.x, mlp, call.experts, weights)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
 
 

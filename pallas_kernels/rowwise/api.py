@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -23,6 +22,7 @@ from mpjax.kernels.checks import (
     whole_number,
 )
 from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise import block_norm, blocks, reference, triton
@@ -112,7 +112,7 @@ def add_rms_norm(
             terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted
         )
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
-    return _differentiable(kernel, plain, terms, residual, weight)
+    return with_gradients_of(plain, kernel, terms, residual, weight)
 
 
 def gated_silu(
@@ -183,7 +183,7 @@ def gated(
     kernel = functools.partial(
         triton.gated, activation=activation, dtype=dtype, format=rounding, hadamard=hadamard
     )
-    return _differentiable(kernel, plain, terms)
+    return with_gradients_of(plain, kernel, terms)
 
 
 def hadamard(
@@ -216,7 +216,8 @@ def hadamard(
 
     if _choose("hadamard", implementation, default, reason) == "reference":
         return plain(x)
-    return _differentiable(functools.partial(triton.hadamard, block=block, dtype=wanted), plain, x)
+    kernel = functools.partial(triton.hadamard, block=block, dtype=wanted)
+    return with_gradients_of(plain, kernel, x)
 
 
 def quantize_rows(
@@ -295,21 +296,3 @@ def _why_no_room(channels: int, block: int) -> str | None:
     """The reason why this GPU can't transform a row of so many channels, or None."""
     capability = device.compute_capability()
     return None if capability is None else why_no_room(channels, block, capability)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return kernel(*arguments)
-
-
-def _forward(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return _differentiable(kernel, plain, *arguments), arguments
-
-
-def _backward(
-    kernel: Callable[..., Any], plain: Callable[..., Any], saved: Any, gradients: Any
-) -> Any:
-    return jax.vjp(plain, *saved)[1](gradients)
-
-
-_differentiable.defvjp(_forward, _backward)

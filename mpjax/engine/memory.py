@@ -53,6 +53,9 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
 def _working_bytes(lm: LanguageModel, slots: int, chunk: int) -> int:
     """Bytes of a layer's widest activations, inside the MLP, and of logits."""
     config = lm.config
-    inside = max(layer.mlp.token_bytes(config) for layer in config.layers)
-    activations = chunk * (inside + 3 * config.hidden_size * jnp.dtype(config.dtype).itemsize)
+    inside = max(
+        chunk * layer.mlp.token_bytes(config) + layer.mlp.padding_bytes(config)
+        for layer in config.layers
+    )
+    activations = inside + chunk * 3 * config.hidden_size * jnp.dtype(config.dtype).itemsize
     return activations + 3 * 4 * max(slots, chunk // 4) * lm.config.vocab_size

@@ -56,4 +56,5 @@ def test_room_is_left_for_the_terms_of_experts(lm):
     mixed = dataclasses.replace(config, layers=(*config.layers[1:], experts))
     other = SimpleNamespace(config=mixed)
     further = 64 * (2 * 3 * inner * 4 + 3 * config.hidden_size * 4)
+    further += 8 * 256 * (2 * config.hidden_size + inner) * 4  # rows of tiles without a token
     assert memory._working_bytes(other, 2, 64) == before + further

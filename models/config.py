@@ -207,9 +207,9 @@ class MLPSpec(SublayerSpec):
         """
         return self.divide(count, units)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
-        return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside the module, at most: gate, up, and their product."""
+        return tokens * 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

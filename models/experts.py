@@ -21,11 +21,13 @@ from mpjax.kernels import (
     grouped_matmul_terms,
     route,
 )
-from mpjax.kernels.checks import as_array
+from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
 from mpjax.models.share import Cut, Share, share_size
+
+TILE_ROWS = 256  # the most rows of a tile of grouped products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +125,24 @@ class ExpertsSpec(MLPSpec):
             found += [fold.below("shared") for fold in shared]
         return tuple(found)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside their experts and the shared MLP, and of their terms.
 
         Terms are float32 [experts_per_token, hidden]; with the shared MLP's they are joined, which
-        is a copy.
+        is a copy. Or warpgroups multiply rows in the order of experts, among which an expert may
+        have all but one row of a tile too many: hidden channels and those inside, and float32
+        products, whose sums are one term.
         """
-        inner = self.experts_per_token * super().token_bytes(config)
-        term = config.hidden_size * 4
+        term, pairs = config.hidden_size * 4, tokens * self.experts_per_token
+        item = as_dtype("dtype", config.dtype).itemsize
+        rows = pairs + min(pairs, self.num_experts) * (TILE_ROWS - 1)
+        in_tiles = rows * ((config.hidden_size + self.intermediate_size) * item + term)
+        apart = super().working_bytes(config, pairs) + pairs * term
+        inner = max(apart, in_tiles + tokens * term)
         if self.shared_size is None:
-            return inner + self.experts_per_token * term
-        shared = GatedMLPSpec(self.shared_size).token_bytes(config)
-        return inner + shared + 2 * (self.experts_per_token + 1) * term
+            return inner
+        shared = GatedMLPSpec(self.shared_size).working_bytes(config, tokens)
+        return inner + shared + (pairs + 2 * tokens) * term
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
         """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""

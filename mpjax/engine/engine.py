@@ -95,12 +95,11 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
-        pages = count_pages(lm, slots, most, cache_memory, chunk)
         self.lm, self.max_tokens, self._shares = lm, most, rarer.share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
             slots=slots,
-            pages=pages,
+            pages=0,  # until the others tell how much memory is left
             page_size=lm.page_size,
             block=lm.kv_format.block,
             chunk=chunk,
@@ -110,7 +109,8 @@ class Engine:
             window=None if None in windows else max(w for w in windows if w is not None),
             rides=rarer.ride,
         )
-        self._runner = Runner(lm, sizes, most)
+        pages = count_pages(lm, sizes, most, cache_memory)
+        self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most)
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()

@@ -11,6 +11,7 @@ from flax import nnx
 
 from mpjax.kernels import Gate, Routing, quantize
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.gemm.plans.warpgroup_rule import MOST_ROWS
 from mpjax.models import (
     ConfigError,
     Decoder,
@@ -20,6 +21,7 @@ from mpjax.models import (
     LinearMaps,
     Packed,
 )
+from mpjax.models.experts import TILE_ROWS
 from mpjax.models.share import Cut, Share
 from tests.models.small import CONFIG
 from tests.pallas_kernels.experts.cases import expected
@@ -86,13 +88,25 @@ def test_experts_whose_gate_limits_up_have_no_fold_with_it():
     assert targets == [["shared.down"], ["experts.down", "shared.down"]]
 
 
-def test_bytes_of_a_token_count_all_of_its_experts():
-    inner, term = 2 * 3 * 32 * 4, 64 * 4
-    assert dataclasses.replace(SPEC, shared_size=None).token_bytes(CONFIG) == inner + 2 * term
-    assert SPEC.token_bytes(CONFIG) == inner + 3 * 96 * 4 + 2 * 3 * term
-    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+def test_bytes_count_all_experts_of_tokens():
+    """Of a single token, in a tile of its own for each of its two experts."""
     alone = dataclasses.replace(SPEC, shared_size=None)
-    assert alone.token_bytes(in_16_bits) == inner // 2 + 2 * term
+    row, term = (64 + 32) * 4 + 64 * 4, 64 * 4
+    assert alone.working_bytes(CONFIG, 1) == 2 * TILE_ROWS * row + term
+    shared = 3 * 96 * 4 + 4 * term
+    assert SPEC.working_bytes(CONFIG, 1) == alone.working_bytes(CONFIG, 1) + shared
+    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+    assert alone.working_bytes(in_16_bits, 1) == 2 * TILE_ROWS * ((64 + 32) * 2 + term) + term
+
+
+def test_bytes_of_many_tokens_count_what_products_apart_have():
+    wide = dataclasses.replace(SPEC, shared_size=None, intermediate_size=1024)
+    pairs = 2 * 100_000
+    assert wide.working_bytes(CONFIG, 100_000) == pairs * (3 * 1024 * 4 + 64 * 4)
+
+
+def test_no_tile_has_more_rows_than_bytes_are_counted_for():
+    assert max(MOST_ROWS.values()) == TILE_ROWS
 
 
 def test_a_mixture_with_everything(rng):

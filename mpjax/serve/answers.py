@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from mpjax.engine.handle import Handle
@@ -70,7 +70,8 @@ class Style(Protocol):
 class Piece:
     """New text of a request, with the tokens since the piece before.
 
-    finish_reason: in the last piece.
+    finish_reason: in the last piece. offset: characters of the tokens before, if log-probabilities
+    are asked for.
     """
 
     handle: Handle
@@ -78,6 +79,20 @@ class Piece:
     begin: int
     end: int
     finish_reason: str | None = None
+    offset: int = 0
+
+
+async def pieces(answer: Answer, handle: Handle) -> AsyncIterator[Piece]:
+    """The text of a request in pieces, each with its tokens; the last has the reason of the end."""
+    begin = offset = 0
+    async for text in handle:
+        end = len(handle.tokens)
+        yield Piece(handle, text, begin, end, None, offset)
+        if answer.asked.logprobs:
+            spelled = map(answer.bytes_of, handle.tokens[begin:end])
+            offset += sum(map(_characters, spelled))
+        begin = end
+    yield Piece(handle, "", begin, len(handle.tokens), handle.finish_reason, offset)
 
 
 class Completions:
@@ -113,8 +128,7 @@ class Completions:
         logprobs = None
         if answer.asked.logprobs:
             entries = _entries(answer, piece.handle, piece.begin, piece.end)
-            earlier = map(answer.bytes_of, piece.handle.tokens[: piece.begin])
-            logprobs = _in_columns(entries, answer.asked.top > 0, sum(map(_characters, earlier)))
+            logprobs = _in_columns(entries, answer.asked.top > 0, piece.offset)
         return self._chunk(answer, index, piece.text, logprobs, piece.finish_reason)
 
     def last(self, answer: Answer) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import numpy as np
 import pytest
 
 from mpjax.engine.handle import Handle, PromptLogprobs
-from mpjax.serve.answers import Answer, Chats, Completions, Piece
+from mpjax.serve.answers import Answer, Chats, Completions, Piece, pieces
 from mpjax.serve.requests import Asked
 from mpjax.serve.spelling import token_bytes
 
@@ -88,8 +89,52 @@ def test_candidates_stand_beside_each_token(tiny, handle):
         (name[80], -0.5),
     ]
     assert bytes(first["top_logprobs"][0]["bytes"]).decode() == name[90]
-    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2))["choices"]
-    assert chunk["logprobs"]["text_offset"] == [len(name[80])]
+    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2, offset=7))["choices"]
+    assert chunk["logprobs"]["text_offset"] == [7]
+
+
+def test_the_tokens_of_a_stream_are_spelled_a_few_times_each(tiny, monkeypatch):
+    """However long the stream is: twice for a token's entry and offset, and once as a candidate."""
+    spelled = []
+
+    def spell(tokenizer, token):
+        spelled.append(token)
+        return token_bytes(tokenizer, token)
+
+    monkeypatch.setattr("mpjax.serve.answers.token_bytes", spell)
+    asked, count = answer(tiny, top=1), 120
+    handle = Handle(Drawn(), 0, [70], None)
+
+    async def read():
+        style, offsets = Completions(), []
+        async for piece in pieces(asked, handle):
+            [choice] = style.chunk(asked, 0, piece)["choices"]
+            offsets += choice["logprobs"]["text_offset"]
+        return offsets
+
+    async def stream():
+        reader = asyncio.ensure_future(read())
+        for number in range(count):
+            await asyncio.sleep(0)
+            handle.tokens.append(80 + number % 3)
+            handle.logprobs.append(-1.0)
+            handle.certain += "x"
+            if number == count - 1:
+                handle.finish("length")
+            handle.report([80])
+        return await reader
+
+    offsets = asyncio.run(stream())
+    lengths = [len(tiny.tokenizer.decode([80 + number % 3])) for number in range(count)]
+    assert offsets == [0, *np.cumsum(lengths)[:-1].tolist()]
+    assert len(spelled) <= 3 * count
+
+
+class Drawn:
+    """An engine that has nothing to start."""
+
+    def start(self):
+        pass
 
 
 def test_choices_of_a_prompt_share_it(tiny, handle):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mpjax.channels import THINK
 from mpjax.engine.handle import Handle, PromptLogprobs
 from mpjax.serve.answers import Answer, Chats, Completions, Piece, pieces
 from mpjax.serve.requests import Asked
@@ -137,6 +139,35 @@ class Drawn:
         pass
 
 
+class Reasoning:
+    """A tokenizer with channels."""
+
+    channels = THINK
+
+    def decode(self, ids, skip_special):
+        return "<think>" if ids == [70, 71, 72] else ""
+
+
+def test_reasoning_is_told_apart_from_the_answer(handle):
+    asked = Answer(Reasoning(), "tiny", Asked([[70, 71, 72]], 2, {}, [], 0))
+    handle.certain = "Hm.</think>\n\nYes"
+    handle._row_text = SimpleNamespace(text=handle.certain)
+    [choice] = Chats().whole(asked, [handle])["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes", "Hm.")
+    [choice] = Completions().whole(asked, [handle])["choices"]
+    assert choice["text"] == handle.certain
+
+    async def deltas():
+        found = [Chats().chunk(asked, 0, piece) async for piece in pieces(asked, handle)]
+        return [chunk["choices"][0]["delta"] for chunk in found]
+
+    assert asyncio.run(deltas()) == [{"reasoning_content": "Hm.", "content": "Yes"}, {}]
+    handle.prompt = [1]
+    [choice] = Chats().whole(asked, [handle])["choices"]
+    assert choice["message"]["reasoning_content"] is None
+
+
 def test_choices_of_a_prompt_share_it(tiny, handle):
     found = answer(tiny, choices=2).usage([handle, handle])
     assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 4)
@@ -144,7 +175,7 @@ def test_choices_of_a_prompt_share_it(tiny, handle):
 
 @pytest.mark.parametrize("style", [Completions(), Chats()])
 def test_chunks_have_the_tokens_of_their_piece(tiny, handle, style):
-    piece = Piece(handle, "b", 1, 2, "stop")
+    piece = Piece(handle, "b", 1, 2, "stop", parts=[(False, "b")])
     [choice] = style.chunk(answer(tiny), 4, piece)["choices"]
     assert (choice["index"], choice["finish_reason"]) == (4, "stop")
     logprobs = choice["logprobs"]

@@ -234,13 +234,9 @@ class MLPSpec(SublayerSpec):
         """
         return self.divide(count, units)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
-        return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
-
-    def padding_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of rows inside the module that are of no token, at most; of a plain MLP none."""
-        return 0
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside the module, at most: gate, up, and their product."""
+        return tokens * 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,27 +139,24 @@ class ExpertsSpec(MLPSpec):
             found += [fold.below("shared") for fold in self.shared.folds(config)]
         return tuple(found)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside their experts and the shared MLP, and of their terms.
 
         Terms are float32 [experts_per_token, hidden]; with the shared MLP's they are joined, which
-        is a copy.
+        is a copy. Or warpgroups multiply rows in the order of experts, among which an expert may
+        have all but one row of a tile too many: hidden channels and those inside, and float32
+        products, whose sums are one term.
         """
-        inner = self.experts_per_token * super().token_bytes(config)
-        term = config.hidden_size * 4
+        term, pairs = config.hidden_size * 4, tokens * self.experts_per_token
+        item = as_dtype("dtype", config.dtype).itemsize
+        rows = pairs + min(pairs, self.num_experts) * (MOST_TILE_ROWS - 1)
+        in_tiles = rows * ((config.hidden_size + self.intermediate_size) * item + term)
+        apart = super().working_bytes(config, pairs) + pairs * term
+        inner = max(apart, in_tiles + tokens * term)
         if self.shared is None:
-            return inner + self.experts_per_token * term
-        return inner + self.shared.token_bytes(config) + 2 * (self.experts_per_token + 1) * term
-
-    def padding_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of rows without a token: the last tile of each expert may be nearly empty.
-
-        Where experts have many tokens, rows are copied to the order of tiles: those of x, between
-        the products, and of the results.
-        """
-        channels = 2 * config.hidden_size + self.intermediate_size
-        rows = self.num_experts * MOST_TILE_ROWS
-        return rows * channels * as_dtype("dtype", config.dtype).itemsize
+            return inner
+        shared = self.shared.working_bytes(config, tokens)
+        return inner + shared + (pairs + 2 * tokens) * term
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
         """The spec with a share of each expert's intermediate channels, and of the shared MLP's.

@@ -28,7 +28,7 @@ from mpjax.speculation.proposer import Proposer
 
 HEADERS = (
     *("precision", "through", "requests", "seconds", "tokens/s", "first token", "token"),
-    *("longest gap", "shared", "preempted"),
+    *("longest gap", "shared", "preempted", "idle"),
 )
 GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
 
@@ -94,8 +94,9 @@ class Load:
 class Sweep:
     """A load, for each of several precisions.
 
-    slots, chunk_tokens, steps, cache_memory, share_prefixes, ride, speculate: of the engine. Random
-        weights repeat themselves: what speculation gains with them says nothing about texts.
+    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, ride, speculate: of the
+        engine. Random weights repeat themselves: what speculation gains with them says nothing
+        about texts.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
     rounds: how often the load is run; all but the last compile, and are not counted.
@@ -108,7 +109,8 @@ class Sweep:
     precisions: tuple[str, ...]
     load: Load
     slots: int = 256
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 4096
+    max_gap: float | None = None
     steps: int = 8
     cache_memory: float | None = None
     share_prefixes: bool = True
@@ -159,6 +161,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         cache_memory=sweep.cache_memory,
         max_tokens=sweep.load.most,
         chunk_tokens=sweep.chunk_tokens,
+        max_gap=sweep.max_gap,
         steps=sweep.steps,
         share_prefixes=sweep.share_prefixes,
         ride=sweep.ride,
@@ -171,10 +174,13 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         after = engine.statistics()
         names = ["prompt_tokens", "shared_tokens", "preemptions", "steps", "late_steps"]
         names += ["proposed_tokens", "accepted_tokens"]
+        work, idle = (after[n] - before[n] for n in ("work_seconds", "idle_seconds"))
         return {
             "through": "engine",
             "slots": sweep.slots,
             "chunk_tokens": sweep.chunk_tokens,
+            "max_gap": None if sweep.max_gap is None else str(sweep.max_gap),
+            "idle_share": idle / work,
             "ride": sweep.ride,
             "speculate": None if sweep.speculate is None else repr(sweep.speculate),
             "capacity_tokens": engine.capacity,
@@ -312,6 +318,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         "" if gaps is None or row["through"] != "engine" else f"{gaps['most'] * 1e3:.0f} ms",
         f"{shared / row['prompt_tokens']:.0%}" if shared else "",
         str(row.get("preemptions") or ""),
+        f"{row['idle_share']:.1%}" if "idle_share" in row else "",
     ]
 
 

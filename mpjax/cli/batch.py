@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,9 @@ def _run(
         return
     most = min(bucket_tokens(engine["max_tokens"]), lm.config.max_position_embeddings)
     slots = min(engine["slots"], len(indices))
-    with mpjax.Engine(lm, **dict(engine) | {"slots": slots, "max_tokens": most}) as running:
+    # Nobody reads along, so that rows may wait for whole chunks.
+    arguments = dict(engine) | {"slots": slots, "max_tokens": most, "max_gap": math.inf}
+    with mpjax.Engine(lm, **arguments) as running:
         numbers = {}
         for index in indices:
             request = requests[index]

@@ -10,7 +10,7 @@ import jax
 
 from mpjax.decoding import has_warpgroups
 from mpjax.engine.histories import begin_history
-from mpjax.engine.planner import Decode, Sizes, scored_chunk, small_chunk
+from mpjax.engine.planner import Decode, Sizes, middle_chunk, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
@@ -87,29 +87,42 @@ class Programs:
         chunk, slots, steps = limits.chunk, limits.slots, limits.steps
         self._waits, self._proposer = not device.on_gpu(), proposer
         self.scored_size = scored_chunk(chunk)
-        self.reading_sizes = sorted({chunk, small_chunk(chunk)})
-        # Rows that ride along, by whether all rows are greedy; the first sizes are for none.
+        small, middle = small_chunk(chunk), middle_chunk(chunk)
+        # By whether all rows are greedy, and whether there are places for rows that ride along.
+        # These programs read a middle chunk. Where not all rows are greedy, places may be empty.
+        self.reading_sizes = {
+            (True, False): sorted({small, middle, chunk}),
+            (False, False): sorted({middle, chunk}),
+        }
+        if limits.rides:
+            self.reading_sizes = {
+                (True, False): sorted({small, chunk}),
+                (True, True): [middle],
+                (False, True): sorted({middle, chunk}),
+            }
         few = sorted({-(-slots // 4), slots})
         self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
-
-        def sizes(*divisors: int, least: int) -> list[int]:
-            found = [-(-slots // divisor) for divisor in divisors]
-            return sorted({slots, *(size for size in found if size >= least)})
-
+        parts = {-(-slots // 8), slots}
+        if not limits.proposed:  # proposers need a program themselves
+            parts.add(-(-slots // 2))
         # By whether all rows are greedy, and the number of steps.
-        parts = (4, 16) if limits.proposed else (2, 4, 16)  # proposers need a program themselves
         self.decoding_sizes = {
-            (True, steps): sorted({1, min(FEW_ROWS, slots), *sizes(*parts, least=FEW_ROWS)}),
+            (True, steps): sorted({1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}),
             (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
         }
         if not limits.rides:
-            self.decoding_sizes[True, 1] = sizes(4, least=2 * FEW_ROWS)
+            self.decoding_sizes.setdefault((True, 1), [slots])
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._leaves, structure = jax.tree.flatten(model)
         self._structure = _Structure(structure)
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
+
+    @property
+    def holds_host(self) -> bool:
+        """Whether `decode` returns when the device has nearly ended it: its loops need the host."""
+        return self._proposer is not None and device.on_gpu()
 
     def extend(
         self,
@@ -162,9 +175,8 @@ class Programs:
         sizes = [0] if scored else self.rider_sizes.get(greedy, [0])
         return next(size for size in sizes if size >= rows)
 
-    def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
-        """The number of tokens to which a reading is padded."""
+    def reading_size(self, tokens: int, riders: int, *, greedy: bool, scored: bool) -> int:
+        """The number of tokens to which a reading is padded. riders: places for rows that ride."""
         if scored:
             return self.scored_size
-        sizes = self.reading_sizes if greedy else self.reading_sizes[-1:]
-        return next(size for size in sizes if size >= tokens)
+        return next(size for size in self.reading_sizes[greedy, riders > 0] if size >= tokens)

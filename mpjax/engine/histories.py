@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mpjax.language_model import LanguageModel
 from mpjax.speculation.proposer import Proposer, Speculation
 
 
@@ -45,3 +46,22 @@ def extend_histories(
         return None
     history = histories.history.at[slots, places].set(tokens, mode="drop")
     return dataclasses.replace(histories, history=history)
+
+
+def require_fit(proposer: Proposer | None, lm: LanguageModel, tokens: int) -> Proposer | None:
+    """A proposer that an engine can use for rows of up to so many tokens. Raises ValueError."""
+    if proposer is None:
+        return None
+    name = type(proposer).__name__
+    if type(proposer).read is not Proposer.read:
+        raise ValueError(
+            f"speculate is a {name}, which reads prompts into a cache of its own: an Engine knows "
+            "only its model's cache, so give it an mpjax.Ngram, or call mpjax.generate"
+        )
+    if proposer.k >= lm.page_size:
+        raise ValueError(
+            f"speculate proposes {proposer.k} tokens: an Engine verifies fewer than a page's, "
+            f"{lm.page_size}"
+        )
+    proposer.require(lm.tokenizer, tokens)
+    return proposer

@@ -3,13 +3,14 @@
 A model continues texts that repeat their prompt, and texts that don't, in plain decoding and with
 each proposer, one prompt at a time. A result of the JSON file has the case, the proposer, tokens/s
 of both, their ratio, the acceptance and the tokens per step. Models with a chat template get
-requests in words, and base models a file of Python that they have begun to repeat. With --engine
-each prompt goes through an Engine of one slot.
+requests in words, and base models a file of Python that they have begun to repeat. With --engine N
+each prompt goes through an Engine of one slot, whose programs take N decoding steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -85,10 +86,10 @@ def run(
     new_tokens: int,
     rounds: int = ROUNDS,
     *,
-    by_engine: bool = False,
+    steps: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a model. by_engine: whether an Engine generates."""
-    measured = _measure_engine if by_engine else _measure
+    """The rows of a model. steps: of an Engine's programs; None for `generate`."""
+    measured = _measure if steps is None else functools.partial(_measure_engine, steps)
     parsed = {text: parse(text) for text in proposers}
     for case, prompt in prompts(lm).items():
         options = {"max_new_tokens": new_tokens}
@@ -106,7 +107,7 @@ def run(
                 "repeats": case in REPEATING,
                 "temperature": temperature,
                 "proposer": text,
-                "through": "engine" if by_engine else "generate",
+                "engine_steps": steps,
                 "plain_tokens_per_second": speed,
                 "tokens_per_second": faster,
                 "speed_up": faster / speed if speed else None,
@@ -140,7 +141,8 @@ def command(rows: Sequence[Mapping[str, Any]]) -> str:
     model, proposers = rows[0]["model"], dict.fromkeys(row["proposer"] for row in rows)
     options = "" if model == mpjax.bundled_model().name else f" --model {model}"
     options += "".join(f" --speculate {each}" for each in proposers)
-    options += " --engine" if rows[0].get("through") == "engine" else ""
+    if steps := rows[0].get("engine_steps"):
+        options += f" --engine {steps}"
     return f"python -m benchmarks.speculation OUT.json{options}"
 
 
@@ -153,13 +155,13 @@ def _measure(
 
 
 def _measure_engine(
-    lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
+    steps: int, lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
 ) -> tuple[mpjax.Generation, float]:
     """What `_measure` gives, by an Engine of one slot."""
     most = MOST + options["max_new_tokens"]
     speculate = options.get("speculate")
     options = {name: value for name, value in options.items() if name != "speculate"}
-    with mpjax.Engine(lm, slots=1, max_tokens=most, speculate=speculate) as engine:
+    with mpjax.Engine(lm, slots=1, max_tokens=most, steps=steps, speculate=speculate) as engine:
         found = [engine.generate([prompt], **options) for _ in range(rounds + 1)]
     return found[-1], statistics.median(each.tokens_per_second for each in found[1:])
 
@@ -174,14 +176,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, action="append")
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="after one that compiles")
-    parser.add_argument("--engine", action="store_true", help="by an Engine of one slot")
+    parser.add_argument("--engine", type=int, metavar="N", help="steps of an Engine's programs")
     chosen = parser.parse_args(arguments)
     lm = mpjax.load(chosen.model or mpjax.bundled_model(), precision=chosen.precision)
     rows = []
     for temperature in chosen.temperature or (0.0, 0.8):
         proposers = chosen.speculate or PROPOSERS
         numbers = temperature, chosen.new_tokens, chosen.rounds
-        for row in run(lm, proposers, *numbers, by_engine=chosen.engine):
+        for row in run(lm, proposers, *numbers, steps=chosen.engine):
             rows.append(row)
             print(json.dumps(row), flush=True)
             text = json.dumps(measure.stamp() | {"results": rows}, indent=1)

@@ -73,15 +73,15 @@ def test_an_engine_is_measured_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mpjax, "Engine", Engine)
     file = tmp_path / "rows.json"
-    options = ["--engine", "--speculate", "ngram:4:2", "--temperature", "0", "--rounds", "1"]
+    options = ["--engine", "16", "--speculate", "ngram:4:2", "--temperature", "0", "--rounds", "1"]
     assert speculation.main([str(file), *options]) == 0
     rows = json.loads(file.read_text())["results"]
-    assert [row["through"] for row in rows] == ["engine"] * 4
+    assert [row["engine_steps"] for row in rows] == [16] * 4
     assert rows[0]["speed_up"] == pytest.approx(2)
     assert asked[0] == {"max_new_tokens": 200}
-    assert made[0] == {"slots": 1, "max_tokens": 1024, "speculate": None}
+    assert made[0] == {"slots": 1, "max_tokens": 1024, "steps": 16, "speculate": None}
     assert made[1] == made[0] | {"speculate": mpjax.Ngram(4, 2)}
-    assert speculation.command(rows).endswith("--speculate ngram:4:2 --engine")
+    assert speculation.command(rows).endswith("--speculate ngram:4:2 --engine 16")
 
 
 def test_a_chat_model_gets_requests():

@@ -158,6 +158,27 @@ def test_nan_behind_a_proposed_token_ends_its_own_row(tiny, plain, engine):
             assert broken.submit(long, max_new_tokens=4).result().tokens == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["W4A16KV8", "W4A16KV4c"])
+def test_on_a_gpu_tokens_are_those_of_a_plain_engine(precision):
+    """By other kernels, so that tokens may differ where two are nearly as likely."""
+    lm = mpjax.load(mpjax.bundled_model(), precision=precision, progress=False)
+    prompt = 3 * "def area(width, height):\n    return width * height\n\n\n" + "def area("
+    found = []
+    for speculate in (None, mpjax.Ngram(4, 2)):
+        with mpjax.Engine(lm, slots=2, max_tokens=512, speculate=speculate) as engine:
+            found.append(engine.generate([prompt, "import os\n"], max_new_tokens=120))
+    plain, speculated = found
+    assert speculated.speculation.tokens_per_step > 1.2
+    for row in range(2):
+        pairs = list(zip(plain.tokens[row], speculated.tokens[row], strict=False))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        ends = slice(0, same + 1)
+        np.testing.assert_allclose(
+            speculated.logprobs[row][ends], plain.logprobs[row][ends], atol=0.15
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading(Knowing):
     def read(self, own, tokens, lengths):

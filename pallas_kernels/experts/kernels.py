@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts import counting, triton
 from mpjax.kernels.experts.epilogue import Epilogue
@@ -19,6 +20,7 @@ from mpjax.kernels.experts.plans import (
     Problem,
     why_not_warpgroups,
 )
+from mpjax.kernels.experts.rounding import round_to_blocks
 from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
 from mpjax.kernels.gemm.plans import can_be_operand
 from mpjax.kernels.product_format import ActivationFormat
@@ -103,9 +105,16 @@ def find_tiles(
 def in_packed_order(
     x: jax.Array, weight: Any, experts: jax.Array, divided: DividedRows | None
 ) -> tuple[Any, Any]:
-    """The rows of x as the kernel takes them, and the weight without a permutation."""
+    """The rows of x as the kernel takes them, and the weight without a permutation.
+
+    experts: int32 [tokens, k], those of the rows of x.
+    """
     if not isinstance(weight, QuantizedTensor):
         return x.reshape(-1, x.shape[-1]), weight
+    if isinstance(weight.activations, ActivationBlocks):
+        tokens, of_rows = x.reshape(-1, x.shape[-1]), experts.reshape(-1)
+        rounded = round_to_blocks(tokens, weight.activations, of_rows)
+        return rounded, dataclasses.replace(weight, permutation=None)
     if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
         order = weight.permutation[experts]  # [tokens, k, K]
         x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
@@ -143,8 +152,6 @@ def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
         if weight.dtype in (jnp.bfloat16, jnp.float16):
             return None
         return f"the weight is {weight.dtype}, expected bfloat16, float16 or a packed format"
-    if weight.activation_bits is not None:
-        return f"{weight.format} has blocks of activations in 4 bits, which differ by expert"
     if weight.format.operand == "float8" and (reason := device.why_not_float8()):
         return reason
     sizes = x.size * weight.shape[0], weight.words.size

@@ -12,11 +12,11 @@ from mpjax.kernels.experts import choosing, triton
 from mpjax.kernels.experts.api import grouped_matmul
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
-from mpjax.kernels.experts.gradient import with_gradients_of
 from mpjax.kernels.experts.kernels import in_packed_order, why_not
 from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.plans import ExpertsConfig, Problem, plan_of
 from mpjax.kernels.experts.routing import route
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 # The products [..., k, I], the experts int32 [..., k] of tokens, and their weights float32.
@@ -55,7 +55,7 @@ def routed_products(
         return multiply(x, weight, experts, bias=bias, gate=gate), experts, weights
 
     rows = x.reshape(-1, x.shape[-1])
-    found: Any = with_gradients_of(by_kernel, reference, rows, weight, flat, bias)
+    found: Any = with_gradients_of(reference, by_kernel, rows, weight, flat, bias)
     inner, experts, weights = (array.reshape(*tokens, *array.shape[1:]) for array in found)
     return inner, experts, weights
 
@@ -81,10 +81,12 @@ def _config(
 
 
 def _fits(x: Any, weight: Any, logits: RouterLogits, bias: jax.Array | None) -> bool:
-    """Whether shapes fit, and experts read channels in one order."""
+    """Whether shapes fit, and experts read the same rows: in one order, rounded in one way."""
     if not isinstance(weight, jax.Array | QuantizedTensor) or len(weight.shape) != 3:
         return False
-    if isinstance(weight, QuantizedTensor) and weight.permutation is not None:
+    if isinstance(weight, QuantizedTensor) and not (
+        weight.permutation is None and weight.activation_bits is None
+    ):
         return False
     experts, channels, outputs = weight.shape
     given: Any = logits.logits

@@ -11,6 +11,7 @@ from flax import nnx
 
 from mpjax.kernels import Gate, Routing, device, quantize
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.experts.plans import MOST_TILE_ROWS
 from mpjax.models import (
     ConfigError,
     Decoder,
@@ -80,25 +81,30 @@ def test_all_that_reads_the_norm_has_its_scales():
     assert layer.writers(CONFIG)[1:] == ("mlp.experts.down", "mlp.shared.down")
 
 
-def test_experts_whose_gate_limits_up_have_no_fold_with_it():
+def test_scales_do_not_move_through_a_gate_that_limits_up():
     plain = dataclasses.replace(SPEC, gate_limit=None)
-    targets = [[fold.target for fold in spec.folds(CONFIG)] for spec in (SPEC, plain)]
+    folds = SPEC.folds(CONFIG), plain.folds(CONFIG)
+    targets = [[fold.target for fold in found if fold.is_linear] for found in folds]
     assert targets == [["shared.down"], ["experts.down", "shared.down"]]
+    for found in folds:  # channels may be in another order
+        assert [fold.target for fold in found if fold.is_elementwise] == targets[1]
 
 
-def test_bytes_of_a_token_count_all_of_its_experts():
-    inner, term = 2 * 3 * 32 * 4, 64 * 4
-    assert dataclasses.replace(SPEC, shared_size=None).token_bytes(CONFIG) == inner + 2 * term
-    assert SPEC.token_bytes(CONFIG) == inner + 3 * 96 * 4 + 2 * 3 * term
-    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+def test_bytes_count_all_experts_of_tokens():
+    """Of a single token, in a tile of its own for each of its two experts."""
     alone = dataclasses.replace(SPEC, shared_size=None)
-    assert alone.token_bytes(in_16_bits) == inner // 2 + 2 * term
+    row, term = (64 + 32) * 4 + 64 * 4, 64 * 4
+    assert alone.working_bytes(CONFIG, 1) == 2 * MOST_TILE_ROWS * row + term
+    shared = 3 * 96 * 4 + 4 * term
+    assert SPEC.working_bytes(CONFIG, 1) == alone.working_bytes(CONFIG, 1) + shared
+    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+    assert alone.working_bytes(in_16_bits, 1) == 2 * MOST_TILE_ROWS * ((64 + 32) * 2 + term) + term
 
 
-def test_bytes_of_rows_without_a_token():
-    """A tile of the most rows for each expert: of x, between the products, and of results."""
-    assert SPEC.padding_bytes(CONFIG) == 4 * 256 * (64 + 32 + 64) * 4
-    assert GatedMLPSpec(96).padding_bytes(CONFIG) == 0
+def test_bytes_of_many_tokens_count_what_products_apart_have():
+    wide = dataclasses.replace(SPEC, shared_size=None, intermediate_size=1024)
+    pairs = 2 * 100_000
+    assert wide.working_bytes(CONFIG, 100_000) == pairs * (3 * 1024 * 4 + 64 * 4)
 
 
 def test_which_kernels_compute_experts():

@@ -15,7 +15,8 @@ from mpjax import decoding, decoding_state
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.decoding_state import Limits
-from mpjax.kernels import KVFormat, WeightFormat, device
+from mpjax.kernels import KVFormat, WeightFormat, device, early_launch
+from mpjax.kernels.gemm.plans import WarpgroupConfig
 from mpjax.models import DecoderConfig, Llama, Mixtral, llama_layers, presets
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -359,6 +360,29 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
     # JAX names the options where a program with some is called inside of another.
     with pytest.raises(ValueError, match="'xla_gpu_enable_pdl': False"):
         jax.eval_shape(lambda *rest: in_turn(*rest), state, Sampling(), limits, jnp.int32(4))
+
+
+def test_a_program_copies_weights_ahead_where_a_plan_says_so(monkeypatch):
+    """The context says so while it is traced, and then alone."""
+    model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
+    state, _ = begin(model, KVFormat(), Sampling(), 2, [3] * 2)
+    config = WarpgroupConfig(8, 2, 1)
+    monkeypatch.setattr(early_launch, "why_not", lambda: None)
+    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda problem: problem.channels == 128)
+    monkeypatch.setattr(decoding, "warpgroup_config_of", lambda problem: config)
+    assert decoding.decode_program(model, state) is decoding.jit_decode_in_turn
+    config = dataclasses.replace(config, ahead=2)
+    assert decoding.decode_program(model, state) is decoding.jit_decode_ahead
+    monkeypatch.setattr(early_launch, "why_not", lambda: "too old")
+    assert decoding.decode_program(model, state) is decoding.jit_decode_in_turn
+    monkeypatch.setattr(early_launch, "why_not", lambda: None)
+    seen = []
+    monkeypatch.setattr(
+        decoding, "decode", lambda *_, **__: seen.append(early_launch.may_copy_weights())
+    )
+    decoding.decode_ahead(model, state)
+    assert seen == [True]
+    assert not early_launch.may_copy_weights()
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (128, 128)])

@@ -92,11 +92,12 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.kv_cache.triton, "flush"),
         (mpjax.kernels.attention.triton, "paged_attention"),
         (mpjax.kernels.rotary.triton, "rotate_and_append"),
-        (mpjax.kernels.rowwise.blocks, "add_rms_norm"),
+        (mpjax.kernels.rowwise.block_norm, "add_rms_norm"),
         (mpjax.kernels.rowwise.blocks, "gated_silu"),
         (mpjax.kernels.rowwise.blocks, "quantize_rows"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
         (mpjax.kernels.rowwise.triton, "gated"),
+        (mpjax.kernels.rowwise.triton, "hadamard"),
         (mpjax.kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)

@@ -79,6 +79,9 @@ CASES = [
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
     ("affine4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
+    # Launched early: with more slots than blocks, and with fewer.
+    ("uint4:g128", 1, 768, 64, WarpgroupConfig(8, 2, 1, 2, ahead=3), "bfloat16", "bfloat16"),
+    ("uint4:g128", 16, 1536, 128, WarpgroupConfig(16, 2, 2, ahead=2), "bfloat16", "float16"),
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [

@@ -81,6 +81,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
     for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
         yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
+    for tokens in (1, 1024):
+        name = f"experts mlp uint4:g128 hadamard {tokens}"
+        yield name, functools.partial(_expert_mlp, "uint4:g128", tokens, 256)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -150,14 +153,15 @@ def _experts(text: str, tokens: int) -> Call:
     return layer, (x, chosen, weights, gate_up, down)
 
 
-def _expert_mlp(text: str, tokens: int) -> Call:
-    """The layer of `_experts` in one call."""
+def _expert_mlp(text: str, tokens: int, hadamard: int | None = None) -> Call:
+    """The layer of `_experts` in one call, with Hadamard's transform of such blocks, if any."""
     _, (*tokens_and_experts, gate_up, down) = _experts(text, tokens)
+    mlp = kernels.ExpertMLP(gate_up, down, hadamard=hadamard)
 
     def layer(x: Any, chosen: Any, weights: Any, mlp: Any) -> Any:
         return kernels.expert_mlp_terms(x, mlp, chosen, weights)
 
-    return layer, (*tokens_and_experts, kernels.ExpertMLP(gate_up, down))
+    return layer, (*tokens_and_experts, mlp)
 
 
 def _route(name: str) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -76,11 +77,22 @@ class ExpertsSpec(MLPSpec):
         return Gate(self.gate_limit, self.gate_alpha)
 
     def why_unsound(self) -> str | None:
-        """The reason why tokens can't be routed as the fields say, or None if they can."""
+        """The reason why there is no such routing or transform, or None if there is."""
         try:
-            return self.routing.why_not(self.num_experts)
+            return self.routing.why_not(self.num_experts) or self.why_unmixable()
         except ValueError as error:
             return str(error)
+
+    @property
+    def shared(self) -> GatedMLPSpec | None:
+        """The spec of the shared MLP, or None if there is none."""
+        size = self.shared_size
+        return None if size is None else GatedMLPSpec(size, hadamard=self.hadamard)
+
+    def mixers(self) -> dict[str, int]:
+        """The stack of experts, and the shared MLP."""
+        shared = {} if self.shared_size is None else {"shared": self.shared_size}
+        return {"experts": self.intermediate_size} | shared
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Experts:
         """An Experts module with random weights."""
@@ -94,8 +106,8 @@ class ExpertsSpec(MLPSpec):
             LinearMaps("experts.gate_up", (inwards, inwards), self.bias, count, joint, joint),
             LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
         ]
-        if self.shared_size is not None:
-            shared = GatedMLPSpec(self.shared_size).linear_maps(config)
+        if self.shared is not None:
+            shared = self.shared.linear_maps(config)
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
 
@@ -114,13 +126,13 @@ class ExpertsSpec(MLPSpec):
         """From up to down in each expert and in the shared MLP.
 
         A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
+        Neither have those whose channels are mixed before down.
         """
         found = []
-        if self.gate_limit is None:
+        if self.gate_limit is None and self.hadamard is None:
             found.append(Fold("experts.down", "experts.gate_up", 1))
-        if self.shared_size is not None:
-            shared = GatedMLPSpec(self.shared_size).folds(config)
-            found += [fold.below("shared") for fold in shared]
+        if self.shared is not None:
+            found += [fold.below("shared") for fold in self.shared.folds(config)]
         return tuple(found)
 
     def token_bytes(self, config: DecoderConfig) -> int:
@@ -131,14 +143,17 @@ class ExpertsSpec(MLPSpec):
         """
         inner = self.experts_per_token * super().token_bytes(config)
         term = config.hidden_size * 4
-        if self.shared_size is None:
+        if self.shared is None:
             return inner + self.experts_per_token * term
-        shared = GatedMLPSpec(self.shared_size).token_bytes(config)
-        return inner + shared + 2 * (self.experts_per_token + 1) * term
+        return inner + self.shared.token_bytes(config) + 2 * (self.experts_per_token + 1) * term
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
-        """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
-        size = share_size(self.intermediate_size, count, units["experts.down"])
+        """The spec with a share of each expert's intermediate channels, and of the shared MLP's.
+
+        Blocks that a transform mixes stay whole.
+        """
+        unit = math.lcm(units["experts.down"], self.hadamard or 1)
+        size = share_size(self.intermediate_size, count, unit)
         shared = self._shared_share(count, units)
         return dataclasses.replace(self, intermediate_size=size, shared_size=shared)
 
@@ -153,8 +168,9 @@ class ExpertsSpec(MLPSpec):
 
     def _shared_share(self, count: int, units: Mapping[str, int]) -> int | None:
         """The channels of a share of the shared MLP."""
-        shared = self.shared_size
-        return None if shared is None else share_size(shared, count, units["shared.down"])
+        if self.shared is None:
+            return None
+        return self.shared.divide(count, {"down": units["shared.down"]}).intermediate_size
 
     def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
         """The intermediate channels of a share, or its experts; the router is everybody's."""
@@ -220,31 +236,35 @@ class ExpertStack(nnx.Module):
 
         gate_up, down, *_ = spec.linear_maps(config)
         self.gate_up, self.down = create(gate_up), create(down)
-        self.gate = spec.gate
+        self.gate, self.hadamard = spec.gate, spec.hadamard
+
+    @property
+    def mlp(self) -> ExpertMLP:
+        """The experts' maps as the kernels take them."""
+        gate_up: Any = self.gate_up.kernel.get_value()
+        down: Any = self.down.kernel.get_value()
+        biases = _bias(self.gate_up), _bias(self.down)
+        return ExpertMLP(gate_up, down, self.gate, *biases, self.hadamard)
 
     def gated(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """The channels inside of a token's experts, [..., k, intermediate_size].
+        """The inputs of `down` of a token's experts, [..., k, intermediate_size].
 
         x: [..., hidden]. experts: int32 [..., k], their numbers.
         """
-        kernel: Any = self.gate_up.kernel.get_value()
-        own = self.gate_up.own(experts)
-        return grouped_matmul(x, kernel, own, bias=_bias(self.gate_up), gate=self.gate)
+        mlp, own = self.mlp, self.gate_up.own(experts)
+        inner = grouped_matmul(x, mlp.gate_up, own, bias=mlp.gate_up_bias, gate=mlp.gate)
+        return mlp.mixed(inner)
 
     def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        gate_up: Any = self.gate_up.kernel.get_value()
-        down: Any = self.down.kernel.get_value()
-        biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
-        own = self.down.own(experts)
-        if isinstance(down, QuantizedTensor) and down.permutation is not None:
+        mlp, rows, own = self.mlp, self.down.divided_rows, self.down.own(experts)
+        if isinstance(mlp.down, QuantizedTensor) and mlp.down.permutation is not None:
             # Each expert reads the channels in its own order, also those of other devices.
             inner, kernel = self.down.routed(self.gated(x, experts), experts)
             terms = grouped_matmul_terms(
-                inner, kernel, own, weights, bias=biases[1], activations=rows
+                inner, kernel, own, weights, bias=mlp.down_bias, activations=rows
             )
         else:
-            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
             terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
 
@@ -268,8 +288,8 @@ class Experts(nnx.Module):
         )
         self.experts = ExpertStack(config, spec, rngs)
         self.shared: GatedMLP | None = nnx.data(None)
-        if spec.shared_size is not None:
-            self.shared = GatedMLP(config, GatedMLPSpec(spec.shared_size), rngs)
+        if spec.shared is not None:
+            self.shared = GatedMLP(config, spec.shared, rngs)
         self.shared_gate = create("shared_gate")
         self.routing = spec.routing
 

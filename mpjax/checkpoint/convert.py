@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +17,14 @@ from mpjax.checkpoint.plan import LinearSource, TableSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.checkpoint.transfer import to_device
+from mpjax.checkpoint.transfer import PIECE_BYTES, to_device
 from mpjax.checkpoint.windows import take
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
 from mpjax.kernels.quantize import why_out_of_range
-from mpjax.models import Linear, LinearPlace
+from mpjax.models import ExpertPlace, Linear, LinearPlace
 from mpjax.precision import describe_weights
 
 # The relative errors of float16 and of bfloat16. A larger one means that the range is exceeded.
@@ -59,8 +60,28 @@ def convert_linear(
         Linear(_kernel(source, dtype, read), _bias(source, place.bias, dtype, read))
         for source in sources
     )
-    try:
+    with as_checkpoint_errors():
         return place.join(maps)  # which may join some before it takes the next
+
+
+def convert_experts(
+    place: ExpertPlace, sources: Sequence[LinearSource], dtype: str, read: Read
+) -> Iterator[Linear]:
+    """Stacks of a few experts each, of at most PIECE_BYTES in 16 bits unless one has more.
+
+    Arguments and errors are those of `convert_linear`.
+    """
+    each = place.joined_maps
+    for window in place.pieces(PIECE_BYTES):
+        some = sources[window.begin * each : window.end * each]
+        yield convert_linear(place.within([window]), some, dtype, read)[0]
+
+
+@contextlib.contextmanager
+def as_checkpoint_errors() -> Iterator[None]:
+    """Makes a ValueError of maps that can't be joined a CheckpointError."""
+    try:
+        yield
     except CheckpointError:
         raise
     except ValueError as error:

@@ -24,6 +24,7 @@ from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
 from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_configs_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.rowwise.api import hadamard
 
 Configs = tuple[ExpertsWarpgroupConfig, ExpertsWarpgroupConfig]  # of both products
 
@@ -31,15 +32,16 @@ Configs = tuple[ExpertsWarpgroupConfig, ExpertsWarpgroupConfig]  # of both produ
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["gate_up", "down", "gate_up_bias", "down_bias"],
-    meta_fields=["gate"],
+    meta_fields=["gate", "hadamard"],
 )
 @dataclasses.dataclass(frozen=True)
 class ExpertMLP:
-    """The gated MLPs of all experts: x ↦ gate(x · gate_up + bias) · down + bias.
+    """The gated MLPs of all experts: x ↦ T(gate(x · gate_up + bias)) · down + bias.
 
     gate_up: [experts, K, 2 · I] and down: [experts, I, N], plain or QuantizedTensors. gate: joins
     gate and up, the halves of the first product (static). Biases are [experts, 2 · I] and
-    [experts, N].
+    [experts, N]. hadamard: the channels of each block that T, Hadamard's transform, mixes (static;
+    see `hadamard`); None: T changes nothing.
     """
 
     gate_up: jax.Array | QuantizedTensor
@@ -47,6 +49,13 @@ class ExpertMLP:
     gate: Gate = dataclasses.field(default_factory=Gate)
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+    hadamard: int | None = None
+
+    def mixed(self, inner: jax.Array) -> jax.Array:
+        """T(inner), the input of `down` [..., I], in the dtype of `inner`."""
+        if self.hadamard is None:
+            return inner
+        return hadamard(inner, self.hadamard, dtype=inner.dtype)
 
 
 def expert_mlp_terms(
@@ -60,8 +69,9 @@ def expert_mlp_terms(
 ) -> jax.Array:
     """The terms float32 [terms, ..., N] whose sum is that of a token's experts, weighted.
 
-    It is `grouped_matmul` with the gate and `grouped_matmul_terms` with the routing weights. Their
-    arguments, errors and derivatives are also this function's.
+    It is `grouped_matmul` with the gate and `grouped_matmul_terms` with the routing weights, and
+    `hadamard` between them, where the MLP has that. Their arguments, errors and derivatives are
+    also this function's.
 
     x: [..., K]. experts: int [..., k], or LocalExperts. routing_weights: [..., k].
     activations: how the second product rounds its input, where that and `down` are parts of rows
@@ -115,7 +125,7 @@ def _apart(
         implementation=implementation,
     )
     return grouped_matmul_terms(
-        *(inner, mlp.down, experts, routing_weights),
+        *(mlp.mixed(inner), mlp.down, experts, routing_weights),
         bias=mlp.down_bias,
         activations=activations,
         implementation=implementation,
@@ -185,7 +195,7 @@ def _by_warpgroups(
     rows = warpgroups.in_tiles(rows, tiles)
     first = Epilogue(mlp.gate_up_bias, mlp.gate)
     inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)
-    inner, down = in_packed_order(inner, mlp.down, experts, activations)
+    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, experts, activations)
     second = Epilogue(mlp.down_bias, None, weights)
     products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], jnp.dtype(jnp.float32))
     return warpgroups.of_tokens(products, tiles, experts.shape[1])[None]

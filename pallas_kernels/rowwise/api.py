@@ -170,8 +170,8 @@ def gated(
     reason = _why_not_triton(terms, dtype, rounding)
     if isinstance(rounding, ActivationBlocks) and activation != "silu":
         reason = f"{activation} has no kernel that rounds to blocks"
-    if hadamard is not None and reason is None and (sm := device.compute_capability()) is not None:
-        reason = why_no_room(terms.shape[-1] // 2, hadamard, sm)
+    if hadamard is not None and reason is None:
+        reason = _why_no_room(terms.shape[-1] // 2, hadamard)
     default = "triton" if hadamard is not None and terms.size else _default(terms, rounding)
     if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)
@@ -183,19 +183,37 @@ def gated(
     return _differentiable(kernel, plain, terms)
 
 
-def hadamard(x: jax.Array, block: int) -> jax.Array:
-    """Mixes the channels of each block of x [..., K] by Hadamard's transform, in float32.
+def hadamard(
+    x: jax.Array,
+    block: int,
+    *,
+    dtype: jax.typing.DTypeLike = "float32",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Mixes the channels of each block of x [..., K] by Hadamard's transform.
 
     block: the neighbouring channels that are multiplied by Sylvester's matrix / √block: a power of
         two from 16 to 4096 that divides K. The matrix is its own inverse.
+    dtype: of the result. In 16 bits a kernel computes it on a GPU; in float32 XLA's product does.
 
-    Raises ValueError for another block.
+    Differentiable. Raises ValueError for another block, and UnsupportedError, with the reason, if a
+    requested implementation can't run.
     """
     x = as_array("hadamard: x", x)
     require_floats("hadamard", x=x)
     if not x.ndim:
         raise ValueError("hadamard: x is a number: expected an array [..., K]")
-    return transformed(x, _block("hadamard: block", block, x.shape[-1]))
+    block = _block("hadamard: block", block, x.shape[-1])
+    wanted = as_dtype("hadamard: dtype", dtype)
+    reason = _why_not_triton(x, wanted, None) or _why_no_room(x.shape[-1], block)
+    default = "triton" if wanted.itemsize == 2 and x.size else "reference"
+
+    def plain(x: jax.Array) -> jax.Array:
+        return transformed(x, block).astype(wanted)
+
+    if _choose("hadamard", implementation, default, reason) == "reference":
+        return plain(x)
+    return _differentiable(functools.partial(triton.hadamard, block=block, dtype=wanted), plain, x)
 
 
 def quantize_rows(
@@ -268,6 +286,12 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: Rounding | None)
     if getattr(format, "values", None) == "float8" and (reason := device.why_not_float8()):
         return reason
     return device.why_too_large(terms.size) if reference.quantizes(format) else None
+
+
+def _why_no_room(channels: int, block: int) -> str | None:
+    """The reason why this GPU can't transform a row of so many channels, or None."""
+    capability = device.compute_capability()
+    return None if capability is None else why_no_room(channels, block, capability)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

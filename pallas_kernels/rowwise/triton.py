@@ -89,6 +89,18 @@ def gated(
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
+@functools.partial(jax.jit, static_argnames=("block", "dtype", "interpret"))
+def hadamard(x: jax.Array, block: int, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
+    """Hadamard's transform of x [..., K] in `dtype`; see the public function."""
+    *shape, channels = x.shape
+    rows = x.reshape(-1, channels)
+    size = tile_size(pl.next_power_of_2(channels), block)
+    kernel = functools.partial(_hadamard_kernel, block=block, size=size)
+    result = _result(len(rows), channels, dtype, None)
+    mixed: jax.Array = _launch(kernel, rows, result, "hadamard", interpret)
+    return mixed.reshape(*shape, channels)
+
+
 @functools.partial(jax.jit, static_argnames=("format", "interpret"))
 def quantize_rows(
     x: jax.Array, format: ActivationFormat, *, interpret: bool = False
@@ -165,6 +177,12 @@ def _gated_kernel(
     wide = gate * sigmoid * up
     if hadamard is not None:
         wide = transform_tile(wide, hadamard)
+    _store(result_ref, wide, row, channel, mask)
+
+
+def _hadamard_kernel(x_ref: Any, result_ref: Any, *, block: int, size: int) -> None:
+    row, channel, mask = _row(x_ref.shape[1], size)
+    wide = transform_tile(_load(x_ref.at[row, channel], mask), block)
     _store(result_ref, wide, row, channel, mask)
 
 

@@ -96,6 +96,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.rowwise.blocks, "quantize_rows"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
         (mpjax.kernels.rowwise.triton, "gated"),
+        (mpjax.kernels.rowwise.triton, "hadamard"),
         (mpjax.kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)

@@ -127,7 +127,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda **given: jax.vmap(
             lambda x: kernels.sum_over_devices(**({"x": x} | given)), axis_name="i"
         )(X),
-        {"axis": "i", "implementation": "reference"},
+        {"axis": "i", "mesh": None, "implementation": "reference"},
     ),
     "expert_mlp_terms": (
         kernels.expert_mlp_terms,

@@ -16,6 +16,7 @@ from mpjax.kernels import (
     expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
+    hadamard,
     quantize,
 )
 from mpjax.kernels.experts import counting, warpgroups
@@ -29,13 +30,14 @@ from tests.sweeps import in_sweep
 TOKENS, HIDDEN, INNER = 5, 256, 128
 
 
-def arguments(rng: np.random.Generator, text: str) -> tuple[Any, ...]:
+def arguments(rng: np.random.Generator, text: str, block: int | None = None) -> tuple[Any, ...]:
     mlp = ExpertMLP(
         stack(rng, text, HIDDEN, 2 * INNER),
         stack(rng, text, INNER, 64),
         Gate(2.0, 1.5),
         random_array(rng, (EXPERTS, 2 * INNER), "float32"),
         random_array(rng, (EXPERTS, 64), "float32"),
+        block,
     )
     x = random_array(rng, (TOKENS, HIDDEN), "bfloat16")
     return x, mlp, jnp.asarray(ROUTINGS["mixed"]), random_array(rng, (TOKENS, 2), "float32")
@@ -45,6 +47,8 @@ def exact(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> np.ndarray:
     chosen, biases = np.asarray(experts), (wide(mlp.gate_up_bias), wide(mlp.down_bias))
     rows = rounded(x, mlp.gate_up)
     inner = expected(rows, dense(mlp.gate_up), chosen, None, biases[0], mlp.gate)
+    if mlp.hadamard is not None:
+        inner = wide(hadamard(jnp.asarray(inner, "float32"), mlp.hadamard))
     inner = rounded(jnp.asarray(inner, x.dtype), mlp.down)
     return expected(inner, dense(mlp.down), chosen, wide(weights), biases[1])
 
@@ -58,15 +62,24 @@ def test_it_is_both_products(rng):
     assert relative_error(found.sum(0), exact(x, mlp, experts, weights)) < GATES["bfloat16"]
 
 
+def test_channels_are_mixed_before_down(rng):
+    x, mlp, experts, weights = arguments(rng, "int8/int8", 64)
+    found = expert_mlp_terms(x, mlp, experts, weights)
+    assert relative_error(found.sum(0), exact(x, mlp, experts, weights)) < GATES["bfloat16"]
+    plain = dataclasses.replace(mlp, hadamard=None)
+    other = expert_mlp_terms(x, plain, experts, weights)
+    assert relative_error(other.sum(0), exact(x, mlp, experts, weights)) > 0.1
+
+
 @interpreted_here
-@pytest.mark.parametrize("text", ["uint4:g128", in_sweep("int8/int8")])
-def test_rows_stay_in_the_order_of_experts(text, rng, monkeypatch):
+@pytest.mark.parametrize(("text", "block"), [("uint4:g128", 64), in_sweep("int8/int8", None)])
+def test_rows_stay_in_the_order_of_experts(text, block, rng, monkeypatch):
     """Between the products, by warpgroups."""
     for kernels, name in ((warpgroups, "of_tiles"), (counting, "counted")):
         launch = functools.partial(getattr(kernels, name), interpret=True)
         monkeypatch.setattr(kernels, name, launch)
     monkeypatch.setattr(module, "why_not", lambda *arguments: None)
-    x, mlp, experts, weights = arguments(rng, text)
+    x, mlp, experts, weights = arguments(rng, text, block)
     found = expert_mlp_terms(x, mlp, experts, weights, implementation="mosaic")
     assert (found.shape, found.dtype) == ((1, TOKENS, 64), jnp.float32)
     assert relative_error(found[0], exact(x, mlp, experts, weights)) < GATES["bfloat16"]

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.memory import count_pages
@@ -19,9 +21,10 @@ from mpjax.engine.request import Request, Settings, encode_one, row_text, split_
 from mpjax.engine.runner import Runner
 from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
-from mpjax.kernels.checks import require_type
+from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
+from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
@@ -220,6 +223,7 @@ class Engine:
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request soon; see Handle.cancel."""
+        require_type("handle", handle, Handle, hint=", as submit returns it")
         if handle.is_finished or self._is_closed:
             return
         self._inbox.append(handle)
@@ -242,12 +246,8 @@ class Engine:
         tokenizer: Any = self.lm.tokenizer
         batch: Any = [prompts] if is_single(prompts) else prompts
         encoded = encode(tokenizer, batch, self.lm.config.vocab_size, chat_template)
-        seeds = range(len(encoded)) if seeds is None else seeds
-        if len(seeds) != len(encoded):
-            raise ValueError(
-                f"there are {len(seeds)} seeds for a batch of {len(encoded)}: expected one for "
-                "each row"
-            )
+        seeds = np.arange(len(encoded)) if seeds is None else seeds
+        row_keys(seeds, len(encoded))  # raises for what are no seeds, and for another number
         each = split_sampling(Sampling.of(sampling), len(encoded))
         begin = time.perf_counter()
         handles: list[Handle] = []
@@ -425,7 +425,8 @@ def _require_known(function: str, options: type, how: Mapping[str, Any]) -> None
     """Raises TypeError for arguments that are no fields of a dataclass."""
     known = {field.name for field in dataclasses.fields(options)}
     if unknown := sorted(set(how) - known):
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+        hint = did_you_mean(nearest(unknown[0], sorted(known)))
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)

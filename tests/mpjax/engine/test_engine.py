@@ -350,6 +350,8 @@ def test_thousands_may_wait(engine):
         ({"sampling": {"stop_ids": range(20)}}, "there are 20 stop ids: .* at most 16"),
         ({"priority": 1.5}, "priority is 1.5: expected a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 10**30}, "it would pass the 192 tokens of a request"),
+        ({"stop": np.array(3)}, "stop has array.3.: expected a string"),
         ({"seed": -1}, "seeds are"),
     ],
 )
@@ -357,8 +359,17 @@ def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message)
     with pytest.raises(ValueError, match=message):
         engine.submit(**({"prompt": "import"} | arguments))
     assert not engine.has_work
-    with pytest.raises(TypeError, match="unexpected keyword argument 'prioritty'"):
+    with pytest.raises(TypeError, match=r"argument 'prioritty' \(did you mean 'priority'\?\)"):
         engine.submit("import", prioritty=1)
+    with pytest.raises(ValueError, match="handle is 3: expected a Handle, as submit returns it"):
+        engine.cancel(3)
+
+
+@pytest.mark.parametrize("seeds", [3, [1, 2], "ab", [None], [-1]])
+def test_seeds_of_a_batch_are_one_for_each_prompt(engine, seeds):
+    with pytest.raises(ValueError, match="seed"):
+        engine.generate(["import"], seeds=seeds)
+    assert not engine.has_work
 
 
 def test_a_request_larger_than_the_cache_is_refused(engine):

@@ -205,7 +205,7 @@ class Planner:
         self.running: list[Row] = []  # by order
         self._slots = list(range(sizes.slots - 1, -1, -1))
         self._has_left = False  # whether the last program let rows that decode wait
-        self._has_more = False  # whether it left some for which there is room
+        self._has_more = False  # whether the last reading program left pieces for the next one
         self._left: list[tuple[int, list[int]]] = []
         self.preemptions = 0
         self.prompt_tokens = 0  # of rows that were given a slot

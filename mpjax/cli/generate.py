@@ -52,9 +52,10 @@ prompts, and stdout has nothing else. The keys of a result:
   prompt_tokens  number of tokens of the prompt
   tokens         ids of the new tokens
   logprobs       natural logarithm of each new token's probability
-The --output file is replaced when all results are there. Until then it stays
-unchanged, and results are kept in a hidden file beside it: if the command is
-interrupted, the same command goes on where it was.
+The --output file is written when all results are there; a file that is there
+already is refused, unless --overwrite lets it be replaced. Until then results
+are kept in a hidden file beside it: if the command is interrupted, the same
+command goes on where it was.
 """
 
 
@@ -84,6 +85,9 @@ def command(
             help="Write results to a JSON Lines file, or to stdout with -.",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file of --output, if there is one.")
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print results as JSON Lines to stdout.")
     ] = False,
@@ -129,7 +133,7 @@ def command(
     if str(output_file) == "-":
         output_file = None
     if output_file is not None:
-        _check_output(output_file, input)
+        _check_output(output_file, input, overwrite=overwrite)
     requests = gather(prompt or [], prompt_file, input, max_new_tokens, seed)
     if few := [one for one in requests if one.max_new_tokens < min_new_tokens]:
         raise typer.BadParameter(
@@ -203,13 +207,21 @@ def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
     return "".join(output.to_json(result) + "\n" for result in results)
 
 
-def _check_output(file: Path, input: Path | None) -> None:
-    """Raises, before anything is generated, if the results could not be written to `file`."""
+def _check_output(file: Path, input: Path | None, *, overwrite: bool) -> None:
+    """Raises, before anything is generated, if results could not or may not be written to `file`.
+
+    overwrite: whether a file with anything in it may be replaced.
+    """
     from mpjax.atomic_write import require_writable
 
     if input is not None and file.exists() and input.exists() and file.samefile(input):
         raise typer.BadParameter(
             f"{file} is also --input: choose another file", param_hint="--output"
+        )
+    if not overwrite and file.is_file() and file.stat().st_size:
+        raise typer.BadParameter(
+            f"{file} is there already: choose another file, or replace it with --overwrite",
+            param_hint="--output",
         )
     require_writable(file)
 

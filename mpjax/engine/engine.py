@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.histories import require_fit
@@ -21,9 +23,10 @@ from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
 from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
-from mpjax.kernels.checks import require_type
+from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
+from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from mpjax.speculation.proposer import Proposer, read_speculate
 from mpjax.speculation.report import SpeculationReport
@@ -230,6 +233,7 @@ class Engine:
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request soon; see Handle.cancel."""
+        require_type("handle", handle, Handle, hint=", as submit returns it")
         if handle.is_finished or self._is_closed:
             return
         self._inbox.append(handle)
@@ -252,12 +256,8 @@ class Engine:
         tokenizer: Any = self.lm.tokenizer
         batch: Any = [prompts] if is_single(prompts) else prompts
         encoded = encode(tokenizer, batch, self.lm.config.vocab_size, chat_template)
-        seeds = range(len(encoded)) if seeds is None else seeds
-        if len(seeds) != len(encoded):
-            raise ValueError(
-                f"there are {len(seeds)} seeds for a batch of {len(encoded)}: expected one for "
-                "each row"
-            )
+        seeds = np.arange(len(encoded)) if seeds is None else seeds
+        row_keys(seeds, len(encoded))  # raises for what are no seeds, and for another number
         each = split_sampling(Sampling.of(sampling), len(encoded))
         begin = time.perf_counter()
         handles: list[Handle] = []
@@ -438,7 +438,8 @@ def _require_known(function: str, options: type, how: Mapping[str, Any]) -> None
     """Raises TypeError for arguments that are no fields of a dataclass."""
     known = {field.name for field in dataclasses.fields(options)}
     if unknown := sorted(set(how) - known):
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+        hint = did_you_mean(nearest(unknown[0], sorted(known)))
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,9 @@ class Handle:
         likeliest first, as many as `logprobs` asked for; empty without them.
       finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
         request has ended.
-      prompt_logprobs: if they were asked for, once the prompt was read.
+      prompt_logprobs: PromptLogprobs: of each of the prompt's tokens behind the first, and of the
+        likeliest in its place (`top` and `top_logprobs`), as many as `logprobs` asked for and at
+        least one. None until the prompt was read, and where they were not asked for.
       shared_tokens: of the prompt, those that were in the cache already.
       speculation: how many tokens were proposed and accepted so far; None without speculation.
       version: the number of reports so far, each of new tokens or an end.

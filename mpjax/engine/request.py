@@ -52,7 +52,7 @@ class Settings:
         for field, name in _FIELDS.items():
             if (value := getattr(sampling, field)) is not None:
                 getattr(row, name)[0] = _one(field, value)
-        row.most[0] = most
+        row.most[0] = min(most, np.iinfo(np.int32).max)  # more than any request may have
         row.stop_ids[0, : len(stop_ids)] = stop_ids
         row.key_words[:] = np.asarray(key_words([seed]))
         return cls(row, strings, stop_ids)

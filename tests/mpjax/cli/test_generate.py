@@ -232,7 +232,7 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
     asked, written = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     asked.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     written.write_text("old")
-    arguments = ("--input", str(asked), "--output", str(written))
+    arguments = ("--input", str(asked), "--output", str(written), "--overwrite")
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"mpjax: {asked}, line 2 is empty")
@@ -273,4 +273,12 @@ def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(
     result = run("--input", str(asked), "--output", str(asked))
     assert result.exit_code == 2
     assert "is also --input" in result.stderr
+    written = tmp_path / "results.jsonl"
+    written.write_text("old")
+    result = run("--input", str(asked), "--output", str(written))
+    assert result.exit_code == 2
+    assert "is there already: choose another file, or replace it with --overwrite" in " ".join(
+        result.stderr.split()
+    )
+    assert written.read_text() == "old"
     assert asked.read_text() == '{"prompt": "a"}\n'

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import as_dtype, shown
+from mpjax.kernels.rowwise.hadamard import expected_block
 from mpjax.models.share import Cut, Share
 
 
@@ -78,7 +79,8 @@ class Fold:
     """A place where scales of channels can move from one parameter to the linear map behind it.
 
     Dividing the outputs of the source by scales, and multiplying the rows of the target by them,
-    leaves a layer's outputs as they are, if all that lies between is linear in each channel.
+    leaves a layer's outputs as they are, if all that lies between is linear in each channel. So
+    does another order of channels, where all that lies between treats each channel alike.
 
     target: the path of the linear map whose rows are multiplied, such as `attention.qkv`.
     source: the path of the norm or the linear map whose outputs are divided. If it is a stack of
@@ -90,6 +92,7 @@ class Fold:
         matrix that the target's rows undo: all that lies between treats them alike.
     is_elementwise: whether each channel that the target reads depends on that channel of every part
         of the source, and on no other, so that channels can be put in another order.
+    is_linear: whether scales can move; False where all that can change is the order of channels.
     others: the paths of all others that read the source's outputs and are multiplied, too: linear
         maps, and arrays [outputs, channels] such as a router.
     """
@@ -100,6 +103,7 @@ class Fold:
     repeats: tuple[int, int, int] | None = None
     is_mixable: bool = False
     is_elementwise: bool = False
+    is_linear: bool = True
     others: tuple[str, ...] = ()
 
     @property
@@ -196,9 +200,32 @@ class AttentionSpec(SublayerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class MLPSpec(SublayerSpec):
-    """Base class of MLP specs. intermediate_size: channels of the hidden layer inside the MLP."""
+    """Base class of MLP specs.
+
+    intermediate_size: channels of the hidden layer inside the MLP.
+    hadamard: the channels of each block that Hadamard's transform mixes before down projections,
+        which are made for that (QuaRot's R4); None: no transform. See `mpjax.kernels.hadamard`.
+    """
 
     intermediate_size: int
+    hadamard: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def mixers(self) -> dict[str, int]:
+        """The channels that a transform can mix before each `down`.
+
+        The keys are paths, in the module, of the modules that have the map `down` and the attribute
+        `hadamard`, "" for itself. A kind of MLP without a place for the transform has none.
+        """
+        return {}
+
+    def why_unmixable(self) -> str | None:
+        """The reason why `hadamard` is no block of the channels, or None if it is one."""
+        if self.hadamard is None:
+            return None
+        for channels in self.mixers().values():
+            if expected := expected_block(self.hadamard, channels):
+                return f"hadamard is {self.hadamard}: {expected}"
+        return None if self.mixers() else "hadamard is set, and the MLP has no place for it"
 
     def spread(self, count: int, units: Mapping[str, int]) -> MLPSpec:
         """The spec of one of `count` shares that have whole experts, if the module has any.
@@ -207,9 +234,9 @@ class MLPSpec(SublayerSpec):
         """
         return self.divide(count, units)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
-        return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside the module, at most: gate, up, and their product."""
+        return tokens * 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +362,7 @@ class DecoderConfig:
     @property
     def hadamard_blocks(self) -> tuple[int | None, ...]:
         """Channels of each block that layers mix before their down projections; None for none."""
-        return tuple(getattr(layer.mlp, "hadamard", None) for layer in self.layers)
+        return tuple(layer.mlp.hadamard for layer in self.layers)
 
     @property
     def intermediate_size(self) -> int:

@@ -367,8 +367,12 @@ def _whole_shape(
 ) -> jax.ShapeDtypeStruct | QuantizedTensor:
     if format is None:
         return jax.ShapeDtypeStruct(shape, kernel.dtype)
-    permuted, mixed = kernel.permutation is not None, kernel.activation_bits is not None
-    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted, mixed=mixed)
+    return packed_shapes(
+        *(shape, format, kernel.scale_dtype),
+        permuted=kernel.permutation is not None,
+        mixed=kernel.activation_bits is not None,
+        static=kernel.activation_scale is not None,
+    )
 
 
 def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:

@@ -27,7 +27,7 @@ from mpjax.sampling import Sampling
 
 HEADERS = (
     *("precision", "through", "requests", "seconds", "tokens/s", "first token", "token"),
-    *("longest gap", "shared", "preempted"),
+    *("longest gap", "shared", "preempted", "idle"),
 )
 GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
 
@@ -93,7 +93,7 @@ class Load:
 class Sweep:
     """A load, for each of several precisions.
 
-    slots, chunk_tokens, steps, cache_memory, share_prefixes, ride: of the engine.
+    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, ride: of the engine.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
     rounds: how often the load is run; all but the last compile, and are not counted.
@@ -106,7 +106,8 @@ class Sweep:
     precisions: tuple[str, ...]
     load: Load
     slots: int = 256
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 4096
+    max_gap: float | None = None
     steps: int = 8
     cache_memory: float | None = None
     share_prefixes: bool = True
@@ -156,6 +157,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         cache_memory=sweep.cache_memory,
         max_tokens=sweep.load.most,
         chunk_tokens=sweep.chunk_tokens,
+        max_gap=sweep.max_gap,
         steps=sweep.steps,
         share_prefixes=sweep.share_prefixes,
         ride=sweep.ride,
@@ -166,10 +168,13 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             traces, seconds = _round(engine, sweep.load, number)
         after = engine.statistics()
         names = ("prompt_tokens", "shared_tokens", "preemptions", "steps", "late_steps")
+        work, idle = (after[n] - before[n] for n in ("work_seconds", "idle_seconds"))
         return {
             "through": "engine",
             "slots": sweep.slots,
             "chunk_tokens": sweep.chunk_tokens,
+            "max_gap": None if sweep.max_gap is None else str(sweep.max_gap),
+            "idle_share": idle / work,
             "ride": sweep.ride,
             "capacity_tokens": engine.capacity,
             "programs": after["programs"],
@@ -306,6 +311,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         "" if gaps is None or row["through"] != "engine" else f"{gaps['most'] * 1e3:.0f} ms",
         f"{shared / row['prompt_tokens']:.0%}" if shared else "",
         str(row.get("preemptions") or ""),
+        f"{row['idle_share']:.1%}" if "idle_share" in row else "",
     ]
 
 

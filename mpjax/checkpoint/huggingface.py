@@ -129,6 +129,7 @@ def load(
     named = tables_of({} if precision is None else precision.tables, config)
     plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
+    agreement.warn_of_experts(folder, scheme, plan)
     agreement.require_tables(folder, plan, named)
     if precision is not None and not plan.cache_scales:
         kv_scales.warn_of_dropped(folder, opened.checkpoint.tensors, precision.kv)

@@ -243,6 +243,8 @@ def _scheme_of(
     place: LinearPlace, scheme: Scheme | None, tables: Mapping[str, WeightFormat]
 ) -> Scheme | None:
     """The scheme of a place: of a table with a named format, the one that rounds to that."""
+    if scheme is not None and isinstance(place, ExpertPlace):
+        return scheme.for_experts()
     if scheme is None or not place.is_table or place.path not in tables:
         return scheme
     return scheme.rounded_to(tables[place.path]) or scheme

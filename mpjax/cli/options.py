@@ -77,6 +77,19 @@ Experts = Annotated[
         help="Whether each of several devices has a part of every expert, or some experts whole.",
     ),
 ]
+ChunkTokens = Annotated[
+    int, typer.Option("--chunk-tokens", min=1, help="The most tokens of prompts in a program.")
+]
+MaxGap = Annotated[
+    float | None,
+    typer.Option(
+        "--max-gap",
+        min=1e-6,
+        show_default="0.05, up to 4 times where more requests wait than decode",
+        help="The most seconds that a request which decodes waits for others' prompts; inf for "
+        "whole chunks.",
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(

@@ -69,9 +69,8 @@ def command(
             help="The most tokens of a request, its prompt's and new ones.",
         ),
     ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="The most prompt tokens between two decoding steps.")
-    ] = 1024,
+    chunk_tokens: options.ChunkTokens = 4096,
+    max_gap: options.MaxGap = None,
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
@@ -116,6 +115,7 @@ def command(
             cache_memory=cache_memory,
             max_tokens=max_tokens,
             chunk_tokens=chunk_tokens,
+            max_gap=max_gap,
             ride=ride,
         )
         name = name or lm.source.resolve().name

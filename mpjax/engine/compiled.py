@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from mpjax.decoding import has_warpgroups
-from mpjax.engine.planner import Sizes, scored_chunk, small_chunk
+from mpjax.engine.planner import Sizes, middle_chunk, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
@@ -81,22 +81,29 @@ class Programs:
         chunk, slots, steps = limits.chunk, limits.slots, limits.steps
         self._waits = not device.on_gpu()
         self.scored_size = scored_chunk(chunk)
-        self.reading_sizes = sorted({chunk, small_chunk(chunk)})
-        # Rows that ride along, by whether all rows are greedy; the first sizes are for none.
+        small, middle = small_chunk(chunk), middle_chunk(chunk)
+        # By whether all rows are greedy, and whether there are places for rows that ride along.
+        # These programs read a middle chunk. Where not all rows are greedy, places may be empty.
+        self.reading_sizes = {
+            (True, False): sorted({small, middle, chunk}),
+            (False, False): sorted({middle, chunk}),
+        }
+        if limits.rides:
+            self.reading_sizes = {
+                (True, False): sorted({small, chunk}),
+                (True, True): [middle],
+                (False, True): sorted({middle, chunk}),
+            }
         few = sorted({-(-slots // 4), slots})
         self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
-
-        def sizes(*divisors: int, least: int) -> list[int]:
-            parts = [-(-slots // divisor) for divisor in divisors]
-            return sorted({slots, *(size for size in parts if size >= least)})
-
+        parts = {-(-slots // 8), -(-slots // 2), slots}
         # By whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
-            (True, steps): sorted({1, min(FEW_ROWS, slots), *sizes(2, 4, 16, least=FEW_ROWS)}),
+            (True, steps): sorted({1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}),
             (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
         }
         if not limits.rides:
-            self.decoding_sizes[True, 1] = sizes(4, least=2 * FEW_ROWS)
+            self.decoding_sizes.setdefault((True, 1), [slots])
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._leaves, structure = jax.tree.flatten(model)
@@ -145,9 +152,8 @@ class Programs:
         sizes = [0] if scored else self.rider_sizes.get(greedy, [0])
         return next(size for size in sizes if size >= rows)
 
-    def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
-        """The number of tokens to which a reading is padded."""
+    def reading_size(self, tokens: int, riders: int, *, greedy: bool, scored: bool) -> int:
+        """The number of tokens to which a reading is padded. riders: places for rows that ride."""
         if scored:
             return self.scored_size
-        sizes = self.reading_sizes if greedy else self.reading_sizes[-1:]
-        return next(size for size in sizes if size >= tokens)
+        return next(size for size in self.reading_sizes[greedy, riders > 0] if size >= tokens)

@@ -12,24 +12,29 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mpjax.engine.pace import Pace, context_work, tokens_within, usual_gap
 from mpjax.engine.pages import NOWHERE, PagePool, page_key
 
-# A token of a prompt costs twice as much at this position as at the first: it attends to more.
-CONTEXT = 8192
 PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
 WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
 LEAST_TOKENS = 16  # readings of fewer tokens take as long
+SCORED_TOKENS = 256  # of a program that scores prompts, unless chunks are small or very large
 HEADROOM = 16  # one of so many pages, at most, stays free for rows that run when others come
-
-
-def scored_chunk(chunk: int) -> int:
-    """The most tokens of prompts in a program that scores them, since logits take memory."""
-    return max(chunk // 4, 1)
 
 
 def small_chunk(chunk: int) -> int:
     """The most tokens of prompts in a small program, which takes as long as a step of decoding."""
-    return max(chunk // 8, min(LEAST_TOKENS, chunk))
+    return max(chunk // 16, min(LEAST_TOKENS, chunk))
+
+
+def middle_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a program of middle size."""
+    return max(chunk // 4, min(LEAST_TOKENS, chunk))
+
+
+def scored_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a program that scores them, since logits take memory."""
+    return max(small_chunk(chunk), min(middle_chunk(chunk), SCORED_TOKENS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Sizes:
     slots: rows that may run at once. pages: of the cache, with the one that is nowhere.
     page_size: tokens of a page. block: of the KV format, or None.
     chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
+    max_gap: the seconds that rows which decode may wait for prompts; None for `usual_gap`.
     steps: decoding steps of a program.
     window: the widest of all layers' windows, or None if a layer has none.
     rides: whether rows that decode ride along where much of prompts is read; else the two take
@@ -49,7 +55,8 @@ class Sizes:
     pages: int
     page_size: int
     block: int | None = None
-    chunk: int = 1024
+    chunk: int = 4096
+    max_gap: float | None = None
     sequences: int = 32
     steps: int = 8
     window: int | None = None
@@ -173,23 +180,32 @@ class Extend:
         """The number of tokens of all pieces."""
         return sum(piece.end - piece.start for piece in self.pieces)
 
+    @property
+    def work(self) -> float:
+        """The context work of all pieces; see `pace`."""
+        return sum(context_work(piece.start, piece.end - piece.start) for piece in self.pieces)
+
 
 class Planner:
     """Rows that wait and rows that run, and what to do next.
 
-    Reading prompts and decoding take turns, so that no row waits for longer than a chunk. Or rows
-    that decode ride along: the program that reads a chunk draws one token for each. Small readings,
-    and rows for which no page is free, take turns also then.
+    Reading prompts and decoding take turns. While rows decode, a program reads as much as the
+    seconds allow for which they may wait, and else a whole chunk. Or rows that decode ride along:
+    the program that reads draws one token for each. Small readings, and rows for which no page is
+    free, take turns also then.
+
+    pace: the seconds of programs, of which the caller tells it.
     """
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.pool = PagePool(sizes.pages)
+        self.pace = Pace()
         self.waiting: list[Row] = []
         self.running: list[Row] = []  # by order
         self._slots = list(range(sizes.slots - 1, -1, -1))
         self._has_left = False  # whether the last program let rows that decode wait
-        self._has_more = False  # whether it left some for which there is room
+        self._has_more = False  # whether the last reading program left pieces for the next one
         self._left: list[tuple[int, list[int]]] = []
         self.preemptions = 0
         self.prompt_tokens = 0  # of rows that were given a slot
@@ -260,45 +276,61 @@ class Planner:
 
     def _plan_extend(self) -> Extend | None:
         pieces: list[Piece] = []
-        room, self._has_more = self.sizes.chunk, False
+        self._has_more = False
+        rows = [*self._rows_to_read()]
+        room, work = self._room(rows[0]) if rows else (0, 0.0)
         least = max(1, room // PIECES)
-        is_urgent = bool(self._decoding())
-        for row in self._rows_to_read():
-            is_full = room < least or len(pieces) == self.sizes.sequences
+        for row in rows:
+            is_full = room < least or work <= 0 or len(pieces) == self.sizes.sequences
             if pieces and (is_full or row.scored != pieces[0].row.scored):
                 self._has_more = True
                 break
             if row.slot is None and not self._admit(row):
                 break
-            if row.scored and not pieces:
-                room = scored_chunk(room)
-            count = self._count(row, room, is_urgent)
-            room -= self._cost(row.length, count, is_urgent)
+            count = self._count(row, room, work, LEAST_TOKENS if not pieces else 1)
+            room, work = room - count, work - context_work(row.length, count)
             pieces.append(self._cut(row, count))
         self._has_more |= any(row.is_reading for row in self.running)
         return Extend(pieces, pieces[0].row.scored) if pieces else None
+
+    def _room(self, first: Row) -> tuple[int, float]:
+        """The most tokens that the next program reads, and the most context work of theirs.
+
+        first: the row with the first tokens to read.
+        """
+        chunk, decoding = self.sizes.chunk, self._decoding()
+        sizes = sorted({small_chunk(chunk), middle_chunk(chunk), chunk})
+        if first.scored:
+            sizes = [scored_chunk(chunk)]
+        elif not all(row.is_greedy for row in [first, *decoding]):
+            sizes = sizes[1:] or sizes  # these have no small program
+        if self.sizes.rides and decoding and not first.scored:
+            sizes = [size for size in sizes if size <= middle_chunk(chunk)]
+        if not decoding:
+            return sizes[-1], math.inf
+        return self.pace.choose(sizes, first.length, self._gap(len(decoding)))
+
+    def _gap(self, decoding: int) -> float:
+        """The seconds that rows which decode may wait for prompts. decoding: their number."""
+        if (gap := self.sizes.max_gap) is not None:
+            return gap
+        reading = sum(row.is_reading for row in self.running)
+        return usual_gap(reading + min(len(self.waiting), len(self._slots)), decoding)
 
     def _rows_to_read(self) -> Iterator[Row]:
         """Rows with tokens to read: first those that run, then those that wait."""
         yield from [row for row in self.running if row.is_reading]
         yield from self.waiting[: self.sizes.sequences]
 
-    def _count(self, row: Row, room: int, is_urgent: bool) -> int:
-        """The number of a row's tokens to read next, of which `room` is the most they may cost."""
-        count = row.target - row.length
+    def _count(self, row: Row, room: int, work: float, least: int) -> int:
+        """The number of a row's tokens to read next.
+
+        room: the most tokens. work: the most context work of theirs, but for the `least` tokens.
+        """
+        count = min(row.target - row.length, room)
         if block := self.sizes.block:  # so that results don't depend on where pieces end
             count = min(count, block - row.length % block)
-        if not is_urgent:
-            return min(count, room)
-        # The largest count whose cost, quadratic in it, is no more than the room.
-        each = 1 + row.length / CONTEXT
-        most = CONTEXT * (math.sqrt(each**2 + 2 * room / CONTEXT) - each)
-        return max(1, min(count, int(most + 0.5)))
-
-    @staticmethod
-    def _cost(start: int, count: int, is_urgent: bool) -> int:
-        """The cost of tokens in tokens at position 0; where no row waits for it, their number."""
-        return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
+        return min(count, max(least, tokens_within(row.length, work)))
 
     def _cut(self, row: Row, count: int) -> Piece:
         start = row.length

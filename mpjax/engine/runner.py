@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.engine import filling
+from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
@@ -34,6 +35,7 @@ class Runner:
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
         self.programs = Programs(lm.model, sizes)
+        self.clock = Clock()
         self._dtype = lm.config.dtype
         self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens)
         self._pending: _Pending | None = None
@@ -53,12 +55,33 @@ class Runner:
         self.steps += 1
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
-            is_late = before is not None and before.drawn.tokens.is_ready()
-            self._clear(self.planner.take_left())
-            pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
-            self.late_steps += is_late
+            pending = self._start(plan)
         self._pending = pending
-        return [] if before is None else self._read(before)
+        events = [] if before is None else self._read(before)
+        if not self.has_work:
+            self.clock.rest()
+        return events
+
+    def _start(self, plan: Extend | Decode) -> _Pending:
+        """Starts a program. Where the host has to compile it, its seconds tell nothing."""
+        before, known = self._pending, len(self.programs.used)
+        self._clear(self.planner.take_left())
+        pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
+        if len(self.programs.used) > known:
+            self.clock.skip()
+            pending.is_measured = False
+            if before is not None:
+                before.is_measured = False
+        return pending
+
+    def _begin(self) -> float:
+        """The time when a program is started; counts whether the device has waited for it."""
+        before = self._pending
+        is_late = before is not None and before.drawn.tokens.is_ready()
+        if before is not None and is_late:
+            self.late_steps += 1
+            before.is_measured = False
+        return self.clock.start(is_free=before is None or is_late)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
         """Ends a request before the device has, so that it may leave NaN behind in the cache."""
@@ -77,29 +100,32 @@ class Runner:
         slots, entries = self._state.tables.shape
         size = {"slots": slots, "entries": entries}
         pieces = self.planner.sizes.sequences
-        # Programs with riders have one size of what they read.
-        count = self.planner.sizes.chunk if riders else plan.tokens
-        tokens = self.programs.reading_size(count, **kind)
+        rows = self.programs.rider_size(len(riders), **kind)
+        tokens = self.programs.reading_size(plan.tokens, rows, **kind)
         reading = filling.reading(plan.pieces, tokens=tokens, rows=pieces, **size)
         stepping = None
-        if rows := self.programs.rider_size(len(riders), **kind):
+        if rows:
             stepping = filling.stepping(plan.riders or NOBODY, rows=rows, **size)
+        begin = self._begin()
         self._state, drawn, scores = self.programs.extend(self._state, reading, stepping, **kind)
         drawers = [_Drawer(i, piece.row) for i, piece in enumerate(plan.pieces) if piece.is_last]
         drawers += [_Drawer(pieces + i, row) for i, row in enumerate(riders)]
-        return _Pending(plan, drawers, drawn, scores)
+        return _Pending(plan, drawers, drawn, scores, begin, tokens)
 
     def _decode(self, plan: Decode) -> _Pending:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
         slots, entries = self._state.tables.shape
         size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
+        begin = self._begin()
         self._state, drawn = self.programs.decode(self._state, stepping, **kind)
-        return _Pending(plan, list(itertools.starmap(_Drawer, enumerate(plan.rows))), drawn, None)
+        drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
+        return _Pending(plan, drawers, drawn, None, begin, size)
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""
         tokens, logprobs, counts, running = map(np.asarray, pending.drawn.arrays)
+        self._measure(pending)
         if pending.scores is not None:
             self._keep_scores(pending)
         events = []
@@ -118,6 +144,16 @@ class Runner:
                 new.candidates.extend(list(zip(*pair, strict=True)) for pair in pairs)
             events.append(self._tell(row, new, is_ended=not running[index]))
         return events
+
+    def _measure(self, pending: _Pending) -> None:
+        """Tells the planner the seconds of a program that has just ended."""
+        seconds, plan, pace = self.clock.end(pending.begin), pending.plan, self.planner.pace
+        if not pending.is_measured:
+            return
+        if isinstance(plan, Decode):
+            pace.learn_step(seconds / plan.steps)
+        elif not plan.scored:
+            pace.learn_reading(pending.size, plan.work, seconds)
 
     def _tell(self, row: Row, new: New, *, is_ended: bool) -> Event:
         """Gives a request its new tokens, and ends it where they end it."""
@@ -182,11 +218,19 @@ class _Drawer:
         self.index, self.row, self.runs = index, row, row.runs
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Pending:
-    """A program that was started, and is to be read. drawn, scores: its results, on the device."""
+    """A program that was started, and is to be read.
+
+    drawn, scores: its results, on the device. begin: the time when it was started. size: tokens
+    that it reads, or rows that decode, with padding. is_measured: whether its seconds are known by
+    those when it was started and read.
+    """
 
     plan: Extend | Decode
     drawers: list[_Drawer]
     drawn: Drawn
     scores: PromptScores | None
+    begin: float
+    size: int
+    is_measured: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ def make_engine(lm: mpjax.LanguageModel, text: str = "KV16", **options: Any) -> 
     """A small engine over a model, whose programs are few."""
     lm = dataclasses.replace(lm, kv_format=KVFormat.parse(text), page_size=32)
     options = {"slots": 4, "max_tokens": LONGEST, "chunk_tokens": 64, "steps": 4} | options
+    options = {"max_gap": math.inf} | options  # so that plans don't depend on seconds
     return Engine(lm, **options)
 
 

@@ -96,9 +96,10 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
             slots=st.integers(2, 4),
             pages=st.integers(9, 25),
             cancelled=st.sampled_from([None, 0, 3]),
+            gap=st.sampled_from([None, 0.001]),
         )
-        def check(order, pauses, chunk, slots, pages, cancelled):
-            resize(engine, chunk=chunk, slots=slots, pages=pages)
+        def check(order, pauses, chunk, slots, pages, cancelled, gap):
+            resize(engine, chunk=chunk, slots=slots, pages=pages, max_gap=gap)
             engine._runner.planner._slots = list(range(4))[:slots]
             handles = {}
             for number, pause in zip(order, pauses, strict=True):
@@ -373,6 +374,8 @@ def test_what_an_engine_is_made_with_is_checked(tiny):
         ({"slots": 0}, "slots is 0"),
         ({"steps": 64}, "steps is 64: expected at most 32"),
         ({"max_tokens": 1000}, "max_tokens is 1000, and the model has 256 positions"),
+        ({"max_gap": 0}, "max_gap is 0: expected seconds above 0, inf, or None"),
+        ({"max_gap": "1"}, "max_gap is '1': expected seconds"),
         ({"cache_memory": -1}, "cache_memory is -1: expected bytes, or a share"),
         ({"cache_memory": "8GB"}, "cache_memory is '8GB'"),
         ({"cache_memory": 100.0}, "cache_memory is 100.0: a page of 32 tokens takes"),

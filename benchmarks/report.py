@@ -36,6 +36,7 @@ SHARES = 10  # number of kernels of a decoding step that are listed by name
 GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # GPUs with a shipped table, and their limits
 Results = list[dict[str, Any]]
 # Models of the benchmarks of blocks.
+HELD_OUT = "held_out.jsonl"  # of the bundled model, the default text of `mpjax evaluate`
 ABOUT = {"bundled": "the bundled model", "planted": "a random model with planted outliers"}
 
 
@@ -346,8 +347,7 @@ def _agreement(result: dict[str, Any], folder: Path) -> list[str]:
     agreement_plot.draw(rows, folder / name)
     is_bundled = result["model"] == "bundled"
     names = _distinct(rows, "precision")
-    options = f" --text {result['text']}" * (not is_bundled)
-    options += f" --window {rows[0]['window']} --precisions {names}"
+    options = f"{_text_option(result)} --window {rows[0]['window']} --precisions {names}"
     output = "agreement" + f"-{result['model'].lower()}" * (not is_bundled) + ".json"
     source = "mpjax evaluate" + f" {result['model']}" * (not is_bundled)
     return [
@@ -450,17 +450,23 @@ def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
     return ",".join(dict.fromkeys(str(row[key]) for row in rows))
 
 
+def _text_option(result: dict[str, Any]) -> str:
+    """The option of `mpjax evaluate` that names the text, unless it is the default."""
+    text = result.get("text", HELD_OUT)
+    return "" if text == HELD_OUT else f" --text {text}"
+
+
 def _is_bundled(result: dict[str, Any]) -> bool:
     """Whether a result is of the model that comes with mpjax."""
     return result.get("model", "bundled") == "bundled"
 
 
 def _perplexity(results: Results) -> list[str]:
-    """Tables of the bundled model's perplexities, and of those of others on the same text."""
+    """Tables of the bundled model's perplexities, and of those of other models."""
     parts = [
         "## Perplexity of the bundled model\n",
-        "On its held-out text, with keys and values read from the cache; Δ is the change from the "
-        "first row.\n",
+        "On its held-out text, unless the command names one, with keys and values read from the "
+        "cache; Δ is the change from the first row.\n",
     ]
     for result in sorted(results, key=lambda result: not _is_bundled(result)):
         command, output = "mpjax evaluate", "perplexity"
@@ -469,6 +475,7 @@ def _perplexity(results: Results) -> list[str]:
             parts.append(f"## Perplexity of {name}\n")
             command += f" {name} --precisions {','.join(names)}"
             output += f"-{name.split('.')[0].lower()}"
+        command += _text_option(result)
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])
             command += f"{precisions} --calibrate {calibration}"

@@ -81,10 +81,16 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
     for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
-    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+    # Between the products, rows are not copied.
+    for text in ("uint4:g128", "int8/int8", "float4:g32", "bfloat16"):
         yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
+    for tokens in (1, 1024):
+        name = f"experts mlp uint4:g128 hadamard {tokens}"
+        yield name, functools.partial(_expert_mlp, "uint4:g128", tokens, 256)
     for tokens in (1, 64, 1024):  # each expert has its own blocks of activations
         yield f"experts mlp blocks {tokens}", functools.partial(_expert_blocks, tokens)
+    for text in ("uint4:g128", "float4:g32", "bfloat16"):  # whose first product routes tokens
+        yield f"experts routed {text} 1", functools.partial(_routed_mlp, text)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -103,6 +109,8 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
         yield f"likeliest {rows}", functools.partial(_likeliest, rows)
+    for text, rows in (("uint4:g128", 1), ("uint4:g128:sym", 1), ("table4:g64", 8)):
+        yield f"gated {text} {rows}", functools.partial(_gated, text, rows)
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
@@ -139,6 +147,11 @@ def _matmul(text: str, rows: int, shape: GemmShape) -> Call:
     return kernels.matmul, (x, _weight(text, shape))
 
 
+def _gated(text: str, rows: int) -> Call:
+    x = Array((rows, LARGEST.channels), jnp.bfloat16)
+    return kernels.matmul_gated, (x, _weight(text, LARGEST))
+
+
 def _experts(text: str, tokens: int) -> Call:
     """Both products of a layer of 16 experts, of which each token has 4."""
     gate_up, down = (
@@ -157,14 +170,15 @@ def _experts(text: str, tokens: int) -> Call:
     return layer, (x, chosen, weights, gate_up, down)
 
 
-def _expert_mlp(text: str, tokens: int) -> Call:
-    """The layer of `_experts` in one call."""
+def _expert_mlp(text: str, tokens: int, hadamard: int | None = None) -> Call:
+    """The layer of `_experts` in one call, with Hadamard's transform of such blocks, if any."""
     _, (*tokens_and_experts, gate_up, down) = _experts(text, tokens)
+    mlp = kernels.ExpertMLP(gate_up, down, hadamard=hadamard)
 
     def layer(x: Any, chosen: Any, weights: Any, mlp: Any) -> Any:
         return kernels.expert_mlp_terms(x, mlp, chosen, weights)
 
-    return layer, (*tokens_and_experts, kernels.ExpertMLP(gate_up, down))
+    return layer, (*tokens_and_experts, mlp)
 
 
 def _expert_blocks(tokens: int) -> Call:
@@ -176,6 +190,18 @@ def _expert_blocks(tokens: int) -> Call:
     gate_up = dataclasses.replace(mlp.gate_up, permutation=order, activation_bits=widths[0])
     down = dataclasses.replace(mlp.down, activation_bits=widths[1])
     return layer, (*others, kernels.ExpertMLP(gate_up, down))
+
+
+def _routed_mlp(text: str) -> Call:
+    """The layer of `_experts` for one token, whose 8 experts are not chosen yet."""
+    _, (x, *_, gate_up, down) = _experts(text, 1)
+
+    def layer(x: Any, logits: Any, bias: Any, mlp: Any) -> Any:
+        own = kernels.RouterLogits(logits, kernels.Routing(8), bias=bias)
+        return kernels.expert_mlp_terms(x, mlp, own)
+
+    logits, bias = Array((1, 16), jnp.float32), Array((16,), jnp.bfloat16)
+    return layer, (x, logits, bias, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import as_dtype, shown
+from mpjax.kernels.rowwise.hadamard import expected_block
 from mpjax.models.share import Cut, Share
 
 
@@ -199,9 +200,32 @@ class AttentionSpec(SublayerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class MLPSpec(SublayerSpec):
-    """Base class of MLP specs. intermediate_size: channels of the hidden layer inside the MLP."""
+    """Base class of MLP specs.
+
+    intermediate_size: channels of the hidden layer inside the MLP.
+    hadamard: the channels of each block that Hadamard's transform mixes before down projections,
+        which are made for that (QuaRot's R4); None: no transform. See `mpjax.kernels.hadamard`.
+    """
 
     intermediate_size: int
+    hadamard: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def mixers(self) -> dict[str, int]:
+        """The channels that a transform can mix before each `down`.
+
+        The keys are paths, in the module, of the modules that have the map `down` and the attribute
+        `hadamard`, "" for itself. A kind of MLP without a place for the transform has none.
+        """
+        return {}
+
+    def why_unmixable(self) -> str | None:
+        """The reason why `hadamard` is no block of the channels, or None if it is one."""
+        if self.hadamard is None:
+            return None
+        for channels in self.mixers().values():
+            if expected := expected_block(self.hadamard, channels):
+                return f"hadamard is {self.hadamard}: {expected}"
+        return None if self.mixers() else "hadamard is set, and the MLP has no place for it"
 
     def spread(self, count: int, units: Mapping[str, int]) -> MLPSpec:
         """The spec of one of `count` shares that have whole experts, if the module has any.
@@ -210,9 +234,9 @@ class MLPSpec(SublayerSpec):
         """
         return self.divide(count, units)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
-        return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside the module, at most: gate, up, and their product."""
+        return tokens * 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +362,7 @@ class DecoderConfig:
     @property
     def hadamard_blocks(self) -> tuple[int | None, ...]:
         """Channels of each block that layers mix before their down projections; None for none."""
-        return tuple(getattr(layer.mlp, "hadamard", None) for layer in self.layers)
+        return tuple(layer.mlp.hadamard for layer in self.layers)
 
     @property
     def intermediate_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,13 +16,14 @@ from mpjax.kernels import (
     ExpertMLP,
     Gate,
     QuantizedTensor,
+    RouterLogits,
     Routing,
     expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
-    route,
 )
-from mpjax.kernels.checks import as_array
+from mpjax.kernels.checks import as_array, as_dtype
+from mpjax.kernels.experts.plans import MOST_TILE_ROWS, Problem, runs_by_warpgroups
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
@@ -76,11 +78,22 @@ class ExpertsSpec(MLPSpec):
         return Gate(self.gate_limit, self.gate_alpha)
 
     def why_unsound(self) -> str | None:
-        """The reason why tokens can't be routed as the fields say, or None if they can."""
+        """The reason why there is no such routing or transform, or None if there is."""
         try:
-            return self.routing.why_not(self.num_experts)
+            return self.routing.why_not(self.num_experts) or self.why_unmixable()
         except ValueError as error:
             return str(error)
+
+    @property
+    def shared(self) -> GatedMLPSpec | None:
+        """The spec of the shared MLP, or None if there is none."""
+        size = self.shared_size
+        return None if size is None else GatedMLPSpec(size, hadamard=self.hadamard)
+
+    def mixers(self) -> dict[str, int]:
+        """The stack of experts, and the shared MLP."""
+        shared = {} if self.shared_size is None else {"shared": self.shared_size}
+        return {"experts": self.intermediate_size} | shared
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Experts:
         """An Experts module with random weights."""
@@ -94,8 +107,8 @@ class ExpertsSpec(MLPSpec):
             LinearMaps("experts.gate_up", (inwards, inwards), self.bias, count, joint, joint),
             LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
         ]
-        if self.shared_size is not None:
-            shared = GatedMLPSpec(self.shared_size).linear_maps(config)
+        if self.shared is not None:
+            shared = self.shared.linear_maps(config)
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
 
@@ -113,32 +126,45 @@ class ExpertsSpec(MLPSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down in each expert and in the shared MLP.
 
-        A gate that limits up, or adds 1 to it, is not linear in up.
+        A gate that limits up, or adds 1 to it, is not linear in up. Experts whose channels are
+        mixed before down have no fold.
         """
-        is_linear = self.gate_limit is None
-        inner = Fold("experts.down", "experts.gate_up", 1, is_elementwise=True, is_linear=is_linear)
-        found = [inner]
-        if self.shared_size is not None:
-            shared = GatedMLPSpec(self.shared_size).folds(config)
-            found += [fold.below("shared") for fold in shared]
+        found = []
+        if self.hadamard is None:
+            is_linear = self.gate_limit is None
+            found.append(
+                Fold("experts.down", "experts.gate_up", 1, is_elementwise=True, is_linear=is_linear)
+            )
+        if self.shared is not None:
+            found += [fold.below("shared") for fold in self.shared.folds(config)]
         return tuple(found)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside their experts and the shared MLP, and of their terms.
 
         Terms are float32 [experts_per_token, hidden]; with the shared MLP's they are joined, which
-        is a copy.
+        is a copy. Or warpgroups multiply rows in the order of experts, among which an expert may
+        have all but one row of a tile too many: hidden channels and those inside, and float32
+        products, whose sums are one term.
         """
-        inner = self.experts_per_token * super().token_bytes(config)
-        term = config.hidden_size * 4
-        if self.shared_size is None:
-            return inner + self.experts_per_token * term
-        shared = GatedMLPSpec(self.shared_size).token_bytes(config)
-        return inner + shared + 2 * (self.experts_per_token + 1) * term
+        term, pairs = config.hidden_size * 4, tokens * self.experts_per_token
+        item = as_dtype("dtype", config.dtype).itemsize
+        rows = pairs + min(pairs, self.num_experts) * (MOST_TILE_ROWS - 1)
+        in_tiles = rows * ((config.hidden_size + self.intermediate_size) * item + term)
+        apart = super().working_bytes(config, pairs) + pairs * term
+        inner = max(apart, in_tiles + tokens * term)
+        if self.shared is None:
+            return inner
+        shared = self.shared.working_bytes(config, tokens)
+        return inner + shared + (pairs + 2 * tokens) * term
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
-        """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
-        size = share_size(self.intermediate_size, count, units["experts.down"])
+        """The spec with a share of each expert's intermediate channels, and of the shared MLP's.
+
+        Blocks that a transform mixes stay whole.
+        """
+        unit = math.lcm(units["experts.down"], self.hadamard or 1)
+        size = share_size(self.intermediate_size, count, unit)
         shared = self._shared_share(count, units)
         return dataclasses.replace(self, intermediate_size=size, shared_size=shared)
 
@@ -153,8 +179,9 @@ class ExpertsSpec(MLPSpec):
 
     def _shared_share(self, count: int, units: Mapping[str, int]) -> int | None:
         """The channels of a share of the shared MLP."""
-        shared = self.shared_size
-        return None if shared is None else share_size(shared, count, units["shared.down"])
+        if self.shared is None:
+            return None
+        return self.shared.divide(count, {"down": units["shared.down"]}).intermediate_size
 
     def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
         """The intermediate channels of a share, or its experts; the router is everybody's."""
@@ -220,33 +247,54 @@ class ExpertStack(nnx.Module):
 
         gate_up, down, *_ = spec.linear_maps(config)
         self.gate_up, self.down = create(gate_up), create(down)
-        self.gate = spec.gate
+        self.gate, self.hadamard = spec.gate, spec.hadamard
+
+    @property
+    def mlp(self) -> ExpertMLP:
+        """The experts' maps as the kernels take them."""
+        gate_up: Any = self.gate_up.kernel.get_value()
+        down: Any = self.down.kernel.get_value()
+        biases = _bias(self.gate_up), _bias(self.down)
+        return ExpertMLP(gate_up, down, self.gate, *biases, self.hadamard)
 
     def gated(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """The channels inside of a token's experts, [..., k, intermediate_size].
+        """The inputs of `down` of a token's experts, [..., k, intermediate_size].
 
         x: [..., hidden]. experts: int32 [..., k], their numbers.
         """
-        kernel: Any = self.gate_up.kernel.get_value()
-        own = self.gate_up.own(experts)
-        return grouped_matmul(x, kernel, own, bias=_bias(self.gate_up), gate=self.gate)
+        mlp, own = self.mlp, self.gate_up.own(experts)
+        inner = grouped_matmul(x, mlp.gate_up, own, bias=mlp.gate_up_bias, gate=mlp.gate)
+        return mlp.mixed(inner)
 
-    def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+    def terms(self, x: jax.Array, logits: RouterLogits) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        gate_up: Any = self.gate_up.kernel.get_value()
-        down: Any = self.down.kernel.get_value()
-        biases, rows = (_bias(self.gate_up), _bias(self.down)), self.down.divided_rows
+        mlp, rows, down = self.mlp, self.down.divided_rows, self.mlp.down
+        is_ordered = isinstance(down, QuantizedTensor) and down.permutation is not None
+        if down.shape[0] == logits.logits.shape[-1] and not is_ordered:  # all experts are here
+            return self.down.add_shares(expert_mlp_terms(x, mlp, logits, activations=rows), x.dtype)
+        experts, weights = logits.route()
         own = self.down.own(experts)
-        if isinstance(down, QuantizedTensor) and down.permutation is not None:
+        if is_ordered:
             # Each expert reads the channels in its own order, also those of other devices.
             inner, kernel = self.down.routed(self.gated(x, experts), experts)
             terms = grouped_matmul_terms(
-                inner, kernel, own, weights, bias=biases[1], activations=rows
+                inner, kernel, own, weights, bias=mlp.down_bias, activations=rows
             )
         else:
-            mlp = ExpertMLP(gate_up, down, self.gate, *biases)
             terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
+
+    def runs_by_warpgroups(self, tokens: int, routing: Routing, experts: int) -> bool:
+        """Whether warpgroups compute either product of tokens, on the default device, as planned.
+
+        routing: of the tokens. experts: the number of those that they are routed to.
+        """
+        chosen = tokens, routing.per_token
+        kernels: Any = (linear.kernel.get_value() for linear in (self.gate_up, self.down))
+        return any(
+            runs_by_warpgroups(Problem.of(chosen, kernel, gated=gated, total=experts))
+            for kernel, gated in zip(kernels, (True, False), strict=True)
+        )
 
 
 class Experts(nnx.Module):
@@ -268,8 +316,8 @@ class Experts(nnx.Module):
         )
         self.experts = ExpertStack(config, spec, rngs)
         self.shared: GatedMLP | None = nnx.data(None)
-        if spec.shared_size is not None:
-            self.shared = GatedMLP(config, GatedMLPSpec(spec.shared_size), rngs)
+        if spec.shared is not None:
+            self.shared = GatedMLP(config, spec.shared, rngs)
         self.shared_gate = create("shared_gate")
         self.routing = spec.routing
 
@@ -278,14 +326,22 @@ class Experts(nnx.Module):
         """16 bits, in which the router reads x; products round x themselves if they have to."""
         return ActivationFormat()
 
+    def runs_by_warpgroups(self, tokens: int) -> bool:
+        """Whether warpgroups compute experts of `tokens` tokens, on the default device."""
+        experts = self.router.get_value().shape[0]
+        return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
+
+    def logits(self, x: jax.Array) -> RouterLogits:
+        """The logits by which the tokens of x [..., hidden] are routed."""
+        correction, bias = (
+            None if each is None else each.get_value()
+            for each in (self.router_correction, self.router_bias)
+        )
+        return RouterLogits(_project(x, self.router), self.routing, correction, bias)
+
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
-        logits = _project(x, self.router)
-        if self.router_bias is not None:
-            bias = self.router_bias.get_value().astype(jnp.float32)
-            logits += jax.lax.broadcast_to_rank(bias, logits.ndim)
-        correction = self.router_correction
-        return route(logits, self.routing, None if correction is None else correction.get_value())
+        return self.logits(x).route()
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
@@ -293,7 +349,7 @@ class Experts(nnx.Module):
         There is a term for each of a token's experts, and those of the shared MLP. x is an array.
         """
         x = as_array("Experts: x", x)
-        terms = self.experts.terms(x, *self.route(x))
+        terms = self.experts.terms(x, self.logits(x))
         if self.shared is None:
             return terms
         shared = self.shared.terms(x, quantized=quantized).astype(jnp.float32)

@@ -10,8 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 from flax import nnx
 
-from mpjax.kernels import gated
-from mpjax.kernels.rowwise.hadamard import expected_block
+from mpjax.kernels import ActivationFormat, gated
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
 from mpjax.models.share import Cut, Share, share_size
@@ -56,23 +55,21 @@ class GatedMLPSpec(MLPSpec):
 
     bias: whether the three maps have biases. activation: `silu`, or `gelu` (its tanh
     approximation).
-    hadamard: the channels of each block that Hadamard's transform mixes before `down`, which is
-        made for that (QuaRot's R4); None: no transform. See `mpjax.kernels.hadamard`.
     """
 
     kind: ClassVar[str] = "gated"
     bias: bool = False
     activation: str = "silu"
-    hadamard: int | None = None
 
     def why_unsound(self) -> str | None:
         """The reason why there is no such activation or transform, or None if there is."""
         if self.activation not in ("silu", "gelu"):
             return f"activation is {self.activation!r:.80}: expected silu or gelu"
-        if self.hadamard is None:
-            return None
-        expected = expected_block(self.hadamard, self.intermediate_size)
-        return expected and f"hadamard is {self.hadamard}: {expected}"
+        return self.why_unmixable()
+
+    def mixers(self) -> dict[str, int]:
+        """The MLP itself."""
+        return {"": self.intermediate_size}
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP:
         """A GatedMLP module with random weights."""
@@ -123,6 +120,9 @@ class GatedMLP(nnx.Module):
     def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
         """The input of `down` [..., intermediate_size], rounded to `format`."""
         x = as_activations("GatedMLP: x", x)
+        has_16_bits = isinstance(format, ActivationFormat) and format.values is None
+        if self.hadamard is None and (format is None or has_16_bits):
+            return self.gate_up.gated(x, self.activation)
         terms = self.gate_up.terms(x)
         return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
 

@@ -97,7 +97,7 @@ class Sweep:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
         for count in self.devices:
             read_devices(count)
-        read_experts(self.experts)
+        read_experts(self.experts, max(self.devices))
         for k in self.speculate:
             read_k("speculate", k)
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpjax.models import DecoderConfig, GatedMLPSpec, GroupedQuerySpec, LayerSpec
+from mpjax.models import DecoderConfig, GatedMLPSpec, GroupedQuerySpec, LayerSpec, MLPSpec
 from mpjax.models.config import RopeScaling, SublayerSpec
 
 JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict: "object"}
@@ -14,7 +14,7 @@ HALVES = ("attention", "mlp")
 # Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
 TOLD_ELSEWHERE = ("packed_tables",)
 # Fields that are left out where they have their defaults, as in files older than the field.
-RARE: Mapping[type, tuple[str, ...]] = {GatedMLPSpec: ("hadamard",)}
+RARE: Mapping[type, tuple[str, ...]] = {MLPSpec: ("hadamard",)}
 # Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
 # Fields that version 5 lacks, in which every model has their defaults.
@@ -136,9 +136,14 @@ def _halves(layer: LayerSpec) -> list[tuple[str, SublayerSpec]]:
 def _fields(spec: SublayerSpec) -> dict[str, Any]:
     values = dataclasses.asdict(spec)
     for field in dataclasses.fields(spec):
-        if field.name in RARE.get(type(spec), ()) and values[field.name] == field.default:
+        if _is_rare(type(spec), field.name) and values[field.name] == field.default:
             del values[field.name]
     return values
+
+
+def _is_rare(kind: type, name: str) -> bool:
+    """Whether a field of a kind of spec is left out where it has its default."""
+    return any(issubclass(kind, base) and name in names for base, names in RARE.items())
 
 
 def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpec]]) -> LayerSpec:
@@ -163,7 +168,7 @@ def _require_fields(
 ) -> None:
     names = {field.name for field in dataclasses.fields(kind)} - {*left_out}
     for name in sorted(names ^ written.keys()):
-        if name in RARE.get(kind, ()):
+        if _is_rare(kind, name):
             continue
         if name in names:
             raise ValueError(f"{where} has no {name!r}")

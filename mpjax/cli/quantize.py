@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -79,8 +81,11 @@ def command(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(metavar="STEPS", help="How weights are rounded; see below.")
-    ] = "gptq",
+        str | None,
+        typer.Option(
+            metavar="STEPS", show_default="gptq", help="How weights are rounded; see below."
+        ),
+    ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(
@@ -151,7 +156,7 @@ def command(
             chosen = chosen.with_activation_error(activation_error)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--activation-error") from error
-    documents = None if text is None else options.read_documents(text)
+    documents = None if text is None else _read_text(text)
     import mpjax
     from mpjax.quantization.finished import FinishedLayers
 
@@ -169,29 +174,57 @@ def command(
     has_other_use = learn > 0 or budget is not None
     work = target.with_name(f".{target.name}.layers")
     calibration = mpjax.Calibration(window, tokens, batch)
-    lm = mpjax.quantize(
-        source,
-        chosen,
-        None if has_other_use and not is_read else documents,
-        calibration=calibration,
-        dtype=None if dtype is None else dtype.value,
-        work=work,
-        devices=devices,
-    )
-    if learn:
-        lm = mpjax.learn_scales(
-            lm,
-            documents or [],
-            reference=source,
-            learning=mpjax.Learning(epochs=learn),
+    with _telling_of_layers(work):
+        lm = mpjax.quantize(
+            source,
+            chosen,
+            None if has_other_use and not is_read else documents,
             calibration=calibration,
+            dtype=None if dtype is None else dtype.value,
+            work=work,
+            devices=devices,
         )
-    mpjax.save(lm, target, overwrite=overwrite)
+        if learn:
+            lm = mpjax.learn_scales(
+                lm,
+                documents or [],
+                reference=source,
+                learning=mpjax.Learning(epochs=learn),
+                calibration=calibration,
+            )
+        mpjax.save(lm, target, overwrite=overwrite)
     FinishedLayers(work).remove()
     if budget is None:
         _remove_old_recipe(target, recipe)
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
     sys.stdout.flush()
+
+
+def _read_text(path: Path) -> list[str]:
+    """The documents of a file. Raises ValueError, which names the file, if it has no text."""
+    documents = options.read_documents(path)
+    if not any(document.strip() for document in documents):
+        raise ValueError(f"{path} has no text: expected one like those that the model will see")
+    return documents
+
+
+@contextlib.contextmanager
+def _telling_of_layers(work: Path) -> Iterator[None]:
+    """Says, where a run ends early, how many finished layers are kept, and what goes on with them.
+
+    work: the folder of the finished layers.
+    """
+    from mpjax.quantization.finished import FinishedLayers
+
+    try:
+        yield
+    except ValueError:  # which the same command would meet again
+        raise
+    except BaseException:
+        if count := FinishedLayers(work).count:
+            layers = f"{count} finished layer{'s' * (count > 1)}"
+            typer.echo(f"mpjax: {work} keeps {layers}: the same command goes on there", err=True)
+        raise
 
 
 class Budget(NamedTuple):
@@ -200,7 +233,7 @@ class Budget(NamedTuple):
     bits: float
     choices: tuple[str, ...]
     precision: str
-    method: str
+    method: str | None
 
 
 def _require_budget(
@@ -226,6 +259,7 @@ def _fit(
     """The recipe for a budget, which is also written beside the target."""
     from mpjax.atomic_write import atomic_write, require_writable
     from mpjax.quantization.budget import recipe_for_budget
+    from mpjax.quantization.recipe import DEFAULT_METHOD
 
     path = _kept_recipe(target)
     require_writable(path)
@@ -238,7 +272,7 @@ def _fit(
         documents,
         choices=[choice.strip() for choice in asked.choices],
         precision=asked.precision,
-        method=asked.method,
+        method=asked.method or DEFAULT_METHOD,
     )
     atomic_write(path, f"{MARK} {asked.bits:g}\n{found.recipe.to_toml()}")
     typer.echo(
@@ -281,13 +315,16 @@ def _require_learning(documents: list[str] | None, devices: int) -> None:
         raise typer.BadParameter("learning needs --text", param_hint="--learn")
 
 
-def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
+def _recipe(precision: str | None, method: str | None, recipe: Path | None) -> Recipe:
     """The recipe that the options say; wrong usage where they contradict each other."""
-    from mpjax.quantization.recipe import Recipe
+    from mpjax.quantization.recipe import DEFAULT_METHOD, Recipe
 
     if recipe is not None and precision is not None:
         message = "give either --precision or --recipe, not both"
         raise typer.BadParameter(message, param_hint="--precision")
+    if recipe is not None and method is not None:
+        message = "give either --method or --recipe, not both: a recipe has a method of its own"
+        raise typer.BadParameter(message, param_hint="--method")
     if recipe is None and precision is None:
         message = "neither --precision, such as W4A16KV8, nor --recipe nor --budget is given"
         raise typer.BadParameter(message, param_hint="--precision")
@@ -296,7 +333,7 @@ def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
     assert precision is not None
     parsed = options.parse_precision(precision)
     try:
-        return Recipe.of(parsed, method)
+        return Recipe.of(parsed, method or DEFAULT_METHOD)
     except ValueError as error:
         hint = "--method" if parsed.weights else "--precision"
         raise typer.BadParameter(str(error), param_hint=hint) from error

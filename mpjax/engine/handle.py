@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpjax.row_text import RowText
+from mpjax.speculation.report import SpeculationReport
 
 if TYPE_CHECKING:
     from mpjax.engine.engine import Engine
@@ -111,6 +112,7 @@ class Handle:
         request has ended.
       prompt_logprobs: if they were asked for, once the prompt was read.
       shared_tokens: of the prompt, those that were in the cache already.
+      speculation: how many tokens were proposed and accepted so far; None without speculation.
       version: the number of reports so far, each of new tokens or an end.
     """
 
@@ -129,6 +131,7 @@ class Handle:
         self.candidates: list[list[tuple[int, float]]] = []
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.speculation: SpeculationReport | None = None
         self.shared_tokens = self.version = 0
         self.certain = ""  # the text that has been reported
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -79,7 +80,7 @@ def quantize(
     dtype: what the model computes in; by default as `load` chooses it. Only for a folder.
     work: a folder for finished layers. After an interruption, the same call goes on with the first
         layer that is not there. Only if the source is a folder or hub id; delete `work` when the
-        result is saved.
+        result is saved. A call that raises ValueError deletes its layers.
     devices: among which the result is divided, as `load` takes them. Layers are quantised one by
         one on the default device, and each device gets its share of one before the next is read.
         Only if the source is a folder or hub id.
@@ -161,7 +162,7 @@ def _from_folder(
     if work is not None:
         run = describe_run(folder, recipe, batches, model.config.dtype)
         finished = FinishedLayers.open(Path(work), run)
-    try:
+    with contextlib.nullcontext() if finished is None else finished:
         huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith(LAYERS))
 
         def read_layer(number: int) -> tuple[DecoderLayer, bool]:
@@ -185,9 +186,6 @@ def _from_folder(
                 advance(1)
 
             quantize_decoder(model, read_layer, batches, recipe, watch)
-    finally:
-        if finished is not None:
-            finished.close()
     if divided is not None:
         move_rest(model, divided)
         model = divided

@@ -28,6 +28,9 @@ RUN_NAME, LOCK_NAME = "run.json", "lock"
 class FinishedLayers:
     """A folder with a file for each finished layer of one run.
 
+    As a context it is closed at the end, and removed if that is a ValueError, which the same run
+    would raise again.
+
     lock: the descriptor of an open file, whose lock keeps other processes from writing the folder.
     """
 
@@ -49,7 +52,7 @@ class FinishedLayers:
             raise ValueError(
                 f"{folder} is not empty and holds no finished layers: choose another folder"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         lock = _lock(folder)
         if lock is None:
             raise ValueError(
@@ -94,10 +97,23 @@ class FinishedLayers:
         model_arrays.put(model, arrays, parts, _prefix(number))
         return True
 
+    def __enter__(self) -> FinishedLayers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and issubclass(kind, ValueError):
+            self.remove()
+        self.close()
+
     def close(self) -> None:
         """Lets other processes have the folder."""
         if self.lock is not None:
             os.close(self.lock)
+
+    @property
+    def count(self) -> int:
+        """The number of finished layers."""
+        return len(list(self.folder.glob("layer-*.json")))
 
     def remove(self) -> None:
         """Deletes the files of the run, and the folder if nothing else is in it.
@@ -142,6 +158,17 @@ def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype
         files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("config.json"))]
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return json.dumps([str(folder), stamps, repr(recipe), dtype, digest.hexdigest()])
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder. Raises ValueError, with the reason, if that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"the folder for finished layers, {folder}, can't be made: {error.strerror}; choose "
+            "another target"
+        ) from error
 
 
 def _lock(folder: Path) -> int | None:

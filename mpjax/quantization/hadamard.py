@@ -4,15 +4,20 @@ Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024), 
 between gate and down are much larger than others, and no norm lies there that a rotation could be
 folded into. So the MLP mixes blocks of channels before they are rounded, and the rows of the down
 projection are mixed alike: the transform is its own inverse, and the model computes what it did.
+Each expert of a mixture has a down projection of its own, and so has an MLP that all tokens share.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import jax
+
 from mpjax.kernels import hadamard
-from mpjax.models import Decoder, DecoderConfig, DecoderLayer, GatedMLPSpec, LayerSpec, MLPSpec
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, LayerSpec, MLPSpec
+from mpjax.models.parameters import find
 from mpjax.quantization.methods import HADAMARD
 
 # A larger block spreads outliers further, and fewer devices can divide a row in whole blocks.
@@ -22,9 +27,13 @@ LARGEST, LEAST = 512, 16
 def block_of(spec: MLPSpec) -> int:
     """The channels of a block: the largest power of two up to 512 that divides those of the MLP.
 
-    Raises ValueError for an MLP of experts, one with less than 16, and one with the transform.
+    In a mixture it divides those of the experts and of the shared MLP.
+
+    Raises ValueError for an MLP without a place for the transform, one with less than 16, and one
+    that has the transform.
     """
-    if not isinstance(spec, GatedMLPSpec):
+    sizes = spec.mixers().values()
+    if not sizes:
         raise ValueError(
             f"an MLP of the kind {spec.kind!r} has no place for Hadamard's transform before its "
             f"down projections: leave {HADAMARD} out of the method"
@@ -34,12 +43,12 @@ def block_of(spec: MLPSpec) -> int:
             f"the model mixes what its down projections read already: leave {HADAMARD} out of the "
             "method"
         )
-    size = spec.intermediate_size
-    block = min(size & -size, LARGEST)
+    common = math.gcd(*sizes, LARGEST)
+    block = common & -common
     if block < LEAST:
         raise ValueError(
-            f"an MLP with {size} channels can't be cut into blocks of {LEAST} or more, a power of "
-            f"two: leave {HADAMARD} out of the method"
+            f"an MLP with {' and '.join(map(str, sizes))} channels can't be cut into blocks of "
+            f"{LEAST} or more, a power of two: leave {HADAMARD} out of the method"
         )
     return block
 
@@ -55,24 +64,30 @@ def check_blocks(config: DecoderConfig) -> None:
 
 def set_blocks(model: Decoder) -> None:
     """Writes the blocks of all layers into the configuration of a model; see `mix_down`."""
-    layers = []
-    for layer in model.config.layers:
-        assert isinstance(layer.mlp, GatedMLPSpec)  # as `check_blocks` requires
-        mlp = dataclasses.replace(layer.mlp, hadamard=block_of(layer.mlp))
-        layers.append(dataclasses.replace(layer, mlp=mlp))
-    model.config = dataclasses.replace(model.config, layers=tuple(layers))
+    layers = tuple(
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, hadamard=block_of(layer.mlp)))
+        for layer in model.config.layers
+    )
+    model.config = dataclasses.replace(model.config, layers=layers)
 
 
 def mix_down(layer: DecoderLayer, spec: LayerSpec, *, is_folded: bool) -> None:
-    """Gives a layer the transform of its spec, and undoes it in the down projection, in place.
+    """Gives a layer the transform of its spec, and undoes it in its down projections, in place.
 
-    is_folded: whether the down projection is made for the transform already. Else it is plain.
+    is_folded: whether the down projections are made for the transform already. Else they are plain.
     """
-    mlp: Any = layer.mlp
-    assert isinstance(spec.mlp, GatedMLPSpec)
-    assert spec.mlp.hadamard is not None
-    mlp.hadamard = spec.mlp.hadamard
-    if not is_folded:
-        kernel = mlp.down.kernel
-        weight = kernel.get_value()
-        kernel.set_value(hadamard(weight.T, mlp.hadamard).T.astype(weight.dtype))
+    block = spec.mlp.hadamard
+    assert block is not None
+    for path in spec.mlp.mixers():
+        mlp: Any = find(layer.mlp, path) if path else layer.mlp
+        mlp.hadamard = block
+        if not is_folded:
+            kernel = mlp.down.kernel
+            kernel.set_value(_mixed_rows(kernel.get_value(), block))
+
+
+def _mixed_rows(weight: jax.Array, block: int) -> jax.Array:
+    """A weight [..., K, N] with its rows transformed, one expert at a time."""
+    if weight.ndim > 2:
+        return jax.lax.map(lambda each: _mixed_rows(each, block), weight)
+    return hadamard(weight.T, block).T.astype(weight.dtype)

@@ -46,8 +46,8 @@ def quantize_map(
         rounding = "range"
         warnings.warn(
             f"{path} has {channels} input channels, and the text has {int(found.tokens)} tokens: "
-            "GPTQ needs at least as many tokens, so that ranges are searched instead; give more "
-            "text",
+            "GPTQ needs at least as many tokens, so that the method range is taken instead; give "
+            "more text",
             stacklevel=2,
         )
     return _quantize(linear, path, rule, found, rounding, order)
@@ -83,8 +83,8 @@ def _quantize_experts(
         shown = ", ".join(short[:SHOWN_EXPERTS]) + (", ..." if len(short) > SHOWN_EXPERTS else "")
         warnings.warn(
             f"{path}: {len(short)} of {experts} experts saw too few tokens of the text for "
-            f"{rule.method.rounding}: {shown}; their ranges are searched instead, and those "
-            "without a token are rounded to nearest; give more text",
+            f"{rule.method.rounding}: {shown}; the method range is taken for them instead, and rtn "
+            "for those without a token; give more text",
             stacklevel=3,
         )
     return quantized
@@ -101,7 +101,7 @@ def _quantize(
     kernel: Any = linear.kernel.get_value()
     weight = kernel.astype(jnp.float32)
     weight = weight if order is None else weight[order]
-    plain = choose_codes(weight, found, rule.weights, rounding)
+    plain = choose_codes(weight, found, rule.weights, rounding, name)
     packed = pack(dataclasses.replace(plain, permutation=order) if order is not None else plain)
     if reason := why_out_of_range(weight, packed):
         raise ValueError(f"{name}: {reason}")

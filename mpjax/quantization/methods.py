@@ -143,12 +143,16 @@ class Method:
 
 
 def choose_codes(
-    weight: jax.Array, statistics: Statistics | None, format: WeightFormat, rounding: str
+    weight: jax.Array,
+    statistics: Statistics | None,
+    format: WeightFormat,
+    rounding: str,
+    name: str = "a weight",
 ) -> PlainCodes:
     """The codes of a weight float32 [K, N] in a packed format.
 
     statistics: of the weight's inputs; only `rtn` does without.
-    rounding: one of ROUNDINGS.
+    rounding: one of ROUNDINGS. name: of the weight, in warnings.
     """
     if rounding == "rtn":
         return fit(weight, format).round(weight)
@@ -164,8 +168,8 @@ def choose_codes(
         found = gptq(weight, products, search_ranges(weight, statistics.mean_square, format))
     if bool(jnp.isnan(found.damping)):
         warnings.warn(
-            "the mean of x xᵀ has no Cholesky factor, with whatever damping, so that a weight is "
-            "rounded to nearest instead of by GPTQ: give other text",
+            f"{name}: the mean of x xᵀ has no Cholesky factor, with whatever damping, so that the "
+            "weight is rounded to nearest instead of by GPTQ: give other text",
             stacklevel=2,
         )
     return found.plain

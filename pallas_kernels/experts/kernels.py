@@ -42,15 +42,18 @@ def products_by_kernel(
     divided: how parts of rows are rounded; None for whole rows. The others are those of a Call.
     """
     rows, weight = in_packed_order(x, weight, experts, divided)
-    out_dtype = x.dtype if epilogue.routing_weights is None else jnp.dtype(jnp.float32)
+    has_terms = epilogue.routing_weights is not None
+    # Triton's terms are added by the next kernel, and warpgroups' before they are returned.
+    by_warpgroups = isinstance(config, ExpertsWarpgroupConfig)
+    out_dtype = jnp.dtype(jnp.float32) if has_terms and not by_warpgroups else x.dtype
     apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
     if apart is not None:
         epilogue = dataclasses.replace(epilogue, gate=None)
     tiles = find_tiles(experts, weight.shape[0], config, is_local=is_local)
     terms = _products_of(config)(rows, weight, tiles, epilogue, config, out_dtype)
-    if epilogue.routing_weights is not None:
-        is_stored = not is_local or isinstance(config, ExpertsWarpgroupConfig)
-        return terms if is_stored else _without_others(terms, experts)
+    if has_terms:
+        has_all = by_warpgroups or not is_local
+        return terms if has_all else _without_others(terms, experts)
     # XLA fuses the sum, in a fixed order, with the gate.
     found = terms[0] if len(terms) == 1 else terms.sum(0)
     if apart is not None:
@@ -130,6 +133,10 @@ def why_not(name: str, problem: Problem, x: jax.Array, weight: Any) -> str | Non
         return reason
     if reason := why_not_warpgroups(problem):
         return reason
+    if not isinstance(weight, QuantizedTensor):
+        if weight.dtype == x.dtype:
+            return None
+        return f"x is {x.dtype} and the weight {weight.dtype}, expected one dtype"
     in_operand = weight.format.group_size is not None and weight.format.operand is None
     if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(x.dtype)):
         return f"scales are {weight.scale_dtype}, whose range {x.dtype} does not have"

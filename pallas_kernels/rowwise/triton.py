@@ -89,6 +89,18 @@ def gated(
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
+@functools.partial(jax.jit, static_argnames=("block", "dtype", "interpret"))
+def hadamard(x: jax.Array, block: int, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
+    """Hadamard's transform of x [..., K] in `dtype`; see the public function."""
+    *shape, channels = x.shape
+    rows = x.reshape(-1, channels)
+    size = tile_size(pl.next_power_of_2(channels), block)
+    kernel = functools.partial(_hadamard_kernel, block=block, size=size)
+    result = _result(len(rows), channels, dtype, None)
+    mixed: jax.Array = _launch(kernel, rows, result, "hadamard", interpret)
+    return mixed.reshape(*shape, channels)
+
+
 @functools.partial(jax.jit, static_argnames=("format", "interpret"))
 def quantize_rows(
     x: jax.Array, format: ActivationFormat, *, interpret: bool = False
@@ -159,13 +171,24 @@ def _gated_kernel(
     row, channel, mask = _row(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
-    target = current_target()
-    argument = ACTIVATIONS[activation](gate)
-    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
-    wide = gate * sigmoid * up
+    wide = activated(gate, up, activation)
     if hadamard is not None:
         wide = transform_tile(wide, hadamard)
     _store(result_ref, wide, row, channel, mask)
+
+
+def _hadamard_kernel(x_ref: Any, result_ref: Any, *, block: int, size: int) -> None:
+    row, channel, mask = _row(x_ref.shape[1], size)
+    wide = transform_tile(_load(x_ref.at[row, channel], mask), block)
+    _store(result_ref, wide, row, channel, mask)
+
+
+def activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) · up of float32 arrays inside of a kernel, by the target's instructions."""
+    target = current_target()
+    argument = ACTIVATIONS[activation](gate)
+    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
+    return gate * sigmoid * up
 
 
 def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:

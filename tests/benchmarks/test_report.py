@@ -50,13 +50,17 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
             "attention": {"results": [attention_row(), attention_row(copies=5)]},
             "attention-one": {"results": [attention_row(**sizes, queries=1)]},
             "perplexity": {"rows": [evaluated]},
-            "perplexity-other": {"rows": [evaluated], "model": "Other-1B.Q4_1.gguf"},
+            "perplexity-other": {
+                "rows": [evaluated],
+                "model": "Other-1B.Q4_1.gguf",
+                "text": "book.txt",
+            },
             "perplexity-calibrated": {"rows": [evaluated], "calibration": "a.txt"},
             "agreement": {
                 "rows": [compared],
                 "model": "bundled",
                 "reference": "bundled",
-                "text": "a",
+                "text": "held_out.jsonl",
             },
             "memory-x": memory_row,
             "quantization": {
@@ -84,7 +88,7 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert f"`mpjax evaluate {output}.json` ·" in text
     command = "mpjax evaluate --precision W16A16KV8s --calibrate a.txt"
     assert f"`{command} {output}-calibrated.json` ·" in text
-    command = "mpjax evaluate Other-1B.Q4_1.gguf --precisions W16A16KV8s"
+    command = "mpjax evaluate Other-1B.Q4_1.gguf --precisions W16A16KV8s --text book.txt"
     assert f"`{command} {output}-other-1b.json` ·" in text
     assert text.index(command) > text.index("## Perplexity of Other-1B.Q4_1.gguf")
     assert "| W4A16KV8 | gptq | 262,144 | 10.0 | 7.0 | 10.0 GB | 5.0 GB | 2.0 GB |" in text

@@ -38,6 +38,7 @@ BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_word_emb
 IN_ACT_ORDER = " in act-order"
 SHAPE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256}
 WHOLE = {"experts": "whole"}
+MIXED = dataclasses.replace(EXPERTS, hadamard=32)
 # Number of devices, what differs from SHAPE, the format of linear maps, and that of the cache.
 CASES = (
     # Each KV head is on two devices, and four don't divide the vocabulary.
@@ -49,8 +50,8 @@ CASES = (
     (4, {"hadamard": 64}, "float8:gK/float8", "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
     (4, {"mlp": EXPERTS} | WHOLE, "float8:gK/float8", "KV16"),
-    (3, {"mlp": EXPERTS} | WHOLE, "uint4:g32 in act-order", "KV16"),  # two experts, one and one
-    (2, {"mlp": EXPERTS}, "uint4:g32 in act-order", "KV16"),
+    (3, {"mlp": MIXED} | WHOLE, "uint4:g32 in act-order", "KV16"),  # two experts, one and one
+    (2, {"mlp": MIXED}, "uint4:g32 in act-order", "KV16"),
     (2, {"hidden_size": 128, "head_dim": 64, "mlp": WIDE_EXPERTS}, "int4:g128", "KV16"),
 )
 

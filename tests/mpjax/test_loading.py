@@ -75,7 +75,7 @@ def test_a_mesh_of_one_device_has_all(folder, tmp_path):
     assert limited.share.config.max_position_embeddings == 8
     with pytest.raises(ValueError, match="devices is 4096, and JAX sees"):
         load(folder, devices=4096)
-    with pytest.raises(ValueError, match="experts is 'whole', and the model has no experts"):
+    with pytest.raises(ValueError, match="experts is 'whole', and one device has all experts: l"):
         load(folder, devices=mesh, experts="whole")
 
 

@@ -85,6 +85,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.gemm.dequantize, "write_out"),
         (mpjax.kernels.gemm.gradient, "write_out"),
         (mpjax.kernels.experts.triton, "products"),
+        (mpjax.kernels.experts.triton, "routed_products"),
         (mpjax.kernels.experts.counting, "counted"),
         (mpjax.kernels.experts.routing_triton, "route"),
         (mpjax.kernels.kv_cache.triton, "append"),
@@ -96,6 +97,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.rowwise.blocks, "quantize_rows"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
         (mpjax.kernels.rowwise.triton, "gated"),
+        (mpjax.kernels.rowwise.triton, "hadamard"),
         (mpjax.kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)

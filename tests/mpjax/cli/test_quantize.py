@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 import mpjax
 from mpjax.cli.application import app
+from mpjax.quantization.finished import FinishedLayers
 
 
 def quantize(*arguments):
@@ -101,6 +102,7 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         (("--precision", "W4A16KV8", "--method", "rtn", "--devices", 99), 1, "devices is 99"),
         ((), 2, "neither --precision, such as W4A16KV8, nor --recipe nor --budget is given"),
         (("--precision", "W4A16KV8", "--recipe", __file__), 2, "--precision or --recipe, not both"),
+        (("--method", "rtn", "--recipe", __file__), 2, "--method or --recipe, not both"),
         (("--precision", "W4A16KV8", "--method", "hadamard+rotate+rtn"), 2, "in this order"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),
@@ -112,3 +114,33 @@ def test_wrong_usage(tiny_folder, tmp_path, options, code, message):
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "target").exists()
+
+
+def test_a_file_without_text_is_named(tiny_folder, tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    options = ("--precision", "W4A16KV8", "--text", tmp_path / "blank.txt")
+    result = quantize(tiny_folder, tmp_path / "target", *options)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"mpjax: {tmp_path / 'blank.txt'} has no text: expected one")
+
+
+def test_layers_that_are_kept_are_told_of(tiny_folder, tmp_path, monkeypatch):
+    """After an interruption; an error that would come again leaves none."""
+    save = FinishedLayers.save
+
+    def run(error):
+        def fail(self, model, number):
+            save(self, model, number)
+            raise error
+
+        monkeypatch.setattr(FinishedLayers, "save", fail)
+        options = ("--precision", "W4A16KV16", "--method", "rtn")
+        return quantize(tiny_folder, tmp_path / "target", *options)
+
+    work = tmp_path / ".target.layers"
+    result = run(KeyboardInterrupt())
+    assert f"{work} keeps 1 finished layer: the same command goes on there" in result.stderr
+    assert work.exists()
+    result = run(ValueError("layer 0: it is damaged"))
+    assert (result.exit_code, result.stderr) == (1, "mpjax: layer 0: it is damaged\n")
+    assert list(tmp_path.iterdir()) == []

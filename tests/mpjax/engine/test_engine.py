@@ -20,7 +20,7 @@ from mpjax.engine.handle import CancelledError
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from tests.models.small import small_config, small_model
-from tests.mpjax.engine.conftest import make_engine, resize, said_alone
+from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
 from tests.sweeps import in_sweep
 
@@ -73,11 +73,14 @@ def test_rows_that_are_drawn_in_other_ways_run_together(engine, tiny):
     assert found.finish_reasons == expected.finish_reasons
 
 
-FORMATS = ["KV4cg32", *map(in_sweep, ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
+# A format, and whether decoding speculates.
+TRACED = [("KV4cg32", False), ("KV4cg32", True)]
+SWEPT = ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32")
+TRACED += [in_sweep(text, False) for text in SWEPT] + [in_sweep("KV8", True)]
 
 
-@pytest.mark.parametrize("text", FORMATS)
-def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
+@pytest.mark.parametrize(("text", "speculates"), TRACED)
+def test_arrivals_sharing_and_preemption_change_nothing(text, speculates, tiny):
     """The greedy tokens are those of each prompt alone, whatever happens to it and beside it."""
     rng = np.random.default_rng(0)
     common = rng.integers(1, 2048, 134).tolist()
@@ -86,7 +89,8 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
         for length, own in ((0, 5), (130, 9), (134, 30), (40, 1), (134, 30), (70, 60))
     ]
     expected = said_alone(tiny, text, prompts, NEW)
-    with make_engine(tiny, text) as engine:
+    said = [prompt + new.tolist() for prompt, new in zip(prompts, expected, strict=True)]
+    with make_engine(tiny, text, speculate=Knowing.of(said) if speculates else None) as engine:
 
         @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
@@ -96,9 +100,10 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
             slots=st.integers(2, 4),
             pages=st.integers(9, 25),
             cancelled=st.sampled_from([None, 0, 3]),
+            gap=st.sampled_from([None, 0.001]),
         )
-        def check(order, pauses, chunk, slots, pages, cancelled):
-            resize(engine, chunk=chunk, slots=slots, pages=pages)
+        def check(order, pauses, chunk, slots, pages, cancelled, gap):
+            resize(engine, chunk=chunk, slots=slots, pages=pages, max_gap=gap)
             engine._runner.planner._slots = list(range(4))[:slots]
             handles = {}
             for number, pause in zip(order, pauses, strict=True):
@@ -120,7 +125,9 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
             assert is_clean(engine)
 
         check()
-        assert engine.statistics()["programs"] <= 6
+        numbers = engine.statistics()
+        assert numbers["programs"] <= (7 if speculates else 6)
+        assert (numbers["proposed_tokens"] > numbers["accepted_tokens"] > 50) == speculates
 
 
 def test_a_chunk_longer_than_the_window_changes_nothing():
@@ -373,6 +380,8 @@ def test_what_an_engine_is_made_with_is_checked(tiny):
         ({"slots": 0}, "slots is 0"),
         ({"steps": 64}, "steps is 64: expected at most 32"),
         ({"max_tokens": 1000}, "max_tokens is 1000, and the model has 256 positions"),
+        ({"max_gap": 0}, "max_gap is 0: expected seconds above 0, inf, or None"),
+        ({"max_gap": "1"}, "max_gap is '1': expected seconds"),
         ({"cache_memory": -1}, "cache_memory is -1: expected bytes, or a share"),
         ({"cache_memory": "8GB"}, "cache_memory is '8GB'"),
         ({"cache_memory": 100.0}, "cache_memory is 100.0: a page of 32 tokens takes"),

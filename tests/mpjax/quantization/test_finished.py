@@ -67,6 +67,12 @@ def test_a_folder_of_other_files_is_left_alone(model, tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+def test_a_folder_that_can_not_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ValueError, match=r"the folder for finished layers, .*work, can't be made"):
+        FinishedLayers.open(tmp_path / "file" / "work", "run")
+
+
 def test_a_run_that_ended_before_it_had_a_layer_is_no_obstacle(tmp_path):
     (tmp_path / "lock").write_text("")
     FinishedLayers.open(tmp_path, "run").close()

@@ -10,7 +10,7 @@ from flax import nnx
 
 import mpjax
 from mpjax.kernels import ActivationFormat, WeightFormat, hadamard
-from mpjax.models import GatedMLPSpec
+from mpjax.models import ExpertsSpec, GatedMLPSpec, GroupedQuerySpec, LayerSpec, Mixtral
 from mpjax.models.division import Division
 from mpjax.models.parameters import NAMES, linear_places
 from mpjax.quantization.api import FinishedLayers
@@ -41,6 +41,22 @@ def test_a_model_computes_what_it_computed(method, rng):
         np.testing.assert_allclose(hadamard(down.T, 32).T, rows, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mixture_computes_what_it_computed(shared, rng):
+    """The experts' blocks are those of the shared MLP: 32 divides 32 and 96 channels."""
+    model = small_mixture(shared)
+    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (2, 7)))
+    found = mixed(model)
+    np.testing.assert_allclose(found(tokens), model(tokens), rtol=1e-3, atol=1e-3)
+    assert found.config.hadamard_blocks == (32,)
+    mlps = [(it.layers[0].mlp.experts, it.layers[0].mlp.shared) for it in (model, found)]
+    for before, after in list(zip(*mlps, strict=True))[: 1 + shared]:
+        rows = before.down.kernel.get_value().swapaxes(-1, -2)
+        mixed_rows = after.down.kernel.get_value().swapaxes(-1, -2)
+        np.testing.assert_allclose(hadamard(rows, 32), mixed_rows, atol=1e-5)
+        assert np.abs(rows - mixed_rows).max() > 0.1
+
+
 def test_an_outlier_before_down_costs_less(rng):
     """One channel of up is large, and its row of down small: others lose their codes to it."""
     int8 = ActivationFormat.of("int8/int8")
@@ -66,11 +82,30 @@ def test_blocks():
         block_of(GatedMLPSpec(40))
     with pytest.raises(ValueError, match="mixes what its down projections read already"):
         block_of(GatedMLPSpec(128, hadamard=64))
-    with pytest.raises(ValueError, match="layer 0: an MLP of the kind 'experts' has no place"):
-        check_blocks(small_mixture(False).config)
+    assert block_of(ExpertsSpec(1408, shared_size=5632)) == 128
+    with pytest.raises(ValueError, match="an MLP with 96 and 40 channels can't be cut"):
+        block_of(ExpertsSpec(96, shared_size=40))
+    layer = LayerSpec(GroupedQuerySpec(), ExpertsSpec(40))
+    config = dataclasses.replace(small_config(), layers=(layer,))
+    with pytest.raises(ValueError, match="layer 0: an MLP with 40 channels can't be cut"):
+        check_blocks(config)
+
+    class Plain(GatedMLPSpec):
+        kind = "plain"
+
+        def mixers(self):
+            return {}
+
+    with pytest.raises(ValueError, match="an MLP of the kind 'plain' has no place"):
+        block_of(Plain(96))
     refused = GatedMLPSpec(96, hadamard=64).why_unsound()
     assert refused == "hadamard is 64: expected a divisor of 96, the channels"
     assert GatedMLPSpec(96, hadamard=32).why_unsound() is None
+    assert ExpertsSpec(96, shared_size=64, hadamard=32).why_unsound() is None
+    refused = ExpertsSpec(96, shared_size=48, hadamard=32).why_unsound()
+    assert refused == "hadamard is 32: expected a divisor of 48, the channels"
+    refused = Plain(96, hadamard=32).why_unsound()
+    assert refused == "hadamard is set, and the MLP has no place for it"
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -86,6 +121,28 @@ def test_shares_have_whole_blocks(count):
     }
     local = Division.of(type(model), config, count, formats).local.layers[0].mlp
     assert local == GatedMLPSpec({2: 64, 4: 32}[count], hadamard=32)
+
+
+def test_a_mixture_is_calibrated_saved_and_generates(tiny, tmp_path):
+    """Statistics of experts' down projections are those of mixed channels."""
+    spec = ExpertsSpec(64, num_experts=2, experts_per_token=1)
+    layer = LayerSpec(GroupedQuerySpec(), spec)
+    config = dataclasses.replace(small_config(vocab_size=2048), layers=(layer,))
+    plain = mpjax.LanguageModel(
+        Mixtral(config, nnx.Rngs(0)), tiny.tokenizer, tiny.kv_format, tiny.source
+    )
+    text = ["def sort(values):\n    return sorted(values)\n" * 40]
+    found = mpjax.quantize(plain, Recipe.of("W8A8KV16", "hadamard+range"), text)
+    mpjax.save(found, tmp_path / "saved")
+    restored = mpjax.load(tmp_path / "saved")
+    assert restored.config.hadamard_blocks == (64,)
+    tokens = jnp.arange(8)[None]
+    np.testing.assert_array_equal(restored.model(tokens), found.model(tokens))
+    expected = plain.model(tokens)
+    assert float(jnp.abs(found.model(tokens) - expected).mean() / jnp.abs(expected).mean()) < 0.05
+    assert len(mpjax.generate(restored, "def add(a, b):", max_new_tokens=4).tokens[0]) == 4
+    with pytest.raises(ValueError, match="before its down projections can't be exported"):
+        mpjax.export(restored, tmp_path / "exported")
 
 
 def leaves_of(lm):

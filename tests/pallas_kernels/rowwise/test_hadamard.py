@@ -34,6 +34,21 @@ def test_the_transform_is_sylvesters(shape, block, rng):
     np.testing.assert_allclose(hadamard(found, block), x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_by_the_kernel(dtype, rng, interpreted_triton):
+    """Also of rows that are no power of two."""
+    x = random_array(rng, (2, 3, 96), dtype)
+    mix = functools.partial(hadamard, x, 32, dtype=dtype)
+    found, plain = mix(implementation="triton"), mix(implementation="reference")
+    assert (found.shape, found.dtype) == (x.shape, x.dtype)
+    bound = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    for each in (found, plain):
+        assert relative_error(each, in_blocks(wide(x), 32)) < bound
+    cotangent = random_array(rng, x.shape, dtype)
+    [gradient] = jax.vjp(lambda x: hadamard(x, 32, dtype=dtype), x)[1](cotangent)
+    assert relative_error(gradient, in_blocks(wide(cotangent), 32)) < 2 * bound
+
+
 def test_an_outlier_is_spread_over_its_block():
     x = jnp.zeros(256).at[70].set(8.0)
     np.testing.assert_allclose(np.abs(hadamard(x, 64)), [0.0] * 64 + [1.0] * 64 + [0.0] * 128)
@@ -134,6 +149,14 @@ def test_lowers(channels, block, lower_for_cuda):
     assert "dot_general" in program
 
 
+def test_rows_lower(lower_for_cuda):
+    rows = jax.ShapeDtypeStruct((8, 768), "bfloat16")
+    mix = functools.partial(triton.hadamard, block=256, dtype=jnp.dtype("bfloat16"))
+    program = lower_for_cuda(mix, rows)
+    assert 'name = "hadamard"' in program
+    assert "dot_general" in program
+
+
 def test_a_row_passes_through_shared_memory():
     """An RTX 4090 has 99 KiB, an H100 227."""
     assert why_no_room(12288, 512, 8.9) is None
@@ -149,3 +172,8 @@ def test_a_row_passes_through_shared_memory():
 def test_on_the_gpu(dtype, text, rng):
     for channels, block in ((12288, 512), (28672, 4096), (1536, 16), (768, 128)):
         check(channels, block, dtype, text, rng, count=33)
+        if text is None:
+            x = random_array(rng, (33, channels), dtype)
+            found = hadamard(x, block, dtype=dtype, implementation="triton")
+            bound = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+            assert relative_error(found, in_blocks(wide(x), block)) < bound

@@ -17,7 +17,7 @@ from tests.pallas_kernels.gemm.plans.problems import H200
 from tests.pallas_kernels.gemm.warpgroups.programs import FLOAT, call_of
 
 FORMATS = ("uint4:g128", "uint4:g32", "uint8:gK", "float8:g128", "table4:g64", "table3:g64")
-FORMATS = (*FORMATS, "int8/int8", "liquid4:g64/int8", "int4:g128/int8")
+FORMATS = (*FORMATS, "int8/int8", "liquid4:g64/int8", "int4:g128/int8", "float4:g32", "bfloat16")
 
 
 def arrays(text, config):

@@ -17,6 +17,8 @@ EXTRA := $(if $(CUDA),cuda$(shell [ $(CUDA) -ge 13 ] && echo 13 || echo 12))
 # The oracle of the parity tests. `make test TORCH=` does without it: the parity tests are skipped. On a machine without
 # a GPU, TORCH="torch==2.13.0 --index-url ..." with an index of CPU builds saves 4 GB.
 TORCH ?= torch==2.13.0
+# The other oracles, as in the extra `parity`.
+ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbytes>=0.48"
 
 # A test that crashes its process, or takes ten minutes, ends the run and is named: pytest-xdist 3.8 may wait for ever for
 # the process that takes over.
@@ -117,7 +119,7 @@ $(VENV)/.runtime: $(VENV)/.created
 $(VENV)/.development: $(VENV)/.created
 	@echo "Installing mpjax$(EXTRA:%=[%]), torch and the test tools into $(VENV). The first time takes some minutes."
 	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
-	@[ -z "$(TORCH)" ] || $(PIP) $(TORCH) "accelerate>=1.0" "compressed-tensors>=0.20"
+	@[ -z "$(TORCH)" ] || { $(PIP) $(TORCH) && $(PIP) $(ORACLES); }
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.mutants: $(VENV)/.development

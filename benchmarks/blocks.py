@@ -3,6 +3,7 @@
 python -m benchmarks.blocks             the bundled model, on Python source
 python -m benchmarks.blocks FOLDER      another model, on English: the help topics of Python
 python -m benchmarks.blocks planted     a random model whose layers have outliers in other channels
+python -m benchmarks.blocks FOLDER --tokens 4096 --characters 8000       less text, for a CPU
 
 Weights are rounded once for each order of channels; only the widths of blocks differ between rows.
 """
@@ -28,7 +29,8 @@ from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
 from mpjax.kernels import WeightFormat, unpack
 from mpjax.models import Decoder, DecoderConfig, DecoderLayer, llama_layers
-from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, order_of, permuted
+from mpjax.models.config import Fold
+from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, in_order, is_folded
 from mpjax.quantization.folds import linear_of
 from mpjax.quantization.pipeline import Stream, quantize_layer
 from mpjax.quantization.recipe import Recipe
@@ -70,41 +72,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint, or `planted`")
     parser.add_argument("--name", help="of the model, in the place of the folder's")
+    parser.add_argument("--tokens", type=int, help="of the text for calibration")
+    parser.add_argument("--characters", type=int, help="of the text that perplexity is measured on")
     given = parser.parse_args(arguments)
     name = given.name or (given.folder and Path(given.folder).name.lower())
+    amounts = {
+        amount: number
+        for amount in ("tokens", "characters")
+        if (number := getattr(given, amount)) is not None
+    }
     rows = []
-    for row in run(given.folder):
+    for row in _rows(*measured_model(given.folder, **amounts)):
         rows.append(row)
         print(json.dumps(row), flush=True)
     print(
         measure.save(
             "blocks" if name is None else f"blocks-{name}",
-            {"model": name or "bundled", "results": rows},
+            {"model": name or "bundled", **amounts, "results": rows},
             RESULTS,
         )
     )
 
 
-def run(folder: str | None) -> Iterator[dict[str, Any]]:
-    """A row for the 16-bit model, one for W4A8, and one for each share and order of channels.
-
-    folder: as for `measured_model`.
-    """
-    yield from _rows(*measured_model(folder))
-
-
-def measured_model(folder: str | None) -> Measured:
+def measured_model(
+    folder: str | None,
+    *,
+    tokens: int = CALIBRATION.tokens,
+    characters: int = HELD_OUT_CHARACTERS,
+) -> Measured:
     """A model in 16 bits, the text that calibrates it, and what gives the perplexity of others.
 
     folder: of the checkpoint; None for the bundled model, `planted` for the random one.
+    tokens: of the text that calibrates. characters: of the held-out text. The random model has
+        texts of its own.
     """
     if folder == "planted":
         return _planted()
     text, held_out = python_source() if folder is None else english()
-    held_out = [each[:HELD_OUT_CHARACTERS] for each in held_out]
+    held_out = [each[:characters] for each in held_out]
     source = mpjax.bundled_model() if folder is None else Path(folder)
     base = mpjax.load(source, precision="A16KV16", progress=False)
-    calibration = CALIBRATION
+    calibration = dataclasses.replace(CALIBRATION, tokens=tokens)
     batches = windows_of(
         text,
         base.require_tokenizer(),
@@ -165,6 +173,7 @@ def planted_model(config: DecoderConfig) -> Decoder:
 
 
 def _rows(model: Decoder, batches: Sequence[Windows], measured: Any) -> Iterator[dict[str, Any]]:
+    """A row for the 16-bit model, one for W4A8, and one for each share and order of channels."""
     plain = measured(model)
 
     def row(label: str, found: float, **others: Any) -> dict[str, Any]:
@@ -198,17 +207,21 @@ def rounded(
         rules = dict.fromkeys(spec.linear_paths(model.config), rule)
         layer = quantize_layer(model.layers[number], dict(found), rules, spec.folds(model.config))
         if rule.has_blocks:
-            errors.append(_errors(layer, found, is_ordered=is_ordered))
+            errors.append(_errors(layer, found, spec.folds(model.config) if is_ordered else None))
         stream.advance(layer)
         quantized.layers[number] = layer
     return quantized, errors
 
 
-def _errors(layer: DecoderLayer, found: Mapping[str, Statistics], *, is_ordered: bool) -> Errors:
+def _errors(
+    layer: DecoderLayer, found: Mapping[str, Statistics], folds: Sequence[Fold] | None
+) -> Errors:
+    """folds: of the layer, whose channels are sorted; None if they keep their order."""
     errors = {}
     for path, statistics in found.items():
-        if is_ordered:
-            statistics = permuted(statistics, order_of(statistics))
+        if folds is not None:
+            own = (fold for fold in folds if fold.target == path and is_folded(fold))
+            _, statistics = in_order(statistics, next(own, None))
         plain: Any = unpack(linear_of(layer, path).kernel.get_value())
         weight = dataclasses.replace(plain, permutation=None).dequantize()
         errors[path] = np.asarray(block_errors(weight, statistics))

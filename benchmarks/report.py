@@ -404,7 +404,7 @@ def _blocks(result: dict[str, Any], folder: Path) -> list[str]:
         ),
         tables.markdown(blocks.HEADERS, map(blocks.cells, result["results"])),
         _plot("rise of perplexity over the share of blocks in 8 bits", name),
-        _source(result, f"python -m benchmarks.blocks{_argument(model)}"),
+        _source(result, f"python -m benchmarks.blocks{_argument(model)}{_amounts(result)}"),
     ]
 
 
@@ -418,6 +418,12 @@ def _block_steps(result: dict[str, Any]) -> list[str]:
         tables.markdown(block_steps.HEADERS, block_steps.cells(result["results"])),
         _source(result, f"python -m benchmarks.block_steps{_argument(model)}"),
     ]
+
+
+def _amounts(result: dict[str, Any]) -> str:
+    """The arguments of a benchmark of blocks that say how much text there is."""
+    names = [name for name in ("tokens", "characters") if name in result]
+    return "".join(f" --{name} {result[name]}" for name in names)
 
 
 def _argument(model: str) -> str:

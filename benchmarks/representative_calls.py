@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ DECODING = (
     AttentionShape.parse("b8-h16/16-d256-c8192"),
     AttentionShape.parse("b16-h64/8-d64-c131072"),
 )
+SHORT = AttentionShape.parse("b64-h32/8-d128-c128")
 MASKED = AttentionShape.parse("b2-h16/8-d128-c2048-q64")
 PROMPT = AttentionShape.parse("b2-h32/8-d128-c2048-q512")
 APPENDED = AttentionShape.parse("b4-h8/8-d128-c4096")
@@ -79,11 +81,16 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
     for text in ("uint8:g128", "int8/int8", "int4:g128/int8"):  # by warpgroups
         yield f"experts {text} 1024", functools.partial(_experts, text, 1024)
-    for text in ("uint4:g128", "int8/int8"):  # between whose products rows are not copied
+    # Between the products, rows are not copied.
+    for text in ("uint4:g128", "int8/int8", "float4:g32", "bfloat16"):
         yield f"experts mlp {text} 1024", functools.partial(_expert_mlp, text, 1024)
     for tokens in (1, 1024):
         name = f"experts mlp uint4:g128 hadamard {tokens}"
         yield name, functools.partial(_expert_mlp, "uint4:g128", tokens, 256)
+    for tokens in (1, 64, 1024):  # each expert has its own blocks of activations
+        yield f"experts mlp blocks {tokens}", functools.partial(_expert_blocks, tokens)
+    for text in ("uint4:g128", "float4:g32", "bfloat16"):  # whose first product routes tokens
+        yield f"experts routed {text} 1", functools.partial(_routed_mlp, text)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
@@ -102,6 +109,8 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
         yield f"likeliest {rows}", functools.partial(_likeliest, rows)
+    for text, rows in (("uint4:g128", 1), ("uint4:g128:sym", 1), ("table4:g64", 8)):
+        yield f"gated {text} {rows}", functools.partial(_gated, text, rows)
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
@@ -109,6 +118,9 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
+    for text in ("KV4", "K4cV4c"):  # rounded by one program, where several are joined, and balanced
+        for scene in (DECODE[8], DECODE[0], DECODE[4], SHORT):
+            yield f"attention blocks {text} {scene.name}", functools.partial(_rounded, text, scene)
     for text in CACHES:
         for scene in DECODING:
             yield f"attention {text} {scene.name}", functools.partial(_attention, text, scene)
@@ -133,6 +145,11 @@ def _head(rows: int) -> Call:
 def _matmul(text: str, rows: int, shape: GemmShape) -> Call:
     x = Array((rows, shape.channels), jnp.bfloat16)
     return kernels.matmul, (x, _weight(text, shape))
+
+
+def _gated(text: str, rows: int) -> Call:
+    x = Array((rows, LARGEST.channels), jnp.bfloat16)
+    return kernels.matmul_gated, (x, _weight(text, LARGEST))
 
 
 def _experts(text: str, tokens: int) -> Call:
@@ -162,6 +179,29 @@ def _expert_mlp(text: str, tokens: int, hadamard: int | None = None) -> Call:
         return kernels.expert_mlp_terms(x, mlp, chosen, weights)
 
     return layer, (*tokens_and_experts, mlp)
+
+
+def _expert_blocks(tokens: int) -> Call:
+    """The layer of `_expert_mlp` in W4Ax, as it is calibrated."""
+    layer, (*others, mlp) = _expert_mlp("int4:g128/int8", tokens)
+    order, *widths = (
+        Array((16, size), dtype) for size, dtype in ((2048, "int32"), (16, "uint8"), (6, "uint8"))
+    )
+    gate_up = dataclasses.replace(mlp.gate_up, permutation=order, activation_bits=widths[0])
+    down = dataclasses.replace(mlp.down, activation_bits=widths[1])
+    return layer, (*others, kernels.ExpertMLP(gate_up, down))
+
+
+def _routed_mlp(text: str) -> Call:
+    """The layer of `_experts` for one token, whose 8 experts are not chosen yet."""
+    _, (x, *_, gate_up, down) = _experts(text, 1)
+
+    def layer(x: Any, logits: Any, bias: Any, mlp: Any) -> Any:
+        own = kernels.RouterLogits(logits, kernels.Routing(8), bias=bias)
+        return kernels.expert_mlp_terms(x, mlp, own)
+
+    logits, bias = Array((1, 16), jnp.float32), Array((16,), jnp.bfloat16)
+    return layer, (x, logits, bias, kernels.ExpertMLP(gate_up, down))
 
 
 def _route(name: str) -> Call:
@@ -196,6 +236,17 @@ def _attention(text: str, shape: AttentionShape) -> Call:
     heads = shape.query_heads, shape.head_dim
     queries = Array((shape.batch, shape.queries, *heads), jnp.bfloat16)
     return kernels.paged_attention, (queries, cache.layers[0], _span(cache))
+
+
+def _rounded(text: str, shape: AttentionShape) -> Call:
+    """Attention whose outputs become codes of 4 and 8 bits."""
+    function, arguments = _attention(text, shape)
+    bits = Array((shape.query_heads * shape.head_dim // 128,), jnp.uint8)
+
+    def attend(bits: Any, *arguments: Any) -> Any:
+        return function(*arguments, blocks=kernels.ActivationBlocks(bits))
+
+    return attend, (bits, *arguments)
 
 
 def _prompt(text: str) -> Call:

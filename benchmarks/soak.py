@@ -129,7 +129,7 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def faults(numbers: Mapping[str, int], grown: int, differ: int) -> list[str]:
+def faults(numbers: Mapping[str, float], grown: int, differ: int) -> list[str]:
     """Sentences for what may not be after a round.
 
     numbers: statistics of the engine. grown: bytes, since the warm rounds. differ: requests that
@@ -156,7 +156,8 @@ def soak(engine: mpjax.Engine, tokens: int, *, exact: bool, seed: int = 0) -> di
         the number of rows, and so near ties are decided otherwise.
     """
     rng, began = np.random.default_rng(seed), time.perf_counter()
-    rounds = differ = grown = resident = programs = 0
+    rounds = differ = grown = resident = 0
+    programs = 0.0
     found: list[str] = []
     while engine.statistics()["new_tokens"] < tokens and not found:
         others = run_round(engine, rng)

@@ -12,9 +12,11 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationBlocks,
     HeadNorms,
     KVPages,
     Masks,
+    QuantizedActivations,
     Rotation,
     Span,
     append,
@@ -51,10 +53,10 @@ class AttentionModule(Protocol):
         angles: jax.Array,
         pages: KVPages | None,
         span: Span | RidersSpan | None,
-    ) -> tuple[jax.Array, KVPages | None]:
+    ) -> tuple[Activations, KVPages | None]:
         """Everything but the last map; see `Attention.attend`."""
 
-    def terms(self, attended: jax.Array) -> jax.Array:
+    def terms(self, attended: Activations) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the last map's output for what `attend` gave."""
 
     def inputs(self, x: jax.Array, attended: jax.Array) -> dict[str, jax.Array]:
@@ -188,7 +190,7 @@ class Attention(nnx.Module):
         """How the input of the query, key and value maps is rounded."""
         return self.qkv.activations
 
-    def terms(self, attended: jax.Array) -> jax.Array:
+    def terms(self, attended: Activations) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the output map of what `attend` returns."""
         return self.output.terms(attended)
 
@@ -202,14 +204,15 @@ class Attention(nnx.Module):
         angles: jax.Array,
         pages: KVPages | None,
         span: Span | RidersSpan | None,
-    ) -> tuple[jax.Array, KVPages | None]:
+    ) -> tuple[Activations, KVPages | None]:
         """Attends without the output map; returns [batch, tokens, heads · head dim] and the pages.
 
         x: [batch, tokens, hidden]. angles: rotary angles, float32 [batch, tokens, head dim / 2].
         With a cache, both may be varlen, [tokens, …], and then so is the result.
         pages and span come together: this layer's part of the cache, and where the new tokens lie
         in it; the returned pages hold the new keys and values. Without them x holds whole sequences
-        from position 0.
+        from position 0. Where earlier tokens are in the cache, what is returned is rounded to the
+        output map's blocks, if it has any and reads channels in the order of heads.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
         sinks = None if self.sinks is None else self.sinks.get_value()
@@ -218,8 +221,8 @@ class Attention(nnx.Module):
             terms = self._ordered(self._normed_terms(x))
             turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
-            attended, pages = _attend_cached((terms, rotation), pages, span, masks, x.dtype)
-            return attended.reshape(*x.shape[:-1], self.heads[0] * self.head_dim), pages
+            new = terms, rotation
+            return _attend_cached(new, pages, span, masks, self._blocks, x.dtype)
         batch, tokens, _ = x.shape
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
@@ -233,6 +236,14 @@ class Attention(nnx.Module):
             pages = append(pages, key, value, span)
         attended = prefill_attention(query, key, value, masks)
         return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
+
+    @property
+    def _blocks(self) -> ActivationBlocks | None:
+        """The blocks to which attention rounds its outputs; None leaves that to the output map."""
+        found = self.output.activations
+        if isinstance(found, ActivationBlocks) and found.permutation is None:
+            return found
+        return None
 
     def _projections(self, x: Activations) -> list[jax.Array]:
         """Queries, keys and values, [..., heads · head dim] each, after a joint norm."""
@@ -292,16 +303,21 @@ def _attend_cached(
     pages: KVPages,
     span: Span | RidersSpan,
     masks: Masks,
+    blocks: ActivationBlocks | None,
     dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[Activations, KVPages]:
     """Appends new tokens to the pages, and attends from them, in each part of the span apart.
 
     new: terms of queries, keys and values, and the tokens' rotation, as for `rotate_and_append`.
+    blocks: to which the result is rounded, where the span has one part.
+
+    Returns [..., heads · head dim] and the pages.
     """
     terms, rotation = new
     if isinstance(span, Span):
         query, pages = rotate_and_append(terms, pages, span, rotation, dtype=dtype)
-        return paged_attention(query, pages, span, masks, transformed=True), pages
+        found = paged_attention(query, pages, span, masks, transformed=True, blocks=blocks)
+        return _joined_heads(found), pages
     # All parts are appended before any is read, so that the pages are written in place.
     queries, parts = [], span.parts(terms.shape[1])
     for part in parts:
@@ -315,4 +331,11 @@ def _attend_cached(
         for query, part in zip(queries, parts, strict=True)
     ]
     prompts, rows = attended
-    return jnp.concatenate([prompts, rows[:, 0]]), pages
+    return _joined_heads(jnp.concatenate([prompts, rows[:, 0]])), pages
+
+
+def _joined_heads(x: Activations) -> Activations:
+    """Outputs of heads [..., heads, head dim] side by side; rounded ones are already."""
+    if isinstance(x, QuantizedActivations):
+        return x
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

@@ -79,7 +79,8 @@ class Fold:
     """A place where scales of channels can move from one parameter to the linear map behind it.
 
     Dividing the outputs of the source by scales, and multiplying the rows of the target by them,
-    leaves a layer's outputs as they are, if all that lies between is linear in each channel.
+    leaves a layer's outputs as they are, if all that lies between is linear in each channel. So
+    does another order of channels, where all that lies between treats each channel alike.
 
     target: the path of the linear map whose rows are multiplied, such as `attention.qkv`.
     source: the path of the norm or the linear map whose outputs are divided. If it is a stack of
@@ -91,6 +92,7 @@ class Fold:
         matrix that the target's rows undo: all that lies between treats them alike.
     is_elementwise: whether each channel that the target reads depends on that channel of every part
         of the source, and on no other, so that channels can be put in another order.
+    is_linear: whether scales can move; False where all that can change is the order of channels.
     others: the paths of all others that read the source's outputs and are multiplied, too: linear
         maps, and arrays [outputs, channels] such as a router.
     """
@@ -101,6 +103,7 @@ class Fold:
     repeats: tuple[int, int, int] | None = None
     is_mixable: bool = False
     is_elementwise: bool = False
+    is_linear: bool = True
     others: tuple[str, ...] = ()
 
     @property
@@ -231,9 +234,9 @@ class MLPSpec(SublayerSpec):
         """
         return self.divide(count, units)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
-        return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside the module, at most: gate, up, and their product."""
+        return tokens * 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,6 +254,11 @@ class Division:
         """Whether shares of a place's maps have some of the experts."""
         return bool(self._experts(place.path))
 
+    def experts(self, place: ExpertPlace) -> list[Run]:
+        """The experts of which each share has all channels, or some."""
+        everything = Run(0, place.experts, place.experts)
+        return self._experts(place.path) or [everything] * self.count
+
     def _experts(self, path: str) -> list[Run]:
         cuts = [self._cut(path, number) for number in range(self.count)]
         return [cut.experts for cut in cuts if cut is not None and cut.experts is not None]

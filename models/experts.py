@@ -16,13 +16,14 @@ from mpjax.kernels import (
     ExpertMLP,
     Gate,
     QuantizedTensor,
+    RouterLogits,
     Routing,
     expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
-    route,
 )
-from mpjax.kernels.checks import as_array
+from mpjax.kernels.checks import as_array, as_dtype
+from mpjax.kernels.experts.plans import MOST_TILE_ROWS, Problem, runs_by_warpgroups
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
@@ -125,27 +126,37 @@ class ExpertsSpec(MLPSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down in each expert and in the shared MLP.
 
-        A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
-        Neither have those whose channels are mixed before down.
+        A gate that limits up, or adds 1 to it, is not linear in up. Experts whose channels are
+        mixed before down have no fold.
         """
         found = []
-        if self.gate_limit is None and self.hadamard is None:
-            found.append(Fold("experts.down", "experts.gate_up", 1))
+        if self.hadamard is None:
+            is_linear = self.gate_limit is None
+            found.append(
+                Fold("experts.down", "experts.gate_up", 1, is_elementwise=True, is_linear=is_linear)
+            )
         if self.shared is not None:
             found += [fold.below("shared") for fold in self.shared.folds(config)]
         return tuple(found)
 
-    def token_bytes(self, config: DecoderConfig) -> int:
-        """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside their experts and the shared MLP, and of their terms.
 
         Terms are float32 [experts_per_token, hidden]; with the shared MLP's they are joined, which
-        is a copy.
+        is a copy. Or warpgroups multiply rows in the order of experts, among which an expert may
+        have all but one row of a tile too many: hidden channels and those inside, and float32
+        products, whose sums are one term.
         """
-        inner = self.experts_per_token * super().token_bytes(config)
-        term = config.hidden_size * 4
+        term, pairs = config.hidden_size * 4, tokens * self.experts_per_token
+        item = as_dtype("dtype", config.dtype).itemsize
+        rows = pairs + min(pairs, self.num_experts) * (MOST_TILE_ROWS - 1)
+        in_tiles = rows * ((config.hidden_size + self.intermediate_size) * item + term)
+        apart = super().working_bytes(config, pairs) + pairs * term
+        inner = max(apart, in_tiles + tokens * term)
         if self.shared is None:
-            return inner + self.experts_per_token * term
-        return inner + self.shared.token_bytes(config) + 2 * (self.experts_per_token + 1) * term
+            return inner
+        shared = self.shared.working_bytes(config, tokens)
+        return inner + shared + (pairs + 2 * tokens) * term
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
         """The spec with a share of each expert's intermediate channels, and of the shared MLP's.
@@ -255,10 +266,15 @@ class ExpertStack(nnx.Module):
         inner = grouped_matmul(x, mlp.gate_up, own, bias=mlp.gate_up_bias, gate=mlp.gate)
         return mlp.mixed(inner)
 
-    def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+    def terms(self, x: jax.Array, logits: RouterLogits) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        mlp, rows, own = self.mlp, self.down.divided_rows, self.down.own(experts)
-        if isinstance(mlp.down, QuantizedTensor) and mlp.down.permutation is not None:
+        mlp, rows, down = self.mlp, self.down.divided_rows, self.mlp.down
+        is_ordered = isinstance(down, QuantizedTensor) and down.permutation is not None
+        if down.shape[0] == logits.logits.shape[-1] and not is_ordered:  # all experts are here
+            return self.down.add_shares(expert_mlp_terms(x, mlp, logits, activations=rows), x.dtype)
+        experts, weights = logits.route()
+        own = self.down.own(experts)
+        if is_ordered:
             # Each expert reads the channels in its own order, also those of other devices.
             inner, kernel = self.down.routed(self.gated(x, experts), experts)
             terms = grouped_matmul_terms(
@@ -267,6 +283,18 @@ class ExpertStack(nnx.Module):
         else:
             terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
+
+    def runs_by_warpgroups(self, tokens: int, routing: Routing, experts: int) -> bool:
+        """Whether warpgroups compute either product of tokens, on the default device, as planned.
+
+        routing: of the tokens. experts: the number of those that they are routed to.
+        """
+        chosen = tokens, routing.per_token
+        kernels: Any = (linear.kernel.get_value() for linear in (self.gate_up, self.down))
+        return any(
+            runs_by_warpgroups(Problem.of(chosen, kernel, gated=gated, total=experts))
+            for kernel, gated in zip(kernels, (True, False), strict=True)
+        )
 
 
 class Experts(nnx.Module):
@@ -298,14 +326,22 @@ class Experts(nnx.Module):
         """16 bits, in which the router reads x; products round x themselves if they have to."""
         return ActivationFormat()
 
+    def runs_by_warpgroups(self, tokens: int) -> bool:
+        """Whether warpgroups compute experts of `tokens` tokens, on the default device."""
+        experts = self.router.get_value().shape[0]
+        return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
+
+    def logits(self, x: jax.Array) -> RouterLogits:
+        """The logits by which the tokens of x [..., hidden] are routed."""
+        correction, bias = (
+            None if each is None else each.get_value()
+            for each in (self.router_correction, self.router_bias)
+        )
+        return RouterLogits(_project(x, self.router), self.routing, correction, bias)
+
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
-        logits = _project(x, self.router)
-        if self.router_bias is not None:
-            bias = self.router_bias.get_value().astype(jnp.float32)
-            logits += jax.lax.broadcast_to_rank(bias, logits.ndim)
-        correction = self.router_correction
-        return route(logits, self.routing, None if correction is None else correction.get_value())
+        return self.logits(x).route()
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
@@ -313,7 +349,7 @@ class Experts(nnx.Module):
         There is a term for each of a token's experts, and those of the shared MLP. x is an array.
         """
         x = as_array("Experts: x", x)
-        terms = self.experts.terms(x, *self.route(x))
+        terms = self.experts.terms(x, self.logits(x))
         if self.shared is None:
             return terms
         shared = self.shared.terms(x, quantized=quantized).astype(jnp.float32)

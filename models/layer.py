@@ -68,6 +68,7 @@ class DecoderLayer(nnx.Module):
         mlp: MLP = self.mlp
         x = hidden if self.attention_norm is None else self.attention_norm(hidden)
         attended, _ = attention.attend(x, angles, None, None)
+        assert isinstance(attended, jax.Array)  # outputs are rounded beside a cache alone
         found: Inputs = {
             f"attention.{path}": read for path, read in attention.inputs(x, attended).items()
         }

@@ -16,9 +16,12 @@ from mpjax.kernels import (
     LocalExperts,
     QuantizedActivations,
     QuantizedTensor,
+    StaticRows,
     WeightFormat,
     add_rms_norm,
+    gated,
     matmul,
+    matmul_gated,
     matmul_terms,
     rms_norm,
 )
@@ -26,8 +29,9 @@ from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type,
 from mpjax.models.config import DecoderConfig, LinearMaps
 
 Activations = jax.Array | QuantizedActivations
-# How activations are rounded: to a format, also where rows are divided, or to a weight's blocks.
-Rounding = ActivationFormat | ActivationBlocks | DividedRows
+# How activations are rounded: to a format, also where rows are divided, to a weight's blocks, or
+# with a weight's static scale.
+Rounding = ActivationFormat | ActivationBlocks | DividedRows | StaticRows
 
 
 def as_activations(name: str, x: Any) -> Activations:
@@ -91,6 +95,14 @@ class Linear(nnx.Module):
             return matmul_terms(x, kernel)
         return self(x)[None]
 
+    def gated(self, x: Activations, activation: str) -> jax.Array:
+        """activation(gate) · up [..., out / 2] of the output's halves, in the dtype of x."""
+        kernel: Any = self.kernel.get_value()
+        is_product = self.bias is None and type(self).terms is Linear.terms
+        if is_product and isinstance(kernel, QuantizedTensor) and isinstance(x, jax.Array):
+            return matmul_gated(x, kernel, activation)
+        return _gated(self.terms(x), x, activation)
+
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
         return terms
@@ -152,19 +164,25 @@ class FusedLinear(nnx.Module):
 
     @property
     def activations(self) -> Rounding:
-        """How the input of all parts is rounded; 16 bits where they differ, also in blocks."""
+        """How the input of all parts is rounded; 16 bits where they differ, also in arrays."""
         roundings = [part.activations for part in self.parts]
         if len(roundings) == 1:
             return roundings[0]
-        formats = {each for each in roundings if isinstance(each, ActivationFormat)}
-        has_blocks = any(isinstance(each, ActivationBlocks) for each in roundings)
-        return formats.pop() if len(formats) == 1 and not has_blocks else ActivationFormat()
+        formats = [each for each in roundings if isinstance(each, ActivationFormat)]
+        are_equal = len(formats) == len(roundings) and len(set(formats)) == 1
+        return formats[0] if are_equal else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""
         if len(self.parts) == 1:
             return self.parts[0].terms(x)
         return jnp.concatenate([part(x) for part in self.parts], -1)[None]
+
+    def gated(self, x: Activations, activation: str) -> jax.Array:
+        """activation(gate) · up of the outputs of two maps of one size, in the dtype of x."""
+        if len(self.parts) == 1:
+            return self.parts[0].gated(x, activation)
+        return _gated(self.terms(x), x, activation)
 
     def __call__(self, x: Activations) -> list[jax.Array]:
         """Maps x [..., in] to a list with one array [..., size] for each of `sizes`."""
@@ -174,6 +192,12 @@ class FusedLinear(nnx.Module):
         joined = jnp.concatenate(outputs, -1) if len(outputs) > 1 else outputs[0]
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
         return jnp.split(joined, ends, axis=-1)
+
+
+def _gated(terms: jax.Array, x: Activations, activation: str) -> jax.Array:
+    result = gated(terms, activation, dtype=x.dtype)
+    assert isinstance(result, jax.Array)  # nothing was said to be quantised
+    return result
 
 
 class RMSNorm(nnx.Module):

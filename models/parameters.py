@@ -194,6 +194,14 @@ class ExpertPlace(LinearPlace):
             self, names=self.names[mine], shapes=self.shapes[mine], experts=window.length
         )
 
+    def pieces(self, bytes: int) -> list[Window]:
+        """Windows of about equally many experts, with at most so many bytes in 16 bits, or one."""
+        inputs, outputs = self.shapes[0][0], sum(n for _, n in self.shapes[: self.joined_maps])
+        count = -(-self.experts // max(bytes // (2 * inputs * outputs), 1))
+        size = -(-self.experts // count)
+        begins = range(0, self.experts, size)
+        return [Window(False, at, min(at + size, self.experts), True) for at in begins]
+
     def part_shapes(self, count: int) -> list[tuple[int, ...]]:
         """The shape [experts, in, out] of the stack, which is one part."""
         if count != 1:

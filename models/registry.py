@@ -38,6 +38,14 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Qwen3MoeForCausalLM": Qwen3MoE,
 }
 
+_PLAIN_MLP = "norms that subtract the mean, and an MLP without a gate"
+# What the decoders here lack of architectures that people ask for.
+LACKING = {
+    **dict.fromkeys(("Starcoder2ForCausalLM", "PhiForCausalLM", "GPTNeoXForCausalLM"), _PLAIN_MLP),
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "latent attention"),
+    **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), "state spaces for attention"),
+}
+
 
 def family(hf: Mapping[str, Any]) -> type[Decoder]:
     """The Decoder class for a Hugging Face `config.json`, by its `architectures`.
@@ -56,6 +64,8 @@ def family(hf: Mapping[str, Any]) -> type[Decoder]:
         if name in FAMILIES:
             return FAMILIES[name]
     found = ", ".join(map(repr, names)) or f"none (model_type {hf.get('model_type')!r})"
+    lacking = next((f", which has {LACKING[name]}" for name in names if name in LACKING), "")
     raise ConfigError(
-        f"config.json: unsupported architecture: {found:.200}; supported are {', '.join(FAMILIES)}"
+        f"config.json: unsupported architecture: {found:.200}{lacking}; supported are "
+        f"{', '.join(FAMILIES)}"
     )

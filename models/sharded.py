@@ -8,17 +8,15 @@ the pages of the cache included, is one global array whose first axis the device
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache, QuantizedTensor
@@ -28,12 +26,14 @@ from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.division import Division, Part
+from mpjax.models.expert_shares import ExpertShares
 from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 from mpjax.models.share import HeadShares
 from mpjax.models.spread_linear import SpreadLinear
+from mpjax.models.symmetry import formats_of_all, with_symmetry
 from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
@@ -109,11 +109,40 @@ class ShardedDecoder(Decoder):
         self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
     ) -> None:
         """Gives each device its share of linear maps, of which there may be windows alone."""
+        formats = [linear.format for linear in parts]
         if windows is not None:
-            parts = _with_symmetry_of_all(parts)
-        held = [_on_host_of_cpu(_part(part)) for part in parts]
+            formats = formats_of_all(formats)
+        held = [
+            _on_host_of_cpu(Part(with_symmetry(part.kernel, format), part.bias))
+            for part, format in zip(map(_part, parts), formats, strict=True)
+        ]
         cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
-        shares = self._distribute(cut)
+        self._assign(place, self._distribute(cut), formats)
+
+    def put_experts(
+        self,
+        place: ExpertPlace,
+        stacks: Iterable[Linear],
+        windows: Sequence[Window] | None = None,
+    ) -> None:
+        """Gives each device its share of all experts, some of whom are taken at a time.
+
+        stacks: the place's experts in their order, or those of the windows, some in each.
+
+        Raises ValueError where the experts have several formats.
+        """
+        shares = ExpertShares(self.division, place, self._own_devices, windows)
+        for linear in stacks:
+            shares.put(_on_host_of_cpu(_part(linear)))
+            del linear  # before the next is made
+        [format] = [shares.format] if windows is None else formats_of_all([shares.format])
+        found = self._distribute(lambda number: shares.part(number, format))
+        self._assign(place, [found], [format])
+
+    def _assign(
+        self, place: LinearPlace, shares: Sequence[Part], formats: Sequence[WeightFormat | None]
+    ) -> None:
+        """Puts the parts of all devices into their place; formats: of the whole kernels."""
         axis = str(self.share.axis)
         if self.division.is_spread(place):
             place.assign(self.share, [SpreadLinear(p.kernel, p.bias, axis) for p in shares])
@@ -121,7 +150,6 @@ class ShardedDecoder(Decoder):
         if not self.division.is_divided_along_inputs(place):
             place.assign(self.share, [Linear(part.kernel, part.bias) for part in shares])
             return
-        formats = [linear.format for linear in parts]
         place.assign(
             self.share,
             [
@@ -211,6 +239,10 @@ class ShardedDecoder(Decoder):
         assert self.mesh is not None
         return list(self.mesh.devices.flat)
 
+    @property
+    def _own_devices(self) -> dict[int, jax.Device]:
+        return {number: self._devices[number] for number in self._own_numbers}
+
     @functools.cached_property
     def _own_numbers(self) -> list[int]:
         """The numbers of the shares on devices of this process."""
@@ -223,9 +255,7 @@ class ShardedDecoder(Decoder):
         """The shares `cut(number)` of all devices, each a tree of arrays, as one tree."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
-        shares = [
-            jax.device_put(cut(number), self._devices[number]) for number in self._own_numbers
-        ]
+        shares = [jax.device_put(cut(number), its) for number, its in self._own_devices.items()]
 
         def joined(*pieces: jax.Array) -> jax.Array:
             first, *others = pieces[0].shape
@@ -337,8 +367,12 @@ def _whole_shape(
 ) -> jax.ShapeDtypeStruct | QuantizedTensor:
     if format is None:
         return jax.ShapeDtypeStruct(shape, kernel.dtype)
-    permuted, mixed = kernel.permutation is not None, kernel.activation_bits is not None
-    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted, mixed=mixed)
+    return packed_shapes(
+        *(shape, format, kernel.scale_dtype),
+        permuted=kernel.permutation is not None,
+        mixed=kernel.activation_bits is not None,
+        static=kernel.activation_scale is not None,
+    )
 
 
 def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
@@ -348,24 +382,6 @@ def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | Non
 def _part(linear: Linear) -> Part:
     bias = None if linear.bias is None else linear.bias.get_value()
     return Part(linear.kernel.get_value(), bias)
-
-
-def _with_symmetry_of_all(parts: Sequence[Linear]) -> Sequence[Linear]:
-    """Linear maps whose formats are symmetric if those of all processes are.
-
-    Zero points decide whether a map is symmetric, and each process has read some of them.
-    """
-    formats = [part.format for part in parts]
-    mine = np.array([format is None or format.symmetric for format in formats])
-    every = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(parts)).all(0)
-    found = []
-    for part, format, symmetric in zip(parts, formats, every, strict=True):
-        kernel: Any = part.kernel.get_value()
-        if format is not None and not symmetric:
-            format = dataclasses.replace(format, symmetric=False)
-            kernel = dataclasses.replace(kernel, format=format)
-        found.append(Linear(kernel, None if part.bias is None else part.bias.get_value()))
-    return found
 
 
 def _on_host_of_cpu(tree: Any) -> Any:

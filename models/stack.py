@@ -29,7 +29,7 @@ def stack(maps: Iterable[Linear], names: Sequence[str], count: int) -> Linear:
     Raises ValueError where the maps of one expert, or those of two experts, have formats that one
     product can't multiply.
     """
-    taken, total = iter(maps), None
+    taken, stacked = iter(maps), Stack(len(names) // count)
     for expert in range(len(names) // count):
         ours = names[expert * count : (expert + 1) * count]
         joined = join(list(itertools.islice(taken, count)))
@@ -39,20 +39,51 @@ def stack(maps: Iterable[Linear], names: Sequence[str], count: int) -> Linear:
                 f"{' and '.join(ours)} have the formats {kinds}: expected one format, and with a "
                 "permutation of channels the same one, for all maps of an expert"
             )
-        one = _arrays(joined[0])
-        if total is None:
-            total = jax.tree.map(
-                lambda leaf: jnp.zeros((len(names) // count, *leaf.shape), leaf.dtype), one
+        one = jax.tree.map(lambda leaf: leaf[None], _arrays(joined[0]))
+        stacked.put(one, expert, ours[0])
+    return Linear(*stacked.arrays)
+
+
+class Stack:
+    """A stack of the arrays of experts, some of which are put into it at a time.
+
+    size: the number of experts; those that are not put are zeros. device: that has the stack; None
+    for the default device.
+    """
+
+    def __init__(self, size: int, device: jax.Device | None = None) -> None:
+        self._size, self._device = size, device
+        self._total: Arrays | None = None
+        self._name = ""
+
+    @property
+    def arrays(self) -> Arrays:
+        """The kernel and the bias of all experts."""
+        assert self._total is not None
+        return self._total
+
+    def put(self, some: Arrays, begin: int, name: str) -> None:
+        """Copies a kernel and a bias [experts, ...] of some experts to the places from `begin` on.
+
+        name: of the first of them, for messages.
+
+        Raises ValueError where their format is not that of the experts before them.
+        """
+        if self._total is None:
+            self._name = name
+            self._total = jax.tree.map(
+                lambda leaf: jnp.zeros(
+                    (self._size, *leaf.shape[1:]), leaf.dtype, device=self._device
+                ),
+                some,
             )
-        total, one = _with_one_symmetry(total, one)
-        if not _are_alike(total, one):
+        total, some = _with_one_symmetry(self._total, some)
+        if not _are_alike(total, some):
             raise ValueError(
-                f"{ours[0]} is {_describe(one[0])}, and {names[0]} is {_describe(total[0])}: "
+                f"{name} is {_describe(some[0])}, and {self._name} is {_describe(total[0])}: "
                 "expected one format for all experts of a layer"
             )
-        total = _insert(total, one, expert)
-    assert total is not None
-    return Linear(*total)
+        self._total = _insert(total, some, begin)
 
 
 def unstack(stacked: Linear, experts: int) -> list[Linear]:
@@ -95,26 +126,26 @@ def _arrays(linear: Linear) -> Arrays:
     return kernel, None if linear.bias is None else linear.bias.get_value()
 
 
-def _with_one_symmetry(total: Arrays, one: Arrays) -> tuple[Arrays, Arrays]:
+def _with_one_symmetry(total: Arrays, some: Arrays) -> tuple[Arrays, Arrays]:
     """Declares both formats asymmetric if one is: the numbers stay the same (see `join`)."""
-    first, second = total[0], one[0]
+    first, second = total[0], some[0]
     if not isinstance(first, QuantizedTensor) or not isinstance(second, QuantizedTensor):
-        return total, one
+        return total, some
     symmetric = first.format.symmetric and second.format.symmetric
 
     def declare(kernel: QuantizedTensor) -> QuantizedTensor:
         format = dataclasses.replace(kernel.format, symmetric=symmetric)
         return dataclasses.replace(kernel, format=format)
 
-    return (declare(first), total[1]), (declare(second), one[1])
+    return (declare(first), total[1]), (declare(second), some[1])
 
 
-def _are_alike(total: Arrays, one: Arrays) -> bool:
-    """Whether the arrays and static fields of an expert are those of the stack."""
-    structures: list[Any] = [jax.tree.structure(arrays) for arrays in (total, one)]
-    leaves = zip(jax.tree.leaves(total), jax.tree.leaves(one), strict=False)
+def _are_alike(total: Arrays, some: Arrays) -> bool:
+    """Whether the arrays and static fields of some experts are those of the stack."""
+    structures: list[Any] = [jax.tree.structure(arrays) for arrays in (total, some)]
+    leaves = zip(jax.tree.leaves(total), jax.tree.leaves(some), strict=False)
     return structures[0] == structures[1] and all(
-        (all_.shape[1:], all_.dtype) == (leaf.shape, leaf.dtype) for all_, leaf in leaves
+        (all_.shape[1:], all_.dtype) == (leaf.shape[1:], leaf.dtype) for all_, leaf in leaves
     )
 
 
@@ -125,7 +156,9 @@ def _describe(kernel: jax.Array | QuantizedTensor) -> str:
     return f"{kernel.format} with {kernel.scale_dtype} scales{permuted}"
 
 
-# The stack is donated, so that an expert is written into it in place.
+# The stack is donated, so that experts are written into it in place.
 @functools.partial(jax.jit, donate_argnums=0)
-def _insert(total: Arrays, one: Arrays, expert: int) -> Arrays:
-    return jax.tree.map(lambda all_, leaf: all_.at[expert].set(leaf), total, one)
+def _insert(total: Arrays, some: Arrays, begin: int) -> Arrays:
+    return jax.tree.map(
+        lambda all_, leaf: jax.lax.dynamic_update_slice_in_dim(all_, leaf, begin, 0), total, some
+    )

@@ -49,10 +49,18 @@ def read_devices(devices: Devices | None) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(np.array(chosen), (axis,))
 
 
-def read_experts(experts: ExpertDivision) -> ExpertDivision:
-    """How experts are divided. Raises ValueError for a way that there is not."""
+def read_experts(experts: ExpertDivision, devices: int) -> ExpertDivision:
+    """How `devices` devices divide experts.
+
+    Raises ValueError for a way that there is not, and for `whole` with one device.
+    """
     if experts not in get_args(ExpertDivision):
         raise ValueError(f"experts is {shown(experts)}: expected 'divided' or 'whole'")
+    if experts == "whole" and devices == 1:
+        raise ValueError(
+            "experts is 'whole', and one device has all experts: leave it out, or give devices=2 "
+            "or more"
+        )
     return experts
 
 

@@ -84,14 +84,15 @@ def load(
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded, ValueError for a precision
-    or dtype that the checkpoint doesn't have, max_positions below 1, another page size, and devices
-    that there are not or that the model can't be divided among, and
-    mpjax.memory.DeviceMemoryError, before anything is allocated, where a device does not have
+    or dtype that the checkpoint doesn't have, max_positions below 1, another page size, devices
+    that there are not or that the model can't be divided among, and whole experts on one device,
+    and mpjax.memory.DeviceMemoryError, before anything is allocated, where a device does not have
     enough memory left.
     """
     if unknown := reading.keys() - Reading.__annotations__.keys():
         raise TypeError(f"load() got an unexpected keyword argument {unknown.pop()!r}")
-    mesh, experts = read_devices(devices), read_experts(reading.get("experts", "divided"))
+    mesh = read_devices(devices)
+    experts = read_experts(reading.get("experts", "divided"), 1 if mesh is None else mesh.size)
     progress = reading.get("progress")
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)

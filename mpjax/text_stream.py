@@ -24,7 +24,7 @@ class TextStream:
     The pieces joined are exactly `Tokenizer.decode` of all ids. No piece ends within a character:
     text that later ids could change is held back until they arrive, or until `finish`.
 
-    skip_special: whether special tokens are left out of the text.
+    skip_special: whether special tokens are left out of the text, but for the markers of channels.
     context: ids before the first one, such as a prompt's, whose text the caller has already. The
         pieces joined are the text that the ids add to `Tokenizer.decode` of the context: a
         SentencePiece "▁" keeps its space, and a character that begins in the context comes whole.
@@ -120,7 +120,7 @@ class TextStream:
             within = end and 0x80 <= self._tokenizer.byte_ids.get(end[0], 0) < 0xC0
             if len(end) >= CONTEXT and not within and self._decode(end):
                 break
-            if self._skip_special and index in self._tokenizer.special_ids:
+            if self._skip_special and index in self._tokenizer.hidden_ids:
                 break
             if self._has_text(index):
                 end.insert(0, index)
@@ -138,7 +138,7 @@ class TextStream:
         return len(text.rstrip(REPLACEMENT) if whole.endswith(REPLACEMENT) else whole)
 
     def _has_text(self, index: int) -> bool:
-        if self._skip_special and index in self._tokenizer.special_ids:
+        if self._skip_special and index in self._tokenizer.hidden_ids:
             return False
         return self._tokenizer.backend.id_to_token(index) is not None
 

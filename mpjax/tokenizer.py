@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from mpjax import tokenizer_files
+from mpjax.channels import Channels
 from mpjax.chat_template import render
 from mpjax.text_stream import TextStream
 
@@ -28,7 +29,9 @@ class Tokenizer:
       stop_ids: ids that end a text, without repeats: `eos_token_id` of `generation_config.json`, or
         else of `config.json`, and then the id of `eos_token`.
       chat_templates: Jinja sources by name; a single one is called "default".
-      special_ids: ids of special tokens.
+      channels: how answers mark their reasoning, by the default chat template; None if they don't.
+      special_ids: ids of special tokens. hidden_ids: those that texts don't have: all but the
+        markers of channels that don't end a text.
       byte_ids: the byte of each token <0x00> to <0xFF>, by its id.
     """
 
@@ -52,6 +55,11 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        default = self.chat_templates.get("default")
+        self.channels = None if default is None else Channels.of_template(default)
+        markers = map(backend.token_to_id, self.channels.states if self.channels else ())
+        shown = {index for index in markers if index is not None} - {*self.stop_ids}
+        self.hidden_ids = self.special_ids - shown
         found = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         self.byte_ids = {index: byte for index, byte in found if index is not None}
 
@@ -100,9 +108,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token are skipped, broken UTF-8 becomes U+FFFD.
 
-        skip_special: whether special tokens are skipped too.
+        skip_special: whether special tokens are skipped too, but for the markers of channels.
         """
         found = [int(i) for i in ids]
+        if skip_special and self.hidden_ids != self.special_ids:
+            found, skip_special = [i for i in found if i not in self.hidden_ids], False
         with tokenizer_files.explained(f"the tokenizer.json of {self.name} can't decode these ids"):
             return self.backend.decode(found, skip_special_tokens=skip_special)
 

@@ -14,11 +14,13 @@ from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.local import LocalExperts
+from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.mlp import ExpertMLP, expert_mlp_terms
 from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
+from mpjax.kernels.gemm.gated import matmul_gated
 from mpjax.kernels.kv_cache.api import append
 from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
@@ -40,6 +42,7 @@ from mpjax.kernels.rowwise.api import (
     quantize_rows,
     rms_norm,
 )
+from mpjax.kernels.static_rows import StaticRows
 from mpjax.kernels.sums.api import sum_over_devices
 
 __all__ = [
@@ -60,8 +63,10 @@ __all__ = [
     "QuantizedActivations",
     "QuantizedTensor",
     "Rotation",
+    "RouterLogits",
     "Routing",
     "Span",
+    "StaticRows",
     "UnsupportedError",
     "WeightFormat",
     "add_rms_norm",
@@ -74,6 +79,7 @@ __all__ = [
     "grouped_matmul_terms",
     "hadamard",
     "matmul",
+    "matmul_gated",
     "matmul_terms",
     "pack",
     "paged_attention",

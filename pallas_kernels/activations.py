@@ -16,9 +16,18 @@ from mpjax.kernels.codes import float8
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
+from mpjax.kernels.static_rows import StaticRows
 
 # A description of how activations are rounded, as a type or as its text.
-Format = ActivationFormat | ActivationBlocks | DividedRows | ProductFormat | WeightFormat | str
+Format = (
+    ActivationFormat
+    | ActivationBlocks
+    | DividedRows
+    | StaticRows
+    | ProductFormat
+    | WeightFormat
+    | str
+)
 
 # A token whose largest magnitude is below this counts as zero: its reciprocal could overflow.
 NEARLY_ZERO = 1e-30
@@ -76,7 +85,8 @@ def quantize_activations(
     format: an ActivationFormat; or the format of a product or of a weight, for the activations that
         it multiplies; or the text of one, such as "float8:g128" or "int8/int8"; or the
         ActivationBlocks of a weight, by which the largest code of a block is 7 or 127; or
-        DividedRows, for x [..., K] that is a part of rows under `shard_map`.
+        DividedRows, for x [..., K] that is a part of rows under `shard_map`; or StaticRows, whose
+        scale all tokens have but those with NaN or infinities.
     dtype: the dtype of products with the result; x's if it is None.
 
     Raises ValueError for a format with 16-bit activations, and for x without channels.
@@ -86,7 +96,7 @@ def quantize_activations(
     blocks = format if isinstance(format, ActivationBlocks) else None
     wanted = (
         format.format
-        if isinstance(format, ActivationBlocks | DividedRows)
+        if isinstance(format, ActivationBlocks | DividedRows | StaticRows)
         else ActivationFormat.of(format)
     )
     if wanted.values is None:
@@ -94,6 +104,9 @@ def quantize_activations(
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"x has shape {x.shape}; expected [..., K] with one channel or more")
     channels = x.shape[-1]
+    name = as_dtype("quantize_activations: dtype", x.dtype if dtype is None else dtype).name
+    if isinstance(format, StaticRows):
+        return _with_static_scale(x, format.checked("quantize_activations"), name)
     blocks = blocks and blocks.checked("quantize_activations", channels)
     if blocks is not None and blocks.permutation is not None:
         x = jnp.take(x, blocks.permutation, axis=-1)
@@ -112,9 +125,20 @@ def quantize_activations(
         values = jnp.round(scaled).astype(jnp.int8)  # at most 127: rounding errors are below 1/2
     else:
         values = float8.to_float8(scaled)
-    name = as_dtype("quantize_activations: dtype", x.dtype if dtype is None else dtype).name
     is_permuted = blocks is not None and blocks.permutation is not None
     return QuantizedActivations(_joined(values, channels), scales, name, is_permuted)
+
+
+def _with_static_scale(x: jax.Array, rows: StaticRows, dtype: str) -> QuantizedActivations:
+    """The codes of x [..., K] beside one scale; larger magnitudes become the largest code."""
+    wide, scale = x.astype(jnp.float32), jax.lax.broadcast_to_rank(rows.scale, x.ndim)
+    scaled = wide / scale
+    if rows.values == "int8":
+        values = jnp.clip(jnp.round(scaled), -128, 127).astype(jnp.int8)
+    else:
+        values = float8.to_float8(scaled)
+    peaks = largest_magnitude(wide, -1)[..., None]
+    return QuantizedActivations(values, jnp.where(peaks < jnp.inf, scale, jnp.nan), dtype)
 
 
 def _runs(x: jax.Array, size: int) -> jax.Array:

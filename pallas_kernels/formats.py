@@ -20,8 +20,9 @@ FLOAT4_GROUP = 32  # input channels that share an FP4 scale
 MAXIMUM_PLANE_WIDTH = 64
 # The most input channels of a block, however many planes it has, since K is padded to whole blocks.
 MAXIMUM_BLOCK = 512
-# Input channels that a kernel takes at a time where codes are the operand itself.
-FLAT_BLOCK = 128
+# Bits of the input channels that a kernel takes at a time where codes are the operand itself: a
+# cache line.
+FLAT_BITS = 8 * 128
 
 
 class _Rule(NamedTuple):
@@ -216,7 +217,7 @@ class WeightFormat:
     def plane_width(self) -> int:
         """The number of neighbouring input channels in one plane of a block, all of one group."""
         if self.is_flat:
-            return FLAT_BLOCK
+            return FLAT_BITS // self.bits
         limit = min(MAXIMUM_PLANE_WIDTH, MAXIMUM_BLOCK // self.planes)
         return min(self.group_size or limit, limit)
 

@@ -22,12 +22,14 @@ def packed_shapes(
     *,
     permuted: bool = False,
     mixed: bool = False,
+    static: bool = False,
 ) -> QuantizedTensor:
     """The result of `pack` for a weight, with `jax.ShapeDtypeStruct`s in the place of arrays.
 
     shape: of the weight, [..., K, N].
     scale_dtype: of its scales, such as "float16".
     permuted: whether the weight has a permutation. mixed: whether it has activation_bits.
+    static: whether it has an activation_scale.
 
     Raises ValueError for a shape or a scale dtype that the format can't have.
     """
@@ -54,5 +56,6 @@ def packed_shapes(
         channel_scales=array((output_channels,), "float32", kind.has_channel_scales),
         table=array((2**format.bits,), "float32", kind.has_table),
         activation_bits=array(groups[:1], "uint8", mixed),
+        activation_scale=array((1,), "float32", static),
     )
     return jax.eval_shape(pack, plain)

@@ -67,6 +67,7 @@ def partition_specs(
         "channel_scales": spec(tensor.channel_scales, n),
         "table": spec(tensor.table, None),
         "activation_bits": spec(tensor.activation_bits, groups),
+        "activation_scale": spec(tensor.activation_scale, None),
     }
     return dataclasses.replace(tensor, **specs)
 

@@ -16,7 +16,14 @@ from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activation_blocks import require_widths
 from mpjax.kernels.checks import as_array, is_known, optional_array
 from mpjax.kernels.codes.int4 import LEAST, MOST
+from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.plain_codes import PlainCodes
+from mpjax.kernels.product_format import ActivationFormat
+from mpjax.kernels.static_rows import require_positive
+
+_OPTIONAL = (
+    *("zeros", "permutation", "channel_scales", "table", "activation_bits", "activation_scale"),
+)
 
 
 def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
@@ -28,10 +35,7 @@ def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
     """
     arrays: dict[str, Any] = {
         name: as_array(f"{operation}: {name}", getattr(plain, name)) for name in ("codes", "scales")
-    } | {
-        name: optional_array(f"{operation}: {name}", getattr(plain, name))
-        for name in ("zeros", "permutation", "channel_scales", "table", "activation_bits")
-    }
+    } | {name: optional_array(f"{operation}: {name}", getattr(plain, name)) for name in _OPTIONAL}
     return dataclasses.replace(plain, **arrays)
 
 
@@ -51,6 +55,8 @@ def require_sound(plain: PlainCodes) -> None:
         _check_values("codes", plain.codes, MOST, LEAST)
     if plain.activation_bits is not None:
         require_widths("activation_bits", plain.activation_bits)
+    if plain.activation_scale is not None:
+        require_positive("activation_scale", plain.activation_scale)
     if plain.permutation is not None:
         _check_permutation(plain.permutation)
 
@@ -75,6 +81,7 @@ def _check_layout(plain: PlainCodes) -> None:
         "channel_scales": (output_channels,) if kind.has_channel_scales else None,
         "table": (2**format.bits,) if kind.has_table else None,
         "activation_bits": None if plain.activation_bits is None else groups[:1],
+        "activation_scale": None if plain.activation_scale is None else (1,),
     }
     for name, matrix_shape in wanted.items():
         expected = None if matrix_shape is None else (*leading, *matrix_shape)
@@ -88,6 +95,7 @@ def _check_layout(plain: PlainCodes) -> None:
         )
     if plain.activation_bits is not None and format.codes != "int4":
         raise ValueError(f"there are activation_bits, which {format} does not have: leave them out")
+    _check_activation_scale(plain.activation_scale, format)
     if kind.has_minima and plain.zeros is not None and plain.zeros.dtype != scales.dtype:
         raise ValueError(
             f"zeros: the dtype is {plain.zeros.dtype}; expected {scales.dtype}, that of the "
@@ -100,6 +108,18 @@ def _check_layout(plain: PlainCodes) -> None:
             raise ValueError(
                 f"{name}: the dtype is {indices.dtype}; expected integers: convert them"
             )
+
+
+def _check_activation_scale(scale: jax.Array | None, format: WeightFormat) -> None:
+    if scale is None:
+        return
+    if not ActivationFormat.of(format).scales_rows:
+        raise ValueError(
+            f"there is an activation_scale, and {format} does not round rows of activations: leave "
+            "it out"
+        )
+    if scale.dtype != jnp.float32:
+        raise ValueError(f"activation_scale: the dtype is {scale.dtype}; expected float32")
 
 
 def _check_values(name: str, array: jax.Array, largest: int, least: int = 0) -> None:

@@ -20,7 +20,8 @@ from mpjax.kernels.leading_axes import over_leading_axes
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("codes", "scales", "zeros", "permutation", "channel_scales", "table", "activation_bits")
+        *("codes", "scales", "zeros", "permutation", "channel_scales", "table", "activation_bits"),
+        "activation_scale",
     ],
     meta_fields=["format"],
 )
@@ -48,6 +49,8 @@ class PlainCodes:
     table: float32 [2**bits], the values of `table…` codes, else None.
     activation_bits: integers [groups] of `int4`, the bits, 4 or 8, of the activations that each
         group meets; None for 8 in all groups, and for other formats.
+    activation_scale: float32 [1], positive, to which the activations of all tokens are rounded, of
+        formats whose products round each row; None for a scale of each row's own.
     """
 
     format: WeightFormat
@@ -58,6 +61,7 @@ class PlainCodes:
     channel_scales: jax.Array | None = None
     table: jax.Array | None = None
     activation_bits: jax.Array | None = None
+    activation_scale: jax.Array | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", WeightFormat.of(self.format))

@@ -25,6 +25,7 @@ from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_checks import read_arrays, require_sound
 from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.product_format import ActivationFormat
+from mpjax.kernels.static_rows import StaticRows
 
 
 @functools.partial(
@@ -36,6 +37,7 @@ from mpjax.kernels.product_format import ActivationFormat
         "channel_scales",
         "table",
         "activation_bits",
+        "activation_scale",
     ],
     meta_fields=["format", "scale_dtype", "padding"],
 )
@@ -67,6 +69,8 @@ class QuantizedTensor:
     table: float32 [2**bits], the values of `table…` codes, else None.
     activation_bits: uint8 [ceil(K / 128)] of `int4`, the bits, 4 or 8, of the activations that each
         group of packed rows meets; None for 8 in all groups, and for other formats.
+    activation_scale: float32 [1], the scale to which all activations are rounded; None where each
+        row has a scale of its own.
     """
 
     words: jax.Array
@@ -78,6 +82,7 @@ class QuantizedTensor:
     channel_scales: jax.Array | None = None
     table: jax.Array | None = None
     activation_bits: jax.Array | None = None
+    activation_scale: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,11 +97,14 @@ class QuantizedTensor:
         return blocks * words // self.format.columns * self.format.planes
 
     @property
-    def activations(self) -> ActivationFormat | ActivationBlocks:
+    def activations(self) -> ActivationFormat | ActivationBlocks | StaticRows:
         """How the activations that meet the weight are rounded: in blocks for `int4`."""
         if self.format.codes == "int4":
             return ActivationBlocks(self.activation_bits, self.permutation)
-        return ActivationFormat.of(self.format)
+        found = ActivationFormat.of(self.format)
+        if self.activation_scale is None:
+            return found
+        return StaticRows(found, self.activation_scale)
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +188,7 @@ def _pack_matrix(plain: PlainCodes) -> QuantizedTensor:
         plain.channel_scales,
         plain.table,
         None if plain.activation_bits is None else plain.activation_bits.astype(jnp.uint8),
+        plain.activation_scale,
     )
 
 
@@ -232,6 +241,7 @@ def _unpack_matrix(tensor: QuantizedTensor) -> PlainCodes:
         tensor.channel_scales,
         tensor.table,
         tensor.activation_bits,
+        tensor.activation_scale,
     )
 
 
@@ -269,13 +279,14 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     """Concatenates tensors along the output channels; None unless they share a layout.
 
-    Tensors share a layout if their formats, leading axes, K, scale dtypes, permutations, tables and
-    activation bits are equal. These arrays are read back from the device for the comparison.
+    Tensors share a layout if their formats, leading axes, K, scale dtypes, permutations, tables,
+    activation bits and activation scales are equal. These arrays are read back from the device for
+    the comparison.
     """
     first = tensors[0]
     if len({(tensor.format, tensor.shape[:-1], tensor.scale_dtype) for tensor in tensors}) > 1:
         return None
-    for shared in ("permutation", "table", "activation_bits"):
+    for shared in ("permutation", "table", "activation_bits", "activation_scale"):
         arrays = [getattr(tensor, shared) for tensor in tensors]
         if any((array is None) != (arrays[0] is None) for array in arrays):
             return None

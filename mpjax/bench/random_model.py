@@ -15,6 +15,7 @@ from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlac
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
+from mpjax.quantization.blocks import is_folded
 
 
 def random_model(
@@ -45,7 +46,7 @@ def random_model(
         f"layers.{number}.{fold.target}"
         for number, spec in enumerate(config.layers)
         for fold in spec.folds(config)
-        if fold.is_elementwise
+        if is_folded(fold)
     }
     arrays = decoder.array_places(config)
     count = len(places) + sum(len(array.shape) > 1 for array in arrays)
@@ -58,11 +59,7 @@ def random_model(
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)
-        if (
-            isinstance(kernel, QuantizedTensor)
-            and kernel.format.codes == "int4"
-            and len(shape) == 2
-        ):
+        if isinstance(kernel, QuantizedTensor) and kernel.format.codes == "int4":
             kernel = _with_blocks(kernel, ordered=place.path not in folded)
         bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
         model.put_linears(place, [Linear(kernel, bias)])
@@ -90,9 +87,12 @@ def _kernel(
 
 
 def _with_blocks(kernel: Any, *, ordered: bool) -> QuantizedTensor:
-    channels = kernel.shape[0]
+    *experts, channels, _ = kernel.shape
     order = jax.random.permutation(jax.random.key(1), channels).astype(jnp.int32)
-    widths = jnp.where(jnp.arange(kernel.parameters.shape[-2]) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    order = jnp.broadcast_to(order, (*experts, channels))
+    groups = kernel.parameters.shape[:-1]
+    widths = jnp.where(jnp.arange(groups[-1]) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    widths = jnp.broadcast_to(widths, groups)
     return dataclasses.replace(
         kernel,
         permutation=order if ordered else None,

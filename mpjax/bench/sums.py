@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import statistics
@@ -40,13 +39,18 @@ def _scatter(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.all_gather(jax.lax.psum_scatter(x, axis, tiled=True), axis, tiled=True)
 
 
-# Ways to add an array x over devices, as functions of x and the name of their axis.
-WAYS: Mapping[str, Callable[[jax.Array, str], jax.Array]] = {
-    "psum": jax.lax.psum,
-    "gather": lambda x, axis: jax.lax.all_gather(x, axis).sum(0),
-    "exchange": _exchange,
-    "scatter": _scatter,
-    "peer": functools.partial(sum_over_devices, implementation="mosaic"),
+def _peer(x: jax.Array, axis: str, mesh: jax.sharding.Mesh) -> jax.Array:
+    """The sum by the kernel of this project."""
+    return sum_over_devices(x, axis, mesh=mesh, implementation="mosaic")
+
+
+# Ways to add an array x over devices, as functions of x, the name of their axis, and their mesh.
+WAYS: Mapping[str, Callable[[jax.Array, str, jax.sharding.Mesh], jax.Array]] = {
+    "psum": lambda x, axis, mesh: jax.lax.psum(x, axis),
+    "gather": lambda x, axis, mesh: jax.lax.all_gather(x, axis).sum(0),
+    "exchange": lambda x, axis, mesh: _exchange(x, axis),
+    "scatter": lambda x, axis, mesh: _scatter(x, axis),
+    "peer": _peer,
 }
 
 
@@ -158,7 +162,7 @@ def _difference(mesh: jax.sharding.Mesh, count: int, dtype: str, way: str) -> fl
 
     def total(way: str) -> np.ndarray:
         def add(x: jax.Array) -> jax.Array:
-            return WAYS[way](x, axis)
+            return WAYS[way](x, axis, mesh)
 
         run = jax.shard_map(add, mesh=mesh, in_specs=divided, out_specs=divided, check_vma=False)
         return np.asarray(jax.jit(run)(x), np.float32)
@@ -176,7 +180,7 @@ def _chain(mesh: jax.sharding.Mesh, way: str | None) -> Any:
         for _ in range(CHAIN):
             # The barrier keeps XLA from joining additions into one kernel.
             x = jax.lax.optimization_barrier(x + own)
-            x = x if way is None else WAYS[way](x, axis)
+            x = x if way is None else WAYS[way](x, axis, mesh)
         return x
 
     divided = PartitionSpec(axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from mpjax.checkpoint.plan import Plan
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.models import ExpertPlace
 from mpjax.precision import Precision, describe_table, describe_weights
 
 
@@ -47,6 +49,17 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
         f"{found} that can't be quantised again: ask for {names(scheme, precision.kv)}, or load a "
         "16-bit checkpoint"
     )
+
+
+def warn_of_experts(folder: Path, scheme: Scheme | None, plan: Plan) -> None:
+    """Warns of static scales for the activations of experts, which are not read."""
+    has_experts = any(isinstance(place, ExpertPlace) for place, _ in plan.linears)
+    if scheme is not None and has_experts and scheme.for_experts() != scheme:
+        warnings.warn(
+            f"{folder} has static scales for the activations of experts, which are not read: the "
+            "activations of experts have a scale for each token",
+            stacklevel=4,
+        )
 
 
 def names(scheme: Scheme, kv: KVFormat) -> str:

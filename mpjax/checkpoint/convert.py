@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +17,19 @@ from mpjax.checkpoint.plan import LinearSource, TableSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.checkpoint.transfer import to_device
+from mpjax.checkpoint.transfer import PIECE_BYTES, to_device
 from mpjax.checkpoint.windows import take
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
 from mpjax.kernels.quantize import why_out_of_range
-from mpjax.models import Linear, LinearPlace
+from mpjax.models import ExpertPlace, Linear, LinearPlace
+from mpjax.precision import describe_weights
+
+# The relative errors of float16 and of bfloat16. A larger one means that the range is exceeded.
+FLOAT16_ERROR, BFLOAT16_ERROR = 2**-11, 2**-8
+SMALLEST = 2.0**-126  # normal float32; smaller scales count as absolute errors
 
 Read = Callable[[TensorInfo], np.ndarray]
 
@@ -53,8 +60,28 @@ def convert_linear(
         Linear(_kernel(source, dtype, read), _bias(source, place.bias, dtype, read))
         for source in sources
     )
-    try:
+    with as_checkpoint_errors():
         return place.join(maps)  # which may join some before it takes the next
+
+
+def convert_experts(
+    place: ExpertPlace, sources: Sequence[LinearSource], dtype: str, read: Read
+) -> Iterator[Linear]:
+    """Stacks of a few experts each, of at most PIECE_BYTES in 16 bits unless one has more.
+
+    Arguments and errors are those of `convert_linear`.
+    """
+    each = place.joined_maps
+    for window in place.pieces(PIECE_BYTES):
+        some = sources[window.begin * each : window.end * each]
+        yield convert_linear(place.within([window]), some, dtype, read)[0]
+
+
+@contextlib.contextmanager
+def as_checkpoint_errors() -> Iterator[None]:
+    """Makes a ValueError of maps that can't be joined a CheckpointError."""
+    try:
+        yield
     except CheckpointError:
         raise
     except ValueError as error:
@@ -139,21 +166,38 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
 
 
 def _narrow_scales(name: str, plain: PlainCodes) -> jax.Array:
-    """Scales in the 16-bit dtype that holds them exactly, where the format packs 16-bit scales.
+    """Scales in a 16-bit dtype, where the format packs 16-bit scales.
 
-    Raises CheckpointError where neither float16 nor bfloat16 holds them exactly.
+    The dtype is the one whose largest relative error is the least; where that is not 0, a warning
+    says so. Raises CheckpointError where bfloat16 has not the range either.
     """
     scales = plain.scales
     if scales.dtype != jnp.float32 or "float32" in code_kinds.of(plain.format).scale_dtypes:
         return scales
-    for dtype in (jnp.float16, jnp.bfloat16):
-        narrow = scales.astype(dtype)
-        if bool(jnp.all(narrow.astype(jnp.float32) == scales)):
-            return narrow
-    raise CheckpointError(
-        f"{name}.scales is float32 with values that neither float16 nor bfloat16 holds exactly: "
-        "save the checkpoint with float16 scales"
-    )
+    dtypes = code_kinds.of(plain.format).scale_dtypes
+    candidates = [scales.astype(dtype) for dtype in dtypes]
+    errors = [float(_largest_error(scales, narrow)) for narrow in candidates]
+    error, narrow = min(zip(errors, candidates, strict=True), key=lambda pair: pair[0])
+    if error > BFLOAT16_ERROR:
+        raise CheckpointError(
+            f"{name} has float32 scales beyond the range of {' and '.join(dtypes)}, in which "
+            f"{describe_weights(plain.format)} keeps them: load another checkpoint of the model"
+        )
+    if error:  # in the same words for most maps, which Python prints once
+        bound = FLOAT16_ERROR if error <= FLOAT16_ERROR else BFLOAT16_ERROR
+        warnings.warn(
+            f"scales in float32 are rounded to {narrow.dtype}, in which "
+            f"{describe_weights(plain.format)} keeps them: by {bound:.2%} at most",
+            stacklevel=2,
+        )
+    return narrow
+
+
+@jax.jit
+def _largest_error(scales: jax.Array, narrow: jax.Array) -> jax.Array:
+    """The largest relative error of float32 scales in another dtype."""
+    error = jnp.abs(narrow.astype(jnp.float32) - scales)
+    return jnp.max(error / jnp.maximum(jnp.abs(scales), SMALLEST))
 
 
 def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) -> jax.Array:

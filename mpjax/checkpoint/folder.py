@@ -13,6 +13,7 @@ from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.checkpoint.schemes import modelopt, registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.source import Source
+from mpjax.checkpoint.text_model import text_config, text_tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import files
 from mpjax.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ class HuggingFaceFolder(Source):
     """A folder with config.json, safetensors files and, mostly, a tokenizer."""
 
     def read_config(self) -> dict[str, Any]:
-        """The folder's config.json."""
+        """The folder's config.json, or its part about the text model."""
         path = self.path / CONFIG_NAME
         if not os.path.lexists(path):
             raise CheckpointError(
@@ -37,11 +38,14 @@ class HuggingFaceFolder(Source):
         if config.get("quantization_config") is None and os.path.lexists(older):
             found = modelopt.from_older(files.read_object(older, CheckpointError))
             config = config if found is None else config | {"quantization_config": found}
-        return config
+        try:
+            return text_config(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}{os.sep}{error}") from error
 
     def open(self) -> Checkpoint:
-        """The tensors in the headers of the safetensors files."""
-        return Checkpoint.open(self.path)
+        """The tensors in the headers of the safetensors files, without those that read images."""
+        return text_tensors(Checkpoint.open(self.path))
 
     def read_scheme(self, config: Mapping[str, Any]) -> Scheme | None:
         """The scheme of config.json's quantization_config."""

@@ -20,11 +20,17 @@ from flax import nnx
 
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import agreement, kv_scales
-from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.convert import (
+    Read,
+    as_checkpoint_errors,
+    convert_array,
+    convert_experts,
+    convert_linear,
+)
 from mpjax.checkpoint.fused_experts import split_experts
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
+from mpjax.checkpoint.plan import LinearSource, Plan, is_quantized, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes.base import Scheme
@@ -33,7 +39,14 @@ from mpjax.checkpoint.source import Source
 from mpjax.checkpoint.windows import narrow
 from mpjax.errors import CheckpointError
 from mpjax.memory import require_free_on
-from mpjax.models import ConfigError, Decoder, DecoderConfig, family
+from mpjax.models import (
+    ConfigError,
+    Decoder,
+    DecoderConfig,
+    ExpertPlace,
+    LinearPlace,
+    family,
+)
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
@@ -93,8 +106,9 @@ def load(
         Otherwise, if it is None, config.json decides, or the dtype of the embedding tensor if
         config.json has none; but a precision of A16 makes bfloat16 of float32.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
-    mesh: the devices among which the decoder is divided. Each linear map is converted as a whole on
-        the default device, and every device gets its share of it before the next is read.
+    mesh: the devices among which the decoder is divided. Each linear map, and some experts at a
+        time, are converted as a whole on the default device, and every device gets its share of
+        them before the next are read.
     experts: how they are divided among the devices; see `mpjax.load`.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
@@ -115,11 +129,12 @@ def load(
     named = tables_of({} if precision is None else precision.tables, config)
     plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
+    agreement.warn_of_experts(folder, scheme, plan)
     agreement.require_tables(folder, plan, named)
     if precision is not None and not plan.cache_scales:
         kv_scales.warn_of_dropped(folder, opened.checkpoint.tensors, precision.kv)
-    needed, what = plan.device_bytes, f"loading {folder}"
-    require_free_on(mesh, needed, what, plan.working_bytes)
+    working = plan.working_bytes + (0 if mesh is None else plan.undivided_bytes)
+    require_free_on(mesh, plan.device_bytes, f"loading {folder}", working)
     model = _empty(opened.decoder, plan, mesh, experts)
     with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
         fill(model, opened.checkpoint, plan, advance)
@@ -213,18 +228,31 @@ def fill(
             model.put_array(array, jax.block_until_ready(value), rows)
     for place, sources in plan.linears:
         if belongs(place.path):
-            windows = model.windows(place)
-            if windows is not None:
-                sources, windows = narrow(sources, windows, read)
-            parts = convert_linear(place.within(windows), sources, dtype, read)
-            jax.block_until_ready([nnx.state(part) for part in parts])
-            model.put_linears(place, parts, windows)
+            _fill_linears(model, place, sources, dtype, read)
     if plan.cache_scales and belongs("cache_scales"):
         scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
         model.put_cache_scales(jnp.asarray(scales))
 
 
-def _read_rows(
-    read: Callable[[TensorInfo], np.ndarray], rows: Window, info: TensorInfo
-) -> np.ndarray:
+def _fill_linears(
+    model: Decoder,
+    place: LinearPlace,
+    sources: tuple[LinearSource, ...],
+    dtype: str,
+    read: Read,
+) -> None:
+    windows = model.windows(place)
+    if windows is not None:
+        sources, windows = narrow(sources, windows, read)
+    if isinstance(model, ShardedDecoder) and isinstance(place, ExpertPlace):
+        stacks = convert_experts(place.within(windows), sources, dtype, read)
+        with as_checkpoint_errors():
+            model.put_experts(place, stacks, windows)
+        return
+    parts = convert_linear(place.within(windows), sources, dtype, read)
+    jax.block_until_ready([nnx.state(part) for part in parts])
+    model.put_linears(place, parts, windows)
+
+
+def _read_rows(read: Read, rows: Window, info: TensorInfo) -> np.ndarray:
     return read(info)[rows.begin : rows.end]

@@ -22,6 +22,7 @@ from mpjax.models.config_checks import DTYPES
 # Fields of a QuantizedTensor that hold arrays; a field that the format does not use is None.
 PACKED_ARRAYS = (
     *("words", "parameters", "permutation", "channel_scales", "table", "activation_bits"),
+    "activation_scale",
 )
 CACHE_SCALES = "cache_scales"
 
@@ -164,11 +165,11 @@ def _expected_of_linear(
         if part is None:
             expected[f"{path}.kernel"] = _Expected((shape,), DTYPES)
         else:
-            permuted, mixed = (
-                f"{path}.{name}" in arrays for name in ("permutation", "activation_bits")
-            )
             packed = packed_shapes(
-                shape, part.format, part.scale_dtype, permuted=permuted, mixed=mixed
+                *(shape, part.format, part.scale_dtype),
+                permuted=f"{path}.permutation" in arrays,
+                mixed=f"{path}.activation_bits" in arrays,
+                static=f"{path}.activation_scale" in arrays,
             )
             for name in PACKED_ARRAYS:
                 if (array := getattr(packed, name)) is not None:

@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from mpjax.checkpoint import agreement
+from mpjax.checkpoint import agreement, huggingface
 from mpjax.checkpoint.huggingface import Opened
 from mpjax.checkpoint.plan import make_plan
+from mpjax.checkpoint.schemes import compressed_tensors
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat
@@ -27,12 +28,14 @@ class Outlook:
 
     contents: a text about the weights in the files, and what becomes of them.
     activations: a text about a choice of activations that has to be made; None where it need not.
+    cache: a text about the cache that the checkpoint was made for, if there is none like it here.
     rounded: a text about what is lost by loading, or None.
     others: bytes of all weights on a device in other precisions that can be asked for, by these.
     """
 
     contents: str
     activations: str | None
+    cache: str | None
     rounded: str | None
     others: dict[str, int]
 
@@ -41,12 +44,20 @@ def look(opened: Opened) -> Outlook:
     """The outlook of a checkpoint whose headers were read, and that can be loaded."""
     scheme, others = opened.scheme, dict(_others(opened))
     if scheme is None:
-        return Outlook(f"numbers in {opened.config.dtype}", None, None, others)
+        return Outlook(f"numbers in {opened.config.dtype}", None, None, None, others)
     choice, unsupported = None, scheme.unsupported_activations
     if unsupported is not None:
         names = agreement.names(scheme, KVFormat())
         choice = f"made for {unsupported}, not implemented: load it as {names}"
-    return Outlook(scheme.contents, choice, scheme.loss, others)
+    return Outlook(scheme.contents, choice, _cache(opened), scheme.loss, others)
+
+
+def _cache(opened: Opened) -> str | None:
+    written = huggingface.read_config(opened.path).get("quantization_config")
+    found = None if written is None else compressed_tensors.describe_cache(written)
+    if found is None:
+        return None
+    return f"made for {found}: KV8 has integers with a scale for each token and head"
 
 
 def _others(opened: Opened) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.checks import describe
 from mpjax.checkpoint.settle import FLOAT_DTYPES
+from mpjax.checkpoint.transfer import PIECE_BYTES
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.models import ArrayPlace, Decoder, DecoderConfig, ExpertPlace, LinearPlace
@@ -118,6 +119,18 @@ class Plan:
                 joined = sources[: place.joined_maps]
                 step += sum(self._linear_bytes(place, source) for source in joined)
             steps.append(step)
+        return max(steps)
+
+    @property
+    def undivided_bytes(self) -> int:
+        """Bytes of the largest parameter, or of experts, that is whole before devices divide it."""
+        size = jnp.dtype(self.config.dtype).itemsize
+        steps = [math.prod(place.shape) * size for place, _ in self.arrays]
+        for place, sources in self.linears:
+            some = len(sources)
+            if isinstance(place, ExpertPlace):
+                some = place.pieces(PIECE_BYTES)[0].length * place.joined_maps
+            steps.append(sum(self._linear_bytes(place, source) for source in sources[:some]))
         return max(steps)
 
     def _linear_bytes(self, place: LinearPlace, source: LinearSource) -> int:
@@ -230,6 +243,8 @@ def _scheme_of(
     place: LinearPlace, scheme: Scheme | None, tables: Mapping[str, WeightFormat]
 ) -> Scheme | None:
     """The scheme of a place: of a table with a named format, the one that rounds to that."""
+    if scheme is not None and isinstance(place, ExpertPlace):
+        return scheme.for_experts()
     if scheme is None or not place.is_table or place.path not in tables:
         return scheme
     return scheme.rounded_to(tables[place.path]) or scheme

@@ -62,7 +62,10 @@ def restore(
     total = sum(info.nbytes for info in infos.values())
     kv_format = precision.kv if precision else lm.kv_format
     lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
-    require_free_on(mesh, total, f"restoring {folder}")
+    places = _names_of_places(description)
+    read_at_once = [sum(infos[name].nbytes for name in names) for names in places.values()]
+    undivided = 0 if mesh is None else max(read_at_once)
+    require_free_on(mesh, total, f"restoring {folder}", undivided)
     device = default_device()
     with bytes_bar("Loading", folder, progress, total) as advance:
 
@@ -85,19 +88,27 @@ def _restore_shares(
     read: Callable[[str], jax.Array],
 ) -> ShardedDecoder:
     """The decoder divided among devices; each place is read as a whole, and then cut."""
-    decoder, config = description.decoder, description.config
     formats = {
         path: [part and part.format for part in parts] for path, parts in description.parts.items()
     }
+    decoder, config = description.decoder, description.config
     division = Division.of(decoder, config, mesh.size, formats, experts)
     model = ShardedDecoder.of(division, mesh)
-    paths = [place.path for place in decoder.array_places(config)]
-    paths += [place.path for place in decoder.linear_places(config)]
-    for path in (*paths, model_arrays.CACHE_SCALES):
-        names = [name for name in description.arrays if f"{name}.".startswith(f"{path}.")]
+    for path, names in _names_of_places(description).items():
         arrays = {name: read(name) for name in names}
         model_arrays.put(model, arrays, description.parts, prefix=path)
     return model
+
+
+def _names_of_places(description: Description) -> dict[str, list[str]]:
+    """The names of the saved arrays of each parameter, by the parameter's path."""
+    decoder, config = description.decoder, description.config
+    paths = [place.path for place in decoder.array_places(config)]
+    paths += [place.path for place in decoder.linear_places(config)]
+    return {
+        path: [name for name in description.arrays if f"{name}.".startswith(f"{path}.")]
+        for path in (*paths, model_arrays.CACHE_SCALES)
+    }
 
 
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:

@@ -20,6 +20,7 @@ import rich.console
 import rich.progress
 import typer
 
+from mpjax.cli import options
 from mpjax.cli.bench_help import (
     ATTENTION_EPILOG,
     EPILOG,
@@ -29,7 +30,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
-from mpjax.cli.options import DeviceCount, Experts, ExpertsKind
+from mpjax.cli.options import ChunkTokens, DeviceCount, Experts, ExpertsKind, MaxGap
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -332,9 +333,8 @@ def serve_command(
         int, typer.Option(min=0, help="Tokens of one more prompt, which comes when all decode.")
     ] = 0,
     slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 256,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="The most prompt tokens between two decoding steps.")
-    ] = 1024,
+    chunk_tokens: ChunkTokens = 4096,
+    max_gap: MaxGap = None,
     steps: Annotated[int, typer.Option(min=1, help="Decoding steps of a program.")] = 8,
     cache_memory: Annotated[
         float | None,
@@ -344,6 +344,7 @@ def serve_command(
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
+    speculate: options.Speculate = None,
     static: Annotated[
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
@@ -372,10 +373,12 @@ def serve_command(
             ),
             slots=slots,
             chunk_tokens=chunk_tokens,
+            max_gap=max_gap,
             steps=steps,
             cache_memory=cache_memory,
             share_prefixes=share,
             ride=ride,
+            speculate=options.parse_speculate(speculate, by_engine=True),
             static=static,
             rounds=rounds,
             config=config,

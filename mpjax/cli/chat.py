@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mpjax.channels import Part, Splitter
 from mpjax.cli import options, output
 from mpjax.cli.compilation import Shapes
 
@@ -28,6 +29,11 @@ Examples:
 In the conversation:
   /reset   forget the conversation     /exit    leave (as does Ctrl-D)
   Ctrl-C   stop the answer
+
+
+Models that reason before they answer, such as gpt-oss and Qwen3, mark where
+the answer begins. A terminal shows the reasoning dimmed; elsewhere the answer
+is written alone. Later answers don't see it.
 """
 
 
@@ -50,6 +56,14 @@ def command(
     devices: options.DeviceCount = 1,
     experts: options.Experts = options.ExpertsKind.divided,
     speculate: options.Speculate = None,
+    reasoning: Annotated[
+        bool | None,
+        typer.Option(
+            "--reasoning/--no-reasoning",
+            show_default="in a terminal",
+            help="Show what the model reasons before it answers.",
+        ),
+    ] = None,
 ) -> None:
     """Chat with a model in the terminal."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -67,7 +81,8 @@ def command(
         "seed": seed,
         "speculate": proposer,
     }
-    conversation = Conversation(lm, max_new_tokens, settings, start)
+    shows = sys.stdout.isatty() if reasoning is None else reasoning
+    conversation = Conversation(lm, max_new_tokens, settings, start, shows_reasoning=shows)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (importing it gives `input` line editing and a history)
@@ -80,7 +95,7 @@ def command(
 class Conversation:
     """The messages of a conversation, and the model and settings that answer it.
 
-    settings: arguments of `stream`.
+    settings: arguments of `stream`. shows_reasoning: whether reasoning is written, too.
     """
 
     def __init__(
@@ -89,10 +104,12 @@ class Conversation:
         max_new_tokens: int,
         settings: Mapping[str, Any],
         start: list[dict[str, str]],
+        *,
+        shows_reasoning: bool = False,
     ) -> None:
         self._lm, self._max_new_tokens, self._settings = lm, max_new_tokens, settings
         self._shapes = Shapes()
-        self._start = start
+        self._start, self._shows_reasoning = start, shows_reasoning
         self.messages = list(start)
 
     def reset(self) -> None:
@@ -121,24 +138,58 @@ class Conversation:
         # The first piece comes from the prefill, the second from the decoding loop, which may have
         # to be compiled before.
         new = self._shapes.is_new(1, tokens, new_tokens)
-        said = _write_answer(pieces, "Compiling" if new else "Reading", 2 if new else 1)
+        channels = tokenizer.channels
+        splitter = None if channels is None else Splitter(channels, tokenizer.chat(asked))
+        writer = _Writer(splitter, shows_reasoning=self._shows_reasoning)
+        said = _write_answer(pieces, "Compiling" if new else "Reading", 2 if new else 1, writer)
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
 
-def _write_answer(pieces: Iterator[str], activity: str, ahead: int) -> str:
+class _Writer:
+    """Writes an answer as it comes.
+
+    splitter: divides reasoning from the answer; None where nothing marks reasoning.
+    shows_reasoning: whether that is written, dimmed in a terminal.
+
+    said: the answer so far, without reasoning.
+    """
+
+    def __init__(self, splitter: Splitter | None = None, *, shows_reasoning: bool = False) -> None:
+        self._splitter, self._shows_reasoning = splitter, shows_reasoning
+        self._is_dim, self._has_reasoned = sys.stdout.isatty(), False
+        self.said = ""
+
+    def write(self, piece: str) -> None:
+        """Writes the next piece, as far as it is certain what it belongs to."""
+        parts = [Part(False, piece)] if self._splitter is None else self._splitter.push(piece)
+        self._write(parts)
+
+    def end(self) -> None:
+        """Writes the rest, and says so if it was all reasoning."""
+        self._write([] if self._splitter is None else self._splitter.finish())
+        output.write("\n")
+        if self._has_reasoned and not self.said:
+            output.note("the answer ended in its reasoning: allow more --max-new-tokens")
+
+    def _write(self, parts: Iterable[Part]) -> None:
+        for is_reasoning, text in parts:
+            if is_reasoning:
+                self._has_reasoned = True
+                if self._shows_reasoning:
+                    output.write(typer.style(text, dim=True) if self._is_dim else text)
+                continue
+            shown = text if self.said else text.lstrip()  # space between a template and the answer
+            if shown and not self.said and self._has_reasoned and self._shows_reasoning:
+                output.write("\n\n")
+            output.write(shown)
+            self.said += shown
+
+
+def _write_answer(pieces: Iterator[str], activity: str, ahead: int, writer: _Writer) -> str:
     """Writes an answer as it comes, and returns it; after Ctrl-C, the part that was written.
 
     activity: the text of the spinner, which is shown until `ahead` pieces have come.
     """
-    said = ""
-
-    def say(piece: str) -> None:
-        nonlocal said
-        if not said:
-            piece = piece.lstrip()  # the space between a template's text and the answer
-        output.write(piece)
-        said += piece
-
     beginning: list[str] = []
     try:
         try:
@@ -146,13 +197,13 @@ def _write_answer(pieces: Iterator[str], activity: str, ahead: int) -> str:
                 for piece in itertools.islice(pieces, ahead):
                     beginning.append(piece)
         finally:
-            say("".join(beginning))
+            writer.write("".join(beginning))
         for piece in pieces:
-            say(piece)
+            writer.write(piece)
     except KeyboardInterrupt:
         output.write(" [stopped]")
-    output.write("\n")
-    return said
+    writer.end()
+    return writer.said
 
 
 def _converse(conversation: Conversation) -> None:

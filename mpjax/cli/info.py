@@ -54,7 +54,8 @@ the blocks of activations in 8 bits, and all; else null), hadamard_block
 (channels of the blocks mixed before down projections, or null), tables
 (format and bytes of the embedding and the head), contents (what the files
 hold and what becomes of it; null of a saved model), activations (the choice
-that an FP8 checkpoint needs, or null), rounded (what is lost by loading, or
+that an FP8 checkpoint needs, or null), cache (the cache that the checkpoint
+was made for, where there is none like it, or null), rounded (what is lost by loading, or
 null), other_precisions (that can be asked for, and the bytes of all weights
 in each), tokenizer (tokens, chat_templates, stop_tokens; or null),
 memory_bytes (by KV format and number of tokens: weights, and the cache of one
@@ -89,6 +90,7 @@ def command(
     facts = {
         "contents": None if outlook is None else outlook.contents,
         "activations": None if outlook is None else outlook.activations,
+        "cache": None if outlook is None else outlook.cache,
         "rounded": None if outlook is None else outlook.rounded,
         "other_precisions": {} if outlook is None else outlook.others,
         "tokenizer": _text_facts(tokenizer),
@@ -114,7 +116,8 @@ def _text_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
 
 def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The facts as labels and texts."""
-    labels = {"contents": "in the files", "activations": "activations", "rounded": "rounded"}
+    labels = {"contents": "in the files"}
+    labels |= {key: key for key in ("activations", "cache", "rounded")}
     rows = [(label, facts[key]) for key, label in labels.items() if facts[key] is not None]
     if others := facts["other_precisions"]:
         texts = (f"{name} ({_size(count)})" for name, count in others.items())

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax.engine.planner import Sizes, scored_chunk
 from mpjax.engine.state import page_bytes, residual_bytes
 from mpjax.language_model import LanguageModel
 from mpjax.memory import free_bytes_on, require_free_on
@@ -15,16 +16,18 @@ from mpjax.memory import free_bytes_on, require_free_on
 USUAL_SHARE = 0.9
 
 
-def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chunk: int) -> int:
+def count_pages(lm: LanguageModel, sizes: Sizes, max_tokens: int, memory: Any) -> int:
     """The number of pages of an engine's cache, with the one that is nowhere.
 
+    sizes: of the engine, whose pages are not known yet. max_tokens: the most tokens of a request.
     memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
-        USUAL_SHARE. There are never more pages than all slots can fill.
-    chunk: the most tokens of prompts in a program; room for its activations is left free.
+        USUAL_SHARE; room for what programs compute is left free. There are never more pages than
+        all slots can fill.
 
     Raises ValueError for another kind of memory, and for one that does not hold a page;
     DeviceMemoryError for more bytes than are free.
     """
+    slots = sizes.slots
     useful = slots * -(-max_tokens // lm.page_size)
     fixed, each = residual_bytes(lm, slots) + slots * lm.config.vocab_size, page_bytes(lm)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
@@ -37,7 +40,7 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
     elif 0 < share <= 1:
         free = free_bytes_on(lm.model.mesh)
         most = fixed + useful * each
-        room = most if free is None else share * (free - _working_bytes(lm, slots, chunk))
+        room = most if free is None else share * (free - _working_bytes(lm, sizes))
         pages = min(useful, int(room - fixed) // each)
     else:
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
@@ -50,9 +53,15 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
     return pages + 1
 
 
-def _working_bytes(lm: LanguageModel, slots: int, chunk: int) -> int:
-    """Bytes of a layer's widest activations, inside the MLP, and of logits."""
-    config = lm.config
-    inside = max(layer.mlp.token_bytes(config) for layer in config.layers)
-    activations = chunk * (inside + 3 * config.hidden_size * jnp.dtype(config.dtype).itemsize)
-    return activations + 3 * 4 * max(slots, chunk // 4) * lm.config.vocab_size
+def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:
+    """Bytes of a layer's widest activations, inside the MLP, and of logits, in any program.
+
+    A program reads a chunk of prompts beside all rows that ride along, or all rows decode. Logits
+    are those of rows that draw, or of prompts that are scored.
+    """
+    config, riders = lm.config, sizes.slots if sizes.rides else 0
+    tokens = max(sizes.chunk + riders, sizes.slots)
+    inside = max(layer.mlp.working_bytes(config, tokens) for layer in config.layers)
+    residual = 3 * tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
+    rows = max(sizes.sequences + riders, sizes.slots, scored_chunk(sizes.chunk))
+    return inside + residual + 3 * 4 * rows * config.vocab_size

@@ -7,18 +7,23 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.engine import filling
+from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
+from mpjax.engine.planner import Decode, Extend, Piece, Planner, Sizes
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
+from mpjax.engine.row import Row
 from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError
 from mpjax.language_model import LanguageModel
+from mpjax.speculation.proposer import Proposer
+from mpjax.speculation.report import SpeculationReport
 
 NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
 
@@ -26,16 +31,25 @@ NOBODY = Decode([], 1, False, [])  # riders of a program that has places for som
 class Runner:
     """Runs the requests of an engine, a program at a time, in one thread.
 
-    sizes: of the engine. max_tokens: the most tokens of a request.
+    sizes: of the engine. max_tokens: the most tokens of a request. proposer: of tokens that steps
+    verify; None for none.
     """
 
-    def __init__(self, lm: LanguageModel, sizes: Sizes, max_tokens: int) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        sizes: Sizes,
+        max_tokens: int,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.planner = Planner(sizes)
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
-        self.programs = Programs(lm.model, sizes)
+        self.proposed_tokens = self.accepted_tokens = 0
+        self.programs = Programs(lm.model, sizes, proposer)
+        self.clock = Clock()
         self._dtype = lm.config.dtype
-        self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens)
+        self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens, proposer)
         self._pending: _Pending | None = None
 
     @property
@@ -53,12 +67,36 @@ class Runner:
         self.steps += 1
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
-            is_late = before is not None and before.drawn.tokens.is_ready()
-            self._clear(self.planner.take_left())
-            pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
-            self.late_steps += is_late
+            pending = self._start(plan)
         self._pending = pending
-        return [] if before is None else self._read(before)
+        events = [] if before is None else self._read(before)
+        if not self.has_work:
+            self.clock.rest()
+        return events
+
+    def _start(self, plan: Extend | Decode) -> _Pending:
+        """Starts a program. Where the host has to compile it, its seconds tell nothing."""
+        before, known = self._pending, len(self.programs.used)
+        self._clear(self.planner.take_left())
+        pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
+        if len(self.programs.used) > known:
+            self.clock.skip()
+            pending.is_measured = False
+            if before is not None:
+                before.is_measured = False
+        elif isinstance(plan, Decode) and self.programs.holds_host:
+            self._measure(pending)
+            pending.is_measured = False
+        return pending
+
+    def _begin(self) -> float:
+        """The time when a program is started; counts whether the device has waited for it."""
+        before = self._pending
+        is_late = before is not None and before.drawn.tokens.is_ready()
+        if before is not None and is_late:
+            self.late_steps += 1
+            before.is_measured = False
+        return self.clock.start(is_free=before is None or is_late)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
         """Ends a request before the device has, so that it may leave NaN behind in the cache."""
@@ -77,35 +115,52 @@ class Runner:
         slots, entries = self._state.tables.shape
         size = {"slots": slots, "entries": entries}
         pieces = self.planner.sizes.sequences
-        # Programs with riders have one size of what they read.
-        count = self.planner.sizes.chunk if riders else plan.tokens
-        tokens = self.programs.reading_size(count, **kind)
+        rows = self.programs.rider_size(len(riders), **kind)
+        tokens = self.programs.reading_size(plan.tokens, rows, **kind)
         reading = filling.reading(plan.pieces, tokens=tokens, rows=pieces, **size)
+        self._begin_histories(plan.pieces)
         stepping = None
-        if rows := self.programs.rider_size(len(riders), **kind):
+        if rows:
             stepping = filling.stepping(plan.riders or NOBODY, rows=rows, **size)
+        begin = self._begin()
         self._state, drawn, scores = self.programs.extend(self._state, reading, stepping, **kind)
         drawers = [_Drawer(i, piece.row) for i, piece in enumerate(plan.pieces) if piece.is_last]
         drawers += [_Drawer(pieces + i, row) for i, row in enumerate(riders)]
-        return _Pending(plan, drawers, drawn, scores)
+        return _Pending(plan, drawers, drawn, scores, begin, tokens)
 
     def _decode(self, plan: Decode) -> _Pending:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
         slots, entries = self._state.tables.shape
         size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
-        self._state, drawn = self.programs.decode(self._state, stepping, **kind)
-        return _Pending(plan, list(itertools.starmap(_Drawer, enumerate(plan.rows))), drawn, None)
+        begin = self._begin()
+        self._state, drawn = self.programs.decode(self._state, stepping, plan)
+        drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
+        return _Pending(plan, drawers, drawn, None, begin, size)
+
+    def _begin_histories(self, pieces: Sequence[Piece]) -> None:
+        """Tells proposers the tokens of rows that begin."""
+        if self._state.speculation is None:
+            return
+        for row in [piece.row for piece in pieces if piece.is_first]:
+            assert row.slot is not None
+            histories = self._state.speculation
+            tokens = filling.history(row, histories.history.shape[1])
+            slot = np.int32(row.slot)
+            histories = self.programs.begin_history(histories, slot, tokens)
+            self._state = dataclasses.replace(self._state, speculation=histories)
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""
         tokens, logprobs, counts, running = map(np.asarray, pending.drawn.arrays)
+        self._measure(pending)
         if pending.scores is not None:
             self._keep_scores(pending)
         events = []
         asked = any(drawer.row.owner.settings.candidates for drawer in pending.drawers)
         # Whole arrays: a slice on the device would run behind the program that has just begun.
         candidates = [np.asarray(x) for x in pending.drawn.candidates] if asked else []
+        done = jax.tree.leaves(jax.tree.map(np.asarray, pending.drawn.speculated))
         for drawer in pending.drawers:
             index, row = drawer.index, drawer.row
             if row.slot is None or row.runs != drawer.runs:
@@ -116,8 +171,21 @@ class Runner:
                 top, chances = (x[index, :count] for x in candidates)
                 pairs = zip(top[:, :number].tolist(), chances[:, :number].tolist(), strict=True)
                 new.candidates.extend(list(zip(*pair, strict=True)) for pair in pairs)
+            if done:
+                numbers = [int(x[index]) for x in done]
+                self._count(row.owner.handle, [*numbers, len(new.tokens)])
             events.append(self._tell(row, new, is_ended=not running[index]))
         return events
+
+    def _measure(self, pending: _Pending) -> None:
+        """Tells the planner the seconds of a program that has just ended."""
+        seconds, plan, pace = self.clock.end(pending.begin), pending.plan, self.planner.pace
+        if not pending.is_measured:
+            return
+        if isinstance(plan, Decode):
+            pace.learn_step(seconds / plan.steps)
+        elif not plan.scored:
+            pace.learn_reading(pending.size, plan.work, seconds)
 
     def _tell(self, row: Row, new: New, *, is_ended: bool) -> Event:
         """Gives a request its new tokens, and ends it where they end it."""
@@ -135,6 +203,13 @@ class Runner:
             # At a stop string the device goes on until it hears of it.
             self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
         return handle.report(new.tokens[:taken])
+
+    def _count(self, handle: Handle, counts: Sequence[int]) -> None:
+        """Adds what a program has done by speculation for a request, as a report has it."""
+        self.proposed_tokens += counts[0]
+        self.accepted_tokens += counts[1]
+        more = SpeculationReport(*([count] for count in counts))
+        handle.speculation = more if handle.speculation is None else handle.speculation + more
 
     def _keep_scores(self, pending: _Pending) -> None:
         """Keeps the log-probabilities of prompts' tokens with their requests."""
@@ -182,11 +257,19 @@ class _Drawer:
         self.index, self.row, self.runs = index, row, row.runs
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Pending:
-    """A program that was started, and is to be read. drawn, scores: its results, on the device."""
+    """A program that was started, and is to be read.
+
+    drawn, scores: its results, on the device. begin: the time when it was started. size: tokens
+    that it reads, or rows that decode, with padding. is_measured: whether its seconds are known by
+    those when it was started and read.
+    """
 
     plan: Extend | Decode
     drawers: list[_Drawer]
     drawn: Drawn
     scores: PromptScores | None
+    begin: float
+    size: int
+    is_measured: bool = True

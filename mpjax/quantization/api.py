@@ -261,11 +261,6 @@ def _require_no_text(rule: Rule) -> None:
 
 def _check_experts(rule: Rule, place: ExpertPlace) -> None:
     """Raises ValueError for a step that experts can't be quantised with."""
-    if rule.has_blocks:
-        raise ValueError(
-            f"{place.path} has experts, whose activations can't have blocks of 4 and 8 bits: give "
-            "experts another precision, such as W4A8"
-        )
     if rule.method.learns:
         raise ValueError(
             f"{place.path} has experts, whose scales are not learned: leave `learn` out of their "

@@ -19,6 +19,7 @@ import numpy as np
 from mpjax.kernels import ActivationBlocks, quantize_activations
 from mpjax.kernels.activation_blocks import BLOCK, WIDTHS
 from mpjax.kernels.checks import shown
+from mpjax.models.config import Fold
 from mpjax.precision import DEFAULT_WIDE_BLOCKS
 from mpjax.quantization.statistics import PRECISION, Statistics
 
@@ -55,10 +56,48 @@ class BlockRule:
         return self.error is not None or self.one_in > 1
 
 
+def is_folded(fold: Fold) -> bool:
+    """Whether the channels that a fold's target reads move in its source, and not in kernels.
+
+    Channels of heads move within their head, where that has whole blocks. Attention then rounds its
+    outputs itself. A block of several smaller heads would be the same in any such order.
+    """
+    return fold.is_elementwise or (fold.repeats is not None and fold.repeats[2] % BLOCK == 0)
+
+
+def in_order(statistics: Statistics, fold: Fold | None = None) -> tuple[jax.Array, Statistics]:
+    """An order of channels, and the statistics of channels in it.
+
+    Those of a stack of experts have a leading axis of experts, and so has the order then.
+
+    fold: the folded one whose target the statistics are of; None for an order of all channels.
+    """
+    if statistics.tokens.ndim:
+        return jax.vmap(in_order)(statistics)
+    if fold is None or fold.repeats is None:
+        order = order_of(statistics)
+    else:
+        order = order_in_heads(statistics, fold.repeats)
+    return order, permuted(statistics, order)
+
+
+def order_in_heads(statistics: Statistics, repeats: tuple[int, int, int]) -> jax.Array:
+    """The permutation int32 [K] that sorts the channels of each head, and alike of its copies.
+
+    repeats: heads, copies and channels, as in Fold. A channel counts by all of its copies.
+    """
+    heads, copies, channels = repeats
+    squares = jnp.diagonal(statistics.hessian).reshape(repeats).sum(1)
+    own = jnp.argsort(-squares, axis=-1, stable=True).astype(jnp.int32)
+    firsts = jnp.arange(heads * copies, dtype=jnp.int32).reshape(heads, copies, 1) * channels
+    return (firsts + own[:, None]).reshape(-1)
+
+
 def order_of(statistics: Statistics) -> jax.Array:
     """The permutation int32 [K] that sorts channels by the mean squares of inputs, largest first.
 
     A block's scale follows the largest magnitude in it: blocks of like channels lose least.
+    Channels of which no token tells anything keep their order.
     """
     return jnp.argsort(-jnp.diagonal(statistics.hessian), stable=True).astype(jnp.int32)
 
@@ -82,7 +121,8 @@ def block_errors(weight: jax.Array, statistics: Statistics) -> jax.Array:
     weight: float32 [K, N], as it will be multiplied, in the order of the statistics' channels.
 
     Returns float32 [2, blocks]: mean squared errors over `statistics.samples`, relative to the mean
-    squares of outputs. The errors of blocks are independent, so that they add up.
+    squares of outputs. The errors of blocks are independent, so that they add up. They are NaN if
+    the text has no token for the map, as may be for an expert.
     """
     x = statistics.samples
     size = (jnp.matmul(x, weight, precision=PRECISION) ** 2).sum()
@@ -99,33 +139,39 @@ def block_errors(weight: jax.Array, statistics: Statistics) -> jax.Array:
             (parts.swapaxes(0, 1), rows),
         )
 
-    return jnp.stack([errors(bits) for bits in WIDTHS]) / jnp.maximum(size, 1e-30)
+    found = jnp.stack([errors(bits) for bits in WIDTHS]) / jnp.maximum(size, 1e-30)
+    return jnp.where(statistics.tokens > 0, found, jnp.nan)
 
 
 def choose_widths(
     rules: Mapping[str, BlockRule], errors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The bits uint8 [blocks] of the activations of each linear map of a layer.
+    """The bits uint8 [blocks], or [experts, blocks], of the activations of a layer's linear maps.
 
-    rules, errors: by the maps' paths; errors as `block_errors` returns them.
+    Each expert is a map of its own. Blocks whose errors are NaN have 8 bits, as nothing is known of
+    them, and count in no share.
+
+    rules, errors: by the maps' paths; errors as `block_errors` returns them, of a stack
+        [2, experts, blocks].
     """
-    widths = {path: np.full(found.shape[1], WIDTHS[0], np.uint8) for path, found in errors.items()}
-    pooled = [path for path in errors if rules[path].error is None]
-    budget = sum(
-        1 / rules[path].one_in * len(widths[path]) for path in pooled if rules[path].one_in
-    )
-    gains = [
-        (gain, path, block)
-        for path in pooled
-        if rules[path].one_in
-        for block, gain in enumerate(errors[path][0] - errors[path][1])
-    ]
+    widths = {
+        path: np.where(np.isnan(found[0]), *WIDTHS[::-1]).astype(np.uint8)
+        for path, found in errors.items()
+    }
+    pooled = [path for path in errors if rules[path].error is None and rules[path].one_in]
+    budget, gains = 0.0, []
+    for path in pooled:
+        found = errors[path][0] - errors[path][1]
+        known = np.argwhere(~np.isnan(found))
+        budget += len(known) / rules[path].one_in
+        gains += [(found[tuple(block)], path, tuple(block)) for block in known]
     most = max(1, int(budget + 0.5)) if gains else 0
     for _, path, block in sorted(gains, key=lambda each: -each[0])[:most]:
         widths[path][block] = WIDTHS[1]
-    for path in errors:
+    for path, found in errors.items():
         if (limit := rules[path].error) is not None:
-            widths[path][_within(errors[path], limit)] = WIDTHS[1]
+            for expert in np.ndindex(found.shape[1:-1]):
+                widths[path][expert][_within(found[:, *expert], limit)] = WIDTHS[1]
     return widths
 
 

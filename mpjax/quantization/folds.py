@@ -42,19 +42,45 @@ def tie(fold: Fold, scales: jax.Array) -> jax.Array:
 
 
 def permute(layer: nnx.Module, fold: Fold, order: jax.Array) -> None:
-    """Puts the outputs of an elementwise fold's source into another order, and its target's rows.
+    """Puts the outputs of a fold's source into another order, and its target's rows.
 
-    order: int32 [K]; channel i becomes what channel order[i] was. Changes the layer, whose kernels
-    are plain arrays, and no output of it.
+    The fold is elementwise, or from heads to their copies, within which channels move then.
+
+    order: int32 [K], of experts [experts, K]; channel i becomes what channel order[i] was. Changes
+        the layer, whose kernels are plain arrays, and no output of it.
     """
-    rows = linear_of(layer, fold.target).kernel
-    rows.set_value(rows.get_value()[order])
-    source, count = linear_of(layer, fold.source), len(order)
-    outputs = source.kernel.get_value().shape[1]
-    of_parts = (jnp.arange(0, outputs, count)[:, None] + order[None]).reshape(-1)
-    source.kernel.set_value(source.kernel.get_value()[:, of_parts])
+    target, source = linear_of(layer, fold.target), linear_of(layer, fold.source)
+    target.kernel.set_value(_in_order(target.kernel.get_value(), order, -2))
+    outputs = source.kernel.get_value().shape[-1]
+    if fold.repeats is None:
+        parts = jnp.arange(0, outputs, order.shape[-1])
+        of_outputs = jnp.concatenate([begin + order for begin in parts], -1)
+    else:
+        sizes = _part_sizes(find(layer, fold.source), outputs, outputs)
+        of_outputs = _within_heads(order, fold.repeats, sum(sizes[: fold.part]), outputs)
+    source.kernel.set_value(_in_order(source.kernel.get_value(), of_outputs, -1))
     if source.bias is not None:
-        source.bias.set_value(source.bias.get_value()[of_parts])
+        source.bias.set_value(_in_order(source.bias.get_value(), of_outputs, -1))
+
+
+def _within_heads(
+    order: jax.Array, repeats: tuple[int, int, int], begin: int, outputs: int
+) -> jax.Array:
+    """The order of all outputs of which those from `begin` on are heads that have copies.
+
+    order: int32 [K] of the copies, the same for all copies of a head.
+    """
+    heads, _, channels = repeats
+    firsts = begin + jnp.arange(heads)[:, None] * channels
+    own = firsts + order.reshape(repeats)[:, 0] % channels
+    return jnp.arange(outputs).at[begin : begin + own.size].set(own.reshape(-1))
+
+
+def _in_order(array: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    """An array whose entries along an axis are in an order [..., n], of each expert its own."""
+    if order.ndim == 1:
+        return jnp.take(array, order, axis=axis)
+    return jax.vmap(lambda own, order: jnp.take(own, order, axis=axis))(array, order)
 
 
 def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:

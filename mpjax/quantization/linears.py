@@ -31,15 +31,15 @@ def quantize_map(
     """A linear map, or a stack of experts', with a packed kernel.
 
     found: the statistics of its inputs, for experts with a leading axis; None if none are needed.
-    order: int32 [K], the input channel that each row of codes is for, which is then also the order
-        of the statistics' channels; None for the channels' own order, which experts have.
+    order: int32 [K], of experts [experts, K], the input channel that each row of codes is for,
+        which is then also the order of the statistics' channels; None for the channels' own order.
 
     Warns if the text is too short for GPTQ, and names the experts of which that is true. Raises
     ValueError for weights that are too large or too small for their format.
     """
     kernel: Any = linear.kernel.get_value()
     if kernel.ndim > 2:
-        return _quantize_experts(linear, path, rule, found)
+        return _quantize_experts(linear, path, rule, found, order)
     rounding, channels = rule.method.rounding, kernel.shape[0]
     is_gptq = rounding.startswith("gptq")
     if is_gptq and found is not None and int(found.tokens) < channels:
@@ -53,7 +53,13 @@ def quantize_map(
     return _quantize(linear, path, rule, found, rounding, order)
 
 
-def _quantize_experts(stacked: Linear, path: str, rule: Rule, found: Statistics | None) -> Linear:
+def _quantize_experts(
+    stacked: Linear,
+    path: str,
+    rule: Rule,
+    found: Statistics | None,
+    order: jax.Array | None,
+) -> Linear:
     """The stack, expert by expert: of few tokens by ranges, and of none to nearest."""
     experts, channels, _ = stacked.kernel.get_value().shape
     names = [f"{path}, expert {expert}" for expert in range(experts)]
@@ -69,7 +75,8 @@ def _quantize_experts(stacked: Linear, path: str, rule: Rule, found: Statistics 
                 if rounding != "rtn" and tokens < least:
                     short.append(f"{expert} ({tokens})")
                     rounding = "range" if tokens else "rtn"
-            yield _quantize(linear, names[expert], rule, own, rounding)
+            own_order = None if order is None else order[expert]
+            yield _quantize(linear, names[expert], rule, own, rounding, own_order)
 
     quantized = stack(each(), names, 1)
     if short:

@@ -23,6 +23,7 @@ from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, Laye
 from mpjax.models.config import Fold
 from mpjax.models.mlp import RoutedInputs
 from mpjax.models.parameters import find
+from mpjax.models.stack import unstack
 from mpjax.quantization import blocks, folds
 from mpjax.quantization.hadamard import mix_down, set_blocks
 from mpjax.quantization.learning.layer import learn_layer
@@ -132,6 +133,8 @@ def _scale(
     layer: DecoderLayer, found: dict[str, Statistics], rules: Mapping[str, Rule], fold: Fold
 ) -> None:
     """Folds the scales of the target's method; the error of all readers that are packed counts."""
+    if not fold.is_linear:
+        return
     linear_readers = [path for path in fold.readers if path in rules]
     packed = [path for path in linear_readers if rules[path].weights.is_packed]
     if fold.target not in packed:
@@ -161,14 +164,14 @@ def reorder(
     Returns the orders that are left to the maps themselves, by paths.
     """
     orders = {}
-    elementwise = {fold.target: fold for fold in places if fold.is_elementwise}
+    folded = {fold.target: fold for fold in places if blocks.is_folded(fold)}
     for path, rule in rules.items():
         if not (rule.has_blocks and rule.blocks.is_ordered and path in found):
             continue
-        order = blocks.order_of(found[path])
-        found[path] = blocks.permuted(found[path], order)
-        if path in elementwise:
-            folds.permute(layer, elementwise[path], order)
+        fold = folded.get(path)
+        order, found[path] = blocks.in_order(found[path], fold)
+        if fold is not None:
+            folds.permute(layer, fold, order)
         else:
             orders[path] = order
     return orders
@@ -179,14 +182,14 @@ def _set_widths(
 ) -> None:
     """Gives the packed maps with blocks the widths of these.
 
-    errors: of the blocks that statistics choose, by paths; the others of a map are alike.
+    errors: of the blocks that statistics choose, by paths; of other maps, all blocks are alike.
     """
     widths = blocks.choose_widths({path: rules[path].blocks for path in errors}, errors)
     for path, rule in rules.items():
         if rule.has_blocks:
             kernel: Any = folds.linear_of(layer, path).kernel
             packed = kernel.get_value()
-            alike = np.full(len(packed.parameters), 8 if rule.blocks.one_in else 4, np.uint8)
+            alike = np.full(packed.parameters.shape[:-1], 8 if rule.blocks.one_in else 4, np.uint8)
             bits = jnp.asarray(widths.get(path, alike))
             kernel.set_value(dataclasses.replace(packed, activation_bits=bits))
 
@@ -252,8 +255,17 @@ def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
 
 
 def _block_errors(quantized: Linear, statistics: Statistics, order: jax.Array | None) -> np.ndarray:
-    """`block_errors` of a packed map; statistics: of its channels in the given order, if any."""
+    """`block_errors` of a packed map, [2, blocks], or of a stack of experts', [2, experts, blocks].
+
+    statistics: of its channels in the given order, if any.
+    """
     kernel: Any = quantized.kernel.get_value()
+    if len(kernel.shape) == 3:
+        each = [
+            _block_errors(expert, *jax.tree.map(lambda leaf, i=i: leaf[i], (statistics, order)))
+            for i, expert in enumerate(unstack(quantized, kernel.shape[0]))
+        ]
+        return np.stack(each, 1)
     weight = kernel.dequantize()
     weight = weight if order is None else weight[order]
     return np.asarray(blocks.block_errors(weight, statistics))

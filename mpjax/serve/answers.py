@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
+from mpjax.channels import Part, Splitter, joined
 from mpjax.engine.handle import Handle
 from mpjax.serve.requests import Asked
 from mpjax.serve.spelling import token_bytes, token_name
 from mpjax.tokenizer import Tokenizer
+
+TAIL = 16  # tokens at the end of a prompt, in which a template may begin the answer's reasoning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,12 @@ class Answer:
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
         return head | {"model": self.model, "choices": choices}
 
+    def splitter(self, handle: Handle) -> Splitter | None:
+        """Divides a request's reasoning from its answer; None for models that mark none."""
+        if (channels := self.tokenizer.channels) is None:
+            return None
+        return Splitter(channels, self.tokenizer.decode(handle.prompt[-TAIL:], skip_special=False))
+
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token, special ones too."""
         return token_bytes(self.tokenizer, token)
@@ -70,7 +79,8 @@ class Style(Protocol):
 class Piece:
     """New text of a request, with the tokens since the piece before.
 
-    finish_reason: in the last piece.
+    finish_reason: in the last piece. offset: characters of the tokens before, if log-probabilities
+    are asked for. parts: of the text, divided by channels, which may lag behind it.
     """
 
     handle: Handle
@@ -78,6 +88,24 @@ class Piece:
     begin: int
     end: int
     finish_reason: str | None = None
+    offset: int = 0
+    parts: Sequence[Part] = ()
+
+
+async def pieces(answer: Answer, handle: Handle) -> AsyncIterator[Piece]:
+    """The text of a request in pieces, each with its tokens; the last has the reason of the end."""
+    begin = offset = 0
+    splitter = answer.splitter(handle)
+    async for text in handle:
+        end = len(handle.tokens)
+        parts = [Part(False, text)] if splitter is None else splitter.push(text)
+        yield Piece(handle, text, begin, end, None, offset, parts)
+        if answer.asked.logprobs:
+            spelled = map(answer.bytes_of, handle.tokens[begin:end])
+            offset += sum(map(_characters, spelled))
+        begin = end
+    rest = [] if splitter is None else splitter.finish()
+    yield Piece(handle, "", begin, len(handle.tokens), handle.finish_reason, offset, rest)
 
 
 class Completions:
@@ -113,8 +141,7 @@ class Completions:
         logprobs = None
         if answer.asked.logprobs:
             entries = _entries(answer, piece.handle, piece.begin, piece.end)
-            earlier = map(answer.bytes_of, piece.handle.tokens[: piece.begin])
-            logprobs = _in_columns(entries, answer.asked.top > 0, sum(map(_characters, earlier)))
+            logprobs = _in_columns(entries, answer.asked.top > 0, piece.offset)
         return self._chunk(answer, index, piece.text, logprobs, piece.finish_reason)
 
     def last(self, answer: Answer) -> dict[str, Any]:
@@ -136,7 +163,7 @@ class Chats:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": handle.text, "refusal": None},
+                "message": {"role": "assistant", "refusal": None} | self._message(answer, handle),
                 "logprobs": self._logprobs(answer, handle, 0, len(handle.tokens)),
                 "finish_reason": handle.finish_reason,
             }
@@ -146,13 +173,23 @@ class Chats:
             "usage": answer.usage(handles)
         }
 
+    def _message(self, answer: Answer, handle: Handle) -> dict[str, Any]:
+        """The text for the user, and the reasoning of models that mark it."""
+        if (splitter := answer.splitter(handle)) is None:
+            return {"content": handle.text}
+        reasoning, text = joined([*splitter.push(handle.text), *splitter.finish()])
+        return {"content": text, "reasoning_content": reasoning or None}
+
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
         """The role."""
         return self._chunk(answer, index, {"role": "assistant", "content": ""}, None, None)
 
     def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
         """A chunk with the next text of a choice."""
-        delta = {"content": piece.text} if piece.text else {}
+        delta: dict[str, str] = {}
+        for is_reasoning, text in piece.parts:
+            key = "reasoning_content" if is_reasoning else "content"
+            delta[key] = delta.get(key, "") + text
         logprobs = self._logprobs(answer, piece.handle, piece.begin, piece.end)
         return self._chunk(answer, index, delta, logprobs, piece.finish_reason)
 

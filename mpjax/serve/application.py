@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import Handle
 from mpjax.language_model import LanguageModel
-from mpjax.serve.answers import Answer, Chats, Completions, Piece, Style
+from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
 from mpjax.serve.metrics import exposition
 from mpjax.serve.requests import Asked, RequestError, read_chat, read_completion
 
@@ -255,7 +255,7 @@ async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> As
         try:
             if (first := style.first(answer, index, handle)) is not None:
                 queue.put_nowait(first)
-            async for piece in _pieces(handle):
+            async for piece in pieces(answer, handle):
                 queue.put_nowait(style.chunk(answer, index, piece))
         except (ValueError, RuntimeError) as error:
             queue.put_nowait(_error(str(error), None, 500))
@@ -276,16 +276,6 @@ async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> As
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _pieces(handle: Handle) -> AsyncIterator[Piece]:
-    """The text of a request in pieces, each with its tokens; the last has the reason of the end."""
-    begin = 0
-    async for text in handle:
-        end = len(handle.tokens)
-        yield Piece(handle, text, begin, end)
-        begin = end
-    yield Piece(handle, "", begin, len(handle.tokens), handle.finish_reason)
 
 
 def _event(data: Any) -> str:

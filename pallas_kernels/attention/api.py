@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import device
+from mpjax.kernels.activation_blocks import ActivationBlocks
+from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.attention import cudnn, plans, reference, triton
+from mpjax.kernels.attention.rounding import can_round
 from mpjax.kernels.batch import Span
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
@@ -21,9 +24,36 @@ from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.layout import PAGE_SIZES
 from mpjax.kernels.masks import CAUSAL, Masks
+from mpjax.kernels.rowwise.api import quantize_rows
 
 # Tokens of a page, at most, where `prefill_attention` copies keys and values into pages.
 PREFILL_PAGE_SIZE = 128
+
+
+@overload
+def paged_attention(
+    queries: jax.Array,
+    pages: KVPages,
+    span: Span,
+    masks: Masks = ...,
+    *,
+    transformed: bool = ...,
+    blocks: None = None,
+    implementation: Literal["triton", "cudnn", "reference"] | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    queries: jax.Array,
+    pages: KVPages,
+    span: Span,
+    masks: Masks = ...,
+    *,
+    transformed: bool = ...,
+    blocks: ActivationBlocks,
+    implementation: Literal["triton", "cudnn", "reference"] | None = ...,
+) -> QuantizedActivations: ...
 
 
 def paged_attention(
@@ -33,8 +63,9 @@ def paged_attention(
     masks: Masks = CAUSAL,
     *,
     transformed: bool = False,
+    blocks: ActivationBlocks | None = None,
     implementation: Literal["triton", "cudnn", "reference"] | None = None,
-) -> jax.Array:
+) -> jax.Array | QuantizedActivations:
     """Causal attention of new tokens over a cache that already holds their keys and values.
 
     queries: [batch, tokens, query heads, head dim], token t of sequence b at position
@@ -50,9 +81,15 @@ def paged_attention(
     transformed: whether the queries already went through the Hadamard transform of the pages' keys,
         as `rotate_and_append` returns them with Rotation.transform_queries; this function
         transforms other queries itself. It means nothing to formats without a transform.
+    blocks: of the weight that reads the result, where that is to be rounded to 4 and 8 bits. If
+        heads have 128 channels or a multiple of that, in their own order, the kernel that joins
+        the programs of a sequence rounds, or a program that reads a sequence alone and has heads of
+        128. Elsewhere it takes another kernel.
 
-    Returns an array of the shape and dtype of the queries. On the GPU each cached byte is read once
-    for all query heads of its KV head; long sequences are split over programs (FlashDecoding).
+    Returns an array of the shape and dtype of the queries, or with blocks QuantizedActivations
+    [batch, tokens, query heads · head dim], varlen without the first axis. On the GPU each cached
+    byte is read once for all query heads of its KV head; long sequences are split over programs
+    (FlashDecoding).
     Where many tokens are new and causality is the only mask, the cache is written out in 16 bits
     for cuDNN (`attention.cudnn`), up to 1 GiB of keys and values, if the installed JAX has the
     function for it; otherwise the Triton kernel attends. For pages that keep scales, the kernel
@@ -69,8 +106,11 @@ def paged_attention(
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
     masks = _read_masks("paged_attention", masks, queries)
     span = read_span("paged_attention", span, pages, queries.shape[:-2])
+    if blocks is not None:
+        require_type("paged_attention: blocks", blocks, ActivationBlocks)
+        blocks = blocks.checked("paged_attention", queries.shape[-2] * pages.head_dim)
     if queries.size == 0:
-        return jnp.zeros_like(queries)
+        return _rounded(jnp.zeros_like(queries), blocks)
     why_not_cudnn = cudnn.why_not(queries, pages, span)
     if not masks.is_causal:
         why_not_cudnn = "it knows no window, softcap or sinks"
@@ -87,15 +127,32 @@ def paged_attention(
         lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
     )
     if implementation == "reference":
-        return reference.paged_attention(queries, pages, span, masks, transformed=transformed)
+        found = reference.paged_attention(queries, pages, span, masks, transformed=transformed)
+        return _rounded(found, blocks, "reference")
     if pages.format.key_codes.hadamard and not transformed:
         queries = hadamard.transform(queries)
     if implementation == "cudnn":
-        return cudnn.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
+        found = cudnn.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
+        return _rounded(found, blocks)
     rows = span.most_tokens * queries.shape[-2] // pages.keys.shape[1]
     is_varlen = queries.ndim == 3
     problem = plans.Problem.of(rows, pages, span.block_tables.shape, is_varlen=is_varlen)
-    return triton.paged_attention(queries, pages, span, masks, plans.config_of(problem))
+    config = plans.config_of(problem)
+    if blocks is not None and can_round(blocks, pages.head_dim):
+        rounded = triton.paged_attention(queries, pages, span, masks, config, blocks=blocks)
+        return rounded if isinstance(rounded, QuantizedActivations) else _rounded(rounded, blocks)
+    return _rounded(triton.paged_attention(queries, pages, span, masks, config), blocks)
+
+
+def _rounded(
+    x: Any, blocks: ActivationBlocks | None, implementation: Literal["reference"] | None = None
+) -> jax.Array | QuantizedActivations:
+    """Outputs [..., heads, head dim] as they are, or [..., heads · head dim] rounded to blocks."""
+    if blocks is None:
+        found: jax.Array = x
+        return found
+    flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    return quantize_rows(flat, blocks, implementation=implementation)
 
 
 def prefill_attention(

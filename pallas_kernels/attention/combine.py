@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mpjax.kernels.activation_blocks import BLOCK, ActivationBlocks
+from mpjax.kernels.attention.rounding import Places, RoundedHeads
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 
 # The score of no key: below any score, and finite, so that rows without visible keys get no NaN.
@@ -38,39 +40,50 @@ class Partials(NamedTuple):
 
 
 def combine(
-    outputs: jax.Array, log2_totals: jax.Array, dtype: jnp.dtype, *, interpret: bool
-) -> jax.Array:
+    outputs: jax.Array,
+    log2_totals: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    blocks: ActivationBlocks | None = None,
+    interpret: bool,
+) -> Any:
     """The mean of splits' outputs, weighted by 2**log2_totals: [tokens, heads, dim] in `dtype`.
 
     outputs: float32 [tokens, heads, splits, dim].
     log2_totals: float32 [tokens, heads, splits], FLOOR where a split saw no key.
+    blocks: to which the result is rounded, RoundedHeads; see `rounding.can_round`.
     """
     tokens, heads, splits, dim = outputs.shape
     slots = pl.next_power_of_2(splits)
     most = max(ELEMENTS_PER_PROGRAM // slots, LEAST_CHANNELS)
     channels = min(1 << most.bit_length() - 1, pl.next_power_of_2(dim))
+    result: Any = jax.ShapeDtypeStruct((tokens * heads, dim), dtype)
+    if blocks is not None:
+        channels, result = BLOCK, RoundedHeads.shapes(tokens, heads, dim)
     rows = max(
         1, min(ELEMENTS_PER_PROGRAM // (slots * channels), tokens * heads // ENOUGH_PROGRAMS)
     )
     rows = 1 << rows.bit_length() - 1
-    joined = launch(
+    [joined] = launch(
         functools.partial(_kernel, rows=rows, channels=channels),
         outputs.reshape(-1, splits, dim),
         log2_totals.reshape(-1, splits),
-        out_shape=jax.ShapeDtypeStruct((tokens * heads, dim), dtype),
+        None if blocks is None else blocks.bits,
+        out_shape=(result,),
         grid=(pl.cdiv(tokens * heads, rows), pl.cdiv(dim, channels)),
         settings=Settings(
             "attention_combine", warps=max(1, rows * slots * channels // ELEMENTS_PER_WARP)
         ),
         interpret=interpret,
     )
-    return joined.reshape(tokens, heads, dim)
+    return joined if blocks is not None else joined.reshape(tokens, heads, dim)
 
 
 def _kernel(
     outputs_ref: Any,  # [rows of all programs, splits, dim]
     log2_totals_ref: Any,  # [rows of all programs, splits]
-    out_ref: Any,  # [rows of all programs, dim]
+    bits_ref: Any,  # [blocks], or None
+    out_ref: Any,  # [rows of all programs, dim], or RoundedHeads
     *,
     rows: int,
     channels: int,
@@ -89,39 +102,72 @@ def _kernel(
     )  # [rows, splits, channels]
     totals = weights.sum(1, keepdims=True)
     joined = (outputs * weights[:, :, None]).sum(1) / jnp.where(row[:, None] < count, totals, 1.0)
+    if isinstance(out_ref, RoundedHeads):
+        heads = out_ref.codes.shape[1]
+        places = Places(row // heads, row % heads, pl.program_id(1), row < count)
+        out_ref.store(bits_ref, [(joined, lane)], places)
+        return
     store(out_ref.at[row[:, None], lane[None, :]], joined.astype(out_ref.dtype), mask=inside)
 
 
 def combine_balanced(
-    partials: Partials, tokens: int, dtype: jnp.dtype, *, own: int, interpret: bool
-) -> jax.Array:
+    partials: Partials,
+    tokens: int,
+    dtype: jnp.dtype,
+    *,
+    own: int,
+    blocks: ActivationBlocks | None = None,
+    interpret: bool,
+) -> Any:
     """The weighted mean of each row's balanced partials: [tokens, heads, 1, dim] in `dtype`.
 
     tokens: of all sequences together. own: programs of one sequence, whose slots come first.
+    blocks: to which the result is rounded, RoundedHeads, also of rows that are final already.
     """
     heads, dim = partials.outputs.shape[1::2]
     rows = tokens * heads
     is_large = rows >= ENOUGH_PROGRAMS
     channels = pl.next_power_of_2(dim) if is_large else LEAST_CHANNELS
-    # Rows of sequences that one program read alone are final: few rows are left to join.
+    # Places of sequences that one program read alone are final: few rows are left to join.
     programs = rows if partials.whole_outputs is None else min(rows, ENOUGH_PROGRAMS)
-    return launch(
+    result: Any = jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype)
+    aliases = {} if partials.whole_outputs is None else {4: 0}
+    if blocks is not None:
+        channels, programs, aliases = BLOCK, rows, {}
+        result = RoundedHeads.shapes(tokens, heads, dim)
+    [joined] = launch(
         functools.partial(_balanced_kernel, own=own, channels=channels),
         partials,
-        out_shape=jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype),
-        aliases={} if partials.whole_outputs is None else {4: 0},
+        None if blocks is None else blocks.bits,
+        out_shape=(result,),
+        aliases=aliases,
         grid=(programs, pl.cdiv(dim, channels)),
         settings=Settings(
             "attention_combine", warps=max(1, PARTIALS_AT_ONCE * channels // ELEMENTS_PER_PROGRAM)
         ),
         interpret=interpret,
     )
+    return joined
 
 
-def _balanced_kernel(partials: Partials, out_ref: Any, *, own: int, channels: int) -> None:
-    tokens, heads, _, dim = out_ref.shape
+def _balanced_kernel(
+    partials: Partials, bits_ref: Any, out_ref: Any, *, own: int, channels: int
+) -> None:
+    is_rounded = isinstance(out_ref, RoundedHeads)
+    part = pl.program_id(1) if is_rounded else None
+    tokens, heads, dim = (
+        out_ref.codes.shape if is_rounded else out_ref.shape[:2] + out_ref.shape[3:]
+    )
     longest = tokens // partials.first_pieces.shape[0]  # tokens of a sequence, with padding
     lane = pl.program_id(1) * channels + jnp.arange(channels)
+
+    def round_to_blocks(wide: jax.Array, row: jax.Array) -> None:
+        places = Places((row // heads)[None], (row % heads)[None], part, None)
+        out_ref.store(bits_ref, [(wide[None], lane)], places)
+
+    def round_whole(row: jax.Array) -> None:
+        whole = load(partials.whole_outputs.at[row // heads, row % heads, 0, lane])
+        round_to_blocks(whole.astype(jnp.float32), row)
 
     def join(row: jax.Array, first: jax.Array, count: jax.Array) -> None:
         token, head = row // heads, row % heads
@@ -147,6 +193,9 @@ def _balanced_kernel(partials: Partials, out_ref: Any, *, own: int, channels: in
         carry = jnp.zeros(channels), jnp.float32(0), jnp.float32(FLOOR)
         steps = pl.cdiv(count, PARTIALS_AT_ONCE)
         joined, total, _ = jax.lax.fori_loop(0, steps, add, carry)
+        if is_rounded:
+            round_to_blocks(joined / total, row)
+            return
         joined = (joined / total).astype(out_ref.dtype)
         store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
 
@@ -163,5 +212,7 @@ def _balanced_kernel(partials: Partials, out_ref: Any, *, own: int, channels: in
             join(row, first, count)
         else:
             pl.when(first >= 0)(lambda: join(row, first, count))
+            if is_rounded:
+                pl.when(first < 0)(lambda: round_whole(row))
 
     jax.lax.fori_loop(0, pl.cdiv(tokens * heads - begin, programs), see, None)

@@ -55,6 +55,7 @@ class Operands(NamedTuple):
     span: Span
     offsets: Any  # int32 [batch], each sequence's first token among varlen tokens; or None
     masks: Masks
+    bits: Any = None  # of the blocks to which outputs are rounded
 
 
 class _Scores(NamedTuple):

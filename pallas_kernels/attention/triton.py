@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mpjax.kernels.activation_blocks import BLOCK, ActivationBlocks
+from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.attention import balance, main_loop
 from mpjax.kernels.attention.combine import Partials, combine, combine_balanced
 from mpjax.kernels.attention.key_range import KeyRange
 from mpjax.kernels.attention.plans import AttentionConfig
+from mpjax.kernels.attention.rounding import RoundedHeads
 from mpjax.kernels.attention.rows import SequenceHead
 from mpjax.kernels.attention.softmax_partial import SoftmaxPartial
 from mpjax.kernels.batch import Span
@@ -38,11 +41,15 @@ def paged_attention(
     masks: Masks,
     config: AttentionConfig,
     *,
+    blocks: ActivationBlocks | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> jax.Array | QuantizedActivations:
     """Launches the kernel; arguments and result as for api.paged_attention.
 
     span: the result of `Span.read`, so that its `longest` is known.
+    blocks: to which the result is rounded, [..., heads · head dim]; see `rounding.can_round`. The
+        kernel that joins programs rounds, or if there is none, a program with heads of one block.
+        For larger heads of one program the result is an array nevertheless.
     """
     *leading, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
@@ -52,10 +59,14 @@ def paged_attention(
     assert not (config.is_balanced and is_varlen), "varlen tokens can't be balanced"
     batch, own = len(span.starts), config.programs
     shapes = (_balanced_shapes if config.is_balanced else _shapes)(flat, batch, config)
+    bits = None
+    if blocks is not None and own == 1 and not config.is_balanced and dim == BLOCK:
+        shapes = Partials(RoundedHeads.shapes(len(flat), heads, dim), None)
+        bits = blocks.bits
     tiles = pl.cdiv(span.most_tokens * (heads // kv_heads), config.tile_rows)
     (partials,) = launch(
         functools.partial(_kernel, config=config),
-        main_loop.Operands(flat, span, offsets, masks),
+        main_loop.Operands(flat, span, offsets, masks, bits),
         pages,
         out_shape=(shapes,),
         grid=(tiles, batch * kv_heads, own),
@@ -67,14 +78,15 @@ def paged_attention(
         ),
         interpret=interpret,
     )
+    rest: dict[str, Any] = {"blocks": blocks, "interpret": interpret}
     if config.is_balanced:
-        outputs = combine_balanced(partials, len(flat), queries.dtype, own=own, interpret=interpret)
+        outputs = combine_balanced(partials, len(flat), queries.dtype, own=own, **rest)
     elif own > 1:
-        outputs = combine(
-            partials.outputs, partials.log2_totals, queries.dtype, interpret=interpret
-        )
+        outputs = combine(partials.outputs, partials.log2_totals, queries.dtype, **rest)
     else:
         outputs = partials.outputs
+    if isinstance(outputs, RoundedHeads):
+        return outputs.activations(tuple(leading), queries.dtype)
     return outputs.reshape(queries.shape)
 
 
@@ -114,6 +126,9 @@ def _kernel(
     if partials.first_pieces is None:
 
         def store_split(partial: SoftmaxPartial) -> None:
+            if isinstance(partials.outputs, RoundedHeads):
+                partial.store_rounded(partials.outputs, operands.bits)
+                return
             partial.store(partials.outputs, partials.log2_totals, split)
 
         program.attend(batch, split, store=store_split)

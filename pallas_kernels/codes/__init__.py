@@ -41,4 +41,9 @@ def of(format: WeightFormat) -> CodeKind:
     return _KINDS[format.codes + (":sym" if format.symmetric else "")]
 
 
-__all__ = ["CodeKind", "Decoder", "Group", "of"]
+def has_table(format: WeightFormat) -> bool:
+    """Whether codes of a format are indices of a table; plain weights have no codes."""
+    return format.is_packed and of(format).has_table
+
+
+__all__ = ["CodeKind", "Decoder", "Group", "has_table", "of"]

@@ -56,7 +56,7 @@ def grouped_matmul(
     gate: maps the two halves of a product, gate and up, to one.
     implementation: `triton`, the fused kernel, on a CUDA GPU of compute capability 8.0 or more, for
         x in bfloat16 or float16; `mosaic`, a kernel of warpgroups for many tokens, on compute
-        capability 9.0 alone, for packed weights; or `reference`, a loop over all experts in plain
+        capability 9.0 alone; or `reference`, a loop over all experts in plain
         jnp in float32. By default the faster kernel that can run.
 
     Returns [..., k, N], with a gate [..., k, N / 2], and with routing weights without the axis k,

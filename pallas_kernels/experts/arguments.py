@@ -51,6 +51,11 @@ def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilo
             f"{operation}: the weight has shape {tuple(weight.shape)}: expected a stack of "
             "matrices [experts, K, N], with one of each or more"
         )
+    if isinstance(weight, QuantizedTensor) and weight.activation_scale is not None:
+        raise ValueError(
+            f"{operation}: the weight has an activation_scale, and rows that experts share have a "
+            "scale of their own: leave it out"
+        )
     count, channels, outputs = weight.shape
     is_integer = jnp.issubdtype(experts.dtype, jnp.integer)
     if not experts.ndim or not experts.shape[-1] or not is_integer:

@@ -1,4 +1,4 @@
-"""Tiles of a grouped product by a kernel that counts: without a sort, for up to some 1000 pairs.
+"""Tiles of a grouped product by a kernel that counts: without a sort, for up to some 10,000 pairs.
 
 The program of an expert counts the pairs of all experts, which gives the number of its first tile,
 and then stores its own pairs in the order of their numbers.
@@ -16,17 +16,20 @@ from jax.experimental import pallas as pl
 from mpjax.kernels.experts.tiles import Tiles, most_tiles
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 
-COMPARED = 4096  # pairs · experts that a program compares at a time
+# A step of a loop takes a third of a microsecond, however little it does, so that steps are large.
+COMPARED = 16384  # pairs · experts that a program compares at a time
+PLACED = 1024  # pairs that a program compares with its own expert at a time
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a launch; `chunk` pairs are compared at a time."""
+    """Sizes of a launch; `chunk` pairs are counted, and `placed` stored, at a time."""
 
     pairs: int
     experts: int
     tile_m: int
     tiles: int
     chunk: int
+    placed: int
 
 
 @functools.partial(jax.jit, static_argnames=("count", "tile_m", "interpret"))
@@ -34,8 +37,9 @@ def counted(experts: jax.Array, count: int, tile_m: int, *, interpret: bool = Fa
     """The tiles of `tiles.sorted_by_expert`, for experts int32 [tokens, k] below `count`."""
     flat = experts.reshape(-1)
     tiles = most_tiles(flat.size, count, tile_m)
-    chunk = min(max(16, COMPARED // pl.next_power_of_2(count)), pl.next_power_of_2(flat.size))
-    sizes = _Sizes(flat.size, count, tile_m, tiles, chunk)
+    most = pl.next_power_of_2(flat.size)
+    chunk = min(max(16, COMPARED // pl.next_power_of_2(count)), most)
+    sizes = _Sizes(flat.size, count, tile_m, tiles, chunk, min(PLACED, most))
     expert, pairs = launch(
         functools.partial(_kernel, sizes=sizes),
         flat,
@@ -54,13 +58,13 @@ def _kernel(flat_ref: Any, expert_ref: Any, pairs_ref: Any, *, sizes: _Sizes) ->
     ours, tile_m = first_program_id(), sizes.tile_m
     number = jnp.arange(pl.next_power_of_2(sizes.experts))
 
-    def load_chunk(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pair = index * sizes.chunk + jnp.arange(sizes.chunk)
+    def load_chunk(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        pair = index * size + jnp.arange(size)
         inside = pair < sizes.pairs
         return pair, jnp.where(inside, load_masked(flat_ref.at[pair], inside), -1)
 
     def count(index: jax.Array, counts: jax.Array) -> jax.Array:
-        _, expert = load_chunk(index)
+        _, expert = load_chunk(index, sizes.chunk)
         found = expert[:, None] == number[None, :]
         return counts + found.astype(jnp.int32).sum(0)
 
@@ -75,14 +79,14 @@ def _kernel(flat_ref: Any, expert_ref: Any, pairs_ref: Any, *, sizes: _Sizes) ->
         return jnp.where(is_wanted, index, sizes.tiles)
 
     def fill(index: jax.Array, before: jax.Array) -> jax.Array:
-        pair, expert = load_chunk(index)
+        pair, expert = load_chunk(index, sizes.placed)
         is_ours = expert == ours
         rank = before + jnp.cumsum(is_ours.astype(jnp.int32)) - 1
         tile = place(first + jax.lax.div(rank, tile_m), is_ours)
         store(pairs_ref.at[tile, jax.lax.rem(rank, tile_m)], pair, mask=is_ours)
         return before + is_ours.astype(jnp.int32).sum()
 
-    jax.lax.fori_loop(0, chunks, fill, jnp.int32(0))
+    jax.lax.fori_loop(0, pl.cdiv(sizes.pairs, sizes.placed), fill, jnp.int32(0))
     row = jnp.arange(pl.next_power_of_2(tile_m))  # of the last tile, some without a pair
     is_empty = (own_tiles - 1) * tile_m + row >= jnp.where(own_tiles > 0, own_pairs, 2**30)
     if len(row) > tile_m:

@@ -42,22 +42,3 @@ def _backward(run: Callable[..., jax.Array], arguments: Any, gradient: jax.Array
 
 
 differentiable.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def with_gradients_of(
-    run: Callable[..., jax.Array], reference: Callable[..., jax.Array], *arguments: Any
-) -> jax.Array:
-    """The result of run(*arguments), with the derivatives of `reference`, which is as exact."""
-    return run(*arguments)
-
-
-def _forward_of(run: Any, reference: Any, *arguments: Any) -> tuple[jax.Array, Any]:
-    return with_gradients_of(run, reference, *arguments), arguments
-
-
-def _backward_of(run: Any, reference: Any, arguments: Any, gradient: jax.Array) -> Any:
-    return jax.vjp(reference, *arguments)[1](gradient)
-
-
-with_gradients_of.defvjp(_forward_of, _backward_of)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts import counting, triton
 from mpjax.kernels.experts.epilogue import Epilogue
@@ -19,6 +20,7 @@ from mpjax.kernels.experts.plans import (
     Problem,
     why_not_warpgroups,
 )
+from mpjax.kernels.experts.rounding import round_to_blocks
 from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
 from mpjax.kernels.gemm.plans import can_be_operand
 from mpjax.kernels.product_format import ActivationFormat
@@ -40,15 +42,18 @@ def products_by_kernel(
     divided: how parts of rows are rounded; None for whole rows. The others are those of a Call.
     """
     rows, weight = in_packed_order(x, weight, experts, divided)
-    out_dtype = x.dtype if epilogue.routing_weights is None else jnp.dtype(jnp.float32)
+    has_terms = epilogue.routing_weights is not None
+    # Triton's terms are added by the next kernel, and warpgroups' before they are returned.
+    by_warpgroups = isinstance(config, ExpertsWarpgroupConfig)
+    out_dtype = jnp.dtype(jnp.float32) if has_terms and not by_warpgroups else x.dtype
     apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
     if apart is not None:
         epilogue = dataclasses.replace(epilogue, gate=None)
     tiles = find_tiles(experts, weight.shape[0], config, is_local=is_local)
     terms = _products_of(config)(rows, weight, tiles, epilogue, config, out_dtype)
-    if epilogue.routing_weights is not None:
-        is_stored = not is_local or isinstance(config, ExpertsWarpgroupConfig)
-        return terms if is_stored else _without_others(terms, experts)
+    if has_terms:
+        has_all = by_warpgroups or not is_local
+        return terms if has_all else _without_others(terms, experts)
     # XLA fuses the sum, in a fixed order, with the gate.
     found = terms[0] if len(terms) == 1 else terms.sum(0)
     if apart is not None:
@@ -100,9 +105,16 @@ def find_tiles(
 def in_packed_order(
     x: jax.Array, weight: Any, experts: jax.Array, divided: DividedRows | None
 ) -> tuple[Any, Any]:
-    """The rows of x as the kernel takes them, and the weight without a permutation."""
+    """The rows of x as the kernel takes them, and the weight without a permutation.
+
+    experts: int32 [tokens, k], those of the rows of x.
+    """
     if not isinstance(weight, QuantizedTensor):
         return x.reshape(-1, x.shape[-1]), weight
+    if isinstance(weight.activations, ActivationBlocks):
+        tokens, of_rows = x.reshape(-1, x.shape[-1]), experts.reshape(-1)
+        rounded = round_to_blocks(tokens, weight.activations, of_rows)
+        return rounded, dataclasses.replace(weight, permutation=None)
     if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
         order = weight.permutation[experts]  # [tokens, k, K]
         x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
@@ -121,6 +133,10 @@ def why_not(name: str, problem: Problem, x: jax.Array, weight: Any) -> str | Non
         return reason
     if reason := why_not_warpgroups(problem):
         return reason
+    if not isinstance(weight, QuantizedTensor):
+        if weight.dtype == x.dtype:
+            return None
+        return f"x is {x.dtype} and the weight {weight.dtype}, expected one dtype"
     in_operand = weight.format.group_size is not None and weight.format.operand is None
     if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(x.dtype)):
         return f"scales are {weight.scale_dtype}, whose range {x.dtype} does not have"
@@ -136,8 +152,6 @@ def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
         if weight.dtype in (jnp.bfloat16, jnp.float16):
             return None
         return f"the weight is {weight.dtype}, expected bfloat16, float16 or a packed format"
-    if weight.activation_bits is not None:
-        return f"{weight.format} has blocks of activations in 4 bits, which differ by expert"
     if weight.format.operand == "float8" and (reason := device.why_not_float8()):
         return reason
     sizes = x.size * weight.shape[0], weight.words.size

@@ -1,7 +1,8 @@
 """The gated MLPs of experts: two grouped products, between which rows keep their order.
 
 Where both products run by warpgroups, the results of the first stay in the order of their experts,
-in which the second reads them. Two copies of them are spared.
+in which the second reads them. Two copies of them are spared. Of few tokens, the first product may
+choose experts itself (`routed_mlp`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.checks import as_array, require_type
+from mpjax.kernels.checks import as_array, require_type, shown
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import Implementation, grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.arguments import check_divided_rows, read_call
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
-from mpjax.kernels.experts.gradient import with_gradients_of
 from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
 from mpjax.kernels.experts.local import LocalExperts
+from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_configs_of
+from mpjax.kernels.experts.rounding import has_own_blocks, round_in_tiles
+from mpjax.kernels.experts.routed_mlp import Routed, routed_products
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.rowwise.api import hadamard
 
@@ -61,8 +65,8 @@ class ExpertMLP:
 def expert_mlp_terms(
     x: jax.Array,
     mlp: ExpertMLP,
-    experts: jax.Array | LocalExperts,
-    routing_weights: jax.Array,
+    experts: jax.Array | LocalExperts | RouterLogits,
+    routing_weights: jax.Array | None = None,
     *,
     activations: DividedRows | None = None,
     implementation: Implementation | None = None,
@@ -73,11 +77,27 @@ def expert_mlp_terms(
     `hadamard` between them, where the MLP has that. Their arguments, errors and derivatives are
     also this function's.
 
-    x: [..., K]. experts: int [..., k], or LocalExperts. routing_weights: [..., k].
+    x: [..., K]. experts: int [..., k], or LocalExperts, with routing_weights [..., k]; or
+        RouterLogits alone, from which the first product of few tokens chooses experts itself.
     activations: how the second product rounds its input, where that and `down` are parts of rows
         and of input channels.
     """
     require_type("expert_mlp_terms: mlp", mlp, ExpertMLP)
+    if (routing_weights is None) != isinstance(experts, RouterLogits):
+        raise ValueError(
+            f"expert_mlp_terms: routing_weights are {shown(routing_weights)} and experts "
+            f"{type(experts).__name__}: expected weights of experts, or RouterLogits and None"
+        )
+    if isinstance(experts, RouterLogits):
+        x, experts = as_array("expert_mlp_terms: x", x), experts.read("expert_mlp_terms")
+        if implementation is None and (found := _routed(x, mlp, experts)) is not None:
+            inner, chosen, weights = found
+            return grouped_matmul_terms(
+                *(mlp.mixed(inner), mlp.down, chosen, weights),
+                bias=mlp.down_bias,
+                activations=activations,
+            )
+        experts, routing_weights = experts.route()
     is_local = isinstance(experts, LocalExperts)
     x, numbers, routing_weights = (
         as_array(f"expert_mlp_terms: {name}", array)
@@ -105,8 +125,13 @@ def expert_mlp_terms(
         return _apart(activations, "reference", x, mlp, chosen, weights).sum(0, keepdims=True)
 
     run = functools.partial(_by_warpgroups, configs, activations, is_local)
-    terms = with_gradients_of(run, reference, call.x, mlp, call.experts, weights)
+    terms = with_gradients_of(reference, run, call.x, mlp, call.experts, weights)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
+
+
+def _routed(x: jax.Array, mlp: ExpertMLP, logits: RouterLogits) -> Routed | None:
+    """The results of a first product that chooses experts, or None where there is none."""
+    return routed_products(x, mlp.gate_up, logits, mlp.gate, mlp.gate_up_bias)
 
 
 def _apart(
@@ -162,9 +187,12 @@ def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
     False also where the second product takes its channels in another order for each expert.
     """
     first, second = mlp.gate_up, mlp.down
-    if not (isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)):
+    kinds = jax.Array, QuantizedTensor
+    if not (isinstance(first, kinds) and isinstance(second, kinds)):
         return False
-    if len(first.shape) != 3 or len(second.shape) != 3 or second.permutation is not None:
+    if len(first.shape) != 3 or len(second.shape) != 3:
+        return False
+    if isinstance(second, QuantizedTensor) and second.permutation is not None:
         return False
     inner, bias = first.shape[2] // 2, mlp.down_bias
     return bool(
@@ -190,12 +218,18 @@ def _by_warpgroups(
     """One term float32 [1, tokens, N] for x [tokens, K], by both kernels."""
     from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
 
-    rows, gate_up = in_packed_order(x, mlp.gate_up, experts, None)
+    # Rows that each expert rounds in its own way are written in the order of tiles at once.
+    is_apart = has_own_blocks(mlp.gate_up)
+    rows, gate_up = (x, mlp.gate_up) if is_apart else in_packed_order(x, mlp.gate_up, experts, None)
     tiles = find_tiles(experts, gate_up.shape[0], configs[0], is_local=is_local)
-    rows = warpgroups.in_tiles(rows, tiles)
+    of_rows = jnp.repeat(tiles.expert, configs[0].tile_m)
+    if is_apart:
+        rows, gate_up = round_in_tiles(x, gate_up, tiles, of_rows)
+    else:
+        rows = warpgroups.in_tiles(rows, tiles)
     first = Epilogue(mlp.gate_up_bias, mlp.gate)
     inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)
-    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, experts, activations)
+    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, of_rows[:, None], activations)
     second = Epilogue(mlp.down_bias, None, weights)
-    products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], jnp.dtype(jnp.float32))
+    products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], x.dtype)
     return warpgroups.of_tokens(products, tiles, experts.shape[1])[None]

@@ -21,6 +21,7 @@ def route(
     logits: jax.Array,
     routing: Routing,
     correction: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -28,6 +29,7 @@ def route(
 
     logits: [..., experts], of any floating dtype; scores are computed in float32. correction:
     [experts], added to the scores by which experts are chosen, but not to weights (DeepSeek-V3).
+    bias: [experts], added to the logits (gpt-oss).
     implementation: `triton`, one kernel, on a CUDA GPU; or `reference`, plain jnp. By default the
         kernel where it can run.
 
@@ -39,13 +41,15 @@ def route(
     require_type("route: routing", routing, Routing)
     logits = as_array("route: logits", logits)
     correction = optional_array("route: correction", correction)
+    bias = optional_array("route: bias", bias)
     if not logits.ndim or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"route: logits are {shown(logits)}: expected floats [..., experts]")
     experts = logits.shape[-1]
     if reason := routing.why_not(experts):
         raise ValueError(f"route: {reason}")
-    if correction is not None and correction.shape != (experts,):
-        raise ValueError(f"route: correction is {shown(correction)}: expected shape ({experts},)")
+    for what, array in (("correction", correction), ("bias", bias)):
+        if array is not None and array.shape != (experts,):
+            raise ValueError(f"route: {what} is {shown(array)}: expected shape ({experts},)")
     name = choose(
         "route",
         implementation,
@@ -54,17 +58,19 @@ def route(
         lambda _: device.why_triton_cannot_run(),
     )
     if name == "reference":
-        return _reference(routing, logits, correction)
+        return _reference(routing, logits, correction, bias)
     rows = logits.reshape(-1, experts)
-    chosen, weights = _by_kernel(routing, rows, correction)
+    chosen, weights = _by_kernel(routing, rows, correction, bias)
     leading = *logits.shape[:-1], routing.per_token
     return chosen.reshape(leading), weights.reshape(leading)
 
 
 def _reference(
-    routing: Routing, logits: jax.Array, correction: jax.Array | None
+    routing: Routing, logits: jax.Array, correction: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     wide = logits.astype(jnp.float32)
+    if bias is not None:
+        wide += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), wide.ndim)
     is_softmax = routing.scoring == "softmax"
     scores = jax.nn.softmax(wide, -1) if is_softmax else jax.nn.sigmoid(wide)
     ranked = wide if routing.ranks_logits and correction is None else scores
@@ -82,9 +88,9 @@ def _reference(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_kernel(
-    routing: Routing, logits: jax.Array, correction: jax.Array | None
+    routing: Routing, logits: jax.Array, correction: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    return routing_triton.route(logits, correction, routing)
+    return routing_triton.route(logits, correction, bias, routing)
 
 
 def _forward(routing: Routing, *arguments: Any) -> tuple[Any, Any]:

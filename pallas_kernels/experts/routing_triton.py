@@ -19,6 +19,7 @@ EXPERTS_OF_A_WARP = 256  # a program for more experts has four warps
 def route(
     logits: jax.Array,
     correction: jax.Array | None,
+    bias: jax.Array | None,
     routing: Routing,
     *,
     interpret: bool = False,
@@ -28,7 +29,7 @@ def route(
     shape = tokens, routing.per_token
     return launch(
         functools.partial(_kernel, routing=routing),
-        (logits, correction),
+        (logits, correction, bias),
         out_shape=(
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -40,14 +41,11 @@ def route(
 
 
 def _kernel(
-    inputs: tuple[Any, Any], experts_ref: Any, weights_ref: Any, *, routing: Routing
+    inputs: tuple[Any, Any, Any], experts_ref: Any, weights_ref: Any, *, routing: Routing
 ) -> None:
-    logits_ref, correction_ref = inputs
+    logits_ref, correction_ref, bias_ref = inputs
     token, count = first_program_id(), logits_ref.shape[1]
-    number = jnp.arange(pl.next_power_of_2(count))
-    is_free = number < count
-    logits = load_masked(logits_ref.at[token, number], is_free).astype(jnp.float32)
-    logits = jnp.where(is_free, logits, -jnp.inf)
+    number, is_free, logits = load_logits(logits_ref, bias_ref, token)
     if routing.scoring == "softmax":
         scores = jnp.exp(logits - logits.max())
         total = scores.sum()
@@ -77,6 +75,22 @@ def _kernel(
     place = jnp.where(is_wanted, place, routing.per_token)
     store(experts_ref.at[token, place], chosen, mask=is_wanted)
     store(weights_ref.at[token, place], weights / total * routing.scale, mask=is_wanted)
+
+
+def load_logits(
+    logits_ref: Any, bias_ref: Any, token: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """In a kernel, the numbers of lanes, whether each has an expert, and a token's logits.
+
+    There is a power of two of lanes. Logits are float32 with their bias, −∞ past the last expert.
+    """
+    count = logits_ref.shape[1]
+    number = jnp.arange(pl.next_power_of_2(count))
+    is_expert = number < count
+    logits = load_masked(logits_ref.at[token, number], is_expert).astype(jnp.float32)
+    if bias_ref is not None:
+        logits += load_masked(bias_ref.at[number], is_expert).astype(jnp.float32)
+    return number, is_expert, jnp.where(is_expert, logits, -jnp.inf)
 
 
 def _is_in_best_groups(ranked: jax.Array, count: int, routing: Routing) -> jax.Array:

@@ -5,6 +5,9 @@ rows of x by number while it loads them, and indexes the expert's matrix in the 
 adds the bias, multiplies by the routing weight, and stores each pair's result in its own place, so
 that nothing is permuted in memory.
 
+Of few tokens, programs may also find the experts of pairs in the logits of the router, and store
+them with their weights for the next product (`routed_products`).
+
 With a gate, a tile of outputs has as many channels of the gate as of the corresponding up values,
 and the epilogue joins both.
 """
@@ -20,8 +23,10 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.experts import plain
+from mpjax.kernels.experts.choosing import choose
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.tiles import Tiles
 from mpjax.kernels.gemm.plans import TritonConfig
 from mpjax.kernels.gemm.triton import Operands, Program, parts_of, steps_of
@@ -66,35 +71,92 @@ def products(
     x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], a plain one in
     16 bits. A gate takes `config.splits` 1, because only whole sums can pass it.
     """
-    packed = weight if isinstance(weight, QuantizedTensor) else None
-    values, x_scales = parts_of(x, None if packed is None else packed.format)
-    codes = "plain" if packed is None else packed.format.codes
-    steps = plain.steps_of(weight.shape[1]) if packed is None else steps_of(packed, config)
-    splits, outputs = min(config.splits, steps), weight.shape[-1]
-    if epilogue.gate is not None:
-        assert splits == 1, "a gate needs whole sums"
-        outputs //= 2
-    job = _Job(
-        jax.eval_shape(lambda: weight), config, steps, values.shape[1], tiles.count // len(values)
-    )
-    operands = Operands(values, x_scales, weight, *(None,) * 3)
-    if packed is not None:
-        arrays = packed.words, packed.parameters, packed.channel_scales, packed.table
-        operands = Operands(values, x_scales, *arrays)
+    operands, job = _read(x, weight, tiles.count, config)
+    splits = min(config.splits, job.steps)
     terms = launch(
         functools.partial(_kernel, job=job),
         (operands, tiles, epilogue),
-        out_shape=jax.ShapeDtypeStruct(
-            (splits, tiles.count, outputs), out_dtype if splits == 1 else jnp.float32
-        ),
+        out_shape=_result(job, splits, tiles.count, epilogue, out_dtype),
         grid=(len(tiles.expert), pl.cdiv(weight.shape[-1], config.tile_n), splits),
-        settings=Settings(f"experts_{codes}", warps=config.warps, stages=config.stages),
+        settings=Settings(f"experts_{_codes(weight)}", warps=config.warps, stages=config.stages),
         interpret=interpret,
     )
     if epilogue.routing_weights is None:
         return terms
     tokens, per_token = epilogue.routing_weights.shape
-    return terms.reshape(splits * per_token, tokens, outputs)
+    return terms.reshape(splits * per_token, tokens, terms.shape[-1])
+
+
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+def routed_products(
+    x: jax.Array | QuantizedActivations,
+    weight: jax.Array | QuantizedTensor,
+    logits: RouterLogits,
+    epilogue: Epilogue,
+    config: TritonConfig,
+    out_dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The products [1, pairs, N], or with a gate [1, pairs, N / 2], of tokens that it routes.
+
+    Also returns the experts int32 [tokens, k] of tokens, and their weights float32 [tokens, k],
+    which are those of `route`. Each pair has a tile, whose programs find its expert in the logits.
+
+    x: [tokens, K]. logits: [tokens, experts], which `choosing.why_not` does not refuse. epilogue:
+    without routing weights. The others are those of `products`; there is one split.
+    """
+    shape = logits.logits.shape[0], logits.routing.per_token
+    pairs = shape[0] * shape[1]
+    operands, job = _read(x, weight, pairs, config)
+    chosen: tuple[jax.Array, jax.Array, jax.Array] = launch(
+        functools.partial(_routing_kernel, job=job),
+        (operands, logits, epilogue),
+        out_shape=(
+            _result(job, 1, pairs, epilogue, out_dtype),
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(pairs, pl.cdiv(weight.shape[-1], config.tile_n), 1),
+        settings=Settings(
+            f"experts_routed_{_codes(weight)}", warps=config.warps, stages=config.stages
+        ),
+        interpret=interpret,
+    )
+    return chosen
+
+
+def _read(
+    x: jax.Array | QuantizedActivations,
+    weight: jax.Array | QuantizedTensor,
+    pairs: int,
+    config: TritonConfig,
+) -> tuple[Operands, _Job]:
+    """The arrays and the static facts of a launch."""
+    packed = weight if isinstance(weight, QuantizedTensor) else None
+    values, x_scales = parts_of(x, None if packed is None else packed.format)
+    steps = plain.steps_of(weight.shape[1]) if packed is None else steps_of(packed, config)
+    shapes = jax.eval_shape(lambda: weight)
+    job = _Job(shapes, config, steps, values.shape[1], pairs // len(values))
+    if packed is None:
+        return Operands(values, x_scales, weight, *(None,) * 3), job
+    arrays = packed.words, packed.parameters, packed.channel_scales, packed.table
+    return Operands(values, x_scales, *arrays), job
+
+
+def _codes(weight: jax.Array | QuantizedTensor) -> str:
+    return weight.format.codes if isinstance(weight, QuantizedTensor) else "plain"
+
+
+def _result(
+    job: _Job, splits: int, pairs: int, epilogue: Epilogue, dtype: jnp.dtype
+) -> jax.ShapeDtypeStruct:
+    """The products of a launch; those of several splits are float32."""
+    outputs = job.weight.shape[-1]
+    if epilogue.gate is not None:
+        assert splits == 1, "a gate needs whole sums"
+        outputs //= 2
+    return jax.ShapeDtypeStruct((splits, pairs, outputs), dtype if splits == 1 else jnp.float32)
 
 
 class _Experts(Program):
@@ -138,39 +200,78 @@ def _kernel(
     job: _Job,
 ) -> None:
     operands, tiles, epilogue = inputs
-    config = job.config
     number = first_program_id()
     expert = load(tiles.expert.at[number])
     is_used, expert = expert >= 0, jnp.maximum(expert, 0)
-    pair = jnp.where(is_used, _pairs(tiles, number, config.tile_m), tiles.count)
+    pair = jnp.where(is_used, _pairs(tiles, number, job.config.tile_m), tiles.count)
+    _multiply(operands, epilogue, out_ref, _Place(expert, is_used, pair), job)
+
+
+def _routing_kernel(
+    inputs: tuple[Operands, RouterLogits, Epilogue],
+    out_ref: Any,  # [1, pairs, N], or with a gate [1, pairs, N / 2]
+    experts_ref: Any,  # [tokens, k]
+    weights_ref: Any,  # [tokens, k]
+    *,
+    job: _Job,
+) -> None:
+    operands, logits, epilogue = inputs
+    number, per_token = first_program_id(), experts_ref.shape[1]
+    token, choice = jax.lax.div(number, per_token), jax.lax.rem(number, per_token)
+    expert, weight = choose(logits, token, choice)
+    # The programs of all of a pair's outputs store the same.
+    store(experts_ref.at[token, choice], expert)
+    store(weights_ref.at[token, choice], weight)
+    pair = jnp.where(jnp.arange(job.config.tile_m) == 0, number, out_ref.shape[1])
+    _multiply(operands, epilogue, out_ref, _Place(expert, None, pair), job)
+
+
+class _Place(NamedTuple):
+    """The place of a program in a grouped product.
+
+    expert: of its tile. is_used: whether the tile has pairs; None if it has. pairs: int32 [tile_m],
+    their numbers; that of all pairs stands for none.
+    """
+
+    expert: jax.Array
+    is_used: jax.Array | None
+    pairs: jax.Array
+
+
+def _multiply(
+    operands: Operands, epilogue: Epilogue, out_ref: Any, place: _Place, job: _Job
+) -> None:
+    """Computes the products of a program's tile, and stores each in its pair's place."""
+    expert, is_used, pair = place
+    count = out_ref.shape[1]
     output = _outputs(job, epilogue.gate)
     tile = jax.lax.div(pair, job.per_row), output
     program = _program(_of_expert(operands, expert), job, tile)
     splits = out_ref.shape[0]
     first = program.split * job.steps // splits
     last = (program.split + 1) * job.steps // splits
-    accumulator = jax.lax.fori_loop(
-        first, jnp.where(is_used, last, first), program.step, program.zeros
-    )
+    if is_used is not None:
+        last = jnp.where(is_used, last, first)
+    accumulator = jax.lax.fori_loop(first, last, program.step, program.zeros)
     product = program.scaled(accumulator.astype(jnp.float32))  # [tile_n, tile_m]
     if epilogue.bias is not None:  # which one of the splits adds
         bias = load_masked(epilogue.bias.at[expert, output], program.output_mask)
         bias = jnp.where(program.split == 0, bias.astype(jnp.float32), 0.0)
         product += bias[:, None]
-    place = pair
+    row = pair
     if epilogue.gate is not None:
         product = epilogue.gate(*_halves(product))
         output = pl.program_id(1) * len(product) + jnp.arange(len(product))
     if epilogue.routing_weights is not None:
         tokens, per_token = epilogue.routing_weights.shape
         token, choice = jax.lax.div(pair, per_token), jax.lax.rem(pair, per_token)
-        weights = load_masked(epilogue.routing_weights.at[token, choice], pair < tiles.count)
+        weights = load_masked(epilogue.routing_weights.at[token, choice], pair < count)
         product *= weights.astype(jnp.float32)[None, :]
-        place = jnp.where(pair < tiles.count, choice * tokens + token, tiles.count)
+        row = jnp.where(pair < count, choice * tokens + token, count)
     store(
-        out_ref.at[program.split, place[:, None], output[None, :]],
+        out_ref.at[program.split, row[:, None], output[None, :]],
         product.T.astype(out_ref.dtype),
-        mask=(pair < tiles.count)[:, None] & (output < out_ref.shape[2])[None, :],
+        mask=(pair < count)[:, None] & (output < out_ref.shape[2])[None, :],
     )
 
 

@@ -25,7 +25,7 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 def products(
     x: jax.Array | QuantizedActivations,
-    weight: QuantizedTensor,
+    weight: jax.Array | QuantizedTensor,
     tiles: Tiles,
     epilogue: Epilogue,
     config: WarpgroupConfig,
@@ -35,16 +35,16 @@ def products(
 ) -> jax.Array:
     """The products of all pairs, [1, pairs, N], or with a gate [1, pairs, N / 2].
 
-    With routing weights they are one term [1, tokens, N]: a token's products times them, summed in
-    the order of k.
+    With routing weights they are one term, float32 [1, tokens, N]: a token's products times them,
+    rounded to `out_dtype`, and summed in the order of k.
 
-    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], packed.
+    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N].
     config: without splits.
     """
     rows = in_tiles(x, tiles)
     found = of_tiles(rows, weight, tiles, epilogue, config, out_dtype, interpret=interpret)
     if epilogue.routing_weights is None:
-        return jnp.take(found, places(tiles), axis=0)[None]
+        return jnp.take(found, places(tiles), axis=0, mode="clip")[None]
     return of_tokens(found, tiles, epilogue.routing_weights.shape[1])[None]
 
 
@@ -63,7 +63,7 @@ def in_tiles(x: jax.Array | QuantizedActivations, tiles: Tiles) -> jax.Array | Q
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def of_tiles(
     x: jax.Array | QuantizedActivations,
-    weight: QuantizedTensor,
+    weight: jax.Array | QuantizedTensor,
     tiles: Tiles,
     epilogue: Epilogue,
     config: WarpgroupConfig,
@@ -76,8 +76,11 @@ def of_tiles(
     Rows of tiles that are not used have any values.
     """
     values = x if isinstance(x, jax.Array) else x.values
-    padding = weight.padded_channels - values.shape[1]
-    values = jnp.pad(values, ((0, 0), (0, padding))) if padding else values
+    if isinstance(weight, QuantizedTensor):
+        # Copies of channels past the last ones of x are zeros, but not where they are interpreted.
+        multiple = weight.padded_channels if interpret else weight.format.plane_width
+        padding = -values.shape[1] % multiple
+        values = jnp.pad(values, ((0, 0), (0, padding))) if padding else values
     x = values if isinstance(x, jax.Array) else dataclasses.replace(x, values=values)
     weights = epilogue.routing_weights
     if weights is not None:
@@ -89,10 +92,13 @@ def of_tiles(
 
 
 def of_tokens(products: jax.Array, tiles: Tiles, per_token: int) -> jax.Array:
-    """The sums [tokens, N] of each token's products, in the order of k."""
+    """The float32 sums [tokens, N] of each token's products, in the order of k."""
     of_token = places(tiles).reshape(-1, per_token)
-    missing: dict[str, Any] = {"mode": "fill", "fill_value": 0} if tiles.is_partial else {}
-    total, *others = (jnp.take(products, place, axis=0, **missing) for place in of_token.T)
-    for product in others:
-        total += product
+    # Pairs of other devices' experts have places behind all rows.
+    others: dict[str, Any] = {"mode": "fill", "fill_value": 0}
+    rule = others if tiles.is_partial else {"mode": "clip"}
+    total, *more = (jnp.take(products, place, axis=0, **rule) for place in of_token.T)
+    total = total.astype(jnp.float32)
+    for product in more:
+        total += product.astype(jnp.float32)
     return total

@@ -15,6 +15,7 @@ from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.early_launch import may_copy_weights
 from mpjax.kernels.gemm import dequantize, plans, reference, triton, xla
 from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.plans import Implementation, Problem
@@ -179,14 +180,14 @@ def _multiply_rows(
     dtype: jnp.dtype,
     implementation: Implementation | None,
 ) -> jax.Array:  # [splits, M, N]
-    rows, weight = _in_packed_order(rows, weight, format)
+    rows, weight = in_packed_order(rows, weight, format)
     problem = Problem.of(rows.shape[0], weight)
     name = choose(
         "matmul",
         implementation,
         _default(problem, rows, weight),
         get_args(Implementation),
-        lambda name: _why_not(name, rows, weight),
+        lambda name: why_not(name, rows, weight),
     )
     if format.activations.values and not isinstance(rows, QuantizedActivations):
         choice: Literal["reference"] | None = "reference" if name == "reference" else None
@@ -197,7 +198,10 @@ def _multiply_rows(
     if name == "mosaic":
         from mpjax.kernels.gemm.warpgroups import launch  # here, as importing it takes a while
 
-        return launch.matmul_terms(rows, weight, plans.warpgroup_config_of(problem), dtype)
+        config = plans.warpgroup_config_of(problem)
+        if config.ahead is not None and not may_copy_weights():
+            config = dataclasses.replace(config, ahead=None)
+        return launch.matmul_terms(rows, weight, config, dtype)
     if name == "xla":
         assert isinstance(rows, QuantizedActivations)
         return xla.matmul(rows, weight, dtype)[None]
@@ -205,7 +209,7 @@ def _multiply_rows(
     return multiply(rows, weight, dtype)[None]
 
 
-def _in_packed_order(
+def in_packed_order(
     rows: jax.Array | QuantizedActivations, weight: QuantizedTensor, format: ProductFormat
 ) -> tuple[jax.Array | QuantizedActivations, QuantizedTensor]:
     """Rows whose channels are in the order of the words, and the weight without a permutation.
@@ -233,16 +237,17 @@ def _default(
 ) -> Implementation:
     """The planned implementation, or the next best where it can't do the call."""
     name: Any = plans.plan_of(problem).implementation
-    if name == "mosaic" and _why_not(name, rows, weight) is not None:
+    if name == "mosaic" and why_not(name, rows, weight) is not None:
         name = plans.plan_by_rule(problem, warpgroups=False).implementation
-    if name == "dequantize" and _why_not(name, rows, weight) is not None:
+    if name == "dequantize" and why_not(name, rows, weight) is not None:
         return "triton"  # what can't be written out may be multiplied as it is
     return name
 
 
-def _why_not(
+def why_not(
     name: str, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
 ) -> str | None:
+    """The reason why an implementation can't multiply rows [M, K] and a weight, or None."""
     format = weight.format
     if name == "xla":
         if format.is_flat and format.group_size is None:

@@ -1,7 +1,8 @@
 """The product of tiles of rows with the matrices of a stack, by the warpgroups' kernel.
 
 It is the dense product's kernel. A program finds the number of its matrix, the expert of its tile
-of rows, in an array, and copies that expert's blocks of words out of the stack.
+of rows, in an array, and copies that expert's blocks out of the stack, which are words, or plain
+weights that the tensor cores read as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.shared_memory import stages
 from mpjax.kernels.gemm.warpgroups.launch import bands_of, run_programs, scales_of_rows
@@ -35,9 +37,43 @@ class Tiles(NamedTuple):
     weights: jax.Array | None = None
 
 
+class Stack(NamedTuple):
+    """A stack of matrices [experts, K, N], as programs copy their blocks out of it.
+
+    blocks: of K, in each matrix. words, parameters, table, channel_scales: as `Arguments` has them.
+    """
+
+    format: WeightFormat
+    scale_dtype: str
+    blocks: int
+    outputs: int
+    words: jax.Array
+    parameters: jax.Array | None = None
+    table: jax.Array | None = None
+    channel_scales: jax.Array | None = None
+
+    @classmethod
+    def of(cls, weight: jax.Array | QuantizedTensor) -> Stack:
+        """The stack of a packed weight, or of a plain one in bfloat16 or float16."""
+        if not isinstance(weight, QuantizedTensor):
+            format = WeightFormat(weight.dtype.name)
+            _, channels, outputs = weight.shape
+            return cls(format, weight.dtype.name, channels // format.block, outputs, weight)
+        return cls(
+            weight.format,
+            weight.scale_dtype,
+            weight.padded_channels // weight.format.block,
+            weight.shape[-1],
+            _joined(weight.words),
+            _joined(weight.parameters),
+            None if weight.table is None else weight.table.astype(jnp.float32),
+            weight.channel_scales,
+        )
+
+
 def products(
     x: jax.Array | QuantizedActivations,
-    weight: QuantizedTensor,
+    weight: jax.Array | QuantizedTensor,
     tiles: Tiles,
     config: WarpgroupConfig,
     out_dtype: jnp.dtype,
@@ -46,17 +82,17 @@ def products(
 ) -> jax.Array:
     """The products [rows, N] of each tile of rows with its expert's matrix, or [rows, N / 2].
 
-    x: [rows, padded K], config.tile_m rows for each tile. weight: [experts, K, N], one that
-    `why_not_warpgroups` does not refuse. config: without splits and shares. out_dtype: a float of
-    16 or 32 bits.
+    x: [rows, K], config.tile_m rows for each tile; K is padded as `Arguments` says. weight:
+    [experts, K, N], one that `why_not_warpgroups` does not refuse; a plain one has the dtype of x.
+    config: without splits and shares. out_dtype: a float of 16 or 32 bits.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
-    format, is_gated = weight.format, tiles.gate is not None
-    outputs = weight.shape[-1] // (2 if is_gated else 1)
+    stack, is_gated = Stack.of(weight), tiles.gate is not None
+    format, outputs = stack.format, stack.outputs // (2 if is_gated else 1)
     bands, band_tiles = bands_of(len(tiles.experts), values.size * values.dtype.itemsize)
     call = Call(
         format=format,
-        scale_dtype=weight.scale_dtype,
+        scale_dtype=stack.scale_dtype,
         config=config,
         splits=1,
         stages=stages(format, config, out_dtype, gated=is_gated),
@@ -65,7 +101,7 @@ def products(
         axis=None,
         band_tiles=band_tiles if bands > 1 else None,
         interpret=interpret,
-        blocks=weight.padded_channels // format.block,
+        blocks=stack.blocks,
         gate=tiles.gate,
     )
     # As in the dense product, programs that read the same words run at the same time.
@@ -75,10 +111,10 @@ def products(
         del axes["band"]
     arguments = Arguments(
         values,
-        _joined(weight.words),
-        _joined(weight.parameters),
-        None if weight.table is None else weight.table.astype(jnp.float32),
-        weight.channel_scales,
+        stack.words,
+        stack.parameters,
+        stack.table,
+        stack.channel_scales,
         **scales_of_rows(x_scales, call),
         bias=None if tiles.bias is None else tiles.bias.astype(jnp.float32),
         row_weights=tiles.weights,

@@ -128,6 +128,9 @@ def copy_out(tile: Any, target: Any) -> None:
     plgpu.copy_smem_to_gmem(tile, target)
 
 
-def wait_for_stores() -> None:
-    """Waits until all copies that this warpgroup began have read their tiles from shared memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def wait_for_stores(running: int = 0) -> None:
+    """Waits until the copies that this warpgroup began have read their tiles from shared memory.
+
+    running: how many of the last ones need not have.
+    """
+    plgpu.wait_smem_to_gmem(running, wait_read_only=True)

@@ -58,15 +58,24 @@ def accumulate_from(
     return final
 
 
+class Transposed(NamedTuple):
+    """An operand that lies in shared memory as a tile [width, 64] of 16 bits."""
+
+    tile: Any
+
+
 def multiply(sums: Any, operand: Any, x: Any) -> None:
     """Begins to add operand [64, width] · x.T to sums [64, rows].
 
-    operand: in registers, or a tile in shared memory.
+    operand: in registers, or a tile in shared memory, or a Transposed one.
     x: a tile [rows, width] in shared memory.
     """
     if current_target().is_interpreted:
-        sums[...] += jnp.dot(operand[...], x[...].T, preferred_element_type=sums.dtype)
+        weights = operand.tile[...].T if isinstance(operand, Transposed) else operand[...]
+        sums[...] += jnp.dot(weights, x[...].T, preferred_element_type=sums.dtype)
         return
+    if isinstance(operand, Transposed):
+        operand = operand.tile.transpose((1, 0))
     plgpu.wgmma(sums, operand, x.transpose((1, 0)))
 
 

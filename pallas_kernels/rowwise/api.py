@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -23,11 +22,13 @@ from mpjax.kernels.checks import (
     whole_number,
 )
 from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
-from mpjax.kernels.rowwise import blocks, reference, triton
+from mpjax.kernels.rowwise import block_norm, blocks, reference, triton
 from mpjax.kernels.rowwise.hadamard import expected_block, transformed, why_no_room
 from mpjax.kernels.rowwise.reference import Rounding
+from mpjax.kernels.static_rows import StaticRows
 
 Implementation = Literal["triton", "reference"]
 
@@ -65,14 +66,15 @@ def add_rms_norm(
     weight: [H].
     epsilon: ε, a number that the kernel is compiled for; with a traced one, the reference runs.
     format: what the result becomes: an ActivationFormat, or the format of the product or weight
-        that it is for, or a text of one; or the ActivationBlocks of that weight. If it has 8 bits
-        and one scale per token, or is blocks, the normalised rows are quantised here, and their
-        channels moved; other scales of groups are left to the product.
+        that it is for, or a text of one; or the ActivationBlocks or StaticRows of that weight. If
+        it has 8 bits and one scale per token, or is one of these, the normalised rows are quantised
+        here, and the channels of blocks moved; other scales of groups are left to the product.
     dtype: of both results; that of the weight if it is None.
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
     normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
-    once, and another rounds to blocks. Differentiable unless it quantises. Raises ValueError for
+    once; where it rounds to blocks, programs read terms again, or of many rows another kernel
+    rounds. Differentiable unless it quantises. Raises ValueError for
     shapes that don't match, and UnsupportedError, with the reason, if a requested implementation
     can't run.
     """
@@ -101,13 +103,16 @@ def add_rms_norm(
     reason = _why_not_triton(terms, wanted, rounding)
     if not is_known(epsilon):
         reason = "epsilon is traced, expected a Python number"
-    default = "reference" if terms.size == 0 else "triton"
+    is_plain = terms.size == 0 or isinstance(rounding, StaticRows)
+    default = "reference" if is_plain else "triton"
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
     if isinstance(rounding, ActivationBlocks):
-        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted)
+        return block_norm.add_rms_norm(
+            terms, residual, weight, rounding, epsilon=epsilon, dtype=wanted
+        )
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
-    return _differentiable(kernel, plain, terms, residual, weight)
+    return with_gradients_of(plain, kernel, terms, residual, weight)
 
 
 def gated_silu(
@@ -138,8 +143,8 @@ def gated(
         it by default; else the default is the reference, which XLA compiles to one fusion.
     hadamard: the channels of each block that Hadamard's transform mixes before the result is
         rounded, a power of two that divides I (see `hadamard`); None for no transform. A kernel
-        does that, too. A result in blocks of 4 and 8 bits, or of divided rows, is in `dtype` before
-        it is rounded.
+        does that, too. A result in blocks of 4 and 8 bits, of divided or of static rows, is in
+        `dtype` before it is rounded.
 
     Returns [..., I], an array or QuantizedActivations. Differentiable unless it quantises. Raises
     ValueError for an odd number of channels or no whole blocks, and UnsupportedError, with the
@@ -157,7 +162,7 @@ def gated(
     rounding = None if format is None else _rounding(name, format, terms.shape[-1] // 2)
     if hadamard is not None:
         hadamard = _block(f"{name}: hadamard", hadamard, terms.shape[-1] // 2)
-        if isinstance(rounding, ActivationBlocks | DividedRows):
+        if isinstance(rounding, ActivationBlocks | DividedRows | StaticRows):
             turned: Any = gated(
                 terms, activation, dtype=dtype, hadamard=hadamard, implementation=implementation
             )
@@ -178,7 +183,7 @@ def gated(
     kernel = functools.partial(
         triton.gated, activation=activation, dtype=dtype, format=rounding, hadamard=hadamard
     )
-    return _differentiable(kernel, plain, terms)
+    return with_gradients_of(plain, kernel, terms)
 
 
 def hadamard(
@@ -211,7 +216,8 @@ def hadamard(
 
     if _choose("hadamard", implementation, default, reason) == "reference":
         return plain(x)
-    return _differentiable(functools.partial(triton.hadamard, block=block, dtype=wanted), plain, x)
+    kernel = functools.partial(triton.hadamard, block=block, dtype=wanted)
+    return with_gradients_of(plain, kernel, x)
 
 
 def quantize_rows(
@@ -223,8 +229,8 @@ def quantize_rows(
     channels.
 
     format: an ActivationFormat, or the format of the product or weight that x is for, or a text of
-        one, such as "int8"; or the ActivationBlocks of that weight; or DividedRows, for which
-        XLA's fusions run.
+        one, such as "int8"; or the ActivationBlocks of that weight; or DividedRows or StaticRows,
+        for which XLA's fusions run.
 
     Raises ValueError for a format with 16-bit activations, and UnsupportedError, with the reason,
     if a requested implementation can't run.
@@ -245,7 +251,7 @@ def quantize_rows(
 
 def _rounding(operation: str, format: Format, channels: int) -> Rounding:
     """How a result of so many channels is rounded. Raises ValueError for blocks of others."""
-    if isinstance(format, DividedRows):
+    if isinstance(format, DividedRows | StaticRows):
         return format
     if isinstance(format, ActivationBlocks):
         return format.checked(operation, channels)
@@ -262,8 +268,8 @@ def _block(name: str, block: Any, channels: int) -> int:
 
 def _default(x: jax.Array, format: Rounding | None) -> str:
     """A kernel where it rounds whole rows of x; XLA's fusions elsewhere."""
-    rounds = x.size and reference.quantizes(format) and not isinstance(format, DividedRows)
-    return "triton" if rounds else "reference"
+    is_fused = isinstance(format, DividedRows | StaticRows)
+    return "triton" if x.size and reference.quantizes(format) and not is_fused else "reference"
 
 
 def _choose(name: str, wanted: Implementation | None, default: str, reason: str | None) -> str:
@@ -277,6 +283,8 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: Rounding | None)
         return "there are no rows"
     if isinstance(format, DividedRows):
         return "rows are divided among devices, whose largest magnitudes come before the rounding"
+    if isinstance(format, StaticRows):
+        return "a scale that is given needs no pass over the rows, and XLA's fusions round to it"
     if reason := device.why_triton_cannot_run():
         return reason
     if getattr(format, "values", None) == "float8" and (reason := device.why_not_float8()):
@@ -288,21 +296,3 @@ def _why_no_room(channels: int, block: int) -> str | None:
     """The reason why this GPU can't transform a row of so many channels, or None."""
     capability = device.compute_capability()
     return None if capability is None else why_no_room(channels, block, capability)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return kernel(*arguments)
-
-
-def _forward(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return _differentiable(kernel, plain, *arguments), arguments
-
-
-def _backward(
-    kernel: Callable[..., Any], plain: Callable[..., Any], saved: Any, gradients: Any
-) -> Any:
-    return jax.vjp(plain, *saved)[1](gradients)
-
-
-_differentiable.defvjp(_forward, _backward)

@@ -1,7 +1,7 @@
 """The operations between two products as Triton kernels, for activations in blocks (`int4`).
 
 Rounding needs the largest magnitudes of blocks, not of rows, so that several programs share a row.
-A norm needs its whole row, and is a kernel of its own: one program gathers a whole row slowly.
+`block_norm` has the norm.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import arithmetic
 from mpjax.kernels.activation_blocks import BLOCK, FORMAT, ActivationBlocks
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
-from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
-from mpjax.kernels.rowwise import triton
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.rowwise.triton import CHANNELS_PER_WARP, NEIGHBOURS
 from mpjax.kernels.target import current_target
 
 BLOCKS_PER_PROGRAM = 8
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The inputs of a kernel: arrays outside of it, references inside; None where there are none.
 
     A result has the channels of `terms`, or half as many where gates come before them.
     """
 
     terms: Any  # [splits, rows, channels]
-    blocks: ActivationBlocks  # bits [blocks], permutation [channels]
+    blocks: ActivationBlocks  # bits [blocks], permutation [channels]; of experts [experts, ...]
+    expert: Any = None  # int32 [rows of the result]
+    source: Any = None  # int32 [rows of the result]
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Whole blocks of one row: [blocks, 128] or, of the blocks, [blocks]."""
 
     row: jax.Array
@@ -46,7 +47,7 @@ class _Tile(NamedTuple):
     block_mask: jax.Array | None
 
     @classmethod
-    def of(cls, first: Any, count: int, channels: int) -> _Tile:
+    def of(cls, first: Any, count: int, channels: int) -> Tile:
         """`count` blocks, a power of two, from the block `first` on, of the program's row."""
         row = first_program_id()
         block = first + jnp.arange(count)
@@ -64,37 +65,15 @@ class _Tile(NamedTuple):
 
 
 # These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
-@functools.partial(jax.jit, static_argnames=("epsilon", "dtype", "interpret"))
-def add_rms_norm(
-    terms: jax.Array,
-    residual: jax.Array | None,
-    weight: jax.Array,
-    blocks: ActivationBlocks,
-    *,
-    epsilon: float,
-    dtype: jnp.dtype,
-    interpret: bool = False,
-) -> tuple[jax.Array, QuantizedActivations]:
-    """The stream and its norm, rounded to blocks; see the public function.
-
-    The norm is in float32 between the two kernels, so that it is rounded once.
-    """
-    stream, wide = triton.add_rms_norm(
-        terms, residual, weight, epsilon, jnp.dtype(jnp.float32), dtype, interpret=interpret
-    )
-    assert isinstance(wide, jax.Array)
-    return stream, quantize_rows(wide, blocks, dtype=dtype, interpret=interpret)
-
-
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def gated_silu(
     terms: jax.Array, blocks: ActivationBlocks, *, dtype: jnp.dtype, interpret: bool = False
 ) -> QuantizedActivations:
     """SiLU(gate) · up, rounded to blocks; see the public function."""
     splits, *shape, both = terms.shape
-    operands = _Operands(terms.reshape(splits, -1, both), blocks)
+    operands = Operands(terms.reshape(splits, -1, both), blocks)
     result = _launch(_gated_kernel, operands, both // 2, dtype, "gated_silu", interpret)
-    return _of_shape(result, shape)
+    return of_shape(result, shape)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
@@ -107,22 +86,47 @@ def quantize_rows(
 ) -> QuantizedActivations:
     """X [..., K] rounded to blocks, of `dtype` or that of x; see the public function."""
     *shape, channels = x.shape
-    operands = _Operands(x.reshape(1, -1, channels), blocks)
+    operands = Operands(x.reshape(1, -1, channels), blocks)
     dtype = x.dtype if dtype is None else dtype
     result = _launch(_quantize_kernel, operands, channels, dtype, "quantize_rows", interpret)
-    return _of_shape(result, shape)
+    return of_shape(result, shape)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def quantize_rows_of_experts(
+    x: jax.Array,
+    blocks: ActivationBlocks,
+    expert: jax.Array,
+    source: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> QuantizedActivations:
+    """Rows of x [rows of x, K] rounded to the blocks of experts: [rows, K], in the dtype of x.
+
+    blocks: bits [experts, blocks], permutation [experts, K].
+    expert: int32 [rows], which one rounds each row of the result; below 0 for the first.
+    source: int32 [rows], the row of x that each row of the result is of. None: as many rows after
+        one another are of the same row of x, as there are rows for each of x.
+    """
+    operands = Operands(x[None], blocks, expert, source)
+    kernel = functools.partial(_routed_kernel, per_row=len(expert) // len(x))
+    name = "quantize_rows_experts"
+    result = _launch(kernel, operands, x.shape[1], x.dtype, name, interpret)
+    return of_shape(result, expert.shape)
 
 
 def _launch(
-    kernel: Any, operands: _Operands, channels: int, dtype: Any, name: str, interpret: bool
+    kernel: Any, operands: Operands, channels: int, dtype: Any, name: str, interpret: bool
 ) -> QuantizedActivations:
     """Launches a kernel whose programs have parts of a row each."""
     rows, blocks = operands.terms.shape[1], pl.cdiv(channels, BLOCK)
+    if operands.expert is not None:
+        rows = len(operands.expert)
     count = min(BLOCKS_PER_PROGRAM, pl.next_power_of_2(blocks))
     result: QuantizedActivations = launch(
         functools.partial(kernel, count=count),
         operands,
-        out_shape=_result(rows, channels, dtype, operands.blocks),
+        out_shape=result_of(rows, channels, dtype, operands.blocks),
         grid=(rows, pl.cdiv(blocks, count)),
         settings=Settings(f"{name}_blocks", warps=_warps(count)),
         interpret=interpret,
@@ -130,7 +134,7 @@ def _launch(
     return result
 
 
-def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
+def of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
     """A result [..., channels] of rows of that shape.
 
     Kernels write the scales of a block side by side, as products read them: [blocks, rows]. Both
@@ -144,7 +148,7 @@ def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedAc
     )
 
 
-def _result(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> Any:
+def result_of(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> Any:
     """Shapes of a result, with scales [blocks, rows]."""
     shape: Any = jax.ShapeDtypeStruct
     return QuantizedActivations(
@@ -160,52 +164,97 @@ def _warps(blocks: int) -> int:
     return min(16, max(1, blocks * BLOCK // CHANNELS_PER_WARP))
 
 
-def _gated_kernel(operands: _Operands, result_ref: Any, *, count: int) -> None:
+def _gated_kernel(operands: Operands, result_ref: Any, *, count: int) -> None:
     channels = operands.terms.shape[2] // 2
-    tile = _Tile.of(pl.program_id(1) * count, count, channels)
-    channel = _moved(operands, tile)
-    gate = _sum(operands.terms, tile.row, channel, tile.mask)
-    up = _sum(operands.terms, tile.row, channels + channel, tile.mask)
+    tile = Tile.of(pl.program_id(1) * count, count, channels)
+    channel = moved_channels(operands.blocks, tile)
+    gate = sum_of(operands.terms, tile.row, channel, tile.mask)
+    up = sum_of(operands.terms, tile.row, channels + channel, tile.mask)
     target = current_target()
     sigmoid = target.reciprocal(1 + target.exp2(gate * -arithmetic.LOG2_E))
-    _store(result_ref, gate * sigmoid * up, tile, operands.blocks)
+    store_tile(result_ref, gate * sigmoid * up, tile, operands.blocks)
 
 
-def _quantize_kernel(operands: _Operands, result_ref: Any, *, count: int) -> None:
-    tile = _Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
-    wide = _load(operands.terms.at[0, tile.row, _moved(operands, tile)], tile.mask)
-    _store(result_ref, wide, tile, operands.blocks)
+def _quantize_kernel(operands: Operands, result_ref: Any, *, count: int) -> None:
+    tile = Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
+    wide = load_wide(
+        operands.terms.at[0, tile.row, moved_channels(operands.blocks, tile)], tile.mask
+    )
+    store_tile(result_ref, wide, tile, operands.blocks)
 
 
-def _moved(operands: _Operands, tile: _Tile) -> jax.Array:
+def _routed_kernel(operands: Operands, result_ref: Any, *, count: int, per_row: int) -> None:
+    tile = Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
+    expert = jnp.maximum(load(operands.expert.at[tile.row]), 0)
+    channel = moved_channels(operands.blocks, tile, expert)
+    if operands.source is None:
+        source = jax.lax.div(tile.row, per_row)
+    else:
+        source = load(operands.source.at[tile.row])
+    wide = load_wide(operands.terms.at[0, source, channel], tile.mask)
+    store_tile(result_ref, wide, tile, operands.blocks, expert)
+
+
+def moved_channels(
+    blocks: ActivationBlocks, tile: Tile, expert: jax.Array | None = None
+) -> jax.Array:
     """The channels of the operands that become the channels of a tile."""
-    if operands.blocks.permutation is None:
+    if blocks.permutation is None:
         return tile.channel
-    moved: jax.Array = load_masked(operands.blocks.permutation.at[tile.channel], tile.mask)
+    order = _of_expert(blocks.permutation, expert, tile.channel)
+    moved: jax.Array = load_masked(order, tile.mask)
     return moved
 
 
-def _sum(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _of_expert(ref: Any, expert: jax.Array | None, index: jax.Array) -> Any:
+    """The entries of an array, or of an expert's row in it."""
+    return ref.at[index] if expert is None else ref.at[expert, index]
+
+
+def sum_of(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The sum of all terms [splits, rows, channels] at some channels of a row, in float32."""
     return functools.reduce(
-        jnp.add, [_load(terms.at[i, row, channel], mask) for i in range(terms.shape[0])]
+        jnp.add, [load_wide(terms.at[i, row, channel], mask) for i in range(terms.shape[0])]
     )
 
 
-def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+def load_wide(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """The elements of a reference as float32, zeros where the mask is false."""
     return load_masked(ref, mask).astype(jnp.float32)
 
 
-def _store(ref: Any, wide: jax.Array, tile: _Tile, blocks: ActivationBlocks) -> None:
+def store_tile(
+    ref: Any,
+    wide: jax.Array,
+    tile: Tile,
+    blocks: ActivationBlocks,
+    expert: jax.Array | None = None,
+) -> None:
     """Writes the codes of values [blocks, 128] and the scales of their blocks."""
     top = jnp.full(tile.block.shape, 127.0, jnp.float32)
     if blocks.bits is not None:
-        bits = load_masked(blocks.bits.at[tile.block], tile.block_mask)
+        bits = load_masked(_of_expert(blocks.bits, expert, tile.block), tile.block_mask)
         top = jnp.where(bits == 4, jnp.float32(7), top)
-    peak = arithmetic.largest_magnitude(wide, 1)
-    peak = jnp.where(peak < NEARLY_ZERO, top, peak)
-    # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold.
-    values = wide * (top / peak)[:, None]
-    values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
+    factors, peaks = factors_of([wide], top)
+    values = round_to_codes(wide, factors)
     row = tile.row
     store(ref.values.at[row, tile.channel], values.astype(ref.values.dtype), mask=tile.mask)
-    store(ref.scales.at[tile.block, row], peak * (1 / top), mask=tile.block_mask)
+    store(ref.scales.at[tile.block, row], peaks * (1 / top), mask=tile.block_mask)
+
+
+def factors_of(parts: Sequence[jax.Array], top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors from values to codes, and the values of the largest codes, float32 [blocks] each.
+
+    parts: float32 [blocks, channels], which make up whole blocks together. top: float32 [blocks],
+        the largest code of each, 7 or 127.
+    """
+    peak = functools.reduce(jnp.maximum, [arithmetic.largest_magnitude(part, 1) for part in parts])
+    peak = jnp.where(peak < NEARLY_ZERO, top, peak)
+    return top / peak, peak
+
+
+def round_to_codes(wide: jax.Array, factors: jax.Array) -> jax.Array:
+    """Codes of values [blocks, channels], int32, of which the low 8 bits count."""
+    # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold.
+    values = wide * factors[:, None] + 1.5 * 2.0**23
+    return jax.lax.bitcast_convert_type(values, jnp.int32)

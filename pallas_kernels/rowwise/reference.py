@@ -14,8 +14,9 @@ from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.rowwise.hadamard import transformed
+from mpjax.kernels.static_rows import StaticRows
 
-Rounding = ActivationFormat | ActivationBlocks | DividedRows
+Rounding = ActivationFormat | ActivationBlocks | DividedRows | StaticRows
 
 
 def quantizes(format: Rounding | None) -> bool:

@@ -18,12 +18,17 @@ LEAST_CAPABILITY = 9.0  # of Mosaic's kernels
 
 
 def sum_over_devices(
-    x: jax.Array, axis: str, *, implementation: Implementation | None = None
+    x: jax.Array,
+    axis: str,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """The sum of the x of all devices along an axis of the mesh, which each device gets.
 
     Under `shard_map`. x: any shape, in a float dtype, which the result has too.
     axis: the name of the axis.
+    mesh: of `shard_map`, inside which JAX does not tell the devices; a requested `mosaic` needs it.
     implementation: `reference`, which is `jax.lax.psum`; or `mosaic`, a kernel in which each device
         writes its x into the memory of all others, for float32 of up to 2 MiB, on GPUs of one
         process of compute capability 9.0 or more, which are the first of `jax.devices()` in their
@@ -38,7 +43,9 @@ def sum_over_devices(
     if not isinstance(axis, str):
         raise ValueError(f"sum_over_devices: axis is {shown(axis)}: expected a mesh axis's name")
     devices = _count(axis)
-    reason = _why_not_mosaic(x, axis)
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(f"sum_over_devices: mesh is {shown(mesh)}: expected a jax.sharding.Mesh")
+    reason = _why_not_mosaic(x, axis) or _why_not_of(mesh, is_needed=implementation == "mosaic")
     name = choose(
         "sum_over_devices",
         implementation,
@@ -97,4 +104,22 @@ def _why_not_mosaic(x: jax.Array, axis: str) -> str | None:
         return f"x is {x.dtype}, expected float32"
     if not 0 < x.size * 4 <= MOST_BYTES:
         return f"x has {x.size * 4} bytes, expected 1 to {MOST_BYTES}"
+    return None
+
+
+def _why_not_of(mesh: jax.sharding.Mesh | None, *, is_needed: bool) -> str | None:
+    """Why the kernel can't run on the devices of a mesh; None if it can.
+
+    Its writes go to devices by their places among `jax.devices()`.
+    """
+    if mesh is None:
+        return (
+            "it needs the mesh of shard_map, to check its devices: pass mesh" if is_needed else None
+        )
+    devices = list(mesh.devices.flat)
+    if devices != jax.devices()[: len(devices)]:
+        return (
+            f"the mesh has the devices {[device.id for device in devices]}, expected the first of "
+            "jax.devices() in their order"
+        )
     return None

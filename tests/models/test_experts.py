@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import Gate, Routing, quantize
+from mpjax.kernels import Gate, Routing, device, quantize
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.experts.plans import MOST_TILE_ROWS
 from mpjax.models import (
     ConfigError,
     Decoder,
@@ -80,19 +81,45 @@ def test_all_that_reads_the_norm_has_its_scales():
     assert layer.writers(CONFIG)[1:] == ("mlp.experts.down", "mlp.shared.down")
 
 
-def test_experts_whose_gate_limits_up_have_no_fold_with_it():
+def test_scales_do_not_move_through_a_gate_that_limits_up():
     plain = dataclasses.replace(SPEC, gate_limit=None)
-    targets = [[fold.target for fold in spec.folds(CONFIG)] for spec in (SPEC, plain)]
+    folds = SPEC.folds(CONFIG), plain.folds(CONFIG)
+    targets = [[fold.target for fold in found if fold.is_linear] for found in folds]
     assert targets == [["shared.down"], ["experts.down", "shared.down"]]
+    for found in folds:  # channels may be in another order
+        assert [fold.target for fold in found if fold.is_elementwise] == targets[1]
 
 
-def test_bytes_of_a_token_count_all_of_its_experts():
-    inner, term = 2 * 3 * 32 * 4, 64 * 4
-    assert dataclasses.replace(SPEC, shared_size=None).token_bytes(CONFIG) == inner + 2 * term
-    assert SPEC.token_bytes(CONFIG) == inner + 3 * 96 * 4 + 2 * 3 * term
-    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+def test_bytes_count_all_experts_of_tokens():
+    """Of a single token, in a tile of its own for each of its two experts."""
     alone = dataclasses.replace(SPEC, shared_size=None)
-    assert alone.token_bytes(in_16_bits) == inner // 2 + 2 * term
+    row, term = (64 + 32) * 4 + 64 * 4, 64 * 4
+    assert alone.working_bytes(CONFIG, 1) == 2 * MOST_TILE_ROWS * row + term
+    shared = 3 * 96 * 4 + 4 * term
+    assert SPEC.working_bytes(CONFIG, 1) == alone.working_bytes(CONFIG, 1) + shared
+    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+    assert alone.working_bytes(in_16_bits, 1) == 2 * MOST_TILE_ROWS * ((64 + 32) * 2 + term) + term
+
+
+def test_bytes_of_many_tokens_count_what_products_apart_have():
+    wide = dataclasses.replace(SPEC, shared_size=None, intermediate_size=1024)
+    pairs = 2 * 100_000
+    assert wide.working_bytes(CONFIG, 100_000) == pairs * (3 * 1024 * 4 + 64 * 4)
+
+
+def test_which_kernels_compute_experts():
+    """Those of experts' own plans: of 32 tokens of an expert, and fewer, it is Triton's."""
+    config = dataclasses.replace(CONFIG, hidden_size=256, dtype="bfloat16")
+    spec = dataclasses.replace(SPEC, intermediate_size=128)
+    plain, packed = (nnx.eval_shape(lambda: spec.build(config, nnx.Rngs(0))) for _ in range(2))
+    for linear in (packed.experts.gate_up, packed.experts.down):
+        kernel = jax.eval_shape(lambda w: quantize(w, "uint4:g128"), linear.kernel.get_value())
+        linear.kernel = Packed(kernel)
+    assert not packed.runs_by_warpgroups(4096)  # there is no GPU
+    with device.described_as("NVIDIA H200"):
+        for module in (plain, packed):
+            found = [module.runs_by_warpgroups(tokens) for tokens in (1, 64, 65)]
+            assert found == [False, False, True]
 
 
 def test_a_mixture_with_everything(rng):

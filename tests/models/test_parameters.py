@@ -130,6 +130,12 @@ def test_the_maps_of_experts_are_a_stack():
     assert place.shapes == ((64, 32),) * 6
     assert (place.joined_maps, down.joined_maps) == (2, 1)
     assert place.part_shapes(1) == [(3, 64, 64)]
+    one = 2 * 64 * 64  # bytes of an expert in 16 bits
+    for room, size in ((0, 1), (2 * one - 1, 1), (2 * one, 2), (100 * one, 3)):
+        ends = [min(begin + size, 3) for begin in range(0, 3, size)]
+        pieces = place.pieces(room)
+        assert [window.end for window in pieces] == ends
+        assert [place.within([window]).experts for window in pieces] == [w.length for w in pieces]
     with pytest.raises(
         ValueError, match=r"^layers\.0\.mlp\.experts\.gate_up has 2 parts: expected 1"
     ):

@@ -34,6 +34,10 @@ def test_every_family_is_a_decoder_that_reads_its_own_config():
         ({"architectures": ["A", "B"]}, "'A', 'B'"),
         ({"architectures": [], "model_type": "gpt2"}, r"none \(model_type 'gpt2'\)"),
         ({}, r"none \(model_type None\)"),
+        (
+            {"architectures": ["Starcoder2ForCausalLM"]},
+            "'Starcoder2ForCausalLM', which has norms that subtract the mean, and an MLP without a",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named_beside_what_is(hf, found):

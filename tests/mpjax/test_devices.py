@@ -81,9 +81,11 @@ def test_each_process_has_some_of_the_devices(monkeypatch):
 
 
 def test_experts_are_divided_or_whole():
-    assert (read_experts("divided"), read_experts("whole")) == ("divided", "whole")
+    assert (read_experts("divided", 1), read_experts("whole", 2)) == ("divided", "whole")
     for wrong in ("half", None, 2):
         with pytest.raises(
             ValueError, match=f"experts is {wrong!r}: expected 'divided' or 'whole'"
         ):
-            read_experts(wrong)
+            read_experts(wrong, 2)
+    with pytest.raises(ValueError, match="one device has all experts: leave it out, or give dev"):
+        read_experts("whole", 1)

@@ -124,6 +124,7 @@ def test_parse_refuses(text, message):
         ("liquid4:g64", 8, 1, 2, 64),
         ("float8:g128/float8", 8, 1, 1, 128),
         ("int8/int8", 8, 1, 1, 128),
+        ("bfloat16", 16, 1, 1, 64),
     ],
 )
 def test_layout(text, word_bits, columns, planes, plane_width):

@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "paged_attention": (
         kernels.paged_attention,
         {"queries": QUERIES, "pages": CACHE.layers[0], "span": SPAN, "masks": MASKS}
-        | {"transformed": False, "implementation": "reference"},
+        | {"transformed": False, "blocks": None, "implementation": "reference"},
     ),
     "paged_attention with the fields of masks": (
         masked(functools.partial(kernels.paged_attention, QUERIES, CACHE.layers[0], SPAN)),
@@ -112,6 +112,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"scales": SCALES, "activations": None},
     ),
     "matmul of a plain weight": (kernels.matmul, {"x": X, "weight": WEIGHT, "out_dtype": "fp32"}),
+    "matmul_gated": (
+        kernels.matmul_gated,
+        {"x": X, "weight": PACKED, "activation": "gelu"},
+    ),
     "matmul_terms": (kernels.matmul_terms, {"x": X, "weight": PACKED, "scales": SCALES}),
     "grouped_matmul": (
         kernels.grouped_matmul,
@@ -127,7 +131,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda **given: jax.vmap(
             lambda x: kernels.sum_over_devices(**({"x": x} | given)), axis_name="i"
         )(X),
-        {"axis": "i", "implementation": "reference"},
+        {"axis": "i", "mesh": None, "implementation": "reference"},
     ),
     "expert_mlp_terms": (
         kernels.expert_mlp_terms,
@@ -136,7 +140,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "route": (
         kernels.route,
-        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)},
+        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}
+        | {"bias": jnp.ones(8)},
+    ),
+    "RouterLogits": (
+        lambda **fields: kernels.RouterLogits(**fields).route(),
+        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}
+        | {"bias": jnp.ones(8)},
     ),
     "Routing": (
         kernels.Routing,
@@ -205,6 +215,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "DividedRows": (
         kernels.DividedRows,
         {"format": kernels.ActivationFormat("int8"), "axis": "model"},
+    ),
+    "StaticRows": (
+        lambda **fields: kernels.quantize_activations(X, kernels.StaticRows(**fields)),
+        {"format": kernels.ActivationFormat("int8"), "scale": jnp.ones(1)},
     ),
     "ActivationFormat": (kernels.ActivationFormat, {"values": "int8", "group_size": None}),
     "ActivationFormat.of": (kernels.ActivationFormat.of, {"format": "int8"}),

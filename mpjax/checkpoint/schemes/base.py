@@ -197,7 +197,8 @@ class Scheme(abc.ABC):
         """A text about the modules in the files, and the formats that they have when loaded."""
         formats = (dataclasses.replace(format, operand=None) for format in self.formats)
         held = ", ".join(dict.fromkeys(describe_weights(format) for format in formats))
-        return f"{self.title}, {'rounded to' if self.rounds_codes else 'codes kept as'} {held}"
+        kept = f"{self.title}, {'rounded to' if self.rounds_codes else 'codes kept as'} {held}"
+        return kept + (", with static scales of activations" if self.rounds_statically else "")
 
     def rounded_to(self, format: WeightFormat) -> Scheme | None:
         """The scheme that rounds weights to a format; None where their codes must stay."""
@@ -215,6 +216,15 @@ class Scheme(abc.ABC):
         Such a checkpoint loads only with a precision that chooses another one of `choices`.
         """
         return None
+
+    @property
+    def rounds_statically(self) -> bool:
+        """Whether activations are rounded with scales of the files, and not of each token."""
+        return False
+
+    def for_experts(self) -> Scheme:
+        """The scheme of the maps of experts, whose activations have a scale for each token."""
+        return self
 
     @property
     def has_cache_scales(self) -> bool:

@@ -139,12 +139,11 @@ def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
     if not isinstance(written, Mapping):
         raise CheckpointError(f"{source}, input_activations is {written!r}: expected an object")
     kind = f"{written.get('num_bits')}-bit {written.get('type')}"
-    if written.get("dynamic") is not True:
-        return f"{kind} with static scales"
     strategy, size = written.get("strategy"), written.get("group_size")
     of = f"groups of {size}" if strategy == "group" and size else f"strategy {strategy!r}"
     skewed = "" if written.get("symmetric", True) else "zero points and "
-    return f"{kind} with {skewed}dynamic scales ({of})"
+    change = "dynamic" if written.get("dynamic") is True else "static"
+    return f"{kind} with {skewed}{change} scales ({of})"
 
 
 def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
@@ -163,6 +162,19 @@ def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
     checks.require_choice(scheme, "dynamic", (False,), source, False)
     checks.require_choice(scheme, "strategy", ("tensor", "attn_head"), source)
     return True
+
+
+def describe_cache(config: Mapping[str, Any]) -> str | None:
+    """The cache that a checkpoint was made for, in words, where its scales are in no file.
+
+    config: a `quantization_config` that has been read.
+    """
+    scheme = config.get("kv_cache_scheme")
+    if checks.method_of(config) != METHOD or not isinstance(scheme, Mapping):
+        return None
+    if scheme.get("dynamic") is not True:
+        return None
+    return f"{scheme.get('num_bits')}-bit {scheme.get('type')} with dynamic scales"
 
 
 def write(
@@ -201,11 +213,16 @@ def write_weights(bits: int, type: str, strategy: str, **others: Any) -> dict[st
     return _numbers(bits, type, strategy) | others
 
 
-def write_activations(type: str, group_size: int | None = None) -> dict[str, Any]:
+def write_activations(
+    type: str, group_size: int | None = None, *, static: bool = False
+) -> dict[str, Any]:
     """The `input_activations` of a group: 8 bits, rounded on the fly, token by token.
 
-    group_size: the channels of a token that share a scale; None is all.
+    group_size: the channels of a token that share a scale; None is all. static: whether there is
+    one scale of all tokens, in the files.
     """
+    if static:
+        return _numbers(8, type, "tensor")
     strategy = "token" if group_size is None else "group"
     return _numbers(8, type, strategy) | {"dynamic": True, "group_size": group_size}
 

@@ -3,7 +3,8 @@
 With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and scales: one for
 each block of output and input channels, `weight_scale_inv` or `weight_scale`
 [⌈N / block⌉, ⌈K / block⌉]; one for each output channel, `weight_scale` [N, 1]; or one scale, [1].
-The weight is code · scale under both names ("inv" is the inverse of the quantiser's factor).
+The weight is code · scale under both names ("inv" is the inverse of the quantiser's factor). It may
+have `input_scale`, see `static_activations`.
 Source: DeepSeek-V3 §3.3.2 and its README_WEIGHTS.md; compressed-tensors,
 compressors/quantized_compressors.
 
@@ -24,7 +25,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes import checks, compressed_tensors, modelopt, writing
+from mpjax.checkpoint.schemes import (
+    checks,
+    compressed_tensors,
+    modelopt,
+    static_activations,
+    writing,
+)
 from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import (
     FLOATS,
@@ -45,6 +52,7 @@ SCALE_NAMES = {
     METHOD: "weight_scale",
     modelopt.METHOD: "weight_scale",
 }
+STATIC = "8-bit float with static scales (strategy 'tensor')"
 GROUP_SIZE = 128  # input channels per block: the only size for which there are kernels
 
 
@@ -56,6 +64,7 @@ class FP8Scheme(Scheme):
     block: output and input channels that share a scale; None means all of them.
     activations: the format to which products round activations: `float8`, with a scale computed
         for each token (and each group of a block's input channels), or None for 16 bits.
+    is_static: whether the scale of these is the file's, one for all tokens.
     unsupported_activations: see Scheme; None where `activations` is the checkpoint's own format.
     has_cache_scales: whether the checkpoint also has scales for an FP8 cache.
     """
@@ -63,10 +72,12 @@ class FP8Scheme(Scheme):
     title: ClassVar[str] = "FP8"
     article: ClassVar[str] = "an"
     methods: ClassVar[tuple[str, ...]] = tuple(SCALE_NAMES)
-    suffixes: ClassVar[tuple[str, ...]] = ("weight", *dict.fromkeys(SCALE_NAMES.values()))
-    # Static scales of activations; products here compute an activation's scale, or use 16 bits.
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *("weight", *dict.fromkeys(SCALE_NAMES.values())),
+        static_activations.SUFFIX,
+    )
     ignored: ClassVar[tuple[str, ...]] = (
-        *("input_scale", "activation_scale"),
+        "activation_scale",  # static, of activations beside blocks of weights
         *("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt's, where the cache is not FP8
     )
 
@@ -78,6 +89,7 @@ class FP8Scheme(Scheme):
     activations: str | None
     unsupported_activations: str | None = None
     has_cache_scales: bool = False
+    is_static: bool = False
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
@@ -141,6 +153,15 @@ class FP8Scheme(Scheme):
             for activations in (None, "float8")
         )
 
+    def for_experts(self) -> FP8Scheme:
+        """The same weights with activations that have a scale for each token."""
+        return dataclasses.replace(self, is_static=False)
+
+    @property
+    def rounds_statically(self) -> bool:
+        """Whether activations are rounded, and with a scale of the files."""
+        return self.is_static and self.activations is not None
+
     def check(
         self, specs: Specs, name: str, shape: tuple[int, int] | None = None
     ) -> tuple[int, int]:
@@ -165,6 +186,8 @@ class FP8Scheme(Scheme):
             },
             "quantization_config",
         )
+        if self.rounds_statically:
+            static_activations.check(specs, name)
         return channels, outputs
 
     def _grid_of_modelopt(self, grid: tuple[int, ...], specs: Specs) -> tuple[int, ...]:
@@ -205,7 +228,8 @@ class FP8Scheme(Scheme):
         scales = scales.reshape(-1, self.weights.groups(channels))
         size = min(self.block[0] or outputs, outputs)
         scales = _scales_of_channels(scales, size=size, outputs=outputs)
-        return PlainCodes(self.weights, weight.T, scales)
+        scale = static_activations.read(tensors, name) if self.rounds_statically else None
+        return PlainCodes(self.weights, weight.T, scales, activation_scale=scale)
 
     @classmethod
     def of_layout(cls, layout: str, modules: writing.Modules) -> FP8Scheme:
@@ -214,7 +238,8 @@ class FP8Scheme(Scheme):
         format = writing.only_format(layout, modules)
         if layout == FLOATS:
             block = (1, None) if format.group_size is None else (GROUP_SIZE, GROUP_SIZE)
-            return cls(METHOD, block, format.operand)
+            is_static = writing.are_static(layout, modules)
+            return cls(METHOD, block, format.operand, is_static=is_static)
         if format.group_size is None or format.operand is None:
             raise ValueError(
                 f"format {layout!r} holds blocks of {GROUP_SIZE} input channels that meet FP8 "
@@ -242,7 +267,7 @@ class FP8Scheme(Scheme):
             ),
             None
             if self.activations is None
-            else compressed_tensors.write_activations("float", columns),
+            else compressed_tensors.write_activations("float", columns, static=self.is_static),
         )
         return compressed_tensors.write(FLOATS, [group], plain, cache)
 
@@ -261,10 +286,13 @@ class FP8Scheme(Scheme):
                 "format that others read can hold: quantise to WFP8gKA16, with a scale for each "
                 f"output channel, or {writing.REMEDY}"
             )
-        return {
+        found: dict[str, Any] = {
             "weight": plain.codes.T,
             self.scale_name: scales.reshape(-1) if rows is None else scales,
         }
+        if self.rounds_statically:
+            found[static_activations.SUFFIX] = plain.activation_scale
+        return found
 
     @property
     def can_hold_cache_scales(self) -> bool:
@@ -284,7 +312,7 @@ def _fine_grained(config: Mapping[str, Any]) -> FP8Scheme:
 
 def _modelopt(config: Mapping[str, Any]) -> FP8Scheme:
     scheme = {
-        modelopt.FP8: FP8Scheme(modelopt.METHOD, (None, None), None, "FP8 with static scales"),
+        modelopt.FP8: FP8Scheme(modelopt.METHOD, (None, None), "float8", is_static=True),
         modelopt.FP8_CHANNELS: FP8Scheme(modelopt.METHOD, (1, None), "float8"),
         modelopt.FP8_BLOCKS: FP8Scheme(modelopt.METHOD, (GROUP_SIZE, GROUP_SIZE), None),
     }[modelopt.algorithm(config)]
@@ -296,8 +324,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> FP8Scheme:
     for name, group in compressed_tensors.read_groups(config, (FLOATS, NAIVE), SOURCE).items():
         source = f"{SOURCE}, group {name!r}"
         block = _parse_weights(group.get("weights"), f"{source}, weights")
-        activations = _parse_activations(group, block, source)
-        parsed[name] = FP8Scheme(METHOD, block, *activations)
+        parsed[name] = _with_activations(FP8Scheme(METHOD, block, None), group, source)
     if len(set(parsed.values())) > 1:
         raise CheckpointError(
             f"{SOURCE}: config_groups {', '.join(parsed)} differ: expected one scheme for all"
@@ -319,15 +346,15 @@ def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:
     return (1 if weights["strategy"] == "channel" else None), None
 
 
-def _parse_activations(
-    group: Mapping[str, Any], block: tuple[int | None, int | None], source: str
-) -> tuple[str | None, str | None]:
-    """FP8Scheme's fields `activations` and `unsupported_activations`."""
-    found = compressed_tensors.describe_activations(group, source)
-    here = "strategy 'token'" if block[1] is None else f"groups of {block[1]}"
+def _with_activations(scheme: FP8Scheme, group: Mapping[str, Any], source: str) -> FP8Scheme:
+    """The scheme with the activations of a group."""
+    found, columns = compressed_tensors.describe_activations(group, source), scheme.block[1]
+    here = "strategy 'token'" if columns is None else f"groups of {columns}"
     if found == f"8-bit float with dynamic scales ({here})":
-        return "float8", None
-    return None, found
+        return dataclasses.replace(scheme, activations="float8")
+    if found == STATIC and columns is None:
+        return dataclasses.replace(scheme, activations="float8", is_static=True)
+    return dataclasses.replace(scheme, unsupported_activations=found)
 
 
 def _parse_block(config: Mapping[str, Any], key: str, source: str) -> tuple[int, int]:

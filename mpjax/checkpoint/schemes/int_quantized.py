@@ -1,8 +1,8 @@
 """compressed-tensors' `int-quantized`: 8-bit integers, and activations rounded to 8 bits.
 
 With K input and N output channels, a module has `weight` int8 [N, K] and `weight_scale`, [N, 1] for
-each output channel or [1] for all; the weight is code · scale. Source: compressed-tensors,
-compressors/naive_quantized.
+each output channel or [1] for all; the weight is code · scale. It may have `input_scale`, see
+`static_activations`. Source: compressed-tensors, compressors/naive_quantized.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes import checks, compressed_tensors, writing
+from mpjax.checkpoint.schemes import checks, compressed_tensors, static_activations, writing
 from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import INTEGERS, METHOD, NAIVE, SOURCE
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
 DYNAMIC = "8-bit int with dynamic scales (strategy 'token')"
+STATIC = "8-bit int with static scales (strategy 'tensor')"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +29,18 @@ class IntQuantizedScheme(Scheme):
     """8-bit integers with a scale for each output channel, or one for all.
 
     by_channel: whether there is one for each.
-    activations: what products round activations to, on the fly, with a scale for each token:
-        `int8`, or None for 16-bit activations.
+    activations: what products round activations to, on the fly: `int8`, or None for 16-bit
+        activations.
+    is_static: whether the scale of these is the file's, and not one for each token.
     unsupported_activations, has_cache_scales: see Scheme.
     """
 
     title: ClassVar[str] = "int-quantized"
     article: ClassVar[str] = "an"
     methods: ClassVar[tuple[str, ...]] = (METHOD,)
-    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
-    # Static parameters of activations, which are rounded on the fly here, or not at all.
-    ignored: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", static_activations.SUFFIX)
+    # The zero points of static activations, all 0 where the scales are used.
+    ignored: ClassVar[tuple[str, ...]] = ("input_zero_point",)
     layouts: ClassVar[tuple[str, ...]] = (INTEGERS,)
     default_for: ClassVar[tuple[str, ...]] = ("int8",)
 
@@ -46,6 +48,7 @@ class IntQuantizedScheme(Scheme):
     activations: str | None = "int8"
     unsupported_activations: str | None = None
     has_cache_scales: bool = False
+    is_static: bool = False
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
@@ -86,6 +89,15 @@ class IntQuantizedScheme(Scheme):
             for activations in (None, "int8")
         )
 
+    def for_experts(self) -> IntQuantizedScheme:
+        """The same weights with activations that have a scale for each token."""
+        return dataclasses.replace(self, is_static=False)
+
+    @property
+    def rounds_statically(self) -> bool:
+        """Whether activations are rounded, and with a scale of the files."""
+        return self.is_static and self.activations is not None
+
     def check(
         self, specs: Specs, name: str, shape: tuple[int, int] | None = None
     ) -> tuple[int, int]:
@@ -102,6 +114,8 @@ class IntQuantizedScheme(Scheme):
             "weight_scale": (scales, checks.SCALE_DTYPES),
         }
         checks.check_tensors(name, specs, expected, "quantization_config")
+        if self.rounds_statically:
+            static_activations.check(specs, name)
         return channels, outputs
 
     def axes(self, name: str) -> dict[str, Axes]:
@@ -118,21 +132,25 @@ class IntQuantizedScheme(Scheme):
         scales = jnp.asarray(tensors["weight_scale"]).reshape(1, -1)
         scales = jnp.broadcast_to(scales, (1, outputs))
         if self.activations is not None:
-            return PlainCodes(self.weights, codes, scales.astype(jnp.float32))
+            scale = static_activations.read(tensors, name) if self.is_static else None
+            scales = scales.astype(jnp.float32)
+            return PlainCodes(self.weights, codes, scales, activation_scale=scale)
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ jnp.uint8(128)
         return PlainCodes(self.weights, codes, scales, jnp.full(scales.shape, 128, jnp.uint16))
 
     @classmethod
     def of_layout(cls, layout: str, modules: writing.Modules) -> IntQuantizedScheme:
-        """A scale for each output channel, and activations that are rounded token by token."""
+        """A scale for each output channel, and activations that are rounded as the modules say."""
         writing.require_codes(layout, modules, cls.default_for)
-        return cls()
+        return cls(is_static=writing.are_static(layout, modules))
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
         """The `quantization_config` of an exported checkpoint; see Scheme."""
         group = compressed_tensors.write_group(
             compressed_tensors.write_weights(8, "int", "channel" if self.by_channel else "tensor"),
-            None if self.activations is None else compressed_tensors.write_activations("int"),
+            None
+            if self.activations is None
+            else compressed_tensors.write_activations("int", static=self.is_static),
         )
         return compressed_tensors.write(INTEGERS, [group], plain, cache)
 
@@ -142,7 +160,11 @@ class IntQuantizedScheme(Scheme):
         if self.activations is None:
             codes = jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
         scales = plain.scales.T
-        return {"weight": codes.T, "weight_scale": scales if self.by_channel else scales[0]}
+        found: dict[str, Any] = {"weight": codes.T}
+        found["weight_scale"] = scales if self.by_channel else scales[0]
+        if self.rounds_statically:
+            found[static_activations.SUFFIX] = plain.activation_scale
+        return found
 
     @property
     def layout_of_heads(self) -> str | None:
@@ -162,6 +184,7 @@ def _read_group(group: Mapping[str, Any], source: str) -> IntQuantizedScheme:
     checks.require_choice(weights, "strategy", ("channel", "tensor"), f"{source}, weights")
     by_channel = weights["strategy"] == "channel"
     activations = compressed_tensors.describe_activations(group, source)
-    if activations in (None, DYNAMIC):
-        return IntQuantizedScheme(by_channel, None if activations is None else "int8")
+    if activations in (None, DYNAMIC, STATIC):
+        rounded = None if activations is None else "int8"
+        return IntQuantizedScheme(by_channel, rounded, is_static=activations == STATIC)
     return IntQuantizedScheme(by_channel, None, activations)

@@ -125,6 +125,10 @@ class MixedScheme(Scheme):
         found = (part.scheme.unsupported_activations for part in self.parts)
         return next(filter(None, found), None)
 
+    def for_experts(self) -> MixedScheme:
+        """All parts as they are for experts."""
+        return self._with([part.scheme.for_experts() for part in self.parts])
+
     @property
     def may_lack_cache_scales(self) -> bool:
         """Whether any part's scheme says so."""

@@ -62,6 +62,20 @@ def only_format(layout: str, modules: Modules) -> WeightFormat:
     return next(iter(found))
 
 
+def are_static(layout: str, modules: Modules) -> bool:
+    """Whether the activations of all modules have a scale that is written.
+
+    Raises ValueError where those of some have one, and those of others have none.
+    """
+    found = {plain.activation_scale is not None: name for name, plain in modules.items()}
+    if len(found) > 1:
+        raise ValueError(
+            f"format {layout!r} rounds the activations of all maps alike, and {found[True]} has a "
+            f"static scale, {found[False]} none: {REMEDY}"
+        )
+    return True in found
+
+
 def integers_of(modules: Modules) -> dict[str, Integers]:
     """How each module's codes are written; symmetric if all of the same bits and groups are."""
 

@@ -6,6 +6,7 @@ from mpjax.kernels.experts.plans.choice import (
     forced,
     joint_configs_of,
     plan_of,
+    runs_by_warpgroups,
     warpgroup_config_of,
 )
 from mpjax.kernels.experts.plans.configuration import (
@@ -17,9 +18,10 @@ from mpjax.kernels.experts.plans.configuration import (
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.rule import plan_by_rule
 from mpjax.kernels.experts.plans.tables import TABLES, Key, bucket
-from mpjax.kernels.experts.plans.warpgroup_rule import why_not_warpgroups
+from mpjax.kernels.experts.plans.warpgroup_rule import MOST_TILE_ROWS, why_not_warpgroups
 
 __all__ = [
+    "MOST_TILE_ROWS",
     "PLAIN_CHANNELS",
     "TABLES",
     "ExpertsConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "joint_configs_of",
     "plan_by_rule",
     "plan_of",
+    "runs_by_warpgroups",
     "warpgroup_config_of",
     "why_not_warpgroups",
 ]

@@ -19,7 +19,7 @@ from mpjax.kernels.experts.plans.warpgroup_rule import ranked, suits_warpgroups
 from mpjax.kernels.gemm.plans import SCALINGS
 from mpjax.kernels.plans.plan import Plan
 
-MOST_COUNTED_PAIRS = 8192  # counting them compares each one with every expert
+MOST_COMPARISONS = 2**21  # counting pairs compares each one with every expert
 TRITON_SHARE = 3  # where the rule takes warpgroups, one candidate in three is for Triton's kernel
 
 
@@ -89,6 +89,6 @@ def _is_sound(problem: Problem, config: ExpertsConfig) -> bool:
 def _tilings(problem: Problem) -> tuple[Tiling, ...]:
     """The ways to find tiles that are worth a measurement."""
     found: tuple[Tiling, ...] = ("sorted",)
-    if problem.pairs <= MOST_COUNTED_PAIRS:
+    if problem.pairs * problem.experts <= MOST_COMPARISONS:
         found = ("counted", *found)
     return ("pairs", *found) if problem.pairs <= problem.experts else found

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from mpjax.kernels import device
 from mpjax.kernels.experts.plans.configuration import ExpertsConfig, ExpertsWarpgroupConfig
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.rule import config_by_rule, plan_by_rule, warpgroups_by_rule
 from mpjax.kernels.experts.plans.tables import TABLES
-from mpjax.kernels.experts.plans.warpgroup_rule import ranked, why_unsound
+from mpjax.kernels.experts.plans.warpgroup_rule import (
+    ranked,
+    why_not_warpgroups,
+    why_unsound,
+)
 from mpjax.kernels.plans.planner import Planner
 
 PLANNER = Planner(TABLES, plan_by_rule)
 plan_of, forced = PLANNER.plan_of, PLANNER.forced
+
+
+def runs_by_warpgroups(problem: Problem) -> bool:
+    """Whether the warpgroups' kernel is planned and able to run, on the default device.
+
+    Activations are taken to have the weight's dtype, or bfloat16.
+    """
+    if device.why_triton_cannot_run() is not None:
+        return False
+    return plan_of(problem).implementation == "mosaic" and why_not_warpgroups(problem) is None
 
 
 def config_of(problem: Problem) -> ExpertsConfig:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from mpjax.kernels.gemm.plans import TritonConfig, WarpgroupConfig
 
 Tiling = Literal["pairs", "counted", "sorted"]
 TILINGS: tuple[Tiling, ...] = get_args(Tiling)
+WARPGROUP_TILINGS: tuple[Tiling, ...] = ("counted", "sorted")  # tiles of `pairs` have one row
 PLAIN_CHANNELS = 64  # input channels of a step of the kernel, for plain weights
 
 
@@ -30,10 +31,19 @@ class ExpertsConfig(TritonConfig):
 class ExpertsWarpgroupConfig(WarpgroupConfig):
     """Tile sizes of the warpgroups' kernel; there is one split and one share.
 
-    tiling: as for ExpertsConfig, but never `pairs`.
+    tiling: one of WARPGROUP_TILINGS.
+
+    Raises ValueError for another tiling.
     """
 
+    most_out_tiles: ClassVar[int] = 16
+    # Of a thread's 112 registers, 48 are sums then; no format's kernel spills any.
+    most_rows_of_four: ClassVar[int] = 96
     tiling: Tiling = "sorted"
+
+    def __post_init__(self) -> None:
+        if self.tiling not in WARPGROUP_TILINGS:
+            raise ValueError(f"tiling is {self.tiling!r}, expected one of {WARPGROUP_TILINGS}")
 
     def __str__(self) -> str:
         return f"{super().__str__()}, tiles {self.tiling}"

@@ -23,11 +23,11 @@ ROOM = 1.25
 # Up to this share of the experts, pairs have a tile each. Of p pairs with E experts at random, each
 # shares its expert with (p − 1) / E others on average: less than one pair in four with any.
 PAIRS_OF_EXPERTS = 0.25
-# The most pairs that the kernel which counts them takes. The program of an expert compares each
-# pair with all experts, 4096 comparisons at a time: for 1024 pairs and 128 experts that is 32 steps
-# and as many to store. That time grows with the pairs, and a sort's hardly does; a card's table has
-# the tiling that was faster on it.
-COUNTED_PAIRS = 1024
+# The most comparisons of a pair with an expert for the kernel that counts pairs. Each of its
+# programs makes them all, 16,384 at a time, in a third of a microsecond or more: for 4096 pairs and
+# 128 experts that is 32 steps. That time grows with the pairs, and a sort's, some 45 µs, hardly
+# does; a card's table has the tiling that was faster on it.
+COUNTED_COMPARISONS = 2**19
 
 
 def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
@@ -45,7 +45,7 @@ def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
 
 def warpgroups_by_rule(problem: Problem) -> ExpertsWarpgroupConfig:
     """The rule's configuration of the warpgroups' kernel, for a problem that it can multiply."""
-    return ranked(problem, "counted" if problem.pairs <= COUNTED_PAIRS else "sorted")[0]
+    return ranked(problem, _tiling_of_shared(problem))[0]
 
 
 def config_by_rule(problem: Problem) -> ExpertsConfig:
@@ -78,7 +78,13 @@ def tiling_of(problem: Problem) -> Tiling:
     """How tiles are found: without sorting for few pairs."""
     if problem.tokens == 1 or problem.pairs <= PAIRS_OF_EXPERTS * problem.experts:
         return "pairs"
-    return "counted" if problem.pairs <= COUNTED_PAIRS else "sorted"
+    return _tiling_of_shared(problem)
+
+
+def _tiling_of_shared(problem: Problem) -> Tiling:
+    """How tiles are found that several pairs share."""
+    is_quick = problem.pairs * problem.experts <= COUNTED_COMPARISONS
+    return "counted" if is_quick else "sorted"
 
 
 def _rows(problem: Problem) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mpjax.kernels.experts.plans.configuration import (
     TILINGS,
+    WARPGROUP_TILINGS,
     ExpertsConfig,
     ExpertsWarpgroupConfig,
 )
@@ -87,7 +88,8 @@ class ExpertTables(Tables[Problem]):
     def check(self, key: Key, implementation: str, config: Mapping[str, Any]) -> None:
         """Raises ValueError for fields that no configuration can have."""
         powers = ("tile_m", "tile_n", "warps", "width") if implementation == "triton" else ()
-        choices: dict[str, tuple[str, ...]] = {"scaling": SCALINGS, "tiling": TILINGS}
+        tilings = TILINGS if implementation == "triton" else WARPGROUP_TILINGS
+        choices: dict[str, tuple[str, ...]] = {"scaling": SCALINGS, "tiling": tilings}
         for name, value in config.items():
             if name in choices:
                 if value not in choices[name]:

@@ -20,15 +20,18 @@ from mpjax.kernels.gemm.plans import (
 from mpjax.kernels.gemm.plans import why_not_warpgroups as why_not_dense
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-# Rows of a tile, all of which `wgmma` multiplies, with any operands.
-HEIGHTS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-WARPGROUPS = (2, 3)
+MOST_TILE_ROWS = 256
+HEIGHTS = tuple(range(48, MOST_TILE_ROWS + 1, 16))  # rows of a tile, which `wgmma` multiplies
+WARPGROUPS = (2, 3, 4)
 
 
 def why_not_warpgroups(problem: Problem) -> str | None:
     """The reason why the warpgroups' kernel can't multiply a problem, or None if it can."""
-    if not problem.format.weight.is_packed:
-        return f"{problem.format} is not packed"
+    weight = problem.format.weight
+    if not weight.is_packed and problem.channels % weight.block:
+        return (
+            f"{problem.channels} input channels of plain weights are no multiple of {weight.block}"
+        )
     if reason := why_not_dense(problem.product(1)):
         return reason
     if problem.outputs % (problem.halves * WARPGROUP_OUTPUTS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
@@ -68,12 +68,19 @@ class WarpgroupConfig:
     splits: the number of programs that share a tile, each with a part of K.
     shares: the number of a program's consumers that share the same 64 output channels, each with a
         part of the program's K; a divisor of `warpgroups`.
+    most_out_tiles: the most tiles of a consumer's products that are on their way out at a time.
+    most_rows_of_four: the most rows of a tile of four consumers, which decode to 16 bits.
+    ahead: blocks of K of each share whose words are copied before the kernel before has ended: so
+        many slots each share has. None: the kernel is not launched early. For few rows alone.
     """
 
+    most_out_tiles: ClassVar[int] = 1
+    most_rows_of_four: ClassVar[int] = FEW_ROWS
     tile_m: int
     warpgroups: int
     splits: int
     shares: int = 1
+    ahead: int | None = None
 
     @property
     def has_few_rows(self) -> bool:
@@ -131,4 +138,5 @@ class WarpgroupConfig:
 
     def __str__(self) -> str:
         shared = "" if self.shares == 1 else f" by {self.shares} warpgroups each"
-        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits"
+        ahead = "" if self.ahead is None else f", {self.ahead} blocks ahead"
+        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits{ahead}"

@@ -80,11 +80,12 @@ class FewRows(NamedTuple):
 
 
 class EightBits(NamedTuple):
-    """Times for products of two 8-bit operands.
+    """Times for products of two 8-bit operands, and of plain matrices in 16 bits.
 
     A block of K takes as long as multiplying it, or as reading its words and x from the L2 cache;
     all blocks together at least as long as reading the matrix from memory. The defaults were fitted
-    to int8/int8, a plain matrix that is not decoded.
+    to int8/int8, a plain matrix that is not decoded. One in 16 bits has half the channels in a
+    block, which the tensor cores take as long for.
     """
 
     launch: float = 0.0
@@ -99,7 +100,8 @@ class EightBits(NamedTuple):
     def block(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
         """The time of a block of K in each round."""
         product = self.wait + config.warpgroups * (self.warpgroup + self.product * config.tile_m)
-        nbytes = format.block * (config.tile_n * format.bits / 8 + config.tile_m)
+        x_bytes = config.tile_m * format.word_bits / 8
+        nbytes = format.block * (config.tile_n * format.bits / 8 + x_bytes)
         return max(product, self.megabyte * nbytes * programs * 1e-6)
 
 

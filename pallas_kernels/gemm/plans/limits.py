@@ -36,8 +36,6 @@ def why_not_warpgroups(problem: Problem) -> str | None:
     if reason := why_no_wgmma(problem.limits):
         return reason
     format, outputs = problem.weight, problem.outputs
-    if format.codes == "float4":
-        return f"{format} is decoded by Triton's kernel alone"
     scales_groups = format.group_size is not None and code_kinds.of(format).has_group_scales
     if format.operand and scales_groups and format.codes != "int4":
         return f"{format} has 8-bit activations, and scales per group of input channels"

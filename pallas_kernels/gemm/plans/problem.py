@@ -45,7 +45,7 @@ class Problem:
     @property
     def has_table(self) -> bool:
         """Whether codes are indices of a table, in which kernels look up values."""
-        return code_kinds.of(self.weight).has_table
+        return code_kinds.has_table(self.weight)
 
     @property
     def blocks(self) -> int:

@@ -16,6 +16,9 @@ from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, TritonConfig, W
 
 WGMMA_CAPABILITY = 9.0  # the compute capability of GPUs with `wgmma`
 BARRIER_BYTES = 2048  # the most bytes of all barriers, and of the padding between arrays
+# The most bytes between arrays, each of which begins at a multiple of 1024 bytes. They count where
+# further output tiles fill the memory that is left.
+ALIGNMENT_BYTES = 8192
 WORD_BLOCKS = 2  # slots for blocks of words, if x is copied plane by plane
 MOST_X_TILES = 8
 # A slot for a tile of x is free once the next tile's product has begun, so there are two at least.
@@ -31,6 +34,7 @@ class Stages(NamedTuple):
     x: int  # slots for tiles of x
     parts: int  # tiles of x in a block: 1, copied together with its words, or one for each plane
     out_rows: int  # rows of an output tile, from which sums are copied to global memory
+    out_tiles: int = 1  # output tiles of each consumer that stores, which are copied in turn
 
 
 def stages(
@@ -39,8 +43,8 @@ def stages(
     """The slots that shared memory has room for; `x` is 0 if it has room for none.
 
     With few rows or 8-bit activations, a tile of x is small: it is for a whole block, and there are
-    as many slots for x as for words. Else a tile of x is for a plane, and the number of slots is a
-    power of two.
+    as many slots for x as for words; so are those of plain matrices. Else a tile of x is for a
+    plane, and the number of slots is a power of two.
 
     dtype: of the output. gated: whether the epilogue joins halves of a tile's output channels.
     """
@@ -50,22 +54,36 @@ def stages(
         words += 4 * config.tile_m  # the scales of a block of x
     plane = config.tile_m * width
     out_rows = math.gcd(*config.product_rows, config.finished_rows, MOST_OUT_ROWS)
-    row = config.tile_n * dtype.itemsize
-    pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
+    row = config.tile_n // (2 if gated else 1) * dtype.itemsize
+    pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.has_table(format) else 0
     room = device.shared_memory(WGMMA_CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
     room -= 2 * config.tile_m * config.tile_n if gated else 0  # half of the sums, in float32
-    if config.has_few_rows or format.operand:
+    if config.has_few_rows or format.operand or format.is_flat:
         room = (room - out_rows * row) // config.shares
-        count = max(0, min(MOST_X_TILES // config.shares, room // (words + format.planes * plane)))
+        count = max(0, room // (words + format.planes * plane))
+        if config.ahead is not None:  # slots for all blocks that are copied early, or none
+            count = config.ahead if config.ahead <= count else 0
+            return Stages(count, count, 1, out_rows)
+        count = min(MOST_X_TILES // config.shares, count)
         # Measured: five to seven slots are slower than four, and four slower than eight.
         count = 4 if 4 < count < MOST_X_TILES else count
-        return Stages(count, count, 1, out_rows)
+        room -= count * (words + format.planes * plane) + ALIGNMENT_BYTES
+        return Stages(count, count, 1, out_rows, _out_tiles(config, out_rows, room // row))
     room -= WORD_BLOCKS * words
     if room - out_rows * row < LEAST_X_TILES_OF_PLANES * plane:
         out_rows = max(ROW_MULTIPLE, out_rows // 2)  # the tile is written out in more parts
     most = max(0, min(MOST_X_TILES, (room - out_rows * row) // plane))
     # With a power of two, the slot of a tile is computed without a division.
-    return Stages(WORD_BLOCKS, 1 << most.bit_length() - 1 if most else 0, format.planes, out_rows)
+    x = 1 << most.bit_length() - 1 if most else 0
+    room -= out_rows * row + x * plane + ALIGNMENT_BYTES
+    out_tiles = _out_tiles(config, out_rows, room // row)
+    return Stages(WORD_BLOCKS, x, format.planes, out_rows, out_tiles)
+
+
+def _out_tiles(config: WarpgroupConfig, out_rows: int, more_rows: int) -> int:
+    """The output tiles of a consumer: one, and those that fit memory for `more_rows` rows."""
+    parts = min(config.most_out_tiles, config.finished_rows // out_rows)
+    return 1 + max(0, min(parts - 1, more_rows // out_rows))
 
 
 def sent_bytes(config: WarpgroupConfig) -> int:
@@ -81,10 +99,9 @@ def why_no_room(
 ) -> str | None:
     """The reason why shared memory is too small for a configuration, or None if it is enough.
 
-    The output's dtype is taken to be float32, the widest, or with a gate that of x.
+    The output's dtype is taken to be float32, the widest.
     """
-    dtype = jnp.dtype(jnp.bfloat16 if gated else jnp.float32)
-    staged = stages(format, config, dtype, gated=gated)
+    staged = stages(format, config, jnp.dtype(jnp.float32), gated=gated)
     least = LEAST_X_TILES if staged.parts == 1 else LEAST_X_TILES_OF_PLANES
     if staged.x < least:
         return f"shared memory has no room for {least} tiles of x of each warpgroup"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import (
     FEW_ROWS,
@@ -58,6 +59,33 @@ def _row_step(rows: int, format: WeightFormat) -> int:
     return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 
 
+def _why_not_ahead(config: WarpgroupConfig, format: WeightFormat, *, gated: bool) -> str | None:
+    """The reason why a kernel can't copy words before the kernel before it has ended, or None."""
+    if gated:
+        return "words can't be copied ahead for experts, whose numbers another kernel writes"
+    if format.operand or not config.has_few_rows:
+        return (
+            f"words of {config.tile_m} rows of {format} can't be copied ahead; those of up to "
+            f"{FEW_ROWS} rows of 16 bits can"
+        )
+    if code_kinds.of(format).has_table:
+        return f"words of {format} can't be copied ahead: its table is converted by another kernel"
+    return None
+
+
+def _row_limits(config: WarpgroupConfig, format: WeightFormat) -> tuple[int, int]:
+    """The number of which a tile's rows are a multiple, and the most that they can be."""
+    step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
+    if format.codes == "int4":
+        return step, MOST_ROWS_OF_INT4[config.warpgroups]
+    if format.operand and config.tile_m > most:
+        by_warpgroups = MOST_ROWS_OF_INT8 if format.is_flat else MOST_ROWS_OF_LIQUID4
+        return TWO_PRODUCTS_ROW_MULTIPLE, by_warpgroups[config.warpgroups]
+    if config.warpgroups == 4 and format.is_packed and not format.operand:
+        return step, config.most_rows_of_four
+    return step, most
+
+
 def why_unsound(
     config: WarpgroupConfig, format: WeightFormat, *, gated: bool = False
 ) -> str | None:
@@ -67,14 +95,9 @@ def why_unsound(
     """
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
-    step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
-    if format.codes == "int4":
-        if config.has_few_rows:
-            return f"{config.tile_m} rows in a tile; int4 has no main loop for {FEW_ROWS} or fewer"
-        most = MOST_ROWS_OF_INT4[config.warpgroups]
-    elif format.operand and config.tile_m > most:
-        by_warpgroups = MOST_ROWS_OF_INT8 if format.is_flat else MOST_ROWS_OF_LIQUID4
-        step, most = TWO_PRODUCTS_ROW_MULTIPLE, by_warpgroups[config.warpgroups]
+    if format.codes == "int4" and config.has_few_rows:
+        return f"{config.tile_m} rows in a tile; int4 has no main loop for {FEW_ROWS} or fewer"
+    step, most = _row_limits(config, format)
     if config.tile_m % step or config.tile_m > most:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "
@@ -87,6 +110,8 @@ def why_unsound(
             f"{config.shares} warpgroups can't share outputs of {config.tile_m} rows of {format}; "
             f"up to {FEW_ROWS} can, of weights that are decoded"
         )
+    if config.ahead is not None and (reason := _why_not_ahead(config, format, gated=gated)):
+        return reason
     if gated and config.warpgroups % 2:
         return f"{config.warpgroups} warpgroups can't divide gate and up evenly"
     return why_no_room(format, config, gated=gated)

@@ -53,23 +53,25 @@ class Consumer:
         # Columns beyond the matrix read the scales of other channels, and nothing stores their
         # sums.
         output = program.outputs_of(self.half) + column * WARPGROUP_OUTPUTS
-        output = jnp.minimum(output, arguments.words.shape[1] - WARPGROUP_OUTPUTS)
+        output = jnp.minimum(output, program.outputs - WARPGROUP_OUTPUTS)
         self.output_range = pl.ds(output, WARPGROUP_OUTPUTS)  # in the matrix
         # Parameters [N] of whole output channels, if there are any.
         of_outputs = arguments.channel_scales
-        if not call.has_groups:
+        if not (call.has_groups or call.is_plain):
             of_outputs = arguments.parameters.at[program.matrix]
         self.output_parameters = None
         if of_outputs is not None:
             self.output_parameters = memory.load_row(of_outputs.at[self.output_range])
-        width = call.format.plane_width
         # The table, in the form that `kind.decoder` takes.
-        self.table = call.kind.shared(arguments.table, call.operand, width)
+        self.table: tuple[jax.Array, ...] = ()
+        if arguments.table is not None:
+            width = call.format.plane_width
+            self.table = call.kind.shared(arguments.table, call.operand, width)
 
     def run(self) -> list[jax.Array]:
         """Multiplies its share of K: sums [64, rows], one for each of `config.product_rows`."""
         call, config = self.call, self.call.config
-        decodes_scaled = not call.kind.has_group_scales
+        decodes_scaled = not (call.is_plain or call.kind.has_group_scales)
         accumulate = functools.partial(products.accumulate, dtype=call.sum_dtype)
         if call.scales_x_blocks:
             sums = [self._of_scaled_blocks()]
@@ -169,7 +171,7 @@ class Consumer:
         return [sums[...]]
 
     def _of_blocks(self, *sums: Any) -> list[jax.Array]:
-        """The main loop for many rows of 8 bits, whose tiles of x are copied block by block.
+        """The main loop where a block's tile of x is copied at once: for 8 bits, and plain weights.
 
         sums: one for each of `config.product_rows`.
         """
@@ -186,7 +188,7 @@ class Consumer:
                 place = self.program.slot(self.share, number, call.stages.blocks)
                 memory.wait(shared.full.at[place])
                 tile = self.program.place_of(place, self.half)
-                operands = [lambda: shared.word_tiles.at[tile, self.outputs, :]]
+                operands: list[Any] = [lambda: self._flat_operand(tile)]
             else:
                 block = self._load(number)
                 place, operands = block.slot, self._decoders(block, scaled=False)
@@ -247,6 +249,13 @@ class Consumer:
 
         zeros = memory.zeros(shape, jnp.float32)
         return jax.lax.fori_loop(0, self.count, go_on, zeros)
+
+    def _flat_operand(self, tile: jax.Array) -> Any:
+        """A reference to this consumer's words [64, K of a block] in a tile of flat words."""
+        words = self.program.shared.word_tiles
+        if self.call.is_plain:
+            return products.Transposed(words.at[tile, :, self.outputs])
+        return words.at[tile, self.outputs, :]
 
     def _free_before(self, step: jax.Array, barriers: Any, slots: int, running: int = 1) -> None:
         """Frees the slot of the step before `step`, after its products are done.

@@ -133,7 +133,7 @@ class Epilogue:
         assert gate is not None
         pair = jax.lax.rem(self.column, self.program.call.columns // 2)
         rows = sums[0].shape[1]
-        size = max(math.gcd(rows, GATED_ROWS), shared.out_tiles.shape[1])
+        size = max(math.gcd(rows, GATED_ROWS), self.program.call.stages.out_rows)
 
         @pl.when(self.consumer.half == 1)
         def _send() -> None:
@@ -153,18 +153,22 @@ class Epilogue:
             memory.wait_for_stores()
 
     def _store(self, sums: jax.Array, row: int) -> None:
-        """Writes sums [64, rows] out through a tile in shared memory, some rows at a time."""
+        """Writes sums [64, rows] out through tiles in shared memory, some rows at a time."""
         program, call = self.program, self.program.call
+        rows, tiles = call.stages.out_rows, call.stages.out_tiles
         if program.arguments.row_weights is not None:
             sums *= self._of_rows(program.arguments.row_weights, row, sums)
-        tile, out = program.shared.out_tiles.at[self.column], program.arguments.out
-        for start in range(0, sums.shape[1], tile.shape[0]):
-            memory.wait_for_stores()
-            part = sums[:, start : start + tile.shape[0]].astype(out.dtype)
+        out = program.arguments.out
+        for start in range(0, sums.shape[1], rows):
+            number = (row + start) // rows
+            tile = program.shared.out_tiles.at[self.column, pl.ds(number % tiles * rows, rows)]
+            if tiles == 1 or number >= tiles:  # else nothing has been copied from the tile
+                memory.wait_for_stores(tiles - 1)
+            part = sums[:, start : start + rows].astype(out.dtype)
             memory.store_transposed(tile, part)
             target = out.at[
                 0 if call.axis else program.split,
-                pl.ds(program.first_row + row + start, tile.shape[0]),
+                pl.ds(program.first_row + row + start, rows),
                 pl.ds(program.first_output + self.column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS),
             ]
             memory.copy_out(tile, target)

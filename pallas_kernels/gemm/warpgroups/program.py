@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.formats import WeightFormat
@@ -46,8 +47,13 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> code_kinds.CodeKind:
-        """The kind of the weight's codes."""
+        """The kind of the weight's codes, which plain weights don't have."""
         return code_kinds.of(self.format)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are 16-bit matrices [K, N], whose tiles tensor cores read transposed."""
+        return not self.format.is_packed
 
     @property
     def columns(self) -> int:
@@ -67,7 +73,7 @@ class Call(NamedTuple):
     @property
     def scales_groups(self) -> bool:
         """Whether the parameters of groups are scales, which multiply sums or decoded weights."""
-        return self.kind.has_group_scales and self.has_groups
+        return self.has_groups and self.kind.has_group_scales
 
     @property
     def scales_x_blocks(self) -> bool:
@@ -100,9 +106,9 @@ class Arguments(NamedTuple):
     holds references to the parts of its expert.
     """
 
-    x: Any  # [M, K padded]
-    words: Any  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
-    parameters: Any  # [groups of parameters, N]
+    x: Any  # [M, K padded to whole blocks, or, as copies past its end are zeros, to whole planes]
+    words: Any  # [K blocks, N, columns · plane width], flat [1, N, K padded], or plain [1, K, N]
+    parameters: Any = None  # [groups of parameters, N]; plain weights have none
     table: Any = None  # [2**bits]
     channel_scales: Any = None  # [N]
     x_scales: Any = None  # [M]
@@ -120,8 +126,10 @@ class Shared(NamedTuple):
     """
 
     x_tiles: Any  # [slots, tile_m, input channels of a block or of a plane]
-    word_tiles: Any  # [slots · halves, tile_n / halves, columns · plane width]
-    out_tiles: Any  # [columns of 64 outputs, rows, 64]
+    # [slots · halves, tile_n / halves, columns · plane width], or [slots · halves, K of a block,
+    # tile_n / halves] of plain weights
+    word_tiles: Any
+    out_tiles: Any  # [columns of 64 outputs, tiles · rows, 64]
     full: Any  # barriers [slots]: words have arrived, with their parameters, and x if of a block
     free: Any  # barriers [slots]: all consumers have read the words
     # [slots · halves, parameters of a block, tile_n / halves], if groups have any
@@ -152,6 +160,7 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
     # Copies of words, parameters, x and its scales.
     halves = call.halves
     copies = halves * (1 + call.has_groups) + (staged.parts == 1) + call.scales_x_blocks
+    word_tile = config.tile_n // halves, format.columns * format.plane_width
     arrays: dict[str, Any] = {
         "x_tiles": memory.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
@@ -159,11 +168,13 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
             columns=call.operand_width,
         ),
         "word_tiles": memory.shared(
-            (slots * halves, config.tile_n // halves, format.columns * format.plane_width),
+            (slots * halves, *(word_tile[::-1] if call.is_plain else word_tile)),
             words,
             columns=format.plane_width,
         ),
-        "out_tiles": memory.shared((columns // halves, staged.out_rows, WARPGROUP_OUTPUTS), out),
+        "out_tiles": memory.shared(
+            (columns // halves, staged.out_tiles * staged.out_rows, WARPGROUP_OUTPUTS), out
+        ),
         "full": memory.Barrier(num_arrivals=copies, num_barriers=slots),
         "free": memory.Barrier(num_arrivals=columns, num_barriers=slots),
     }
@@ -189,7 +200,7 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
         of_products = columns // 2, len(products), WARPGROUP_OUTPUTS, products[0]
         arrays["up_sums"] = memory.shared(of_products, jnp.float32)
         arrays["up_full"] = memory.Barrier(num_arrivals=len(products), num_barriers=columns // 2)
-    if call.kind.has_table and not call.interpret:
+    if code_kinds.has_table(format) and not call.interpret:
         arrays["pair_rows"] = decoding.shared_rows_of_pairs(format.bits)
         arrays["filled"] = memory.Barrier(num_arrivals=config.warpgroups)
     if call.interpret:
@@ -228,7 +239,7 @@ class Program:
             tile += jax.lax.axis_index("band") * call.band_tiles
         first_row = tile * call.config.tile_m
         first_output = jax.lax.axis_index("column") * (call.config.tile_n // call.halves)
-        blocks = arguments.x.shape[1] // call.format.block
+        blocks = pl.cdiv(arguments.x.shape[1], call.format.block)
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
         expert = None
         if call.blocks is not None:
@@ -264,6 +275,12 @@ class Program:
             return block
         return self.expert * self.call.blocks + block
 
+    @property
+    def outputs(self) -> int:
+        """The number of output channels of a matrix."""
+        count: int = self.arguments.words.shape[2 if self.call.is_plain else 1]
+        return count
+
     def half_of(self, column: Any) -> Any:
         """The half of the tile that a column of 64 output channels is in: 0 without a gate."""
         return 0 if self.call.gate is None else column // (self.call.columns // 2)
@@ -272,7 +289,7 @@ class Program:
         """The first output channel of a half of the tile, in the matrix."""
         if self.call.gate is None:
             return self.first_output
-        return self.first_output + half * (self.arguments.words.shape[1] // 2)
+        return self.first_output + half * (self.outputs // 2)
 
     def place_of(self, slot: jax.Array, half: Any) -> jax.Array:
         """The tile of words, or of parameters, of a half in a slot."""

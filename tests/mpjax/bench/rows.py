@@ -106,4 +106,5 @@ def serve_row(**changes: Any) -> dict[str, Any]:
         "shared_tokens": 250,
         "preemptions": 3,
         "programs": 5,
+        "idle_share": 0.025,
     } | changes

@@ -10,7 +10,7 @@ import pytest
 from mpjax.bench.random_model import random_model
 from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.language_model import weight_formats
-from mpjax.models import Qwen3, llama_layers
+from mpjax.models import ExpertsSpec, Qwen3, Qwen3MoE, llama_layers
 from tests.mpjax.bench.rows import SMALL_MODEL
 
 
@@ -37,6 +37,24 @@ def test_maps_with_blocks_have_the_orders_of_a_calibrated_model():
         "mlp.gate_up": True,
         "mlp.down": False,
     }
+
+
+def test_heads_of_whole_blocks_keep_their_order():
+    config = dataclasses.replace(SMALL_MODEL, head_dim=128)
+    model = jax.eval_shape(lambda: random_model(Qwen3, config, WeightFormat("int4", 128)))
+    assert model.layers[0].attention.output.kernel.get_value().permutation is None
+
+
+def test_blocks_of_experts():
+    spec = ExpertsSpec(128, num_experts=4)
+    layers = tuple(dataclasses.replace(layer, mlp=spec) for layer in SMALL_MODEL.layers)
+    config = dataclasses.replace(SMALL_MODEL, layers=layers)
+    model = random_model(Qwen3MoE, config, WeightFormat.parse("int4:g128/int8"))
+    experts = model.layers[0].mlp.experts
+    for linear, is_ordered in ((experts.gate_up, True), (experts.down, False)):
+        kernel = linear.kernel.get_value()
+        assert kernel.activation_bits.shape == kernel.parameters.shape[:2]
+        assert (kernel.permutation is not None) == is_ordered
 
 
 def test_without_a_format_and_with_biases():

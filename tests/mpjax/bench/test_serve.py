@@ -30,6 +30,7 @@ def test_an_engine_and_static_batches_do_the_same():
         assert row["seconds"] > 0
         assert row["first_token_seconds"]["p50"] <= row["first_token_seconds"]["p99"]
     assert engine["late_steps"] <= engine["steps"]
+    assert 0 <= engine["idle_share"] < 1
     assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
 
 
@@ -50,9 +51,16 @@ def test_cells_are_in_the_order_of_the_headers():
         "longest gap": "100 ms",
         "shared": "25%",
         "preempted": "3",
+        "idle": "2.5%",
     }
     short = serve_row(token_seconds=None, gap_seconds=None, shared_tokens=0, preemptions=0)
-    assert serve.cells(short)[6:] == [""] * 4
+    assert serve.cells(short)[6:-1] == [""] * 4
+    batches = serve_row(through="batches")
+    del batches["idle_share"]
+    assert serve.cells(batches)[-1] == ""
+    counts = {"proposed_tokens": 40, "accepted_tokens": 30}
+    speculated = serve_row(speculate="Ngram(k=4, n=3)", **counts)
+    assert serve.cells(speculated)[1] == "engine, 75% of 40 proposed"
 
 
 def test_what_is_drawn_is_the_same_each_time():

@@ -6,6 +6,8 @@ import pytest
 
 from mpjax.bench import sums
 
+MESH = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+
 
 @pytest.mark.parametrize(
     ("devices", "sizes", "message"),
@@ -30,14 +32,13 @@ def test_ways_are_known():
 @pytest.mark.parametrize("way", [way for way in sums.WAYS if way != "peer"])  # a GPU's
 def test_each_way_adds(way):
     x = np.arange(12, dtype=np.float32).reshape(3, 4)[:, :3]
-    found = jax.vmap(lambda row: sums.WAYS[way](row, "i"), axis_name="i")(x)
+    found = jax.vmap(lambda row: sums.WAYS[way](row, "i", MESH), axis_name="i")(x)
     np.testing.assert_array_equal(found, [[12, 15, 18]] * 3)
 
 
 def test_a_row_for_each_dtype_and_size(monkeypatch):
     """On a mesh of one device, whose sums are the arrays themselves."""
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
-    monkeypatch.setattr(sums, "read_devices", lambda devices: mesh)
+    monkeypatch.setattr(sums, "read_devices", lambda devices: MESH)
     monkeypatch.setattr(sums, "CHAIN", 2)
     options = (("xla_cpu_enable_fast_math", False),)
     sweep = sums.Sweep(2, (1, 2), options=options)

@@ -201,12 +201,33 @@ def expect(message, source, files, dtype="bfloat16", bias=False):
     assert "\n" not in str(caught.value)
 
 
-def test_float32_scales_that_16_bits_cannot_hold_are_refused(rng):
+@pytest.mark.parametrize(
+    ("factor", "dtype", "most"), [(1, "float16", 2**-11), (2.0**-20, "bfloat16", 2**-8)]
+)
+def test_float32_scales_are_rounded_to_the_better_of_16_bits(factor, dtype, most, rng):
     codes, scales, zeros = random_codes(rng, np.float32)
-    scales[1, 2] = 1 / 3
+    scales = (scales * factor * 1.1).astype(np.float32)
     files = Files()
     source = files.source("a", pack_awq(codes, scales, zeros), AWQ, UINT4)
-    expect(r"^a\.scales is float32 with values that neither float16 nor", source, files)
+    message = rf"scales in float32 are rounded to {dtype}, in which W4g32 keeps them: by 0\."
+    with pytest.warns(UserWarning, match=message):
+        [part] = convert_linear(place("a"), [source], "bfloat16", files.read)
+    assert kernel_of(part).scale_dtype == dtype
+    expected = dequantized(codes, scales, zeros)
+    error = abs(kernel_of(part).dequantize() - expected) / np.maximum(abs(expected), 2.0**-126)
+    assert 0 < error.max() <= most
+
+
+def test_scales_that_no_16_bits_hold_are_refused(rng):
+    codes, scales, zeros = random_codes(rng, np.float32)
+    scales[1, 2] = 3.4e38  # above bfloat16's largest number
+    files = Files()
+    source = files.source("a", pack_awq(codes, scales, zeros), AWQ, UINT4)
+    expect(
+        r"^a has float32 scales beyond the range of float16 and bfloat16, in which W4g32",
+        source,
+        files,
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

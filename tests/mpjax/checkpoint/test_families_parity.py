@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from mpjax.loading import load
-from tests.mpjax.checkpoint.test_huggingface_parity import BATCH, VOCABULARY, build, generate
+from tests.mpjax.checkpoint.test_huggingface_parity import (
+    BATCH,
+    SIZES,
+    VOCABULARY,
+    build,
+    generate,
+    transformers,
+)
 from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
@@ -84,3 +91,25 @@ def test_logits_and_greedy_tokens(name, tmp_path):
     np.testing.assert_array_equal(
         generate(loaded, prompt.astype(np.int32), count), greedy.numpy()[:, prompt.shape[1] :]
     )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("family", "text"), [("Gemma3", "gemma3_text"), ("Mistral3", "mistral")])
+def test_text_models_of_models_that_read_images(family, text, tmp_path):
+    sizes = SIZES | {"head_dim": 32, "model_type": text, "tie_word_embeddings": family == "Gemma3"}
+    sizes |= WINDOW | {"query_pre_attn_scalar": 24} if family == "Gemma3" else {}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"model_type": "siglip_vision_model" if family == "Gemma3" else "pixtral"}
+    whole = getattr(transformers, f"{family}Config")(
+        **{"text_config": sizes, "vision_config": vision, "eos_token_id": None},
+        **{"tie_word_embeddings": family == "Gemma3", "image_token_index": 95},
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(whole).eval()
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 90, (BATCH, 40))
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    found = np.asarray(load(tmp_path, dtype="float32").model(tokens.astype(np.int32)))
+    np.testing.assert_allclose(found, expected, atol=5e-5 * max(1, abs(expected).max()))

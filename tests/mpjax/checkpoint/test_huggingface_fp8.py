@@ -187,22 +187,24 @@ def test_weights_agree_with_a_precision_and_activations_follow_it(tmp_path, rng)
             mpjax.load(folder, precision=text)
 
 
-def test_static_scales_of_activations_need_a_choice(tmp_path, rng):
+def test_other_scales_of_activations_need_a_choice(tmp_path, rng):
     folder, tensors, weights = write(tmp_path, STATIC, rng)
     for name in weights:
         tensors[f"{name}.input_scale"] = np.ones(1, np.float32)
     hf = huggingface.read_config(folder)
+    inputs = hf["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+    inputs["dynamic"] = True  # of all tokens together
     write_checkpoint(folder, hf, tensors)
     message = (
         f"{folder}/config.json: the checkpoint was made for activations in 8-bit float with "
-        "static scales, which are not implemented: ask for the precision WFP8gKA16KV16 or "
-        "WFP8AFP8KV16"
+        "dynamic scales (strategy 'tensor'), which are not implemented: ask for the precision "
+        "WFP8gKA16KV16 or WFP8AFP8KV16"
     )
     rows = CliRunner().invoke(app, ["info", str(folder)]).stdout
     assert re.search(r"^precision +WFP8gKA16KV16$", rows, re.MULTILINE)
     assert re.search(
-        "^activations +made for 8-bit float with static scales, not implemented: load it as "
-        "WFP8gKA16KV16 or WFP8AFP8KV16$",
+        r"^activations +made for 8-bit float with dynamic scales \(strategy 'tensor'\), not "
+        "implemented: load it as WFP8gKA16KV16 or WFP8AFP8KV16$",
         rows,
         re.MULTILINE,
     )
@@ -216,9 +218,14 @@ def test_static_scales_of_activations_need_a_choice(tmp_path, rng):
         assert lm.precision == precision
         require_weights(lm.model, tensors, weights)
         assert (info.inspect(folder).describe() == lm.describe()) == ("A16" in precision)
-    # In any other checkpoint they are foreign.
+    # In a checkpoint of plain numbers they are foreign.
     del hf["quantization_config"]
-    write_checkpoint(folder, hf, tensors)
+    plain = {name: array for name, array in tensors.items() if not name.endswith("weight_scale")}
+    plain = {
+        name: array.astype(np.float32) if name.endswith(".weight") else array
+        for name, array in plain.items()
+    }
+    write_checkpoint(folder, hf, plain)
     with pytest.raises(CheckpointError, match=r"tensors \(model.layers.0.mlp.down_proj.input_sc"):
         mpjax.load(folder)
 

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import ml_dtypes
+import numpy as np
 import pytest
 
+from mpjax.models.registry import FAMILIES
+from tests.models.sharded_families import keys
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,3 +77,66 @@ def test_host_memory_is_bounded_by_the_largest_tensors(precision, tmp_path, rng)
     )
     assert total > 2.5e8
     assert extra < 6 * largest
+
+
+EXPERTS = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 2,
+    "torch_dtype": "bfloat16",
+}
+# A small model comes first, for imports, compiler and allocator.
+PROGRAM_OF_EXPERTS = """
+import json, resource, sys
+import jax
+from flax import nnx
+from mpjax.checkpoint import convert, huggingface
+from mpjax.devices import read_devices
+
+convert.PIECE_BYTES = 8 << 20
+folder, small = sys.argv[1:]
+huggingface.load(small, mesh=read_devices(8))
+open("/proc/self/clear_refs", "w").write("5")
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+model = huggingface.load(folder, mesh=read_devices(8))
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if "VmHWM" in line)
+shards = [s for leaf in jax.tree.leaves(nnx.state(model)) for s in leaf.addressable_shards]
+print(json.dumps({"growth": peak - before, "nbytes": sum(s.data.nbytes for s in shards)}))
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_experts_for_several_devices_are_never_all_in_memory(tmp_path, rng):
+    """A layer's stacks of 128 MB and of 64 MB, of which 8 MB are whole at a time."""
+    for name, changes in (("large", {}), ("small", {"num_local_experts": 4})):
+        hf = keys("MixtralForCausalLM") | EXPERTS | changes
+        decoder = FAMILIES["MixtralForCausalLM"]
+        config = decoder.config_from_hf(hf)
+        shapes = {place.name: place.shape for place in decoder.array_places(config)}
+        for place in decoder.linear_places(config):
+            for linear, (inputs, outputs) in zip(place.names, place.shapes, strict=True):
+                shapes[f"{linear}.weight"] = (outputs, inputs)
+        tensors = {key: rng.random(shape, np.float32) for key, shape in shapes.items()}
+        tensors = {key: array.astype(ml_dtypes.bfloat16) for key, array in tensors.items()}
+        write_checkpoint(tmp_path / name, hf, tensors)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM_OF_EXPERTS, tmp_path / "large", tmp_path / "small"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "MALLOC_MMAP_THRESHOLD_": "262144",  # memory that is freed goes back at once
+        },
+    )
+    measured = json.loads(done.stdout)
+    extra = measured["growth"] - measured["nbytes"]
+    print(f"{extra / 1e6:.0f} MB beside the model's {measured['nbytes'] / 1e6:.0f} MB")
+    assert measured["nbytes"] > 1.9e8
+    assert extra < 6e7

@@ -8,6 +8,7 @@ from mpjax.checkpoint.outlook import look
 from tests.mpjax.checkpoint import saved_models
 from tests.mpjax.checkpoint.gguf.write_gguf import write_llama
 from tests.mpjax.checkpoint.write_checkpoint import (
+    CACHE,
     CONFIGS,
     compressed_fp8,
     linear_shapes,
@@ -28,6 +29,7 @@ def test_plain_weights_can_be_rounded(tmp_path, rng):
     folder = saved_models.plain(tmp_path, rng)
     found = look(open_headers(folder))
     assert (found.contents, found.activations, found.rounded) == ("numbers in bfloat16", None, None)
+    assert found.cache is None
     assert [*found.others] == ["W8g64A16KV8", "W4g64A16KV8"]
     require_true(folder, found.others)
 
@@ -58,12 +60,17 @@ def test_codes_that_must_stay(tmp_path, rng):
 
 def test_activations_that_can_be_chosen(tmp_path):
     rng, written = np.random.default_rng(0), compressed_fp8("channel", "token")
+    written["kv_cache_scheme"] = CACHE | {"dynamic": True}
     hf = CONFIGS["llama"] | {"quantization_config": written}
     tensors = random_tensors(hf, rng)
     for module in linear_shapes(hf):
         pack_module_fp8(tensors, written, module)
     found = look(open_headers(write_checkpoint(tmp_path, hf, tensors)))
     assert found.contents == "FP8, codes kept as WFP8gK"
+    assert found.cache == (
+        "made for 8-bit float with dynamic scales: KV8 has integers with a scale for each token "
+        "and head"
+    )
     assert sorted(found.others) == ["WFP8AFP8KV16", "WFP8gKA16KV16"]
     assert len(set(found.others.values())) == 1
 

@@ -118,6 +118,7 @@ def test_maps_that_become_one_wait_for_each_other(rng):
     one = 2 * hf["hidden_size"] * hf["intermediate_size"]  # bytes on the device
     tensors = random_tensors(hf, rng, np.float16)
     assert planned(tensors, hf).working_bytes == 3 * one
+    assert planned(tensors, hf).undivided_bytes == 2 * one  # gate and up, before they are cut
 
 
 def expect(message, tensors, hf=LLAMA, quantize=None):

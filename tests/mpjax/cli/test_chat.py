@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from typer.testing import CliRunner
 
 import mpjax
+from mpjax.channels import THINK, Splitter
 from mpjax.cli import chat
 from mpjax.cli.application import app
 
@@ -81,6 +84,50 @@ def test_an_interrupt_stops_the_answer_alone(talk, heard):
     assert heard[1][0] == [user("interrupt me"), assistant("half "), user("more")]
 
 
+@pytest.fixture
+def reasoned(chat_folder, tmp_path, monkeypatch):
+    """Two turns with a model that says these answers: the output, and the first as remembered."""
+
+    def call(answers, *arguments):
+        folder, asked, left = tmp_path / "model", [], [*answers]
+        if not folder.exists():
+            shutil.copytree(chat_folder, folder)
+            file = folder / "chat_template.jinja"
+            file.write_text(file.read_text(encoding="utf-8") + "{# <think> </think> #}", "utf-8")
+
+        def stream(lm, messages, **options):
+            asked.append(messages)
+            yield from left.pop(0)
+
+        monkeypatch.setattr(mpjax, "stream", stream)
+        command = ["chat", "--model", str(folder), *arguments]
+        return CliRunner().invoke(app, command, input="why\nand\n"), asked[1][1]
+
+    return call
+
+
+def test_reasoning_is_left_out_or_stands_before_the_answer(reasoned):
+    answers = ["<thi", "nk>\nHm", ".</think>\n\nYes", "."], ["No."]
+    result, remembered = reasoned(answers)
+    assert (result.stdout, remembered) == ("Yes.\nNo.\n", assistant("Yes."))
+    result, remembered = reasoned(answers, "--reasoning")
+    assert (result.stdout, remembered) == ("Hm.\n\nYes.\nNo.\n", assistant("Yes."))
+
+
+def test_an_answer_that_is_all_reasoning_says_so(reasoned):
+    result, remembered = reasoned([["<think>\nHm"], ["No."]])
+    assert (result.stdout, remembered) == ("\nNo.\n", assistant(""))
+    assert "the answer ended in its reasoning: allow more --max-new-tokens" in result.stderr
+
+
+def test_a_terminal_shows_reasoning_dimmed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    writer = chat._Writer(Splitter(THINK), shows_reasoning=True)
+    writer.write("<think>Hm.</think>Yes.")
+    writer.end()
+    assert capsys.readouterr().out == "\x1b[2mHm.\x1b[0m\n\nYes.\n"
+
+
 def test_unknown_commands_are_not_said(talk, heard):
     result = talk("/help\nhi\n")
     assert "unknown command /help: expected /reset or /exit" in result.stderr
@@ -114,7 +161,7 @@ def test_an_answer_is_written_as_it_comes_after_its_beginning(ahead, capsys):
             shown.append(capsys.readouterr().out)
             yield piece
 
-    assert chat._write_answer(pieces(), "Compiling", ahead) == "abc"
+    assert chat._write_answer(pieces(), "Compiling", ahead, chat._Writer()) == "abc"
     expected = {1: ["", "", "a", "b"], 2: ["", "", "a", "b"], 9: ["", "", "", ""]}
     assert shown == expected[ahead]
     assert capsys.readouterr().out == ("abc\n" if ahead == 9 else "c\n")

@@ -89,7 +89,13 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     kept = f"{str(method).upper()}, codes kept as W4g32"
     assert contents == (f"numbers in {summary['dtype']}" if method is None else kept)
     assert len(others) == 2 * len(loads)
-    nothing = {"can_run": True, "activations": None, "rounded": None, "tokenizer": None}
+    nothing = {
+        "can_run": True,
+        "activations": None,
+        "cache": None,
+        "rounded": None,
+        "tokenizer": None,
+    }
     assert found == summary | nothing
     cache = lm.model.create_cache(1, 256, "KV8")
     assert memory["KV8"] == {"256": summary["packed_bytes"] + summary["other_bytes"] + cache.nbytes}

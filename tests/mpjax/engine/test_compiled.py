@@ -3,34 +3,49 @@ from __future__ import annotations
 import pytest
 
 from mpjax.engine.compiled import Programs
-from mpjax.engine.planner import Sizes, small_chunk
+from mpjax.engine.planner import Sizes, middle_chunk, small_chunk
 
 pytestmark = pytest.mark.any_version
 
 
+@pytest.mark.parametrize("proposed", [0, 4])
 @pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
 @pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, tiny):
-    found = Programs(tiny.model, Sizes(slots, 9, 32, chunk=chunk, rides=rides))
+def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, proposed, tiny):
+    sizes = Sizes(slots, 9, 32, chunk=chunk, rides=rides, proposed=proposed)
+    found = Programs(tiny.model, sizes)
     decoding = sum(map(len, found.decoding_sizes.values()))
-    # A reading that is not greedy has one size; scores and clearing have one program each.
-    riding = len(found.rider_sizes[True]) - 1 if rides else 0
-    assert decoding + len(found.reading_sizes) + riding + 1 + 2 <= 15
-    assert found.reading_sizes[0] == small_chunk(chunk)
+    few = len(found.rider_sizes[True]) - 1 if rides else 1
+    reading = sum(
+        len(sizes) * (few if greedy and riders else 1)
+        for (greedy, riders), sizes in found.reading_sizes.items()
+    )
+    # Scores, clearing and what proposers read have one program each.
+    assert decoding + reading + 2 + bool(proposed) <= 15
+    assert found.reading_sizes[True, False][0] == small_chunk(chunk)
     for rows in (0, 1, slots):
         if rides:
             sizes = [found.rider_size(rows, greedy=how, scored=False) for how in (True, False)]
             assert (sizes[0] == 0) == (rows == 0)
             assert rows <= sizes[0] <= sizes[1] == slots
     assert found.rider_size(0, greedy=False, scored=True) == 0
-    assert found.reading_sizes[-1] == chunk
-    assert found.reading_size(chunk, greedy=False, scored=False) == chunk
-    assert found.reading_size(1, greedy=True, scored=False) <= max(chunk // 8, 16)
-    assert found.reading_size(1, greedy=False, scored=True) == found.scored_size <= chunk
+    for greedy in (True, False):
+        riders = found.rider_size(0, greedy=greedy, scored=False)
+        assert found.reading_size(chunk, riders, greedy=greedy, scored=False) == chunk
+        riders = found.rider_size(1, greedy=greedy, scored=False) if rides else 0
+        middle = middle_chunk(chunk)
+        assert found.reading_size(middle, riders, greedy=greedy, scored=False) == middle
+    assert found.reading_size(1, 0, greedy=True, scored=False) <= max(chunk // 16, 16)
+    assert found.reading_size(1, 0, greedy=False, scored=True) == found.scored_size <= chunk
     for rows in {1, 2, slots // 2 + 1, slots}:
         if rows <= slots:
             size = found.decoding_size(rows, steps=8, greedy=True)
-            assert rows <= size <= min(slots, max(4, 16 * rows))
+            assert rows <= size <= min(slots, max(4, 64 * rows))
             for greedy in {not rides, False}:
                 assert rows <= found.decoding_size(rows, steps=1, greedy=greedy) <= slots
+
+
+def test_single_steps_have_all_sizes_where_there_are_no_others(tiny):
+    found = Programs(tiny.model, Sizes(64, 9, 32, steps=1))
+    assert found.decoding_sizes[True, 1] == [1, 4, 8, 32, 64]

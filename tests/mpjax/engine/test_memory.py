@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpjax.engine import memory
+from mpjax.engine.planner import Sizes
 from mpjax.engine.state import page_bytes, residual_bytes
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
@@ -17,15 +18,18 @@ def lm(tiny):
     return dataclasses.replace(tiny, kv_format=KVFormat("4cg32"), page_size=32)
 
 
+SIZES = Sizes(2, 0, 32, chunk=64, sequences=2)
+
+
 def pages(lm, given, slots=2, tokens=100):
-    return memory.count_pages(lm, slots, tokens, given, 64)
+    return memory.count_pages(lm, dataclasses.replace(SIZES, slots=slots), tokens, given)
 
 
 def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
     fixed, each = residual_bytes(lm, 2) + 2 * lm.config.vocab_size, page_bytes(lm)
     assert pages(lm, fixed + 3 * each + each // 2) == 1 + 3
     assert pages(lm, 10**9) == pages(lm, None) == 1 + 8
-    working = memory._working_bytes(lm, 2, 64)
+    working = memory._working_bytes(lm, SIZES)
     monkeypatch.setattr(memory, "free_bytes_on", lambda mesh: working + 2 * (fixed + 4 * each))
     assert pages(lm, 0.5) == 1 + 4
     assert pages(lm, 1) == 1 + 8
@@ -49,11 +53,26 @@ def test_more_than_is_free_is_refused(lm, monkeypatch):
 
 
 def test_room_is_left_for_the_terms_of_experts(lm):
-    """Of the widest layer: float32 [experts of a token, chunk, hidden], beside inner channels."""
-    config, inner = lm.config, lm.config.intermediate_size
-    before = memory._working_bytes(lm, 2, 64)
-    experts = LayerSpec(config.layers[0].attention, ExpertsSpec(inner, experts_per_token=3))
-    mixed = dataclasses.replace(config, layers=(*config.layers[1:], experts))
+    """Of the widest layer."""
+    config = lm.config
+    before = memory._working_bytes(lm, SIZES)
+    experts = ExpertsSpec(config.intermediate_size, experts_per_token=3)
+    layer = LayerSpec(config.layers[0].attention, experts)
+    mixed = dataclasses.replace(config, layers=(*config.layers[1:], layer))
     other = SimpleNamespace(config=mixed)
-    further = 64 * (2 * 3 * inner * 4 + 3 * config.hidden_size * 4)
-    assert memory._working_bytes(other, 2, 64) == before + further
+    found = memory._working_bytes(other, SIZES) - before
+    inside = (spec.working_bytes(config, 64) for spec in (experts, config.layers[0].mlp))
+    assert found == next(inside) - next(inside) > 0
+
+
+def test_room_is_left_for_rows_that_ride_along(lm):
+    """Beside a chunk: their activations, and the logits that they draw from."""
+    config, sizes = lm.config, dataclasses.replace(SIZES, slots=100, sequences=32)
+    apart, riding = (
+        memory._working_bytes(lm, dataclasses.replace(sizes, rides=rides))
+        for rides in (False, True)
+    )
+    activations = 3 * (config.intermediate_size + config.hidden_size) * 4
+    assert riding - apart == 64 * activations + 32 * 12 * config.vocab_size
+    wide = dataclasses.replace(sizes, chunk=200)
+    assert memory._working_bytes(lm, wide) - apart == 100 * activations

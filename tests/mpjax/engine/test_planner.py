@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes, scored_chunk
+from mpjax.engine.planner import Decode, Extend, Planner, Sizes, middle_chunk, scored_chunk
+from mpjax.engine.row import Row
 
 pytestmark = pytest.mark.any_version
 
-SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, sequences=2, steps=4)
+SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, max_gap=math.inf, sequences=2, steps=4)
 
 
 def row(number=0, prompt=10, most=5, *, text=0, **how):
@@ -88,18 +90,26 @@ class Device:
         for row, new in zip(plan.rows, plan.entries, strict=True):
             length = self.lengths[row]
             drawn = length - row.prompt + 1
-            count = min(plan.steps, self.most(row) - drawn)
+            most = row.most - drawn
+            count = min(self.accepted(plan, drawn), self.most(row) - drawn)
             if count <= 0:
                 results.append((row, row.runs, drawn, 0))
                 continue
             if new is not None:
                 entry, page = new
                 assert row.pages[entry] == page
-            self.write(row, length, length + count)
+            # What is proposed and refused is written as well.
+            self.write(row, length, length + min(plan.most, most))
             self.require_content(row, length, length + count)
             self.lengths[row] = length + count
             results.append((row, row.runs, drawn, count))
         return results
+
+    def accepted(self, plan, drawn):
+        """The tokens that a program draws of a row that goes on."""
+        if plan.most == plan.steps:
+            return plan.steps
+        return 1 + (7 * drawn + plan.steps) % plan.most
 
     def clear(self):
         for _, pages in self.planner.take_left():
@@ -120,6 +130,8 @@ class Device:
 
     def step(self):
         plan = self.planner.plan()
+        if isinstance(plan, Extend):
+            self.planner.pace.learn_reading(plan.tokens, plan.work, 0.001 * plan.tokens)
         results = None if plan is None else self.run(plan)
         if plan is not None:
             for row in getattr(plan, "rows", None) or [piece.row for piece in plan.pieces]:
@@ -194,7 +206,7 @@ def test_a_prompt_is_read_in_chunks_between_steps_of_others():
 
 def test_rows_ride_along_where_a_chunk_is_read():
     """They take turns with what is small."""
-    device = Device(dataclasses.replace(SMALL, pages=80, chunk=32, rides=True))
+    device = Device(dataclasses.replace(SMALL, pages=80, chunk=128, rides=True))
     device.planner.submit(row(0, prompt=4, most=40))
     plans = [device.step()]
     device.planner.submit(row(1, prompt=80, most=4, text=100))
@@ -209,8 +221,18 @@ def test_rows_ride_along_where_a_chunk_is_read():
     device.finish()
 
 
+def test_a_drawn_row_rides_where_the_smallest_programs_are_middle_ones():
+    device = Device(dataclasses.replace(SMALL, pages=80, chunk=32, rides=True))
+    device.planner.submit(row(0, prompt=4, most=40, greedy_from=None))
+    device.step()
+    device.planner.submit(row(1, prompt=80, most=4, text=100))
+    plan = device.step()
+    assert (plan.tokens, len(plan.riders.rows)) == (middle_chunk(32), 1)
+    device.finish()
+
+
 def test_rows_without_a_page_take_turns():
-    device = Device(dataclasses.replace(SMALL, pages=10, slots=2, chunk=32, rides=True))
+    device = Device(dataclasses.replace(SMALL, pages=10, slots=2, chunk=128, rides=True))
     first, second = row(0, prompt=4, most=8), row(1, prompt=31, most=1, text=100)
     device.planner.submit(first)
     device.step()
@@ -232,23 +254,6 @@ def test_several_prompts_share_a_program():
         (0, 0, 5, True, True),
         (1, 0, 11, True, False),
     ]
-
-
-def test_what_attends_to_much_is_read_in_smaller_pieces():
-    sizes = Sizes(slots=2, pages=5000, page_size=16, chunk=1024)
-    planner = Planner(sizes)
-    planner.submit(row(0, prompt=10, most=5000))
-    planner.plan()
-    planner.submit(row(1, prompt=40_000, text=7))
-    pieces = []
-    while not planner.running[-1].drawn or len(planner.running) < 2:
-        plan = planner.plan()
-        if isinstance(plan, Extend):
-            pieces.append(plan.pieces[0])
-    sizes_of = [piece.end - piece.start for piece in pieces]
-    assert sizes_of == sorted(sizes_of[:-1], reverse=True) + sizes_of[-1:]
-    assert 900 < sizes_of[0] <= 1024
-    assert 128 < sizes_of[-2] < 256
 
 
 def test_pages_of_the_youngest_go_to_the_oldest_and_nothing_is_lost():
@@ -375,6 +380,26 @@ def test_random_rows_take_single_steps():
     assert set(plans) == {(False, 1), (True, 4)}
 
 
+def test_pages_are_there_for_all_that_is_proposed():
+    """Lengths are the most that they can be, until results are known."""
+    device = Device(dataclasses.replace(SMALL, pages=40, page_size=8, proposed=3, steps=2))
+    one = row(0, prompt=6, most=40)
+    device.planner.submit(one)
+    device.step()
+    assert (one.length, one.drawn) == (6, 1)
+    plan = device.step()
+    assert (plan.steps, plan.most, len(one.pages)) == (2, 8, 2)
+    assert (one.length, one.drawn) == (6 + 8, 1 + 1)
+    while one.slot is not None:
+        device.step()
+        if one.slot is not None:
+            known = len(one.tokens)
+            assert len(one.flights) == 1
+            assert (one.length, one.drawn) == (min(known - 1 + 8, 45), min(known - 6 + 1, 40))
+    assert one.tokens == device.text(one)
+    assert device.planner.pool.available == 39
+
+
 def test_ten_thousand_may_wait():
     planner = Planner(SMALL)
     rows = [row(number, prompt=2) for number in range(10_000)]
@@ -397,10 +422,12 @@ def traces(draw):
         page_size=page_size,
         block=draw(st.sampled_from([None, None, 8])),
         chunk=draw(st.sampled_from([8, 16, 64])),
+        max_gap=draw(st.sampled_from([None, math.inf, 0.01])),
         sequences=draw(st.integers(1, 3)),
         steps=draw(st.integers(1, 4)),
         window=draw(st.sampled_from([None, None, 8])),
         rides=draw(st.booleans()),
+        proposed=draw(st.sampled_from([0, 0, 2, 3])),
     )
     rows = draw(
         st.lists(

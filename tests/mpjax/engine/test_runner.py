@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from mpjax import Sampling
+from mpjax.engine.compiled import Programs
+from mpjax.engine.planner import Decode
 from tests.mpjax.engine.conftest import make_engine
 from tests.sweeps import in_sweep
 
@@ -42,6 +44,21 @@ def test_results_are_read_a_step_late(runner, submit):
     assert not runner.requests
 
 
+def test_the_planner_learns_the_seconds_of_programs(runner, submit):
+    """Of those that were not compiled, and that the device did not wait for."""
+    pace, clock = runner.planner.pace, runner.clock
+    for _ in range(2):
+        submit([3] * 60)
+        while runner.has_work:
+            runner.step()
+    assert 0 < pace.step_seconds < 1
+    assert 0 < pace.rate(64) < 1
+    assert 0 <= clock.idle_seconds < clock.work_seconds
+    before = clock.work_seconds
+    assert runner.step() == []
+    assert clock.work_seconds == before
+
+
 @pytest.mark.parametrize("tokens", [20, 150])
 def test_what_a_row_left_is_cleared_before_the_next_program(tokens, tiny):
     """It is cancelled while its prompt is read, or while it decodes: it may be NaN by then."""
@@ -61,6 +78,19 @@ def test_what_a_row_left_is_cleared_before_the_next_program(tokens, tiny):
         layers = runner._state.layers
         written = [np.asarray(layer.keys)[own].any() for layer in layers]
         assert not any(written)
+
+
+def test_programs_that_hold_the_host_are_measured_when_they_return(tiny, monkeypatch):
+    monkeypatch.setattr(Programs, "holds_host", True)
+    with make_engine(tiny) as engine:
+        runner = engine._runner
+        engine.submit([1, 2, 3], max_new_tokens=20)
+        for _ in range(3):
+            engine.step()
+            pending = runner._pending
+        assert isinstance(pending.plan, Decode)
+        assert not pending.is_measured
+        assert runner.planner.pace.step_seconds > 0
 
 
 def test_a_stop_string_lets_the_device_go_on_and_so_is_cleared(tiny):
@@ -114,7 +144,7 @@ def test_rows_that_ride_along_draw_what_they_draw_in_turns(each, engine, tiny):
 
     expected, rode = serve(engine)
     assert not rode
-    with make_engine(tiny, chunk_tokens=32, ride=True) as riding:
+    with make_engine(tiny, chunk_tokens=128, ride=True) as riding:
         found, rode = serve(riding)
         assert rode
         numbers = riding.statistics()

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mpjax.kernels import ActivationBlocks, quantize_activations
+from mpjax.models.config import Fold
+from mpjax.models.mlp import RoutedInputs
 from mpjax.quantization.blocks import (
     BlockRule,
     block_errors,
     choose_widths,
+    in_order,
+    is_folded,
     order_of,
     permuted,
 )
@@ -100,6 +105,46 @@ def test_an_error_is_a_budget_of_each_map(limit, wide):
     found = choose_widths(rules, ERRORS)
     assert np.flatnonzero(found["a"] == 8).tolist() == wide
     assert (found["b"] == 4).all()
+
+
+def test_each_expert_is_a_map_of_its_own():
+    """The last expert saw no token: nothing is known of its blocks."""
+    experts = np.stack([ERRORS["a"], ERRORS["b"], np.full((2, 3), np.nan)], 1)
+    found = choose_widths({"e": BlockRule(3)}, {"e": experts})["e"]
+    assert found.tolist() == [[4, 8, 4], [4, 4, 8], [8, 8, 8]]
+    found = choose_widths({"e": BlockRule(error=4.0)}, {"e": experts})["e"]
+    assert found.tolist() == [[4, 8, 4], [8, 4, 8], [8, 8, 8]]
+
+
+def test_experts_have_orders_of_their_own(inputs):
+    routed = RoutedInputs(jnp.asarray(inputs), jnp.asarray(np.arange(200) % 2)[None, :, None], 3)
+    found = Statistics.of_experts(routed, jnp.ones((1, 200), bool), 16)
+    order, moved = in_order(found)
+    assert order.shape == (3, 300)
+    for expert in range(2):
+        own = statistics_of(inputs[:, expert::2])
+        np.testing.assert_array_equal(order[expert], order_of(own))
+        np.testing.assert_allclose(
+            moved.products[expert], permuted(own, order[expert]).products, rtol=1e-5, atol=1e-3
+        )
+    np.testing.assert_array_equal(order[2], np.arange(300))  # no token went there
+    last = jax.tree.map(lambda leaf: leaf[2], moved)
+    assert np.isnan(block_errors(jnp.ones((300, 8)), last)).all()
+
+
+def test_channels_of_heads_are_sorted_alike_in_their_copies(rng):
+    x = rng.standard_normal((1, 50, 2 * 3 * 128)).astype(np.float32)
+    x[..., [3, 128 + 3, 384 + 70]] *= [9, 1, 30]  # the last of the second head's first copy
+    fold = Fold("output", "qkv", 2, (2, 3, 128))
+    assert is_folded(fold)
+    assert not is_folded(Fold("output", "qkv", 2, (2, 3, 64)))
+    assert is_folded(Fold("down", "gate_up", 1, is_elementwise=True))
+    order, moved = in_order(statistics_of(x), fold)
+    heads = np.asarray(order).reshape(2, 3, 128)
+    assert sorted(heads[1, 2]) == list(range(5 * 128, 6 * 128))
+    assert (heads[:, :, 0] % 128).tolist() == [[3] * 3, [70] * 3]
+    np.testing.assert_array_equal(heads % 128, np.broadcast_to(heads[:, :1] % 128, heads.shape))
+    np.testing.assert_allclose(moved.magnitudes, np.abs(x).sum((0, 1))[order], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,45 @@ def test_a_mixture_computes_what_it_computed(shared, rng):
         np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_channels_of_experts_may_come_in_another_order(rng):
+    """With biases; each expert has an order of its own."""
+    model = small_mixture(shared=True)
+    [layer], [spec] = model.layers, model.config.layers
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 9)))
+    expected = model(tokens)
+    moved = [fold for fold in spec.folds(model.config) if fold.is_elementwise]
+    assert [fold.target for fold in moved] == ["mlp.experts.down", "mlp.shared.down"]
+    for fold in moved:
+        rows = folds.linear_of(layer, fold.target).kernel
+        before, *leading = rows.get_value(), *rows.get_value().shape[:-1]
+        order = jnp.asarray(rng.permuted(np.indices(leading)[-1], axis=-1))
+        folds.permute(layer, fold, order)
+        assert not np.array_equal(before, rows.get_value())
+        np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_channels_may_move_within_heads(rng):
+    """Those of values, with biases, and alike in all query heads that read them."""
+    config = small_config((None,), qkv_bias=True)
+    layer, spec = make_layer(config), config.layers[0]
+    for parameter in (layer.attention.qkv.parts[0].bias,):
+        parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), jnp.float32))
+    hidden = jnp.asarray(rng.standard_normal((2, 9, config.hidden_size)), jnp.float32)
+    angles = jnp.asarray(rng.uniform(0, 3, (2, 9, config.head_dim // 2)), jnp.float32)
+    expected, inputs = layer.inputs(hidden, angles)
+    [fold] = [fold for fold in spec.folds(config) if fold.target == "attention.output"]
+    heads, copies, channels = fold.repeats
+    own = rng.permuted(np.tile(np.arange(channels), (heads, 1, 1)), axis=-1)
+    firsts = np.arange(heads * copies).reshape(heads, copies, 1) * channels
+    order = jnp.asarray((firsts + own).reshape(-1))
+    folds.permute(layer, fold, order)
+    found, moved = layer.inputs(hidden, angles)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        moved["attention.output"], inputs["attention.output"][..., order], rtol=1e-5, atol=1e-6
+    )
+
+
 def test_copies_of_a_channel_share_a_scale():
     fold = Fold("output", "qkv", 2, (2, 3, 4))
     scales = jnp.arange(1.0, 25.0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mpjax.channels import THINK
 from mpjax.engine.handle import Handle, PromptLogprobs
-from mpjax.serve.answers import Answer, Chats, Completions, Piece
+from mpjax.serve.answers import Answer, Chats, Completions, Piece, pieces
 from mpjax.serve.requests import Asked
 from mpjax.serve.spelling import token_bytes
 
@@ -88,8 +91,81 @@ def test_candidates_stand_beside_each_token(tiny, handle):
         (name[80], -0.5),
     ]
     assert bytes(first["top_logprobs"][0]["bytes"]).decode() == name[90]
-    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2))["choices"]
-    assert chunk["logprobs"]["text_offset"] == [len(name[80])]
+    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2, offset=7))["choices"]
+    assert chunk["logprobs"]["text_offset"] == [7]
+
+
+def test_the_tokens_of_a_stream_are_spelled_a_few_times_each(tiny, monkeypatch):
+    """However long the stream is: twice for a token's entry and offset, and once as a candidate."""
+    spelled = []
+
+    def spell(tokenizer, token):
+        spelled.append(token)
+        return token_bytes(tokenizer, token)
+
+    monkeypatch.setattr("mpjax.serve.answers.token_bytes", spell)
+    asked, count = answer(tiny, top=1), 120
+    handle = Handle(Drawn(), 0, [70], None)
+
+    async def read():
+        style, offsets = Completions(), []
+        async for piece in pieces(asked, handle):
+            [choice] = style.chunk(asked, 0, piece)["choices"]
+            offsets += choice["logprobs"]["text_offset"]
+        return offsets
+
+    async def stream():
+        reader = asyncio.ensure_future(read())
+        for number in range(count):
+            await asyncio.sleep(0)
+            handle.tokens.append(80 + number % 3)
+            handle.logprobs.append(-1.0)
+            handle.certain += "x"
+            if number == count - 1:
+                handle.finish("length")
+            handle.report([80])
+        return await reader
+
+    offsets = asyncio.run(stream())
+    lengths = [len(tiny.tokenizer.decode([80 + number % 3])) for number in range(count)]
+    assert offsets == [0, *np.cumsum(lengths)[:-1].tolist()]
+    assert len(spelled) <= 3 * count
+
+
+class Drawn:
+    """An engine that has nothing to start."""
+
+    def start(self):
+        pass
+
+
+class Reasoning:
+    """A tokenizer with channels."""
+
+    channels = THINK
+
+    def decode(self, ids, skip_special):
+        return "<think>" if ids == [70, 71, 72] else ""
+
+
+def test_reasoning_is_told_apart_from_the_answer(handle):
+    asked = Answer(Reasoning(), "tiny", Asked([[70, 71, 72]], 2, {}, [], 0))
+    handle.certain = "Hm.</think>\n\nYes"
+    handle._row_text = SimpleNamespace(text=handle.certain)
+    [choice] = Chats().whole(asked, [handle])["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes", "Hm.")
+    [choice] = Completions().whole(asked, [handle])["choices"]
+    assert choice["text"] == handle.certain
+
+    async def deltas():
+        found = [Chats().chunk(asked, 0, piece) async for piece in pieces(asked, handle)]
+        return [chunk["choices"][0]["delta"] for chunk in found]
+
+    assert asyncio.run(deltas()) == [{"reasoning_content": "Hm.", "content": "Yes"}, {}]
+    handle.prompt = [1]
+    [choice] = Chats().whole(asked, [handle])["choices"]
+    assert choice["message"]["reasoning_content"] is None
 
 
 def test_choices_of_a_prompt_share_it(tiny, handle):
@@ -99,7 +175,7 @@ def test_choices_of_a_prompt_share_it(tiny, handle):
 
 @pytest.mark.parametrize("style", [Completions(), Chats()])
 def test_chunks_have_the_tokens_of_their_piece(tiny, handle, style):
-    piece = Piece(handle, "b", 1, 2, "stop")
+    piece = Piece(handle, "b", 1, 2, "stop", parts=[(False, "b")])
     [choice] = style.chunk(answer(tiny), 4, piece)["choices"]
     assert (choice["index"], choice["finish_reason"]) == (4, "stop")
     logprobs = choice["logprobs"]

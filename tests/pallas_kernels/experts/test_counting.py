@@ -33,6 +33,7 @@ def test_it_gives_the_sorted_tiles(name):
 
 def test_several_chunks(rng, monkeypatch):
     monkeypatch.setattr("mpjax.kernels.experts.counting.COMPARED", 1024)
+    monkeypatch.setattr("mpjax.kernels.experts.counting.PLACED", 128)
     experts = jnp.asarray(many(rng))
     require_equal(counted(experts, 20, 12, interpret=True), sorted_by_expert(experts, 20, 12))
 
@@ -45,7 +46,9 @@ def test_it_lowers(lower_for_cuda):
 
 @pytest.mark.gpu
 def test_on_the_gpu(rng):
-    for experts, count in ((many(rng), 20), (ROUTINGS["all tokens to one"], EXPERTS)):
+    most = rng.integers(0, 8, (4096, 2)).astype(np.int32)
+    cases = (many(rng), 20), (most, 8), (ROUTINGS["all tokens to one"], EXPERTS)
+    for experts, count in cases:
         array = jnp.asarray(experts)
         for rows in (8, 80):
             require_equal(counted(array, count, rows), sorted_by_expert(array, count, rows))

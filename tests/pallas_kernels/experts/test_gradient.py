@@ -9,7 +9,7 @@ import numpy as np
 from mpjax.kernels import Gate, grouped_matmul, grouped_matmul_terms, quantize
 from mpjax.kernels.experts import reference
 from mpjax.kernels.experts.epilogue import Epilogue
-from mpjax.kernels.experts.gradient import differentiable, with_gradients_of
+from mpjax.kernels.experts.gradient import differentiable
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
@@ -53,22 +53,3 @@ def test_the_kernel_has_the_gradients_of_the_reference(interpreted_triton, rng):
     grad = jax.grad(loss, (0, 1))
     for one, other in zip(grad(x, weights, "triton"), grad(x, weights, "reference"), strict=True):
         assert relative_error(one, wide(other)) < 0.02
-
-
-def test_the_gradients_of_another_function():
-    """Also with respect to the arrays in a tree, beside integers."""
-
-    def run(x: jax.Array, numbers: jax.Array, tree: dict[str, jax.Array]) -> jax.Array:
-        return jnp.zeros_like(x)
-
-    def reference(x: jax.Array, numbers: jax.Array, tree: dict[str, jax.Array]) -> jax.Array:
-        return x[numbers] * tree["y"]
-
-    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
-        return with_gradients_of(run, reference, x, jnp.array([1, 1]), {"y": y}).sum()
-
-    x, y = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
-    assert loss(x, y) == 0
-    slopes = jax.grad(loss, (0, 1))(x, y)
-    np.testing.assert_array_equal(slopes[0], [0, 12])
-    np.testing.assert_array_equal(slopes[1], [3, 3])

@@ -30,10 +30,13 @@ def test_reasons_of_each_kernel(pretend_gpu):
     packed, plain = struct("uint4:g128"), struct("bfloat16")
     assert [reason(name, packed) for name in ("triton", "mosaic")] == [None, None]
     assert reason("triton", plain) is None
-    assert reason("mosaic", plain) == "bfloat16 is not packed"
+    assert reason("mosaic", plain) is None
     wide = dataclasses.replace(packed, scale_dtype="bfloat16")
     half = jax.ShapeDtypeStruct(X.shape, jnp.float16)
     assert reason("mosaic", wide) is None
+    assert reason("mosaic", plain, half) == (
+        "x is float16 and the weight bfloat16, expected one dtype"
+    )
     assert reason("mosaic", wide, half) == "scales are bfloat16, whose range float16 does not have"
     single = jax.ShapeDtypeStruct(X.shape, jnp.float32)
     for name in ("triton", "mosaic"):

@@ -13,6 +13,8 @@ from mpjax.kernels import (
     ExpertMLP,
     Gate,
     LocalExperts,
+    RouterLogits,
+    Routing,
     expert_mlp_terms,
     grouped_matmul,
     grouped_matmul_terms,
@@ -21,6 +23,8 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.experts import counting, warpgroups
 from mpjax.kernels.experts import mlp as module
+from mpjax.kernels.experts.plans import ExpertsConfig, forced
+from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
 from tests.pallas_kernels.experts.test_triton import dense, rounded, stack
 from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
@@ -28,6 +32,7 @@ from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wi
 from tests.sweeps import in_sweep
 
 TOKENS, HIDDEN, INNER = 5, 256, 128
+PAIRS = ExpertsConfig(8, 32, 1, 2, 2, tiling="pairs")
 
 
 def arguments(rng: np.random.Generator, text: str, block: int | None = None) -> tuple[Any, ...]:
@@ -103,17 +108,24 @@ def test_parts_of_the_experts_add_up(implementation, rng, monkeypatch):
     assert relative_error(total, exact(x, mlp, experts, weights)) < GATES["bfloat16"]
 
 
-def layer(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> jax.Array:
+@pytest.mark.parametrize("plan", [in_sweep(None), Plan("triton", PAIRS)], ids=["routed", "routes"])
+def test_logits_in_the_place_of_experts(plan, rng, interpreted_triton):
+    """Whether a kernel routes, or the first product does."""
+    x, mlp, _, _ = arguments(rng, "uint4:g128")
+    logits = RouterLogits(random_array(rng, (TOKENS, EXPERTS), "float32"), Routing(2))
+    with forced(plan):
+        found = expert_mlp_terms(x, mlp, logits)
+    chosen, weights = logits.route()
+    assert relative_error(found.sum(0), exact(x, mlp, chosen, weights)) < GATES["bfloat16"]
+
+
+def layer(x: Any, mlp: ExpertMLP, experts: Any, weights: Any = None) -> jax.Array:
     return expert_mlp_terms(x, mlp, experts, weights)
 
 
-def structs(tokens: int) -> tuple[Any, ...]:
-    gate_up, down = (
-        jax.eval_shape(
-            lambda w: quantize(w, "uint4:g128"), jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16)
-        )
-        for shape in ((512, 768), (384, 512))
-    )
+def structs(tokens: int, text: str = "uint4:g128") -> tuple[Any, ...]:
+    plain = (jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16) for shape in ((512, 768), (384, 512)))
+    gate_up, down = (jax.eval_shape(lambda w: quantize(w, text), weight) for weight in plain)
     x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
     chosen, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in ("int32", "float32"))
     return x, ExpertMLP(gate_up, down), chosen, weights
@@ -131,6 +143,24 @@ def test_it_lowers_with_one_order_of_tokens(lower_for_cuda, pretend_gpu):
     assert jax.eval_shape(layer, *few).shape == (2, 8, 512)
 
 
+@pytest.mark.parametrize("text", ["float4:g32", "bfloat16"])
+def test_experts_as_published_lower_with_one_order_of_tokens(text, lower_for_cuda, pretend_gpu):
+    lowered = lower_for_cuda(layer, *structs(300, text))
+    assert lowered.count(f"experts_warpgroups_{text.split(':')[0]}") >= 2
+    assert lowered.count("experts_tiles") == lower_for_cuda(layer, *structs(300)).count(
+        "experts_tiles"
+    )
+
+
+def test_of_one_token_the_first_product_routes(lower_for_cuda, pretend_gpu):
+    x, mlp, *_ = structs(1)
+    logits = jax.eval_shape(lambda: RouterLogits(jnp.zeros((1, 8)), Routing(2)))
+    with forced(Plan("triton", PAIRS)):
+        lowered = lower_for_cuda(layer, x, mlp, logits)
+    assert 'name = "experts_routed_uint4"' in lowered
+    assert 'name = "route"' not in lowered
+
+
 def test_orders_of_channels_keep_products_apart(pretend_gpu):
     x, mlp, chosen, weights = structs(300)
     order = jax.ShapeDtypeStruct((8, 384), jnp.int32)
@@ -138,6 +168,7 @@ def test_orders_of_channels_keep_products_apart(pretend_gpu):
     assert jax.eval_shape(layer, x, mlp, chosen, weights).shape == (1, 300, 512)
 
 
+LOGITS = RouterLogits(jnp.zeros((5, 6)), Routing(2))
 NO_EXPERTS = {"experts": jnp.zeros((5, 0), int), "routing_weights": jnp.zeros((5, 0))}
 ONE_NUMBER = {
     "x": jnp.asarray(1.0),
@@ -152,6 +183,8 @@ ONE_NUMBER = {
         ({"mlp": None}, "expert_mlp_terms: mlp is None: expected a"),
         ({"experts": jnp.zeros((4, 2), int)}, r"x has shape \(5, 256\)"),
         ({"routing_weights": jnp.ones(5)}, "routing_weights has shape"),
+        ({"routing_weights": None}, "routing_weights are None and experts ArrayImpl: expected"),
+        ({"experts": LOGITS}, "routing_weights are .* and experts RouterLogits: expected"),
         (NO_EXPERTS, r"experts are .* expected integers of shape \[..., k\]"),
         (ONE_NUMBER, r"experts are .* expected integers of shape \[..., k\]"),
     ],
@@ -166,13 +199,14 @@ def test_arguments_that_do_not_fit(changes, message, rng):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
 @pytest.mark.parametrize(
-    "text", ["uint4:g128", "int8/int8", "liquid4:g64/int8", "float8:gK/float8"]
+    "text",
+    ["uint4:g128", "int8/int8", "liquid4:g64/int8", "float8:gK/float8", "float4:g32", "bfloat16"],
 )
 def test_on_the_gpu(text, rng):
     """Against float64; the same bits again."""
     hidden, inner = 1024, 512
     gate_up, down = (
-        quantize(random_array(rng, (8, k, n), "float32") * k**-0.5, text)
+        quantize(random_array(rng, (8, k, n), "bfloat16") * jnp.bfloat16(k**-0.5), text)
         for k, n in ((hidden, 2 * inner), (inner, hidden))
     )
     biases = (random_array(rng, (8, size), "float32") for size in (2 * inner, hidden))

@@ -54,6 +54,15 @@ def test_a_correction_chooses_and_does_not_weigh(rng):
     np.testing.assert_allclose(weights, np.take_along_axis(scores, np.asarray(experts), -1), 1e-5)
 
 
+def test_a_bias_is_added_to_logits(rng):
+    logits, bias = rng.standard_normal((20, 8)), rng.standard_normal(8)
+    logits, bias = (jnp.asarray(x, jnp.bfloat16) for x in (logits, bias))
+    found = route(logits, Routing(2), bias=bias)
+    sums = logits.astype(jnp.float32) + bias.astype(jnp.float32)[None]
+    for one, other in zip(found, route(sums, Routing(2)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("scoring", "group_score"),
     [("softmax", "max"), ("softmax", "top_two"), ("sigmoid", "top_two")],
@@ -105,3 +114,5 @@ def test_arrays_that_do_not_fit():
         route(jnp.zeros((1, 8), jnp.int32), Routing(2))
     with pytest.raises(ValueError, match=r"route: correction is .* expected shape \(8,\)"):
         route(jnp.zeros((1, 8)), Routing(2), jnp.zeros(4))
+    with pytest.raises(ValueError, match=r"route: bias is .* expected shape \(8,\)"):
+        route(jnp.zeros((1, 8)), Routing(2), bias=jnp.zeros((1, 8)))

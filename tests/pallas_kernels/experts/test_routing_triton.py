@@ -30,18 +30,21 @@ ROUTINGS = {
 }
 
 
-def require_equal(found, routing, logits, correction):
-    experts, weights = route(logits, routing, correction, implementation="reference")
+def require_equal(found, routing, logits, *added):
+    experts, weights = route(logits, routing, *added, implementation="reference")
     np.testing.assert_array_equal(found[0], experts)
     np.testing.assert_allclose(found[1], weights, rtol=1e-5)
 
 
 @combinations(1, name=tuple(ROUTINGS), is_corrected=(False, True))
 def test_it_is_the_reference(name, is_corrected):
-    correction = jnp.asarray(CORRECTION) if is_corrected else None
+    """Without a correction of scores and a bias of logits, and with both."""
+    correction, bias = (
+        jnp.asarray(each) if is_corrected else None for each in (CORRECTION, CORRECTION[::-1])
+    )
     logits = jnp.asarray(LOGITS)
-    found = routing_triton.route(logits, correction, ROUTINGS[name], interpret=True)
-    require_equal(found, ROUTINGS[name], logits, correction)
+    found = routing_triton.route(logits, correction, bias, ROUTINGS[name], interpret=True)
+    require_equal(found, ROUTINGS[name], logits, correction, bias)
 
 
 def test_weights_have_the_gradient_of_the_reference(interpreted_triton):
@@ -61,7 +64,7 @@ DEEPSEEK_V3 = Routing(8, "sigmoid", True, 2.5, 8, 4, "top_two")
 
 @pytest.mark.parametrize("routing", [Routing(8), DEEPSEEK_V3])
 def test_it_lowers(routing, lower_for_cuda):
-    run = functools.partial(routing_triton.route, correction=None, routing=routing)
+    run = functools.partial(routing_triton.route, correction=None, bias=None, routing=routing)
     assert "route" in lower_for_cuda(run, jax.ShapeDtypeStruct((64, 256), jnp.float32))
 
 

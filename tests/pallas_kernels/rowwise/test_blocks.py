@@ -10,7 +10,7 @@ import pytest
 from mpjax.kernels import ActivationBlocks
 from mpjax.kernels.rowwise import api, blocks, reference
 from tests.pallas_kernels.oracles import wide
-from tests.pallas_kernels.rowwise.rows import EPSILON, Rows
+from tests.pallas_kernels.rowwise.rows import Rows
 
 on_gpu = pytest.param(False, marks=pytest.mark.gpu)
 
@@ -31,33 +31,6 @@ def assert_alike(found, expected):
     one, other = wide(found.values), wide(expected.values)
     assert np.abs(one - other).max() <= 1
     assert (one == other).mean() > 0.99
-
-
-@pytest.mark.parametrize("interpret", [True, on_gpu])
-@pytest.mark.parametrize(
-    ("shape", "splits", "residual", "permuted"),
-    [((5, 300), 3, True, True), ((2, 3, 512), 1, False, True), ((3, 2176), 1, True, False)],
-)
-def test_add_rms_norm(shape, splits, residual, permuted, interpret, rng):
-    rows = Rows.random(rng, shape, "bfloat16", splits=splits, residual=residual)
-    rounding = random_blocks(rng, shape[-1], permuted=permuted)
-    dtype = jnp.dtype(jnp.bfloat16)
-    stream, found = blocks.add_rms_norm(
-        *rows.arrays, rounding, epsilon=EPSILON, dtype=dtype, interpret=interpret
-    )
-    np.testing.assert_array_equal(wide(stream), wide(rows.stream()))
-    _, expected = reference.add_rms_norm(*rows.arrays, EPSILON, rounding)
-    assert_alike(found, expected)
-
-
-def test_a_norm_of_another_dtype_than_its_weight(interpreted_triton, rng):
-    rows = Rows.random(rng, (2, 300), "float32")
-    rounding = random_blocks(rng, 300, permuted=True)
-    stream, found = api.add_rms_norm(*rows.arrays, EPSILON, format=rounding, dtype=jnp.float16)
-    expected = reference.add_rms_norm(*rows.arrays, EPSILON, rounding, jnp.dtype(jnp.float16))
-    np.testing.assert_array_equal(stream, expected[0])
-    assert stream.dtype == found.dtype == "float16"
-    assert_alike(found, expected[1])
 
 
 @pytest.mark.parametrize("interpret", [True, on_gpu])
@@ -105,15 +78,7 @@ def test_lowers_at_the_sizes_of_qwen3_8b(lower_for_cuda):
         bits, order = shape((channels // 128,), jnp.uint8), shape((channels,), jnp.int32)
         return ActivationBlocks(bits, order)  # type: ignore[arg-type]
 
-    terms, stream = shape((4, 1, 1, 4096), jnp.float32), shape((1, 1, 4096), jnp.bfloat16)
     dtype = jnp.dtype(jnp.bfloat16)
-    norm = functools.partial(blocks.add_rms_norm, epsilon=1e-6, dtype=dtype)
-    program = lower_for_cuda(norm, terms, stream, shape((4096,), jnp.bfloat16), of(4096))
-    assert 'name = "add_rms_norm"' in program
-    assert "tensor<1x4096xf32>" in program  # the norm before it is rounded
-    assert 'name = "quantize_rows_blocks"' in program
-    assert "tensor<1x4096xi8>" in program
-    assert "tensor<1x32xf32>" in program
     gate = functools.partial(blocks.gated_silu, dtype=dtype)
     program = lower_for_cuda(gate, shape((1, 1, 7, 24576), jnp.bfloat16), of(12288))
     assert 'name = "gated_silu_blocks"' in program

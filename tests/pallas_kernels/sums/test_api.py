@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,33 @@ def test_sums_that_the_kernel_does_not_have(x, reason, pretend_gpu, monkeypatch)
     assert re.match(reason, api._why_not_mosaic(x, "model"))
 
 
+class Mesh(jax.sharding.Mesh):
+    """A mesh that says to have other devices."""
+
+    devices = property(lambda self: np.array([types.SimpleNamespace(id=1)]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reason"),
+    [
+        (None, "it needs the mesh of shard_map, to check its devices: pass mesh"),
+        (
+            object.__new__(Mesh),
+            r"the mesh has the devices \[1\], expected the first of jax.devices",
+        ),
+    ],
+)
+def test_the_kernel_runs_on_the_first_devices_alone(mesh, reason, monkeypatch):
+    monkeypatch.setattr(api, "_why_not_mosaic", lambda x, axis: None)
+
+    def run(x):
+        return sum_over_devices(x, "model", mesh=mesh, implementation="mosaic")
+
+    with pytest.raises(UnsupportedError, match=f"'mosaic' can't run: {reason}"):
+        over(ONE, run, rows_of(1, 2))
+    assert api._why_not_of(jax.sharding.Mesh(np.array(ONE), ("model",)), is_needed=True) is None
+
+
 def test_the_derivative_is_a_sum(monkeypatch):
     monkeypatch.setattr(peer, "peer_sum", lambda x, axis, devices: jax.lax.psum(x, axis))
 
@@ -96,11 +124,12 @@ def test_on_several_gpus(shape):
     if len(devices) < 2:
         pytest.skip("one GPU has no other to add to")
     x = rows_of(len(devices), *shape)
+    kernel = {"mesh": jax.sharding.Mesh(np.array(devices), ("model",)), "implementation": "mosaic"}
 
     def run(x):
         total = x
         for _ in range(5):  # one sum after the other, whose inboxes share memory
-            total = sum_over_devices(total, "model", implementation="mosaic") / len(devices) + x
+            total = sum_over_devices(total, "model", **kernel) / len(devices) + x
         return total
 
     def expected(x):
@@ -111,6 +140,6 @@ def test_on_several_gpus(shape):
 
     found = over(devices, run, x)
     np.testing.assert_allclose(found, over(devices, expected, x), rtol=1e-5, atol=1e-5)
-    once = over(devices, lambda x: sum_over_devices(x, "model", implementation="mosaic"), x)
+    once = over(devices, lambda x: sum_over_devices(x, "model", **kernel), x)
     for row in once[1:]:
         np.testing.assert_array_equal(row, once[0])

@@ -15,6 +15,8 @@ def test_what_a_scheme_need_not_say():
     assert scheme.quant_method == "awq"
     assert scheme.choices == (scheme,)
     assert scheme.unsupported_activations is None
+    assert not scheme.rounds_statically
+    assert scheme.for_experts() is scheme
     assert not scheme.has_cache_scales
     assert scheme.extra_bytes({}, (64, 32)) == 0
     assert (scheme.ignored, scheme.on_host) == ((), ())

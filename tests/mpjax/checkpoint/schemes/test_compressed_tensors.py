@@ -58,3 +58,16 @@ def test_what_is_written_is_sound():
     group["input_activations"] = compressed_tensors.write_activations("float", 128)
     found = compressed_tensors.describe_activations(group, "x")
     assert found == "8-bit float with dynamic scales (groups of 128)"
+    group["input_activations"] = compressed_tensors.write_activations("int", static=True)
+    found = compressed_tensors.describe_activations(group, "x")
+    assert found == "8-bit int with static scales (strategy 'tensor')"
+
+
+def test_a_cache_with_scales_in_no_file():
+    written = compressed_tensors.write(PACKED, [], [], "tensor")
+    assert compressed_tensors.describe_cache(written) is None
+    written["kv_cache_scheme"] |= {"dynamic": True}
+    assert compressed_tensors.describe_cache(written) == "8-bit float with dynamic scales"
+    assert not compressed_tensors.has_cache_scales(written, "x")
+    assert compressed_tensors.describe_cache(written | {"quant_method": "fp8"}) is None
+    assert compressed_tensors.describe_cache({"quant_method": "awq"}) is None

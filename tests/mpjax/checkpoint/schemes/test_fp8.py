@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 
 import jax
@@ -190,6 +191,23 @@ def test_groups_of_one_scheme_are_one():
         parse(written)
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+def test_static_scales_of_activations(strategy):
+    scheme = parse(compressed_fp8(strategy, "tensor", False))
+    assert scheme == FP8Scheme(
+        "compressed-tensors", (None if strategy == "tensor" else 1, None), "float8", is_static=True
+    )
+    assert scheme.for_experts() == parse(compressed_fp8(strategy, "token"))
+    tensors = random_module(scheme) | {"input_scale": np.full(1, 0.25, np.float32)}
+    assert scheme.decode(tensors, NAME).activation_scale == 0.25
+    sixteen, _ = scheme.choices
+    assert sixteen.decode(tensors, NAME).activation_scale is None
+    del tensors["input_scale"]
+    assert sixteen.check(tensors, NAME) == (256, 200)
+    with pytest.raises(CheckpointError, match=f"{NAME} has no tensor input_scale"):
+        scheme.check(tensors, NAME)
+
+
 def integers(written):
     written["config_groups"]["group_0"]["input_activations"]["type"] = "int"
     return written
@@ -199,7 +217,7 @@ def integers(written):
     ("written", "what"),
     [
         (FP8 | {"activation_scheme": "static"}, "FP8 with static scales"),
-        (compressed_fp8("tensor", "tensor", False), "8-bit float with static scales"),
+        (compressed_fp8("block", "tensor", False), "8-bit float with static scales"),
         (compressed_fp8("channel", "tensor"), "dynamic scales (strategy 'tensor')"),
         (compressed_fp8("block", "token"), "dynamic scales (strategy 'token')"),
         (compressed_fp8("channel", "group"), "dynamic scales (groups of 128)"),
@@ -296,6 +314,11 @@ def test_what_is_written_is_read(layout, format, rows):
     assert found.has_cache_scales == scheme.can_hold_cache_scales == (layout != "fp8")
     again = scheme.decode(scheme.encode(plain, NAME), NAME, (200, 150))
     assert again.format == plain.format
+    if format == "float8/float8":
+        static = dataclasses.replace(plain, activation_scale=np.full(1, 0.5, np.float32))
+        scheme = FP8Scheme.of_layout(layout, {NAME: static})
+        assert parse(scheme.quantization_config(["lm_head"])) == scheme
+        assert scheme.decode(scheme.encode(static, NAME), NAME).activation_scale == 0.5
     np.testing.assert_array_equal(again.scales, plain.scales)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import re
 
 import ml_dtypes
@@ -25,6 +27,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
 NAME = "model.layers.0.mlp.down_proj"
 WRITTEN = compressed_integers("int-quantized")
 parse = IntQuantizedScheme.from_config
+STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 def random_module(by_channel=True, scale_dtype=np.float32):
@@ -57,6 +60,8 @@ def test_configurations():
     assert parse(compressed_integers("int-quantized", strategy="tensor")).by_channel is False
     assert parse(WRITTEN | {"kv_cache_scheme": CACHE}).has_cache_scales
     assert parse(with_activations(None)) == IntQuantizedScheme(True, None)
+    assert parse(with_activations(STATIC)) == IntQuantizedScheme(is_static=True)
+    assert IntQuantizedScheme(is_static=True).for_experts() == IntQuantizedScheme()
     assert [choice.weights for choice in IntQuantizedScheme().choices] == [
         *(WeightFormat("uint8"), WeightFormat("int8")),
     ]
@@ -65,20 +70,22 @@ def test_configurations():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"dynamic": False}, "8-bit int with static scales"),
+        ({"dynamic": False}, "8-bit int with static scales (strategy 'token')"),
+        (STATIC | {"symmetric": False}, "int with zero points and static scales (strategy 'tenso"),
         ({"symmetric": False}, "8-bit int with zero points and dynamic scales (strategy 'token')"),
         ({"strategy": "group", "group_size": 128}, "8-bit int with dynamic scales (groups of 128)"),
     ],
 )
 def test_other_activations_are_left_to_somebody_to_choose(changes, what):
     inputs = WRITTEN["config_groups"]["group_0"]["input_activations"]
-    assert parse(with_activations(inputs | changes)) == IntQuantizedScheme(True, None, what)
+    found = parse(with_activations(inputs | changes))
+    assert what in (found.unsupported_activations or "")
+    assert found == IntQuantizedScheme(True, None, found.unsupported_activations)
 
 
-def test_a_checkpoint_with_static_activations(tmp_path, rng):
+def test_a_checkpoint_with_static_zero_points_of_activations(tmp_path, rng):
     """A precision is asked for, and the file's scales of activations lie unread beside the maps."""
-    inputs = WRITTEN["config_groups"]["group_0"]["input_activations"]
-    written = with_activations(inputs | {"dynamic": False, "strategy": "tensor"})
+    written = with_activations(STATIC | {"symmetric": False})
     tensors, weights = random_tensors(LLAMA, rng), {}
     for name, (channels, outputs) in linear_shapes(LLAMA).items():
         module = {
@@ -90,7 +97,9 @@ def test_a_checkpoint_with_static_activations(tmp_path, rng):
         weights[name] = (module["weight"] * module["weight_scale"].astype(np.float32)).T
         replace_module(tensors, name, module)
     write_checkpoint(tmp_path, LLAMA | {"quantization_config": written}, tensors)
-    with pytest.raises(CheckpointError, match=r"static scales.*: ask for .* W8gKA16KV16 or W8A8KV"):
+    with pytest.raises(
+        CheckpointError, match=r"zero points and static scales.*: ask for .* W8A8KV"
+    ):
         mpjax.load(tmp_path)
     for precision in ("W8gKA16KV16", "W8A8KV16"):
         model = mpjax.load(tmp_path, precision=precision).model
@@ -98,6 +107,27 @@ def test_a_checkpoint_with_static_activations(tmp_path, rng):
             found = np.concatenate([kernel.dequantize() for kernel in place.kernels(model)], 1)
             expected = np.concatenate([weights[name] for name in place.names], 1)
             np.testing.assert_array_equal(found, expected)
+
+
+def test_float32_scales_beside_activations_of_16_bits(tmp_path, rng):
+    """They are rounded to 16 bits, with a warning; beside 8-bit activations they stay."""
+    tensors, weights = random_tensors(LLAMA, rng), {}
+    for name, (channels, outputs) in linear_shapes(LLAMA).items():
+        module = {
+            "weight": rng.integers(-128, 128, (outputs, channels), np.int8),
+            "weight_scale": rng.uniform(0.001, 0.01, (outputs, 1)).astype(np.float32),
+        }
+        weights[name] = (module["weight"] * module["weight_scale"]).T
+        replace_module(tensors, name, module)
+    write_checkpoint(tmp_path, LLAMA | {"quantization_config": WRITTEN}, tensors)
+    for precision, most in (("W8A8KV16", 0), ("W8gKA16KV16", 2**-11)):
+        expected = r"rounded to float16, in which W8gK keeps them: by 0\.05% at most$"
+        with pytest.warns(match=expected) if most else contextlib.nullcontext():
+            model = mpjax.load(tmp_path, precision=precision).model
+        for place in model.linear_places(model.config):
+            found = np.concatenate([kernel.dequantize() for kernel in place.kernels(model)], 1)
+            wanted = np.concatenate([weights[name] for name in place.names], 1)
+            assert (abs(found - wanted) <= abs(wanted) * most).all()
 
 
 @pytest.mark.parametrize(
@@ -152,10 +182,19 @@ def test_shapes_and_missing_tensors():
     with pytest.raises(CheckpointError, match=r"40 input and 12 output.*expects 64 and 12"):
         IntQuantizedScheme().check(random_module(), NAME, (64, 12))
     for suffix in IntQuantizedScheme.suffixes:
-        tensors = random_module()
+        tensors = random_module() | {"input_scale": np.ones(1, np.float32)}
         del tensors[suffix]
         with pytest.raises(CheckpointError, match=f"{NAME} has no tensor {suffix}"):
-            IntQuantizedScheme().check(tensors, NAME)
+            IntQuantizedScheme(is_static=True).check(tensors, NAME)
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_static_scales_of_activations_are_those_of_the_file(activations):
+    scale = {"input_scale": np.full(1, 0.25, ml_dtypes.bfloat16)}
+    scheme = IntQuantizedScheme(activations=activations, is_static=True)
+    found = scheme.decode(random_module() | scale, NAME).activation_scale
+    assert (found is None) == (activations is None)
+    assert found is None or (found.dtype, float(found[0])) == (np.float32, 0.25)
 
 
 def test_what_is_written_is_read():
@@ -163,5 +202,12 @@ def test_what_is_written_is_read():
     scheme = IntQuantizedScheme.of_layout("int-quantized", modules)
     assert parse(scheme.quantization_config(["lm_head"])) == scheme
     assert parse(scheme.quantization_config(["lm_head"], "tensor")).has_cache_scales
+    static = dataclasses.replace(modules[NAME], activation_scale=np.full(1, 0.5, np.float32))
+    scheme = IntQuantizedScheme.of_layout("int-quantized", {NAME: static})
+    assert parse(scheme.quantization_config(["lm_head"])) == scheme
+    again = scheme.decode(scheme.encode(static, NAME), NAME)
+    assert again.activation_scale == 0.5
+    with pytest.raises(ValueError, match=f"{NAME} has a static scale, other none: export with"):
+        scheme.of_layout("int-quantized", {NAME: static, "other": modules[NAME]})
     with pytest.raises(ValueError, match=r"'int-quantized' holds int8, and .* is W4g32"):
         scheme.of_layout("int-quantized", {NAME: random_plain("uint4:g32", (64, 8))})

@@ -82,7 +82,8 @@ def test_a_module_has_the_scheme_of_its_group():
     assert [str(format) for format in scheme.formats] == ["uint4:g32", "int8:gK/int8"]
     assert scheme.weights == scheme.format("q_proj", 64) == WeightFormat("uint4", 32)
     assert (scheme.quant_method, scheme.loss, scheme.target) == ("compressed-tensors", None, None)
-    assert "input_scale" in scheme.ignored
+    assert "input_zero_point" in scheme.ignored
+    assert scheme.for_experts() == scheme
     assert scheme.rounded_to(WeightFormat("uint4", 32)) is None
     assert not scheme.has_cache_scales
     assert registry.read(TWO | {"kv_cache_scheme": CACHE}).has_cache_scales
@@ -127,9 +128,11 @@ def test_modelopt_lists_the_algorithm_of_each_module():
     assert scheme.may_lack_cache_scales
     assert scheme.loss is not None
     assert scheme.loss.startswith("NVFP4 is rounded to W8g32")
-    assert scheme.unsupported_activations == "FP8 with static scales"
+    assert scheme.unsupported_activations is None
+    assert not scheme.for_experts().of_module("a.q_proj").is_static
     weight = np.ones((4, 32), ml_dtypes.float8_e4m3fn)
     tensors = {"weight": weight, "weight_scale": np.array(0.5, np.float32)}
+    tensors["input_scale"] = np.array(0.25, np.float32)
     assert scheme.check(tensors, "a.q_proj") == (32, 4)
     np.testing.assert_array_equal(scheme.decode(tensors, "a.q_proj").scales, np.full((1, 4), 0.5))
     with pytest.raises(
@@ -145,8 +148,8 @@ def test_what_each_part_holds():
     layers = {f"layers.{number}.up": {"quant_algo": "FP8"} for number in range(5)}
     layers["head"] = {"quant_algo": "NVFP4", "group_size": 16}
     assert registry.read(MODELOPT | {"quantized_layers": layers}).contents == (
-        "layers.0.up, layers.1.up and 3 more: FP8, codes kept as WFP8gK; "
-        "head: NVFP4, rounded to W8g32"
+        "layers.0.up, layers.1.up and 3 more: FP8, codes kept as WFP8gK, with static scales of "
+        "activations; head: NVFP4, rounded to W8g32"
     )
 
 

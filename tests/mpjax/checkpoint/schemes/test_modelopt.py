@@ -15,13 +15,15 @@ FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 def test_fp8(rng):
     scheme = registry.read(FP8)
-    assert scheme.unsupported_activations == "FP8 with static scales"
+    assert (scheme.is_static, scheme.unsupported_activations) == (True, None)
     assert {choice.activations for choice in scheme.choices} == {None, "float8"}
     weight = rng.standard_normal((16, 32)).astype(ml_dtypes.float8_e4m3fn)
     tensors = {"weight": weight, "weight_scale": np.array(0.25, np.float32)}
+    tensors["input_scale"] = np.array(0.5, np.float32)
     assert registry.of_module(tensors) is FP8Scheme
     found = scheme.dequantize(tensors, "a", (32, 16))
     np.testing.assert_array_equal(found, weight.T.astype(np.float32) * 0.25)
+    assert scheme.decode(tensors, "a").activation_scale == 0.5
     with pytest.raises(CheckpointError, match=r"weight_scale is float32 \[2\]: expected .* \[\]"):
         scheme.check(tensors | {"weight_scale": np.zeros(2, np.float32)}, "a")
 

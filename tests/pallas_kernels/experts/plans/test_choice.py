@@ -12,6 +12,7 @@ from mpjax.kernels.experts.plans import (
     config_of,
     forced,
     plan_of,
+    runs_by_warpgroups,
     warpgroup_config_of,
 )
 from mpjax.kernels.plans.plan import Plan
@@ -32,6 +33,16 @@ def test_each_kernel_has_a_configuration_if_the_other_is_planned():
     assert isinstance(warpgroup_config_of(few), ExpertsWarpgroupConfig)
     with forced(Plan("mosaic", ExpertsWarpgroupConfig(64, 2, 1))):
         assert warpgroup_config_of(few) == ExpertsWarpgroupConfig(64, 2, 1)
+
+
+def test_what_runs_by_warpgroups_on_this_device(pretend_gpu):
+    assert [runs_by_warpgroups(qwen3(tokens)) for tokens in (64, 4096)] == [False, True]
+    with forced(Plan("mosaic", ExpertsWarpgroupConfig(64, 2, 1))):  # which can't run
+        assert not runs_by_warpgroups(qwen3(4096, outputs=1600))
+
+
+def test_nothing_runs_by_warpgroups_without_a_gpu():
+    assert not runs_by_warpgroups(qwen3(4096))
 
 
 def test_there_is_no_configuration_for_what_a_gpu_lacks():

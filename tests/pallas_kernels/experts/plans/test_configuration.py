@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from mpjax.kernels.experts.plans import ExpertsConfig, ExpertsWarpgroupConfig
 
 
@@ -9,3 +11,8 @@ def test_its_text_says_how_tiles_are_found():
     assert text.endswith("tiles counted")
     text = str(ExpertsWarpgroupConfig(96, 2, 1, tiling="counted"))
     assert text == "96x128, 1 splits, tiles counted"
+
+
+def test_warpgroups_have_no_tile_for_each_pair():
+    with pytest.raises(ValueError, match="tiling is 'pairs', expected one of"):
+        ExpertsWarpgroupConfig(96, 2, 1, tiling="pairs")

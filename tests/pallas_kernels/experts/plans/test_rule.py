@@ -33,9 +33,11 @@ def test_tiles_of_several_rounds_are_whole():
 
 
 def test_how_tiles_are_found():
-    found = {tokens: tiling_of(qwen3(tokens)) for tokens in (1, 4, 5, 128, 129)}
-    assert found == {1: "pairs", 4: "pairs", 5: "counted", 128: "counted", 129: "sorted"}
-    assert tiling_of(qwen3(2, experts=8, per_token=2)) == "counted"
+    found = {tokens: tiling_of(qwen3(tokens)) for tokens in (1, 4, 5, 512, 513)}
+    assert found == {1: "pairs", 4: "pairs", 5: "counted", 512: "counted", 513: "sorted"}
+    few = {"experts": 8, "per_token": 2}  # each pair is compared with as many
+    found = {tokens: tiling_of(qwen3(tokens, **few)) for tokens in (2, 32768, 32769)}
+    assert found == {2: "counted", 32768: "counted", 32769: "sorted"}
 
 
 @pytest.mark.parametrize("text", ALL_FORMATS)

@@ -87,6 +87,11 @@ def test_configurations_that_no_kernel_has(fields, message):
         TABLES.check(KEY, "triton", fields)
 
 
+def test_warpgroups_have_no_tile_for_each_pair():
+    with pytest.raises(ValueError, match=r"tiling is 'pairs', expected one of \('counted', 'so"):
+        TABLES.check(KEY, "mosaic", {"tile_m": 96, "tiling": "pairs"})
+
+
 def test_a_damaged_table_is_named(path):
     path.write_text('{"device": "NVIDIA H200", "stamps": [], "experts": {"uint4:g128": {"x": {}}}}')
     tables.forget()

@@ -36,6 +36,16 @@ def test_heights_follow_the_tokens_of_an_expert():
     assert ranked(qwen3(256, **MIXTRAL), "counted")[0].tiling == "counted"
 
 
+def test_four_consumers_share_low_tiles():
+    """They read x half as often as two. Plain weights and 8-bit ones are not decoded to 16 bits."""
+    assert ranked(qwen3(256, **MIXTRAL))[0].warpgroups == 4
+    config, few = ExpertsWarpgroupConfig(96, 4, 1), ExpertsWarpgroupConfig(112, 4, 1)
+    assert why_unsound(config, qwen3(256)) is None
+    assert "a multiple of 8, to 96" in (why_unsound(few, qwen3(256)) or "")
+    for text in ("bfloat16", "int8/int8", "liquid4:g64/int8"):
+        assert "to 32" in (why_unsound(config, qwen3(256, text)) or "")
+
+
 def test_few_tokens_are_left_to_triton():
     assert [suits_warpgroups(qwen3(tokens, **MIXTRAL)) for tokens in (16, 128, 129)] == [
         *(False, False, True)
@@ -46,8 +56,7 @@ def test_few_tokens_are_left_to_triton():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text": "bfloat16"}, "bfloat16 is not packed"),
-        ({"text": "float4:g32"}, "decoded by Triton's kernel alone"),
+        ({"text": "bfloat16", "channels": 2080}, "2080 input channels of plain weights"),
         ({"outputs": 1600}, "1600 output channels are no multiple of 128"),
         ({"outputs": 800, "gated": False}, "800 output channels are no multiple of 64"),
         ({"limits": Limits(108, 8.0, "NVIDIA A100")}, "has no `wgmma`"),
@@ -55,6 +64,17 @@ def test_few_tokens_are_left_to_triton():
 )
 def test_problems_of_other_kernels(changes, message):
     assert message in (why_not_warpgroups(qwen3(4096, **changes)) or "")
+
+
+@pytest.mark.parametrize("text", ["float4:g32", "bfloat16"])
+def test_experts_of_gpt_oss_suit_as_they_are_published(text):
+    """Neither of their sizes is a multiple of 128."""
+    shape = {"per_token": 4, "experts": 32, "channels": 2880}
+    for outputs, gated in ((5760, True), (2880, False)):
+        problem = qwen3(1024, text, **shape, outputs=outputs, gated=gated)
+        assert why_not_warpgroups(problem) is None
+        assert suits_warpgroups(problem)
+        assert 128 <= ranked(problem)[0].tile_m <= 160  # for 128 tokens of an expert on average
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ def test_of_few_rows_warpgroups_multiply_four_bits_and_tables(rows):
         assert chosen(rows - 1, text=text) == of_fewer
 
 
+def test_mxfp4_is_left_to_triton():
+    """Warpgroups multiply it if they are asked to."""
+    assert chosen(64, text="float4:g32") == "triton"
+    assert why_not_warpgroups(product(64, text="float4:g32")) is None
+
+
 def test_without_warpgroups_the_rule_has_another_kernel():
     problem = product(64)
     assert plan_by_rule(problem).implementation == "mosaic"

@@ -5,6 +5,7 @@ import pytest
 
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.device import Limits
+from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig
 from mpjax.kernels.gemm.plans.configuration import TritonConfig, WarpgroupConfig
 from mpjax.kernels.gemm.plans.shared_memory import stages, triton_bytes, why_no_room
 
@@ -20,6 +21,7 @@ from mpjax.kernels.gemm.plans.shared_memory import stages, triton_bytes, why_no_
         ("uint4:g128", WarpgroupConfig(32, 4, 2, 4), (1, 1, 1), False),
         ("int8/int8", WarpgroupConfig(256, 2, 1), (3, 3, 1), True),
         ("liquid4:g64/int8", WarpgroupConfig(256, 2, 1), (4, 4, 1), True),
+        ("bfloat16", WarpgroupConfig(256, 2, 1), (3, 3, 1), True),
         ("liquid4:g64/int8", WarpgroupConfig(16, 3, 1), (8, 8, 1), True),
         ("uint4:g32", WarpgroupConfig(16, 2, 1), (8, 8, 1), True),
         ("uint4:g128", WarpgroupConfig(16, 3, 2), (4, 4, 1), True),
@@ -50,8 +52,21 @@ def test_a_tile_on_its_way_out_is_of_one_product():
 
 def test_a_tile_on_its_way_out_makes_room():
     config, format = WarpgroupConfig(128, 3, 1), WeightFormat.parse("table4:g64")
-    assert stages(format, config, jnp.dtype(jnp.bfloat16)) == (2, 4, 4, 64)
-    assert stages(format, config, jnp.dtype(jnp.float32)) == (2, 4, 4, 32)
+    assert stages(format, config, jnp.dtype(jnp.bfloat16)) == (2, 4, 4, 64, 1)
+    assert stages(format, config, jnp.dtype(jnp.float32)) == (2, 4, 4, 32, 1)
+
+
+def test_products_of_experts_are_written_out_through_several_tiles():
+    """As many as there are parts of a tile, or as memory has room for beside the tiles of x."""
+    format, found = WeightFormat.parse("uint4:g128"), []
+    for rows, dtype in ((80, "bfloat16"), (224, "bfloat16"), (224, "float32")):
+        config = ExpertsWarpgroupConfig(rows, 2, 1)
+        dense = stages(format, WarpgroupConfig(rows, 2, 1), jnp.dtype(dtype), gated=True)
+        staged = stages(format, config, jnp.dtype(dtype), gated=True)
+        assert staged[:4] == dense[:4]
+        assert dense.out_tiles == 1
+        found.append((staged.out_rows, staged.out_tiles))
+    assert found == [(16, 5), (32, 3), (32, 1)]
 
 
 # The bytes that Triton asked for, as the compiler reported it for a GPU that had too little.

@@ -39,7 +39,7 @@ FORMATS = (
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
     *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
-    *("int4:g128/int8", "affine4:g32", "affine8:g64"),
+    *("int4:g128/int8", "affine4:g32", "affine8:g64", "float4:g32"),
 )
 # For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
@@ -79,6 +79,9 @@ CASES = [
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
     ("affine4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
+    # Launched early: with more slots than blocks, and with fewer.
+    ("uint4:g128", 1, 768, 64, WarpgroupConfig(8, 2, 1, 2, ahead=3), "bfloat16", "bfloat16"),
+    ("uint4:g128", 16, 1536, 128, WarpgroupConfig(16, 2, 2, ahead=2), "bfloat16", "float16"),
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
@@ -94,6 +97,8 @@ SWEPT_CASES = [
     ("liquid4:g64/int8", 30, 640, 192, WarpgroupConfig(32, 2, 2), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 5, 640, 64, WarpgroupConfig(8, 2, 1), "bfloat16", "uint16"),
     ("table3:g64", 3, 1088, 192, WarpgroupConfig(8, 3, 1, 3), "float16", "bfloat16"),
+    ("float4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "bfloat16"),
+    ("float4:g32", 40, 288, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "bfloat16"),
 ]
 
 
@@ -167,7 +172,9 @@ def test_every_format_has_a_case():
     assert cases == {*FORMATS, *OTHER_GROUPS}
 
 
-@pytest.mark.parametrize("text", [in_sweep(t) if t == "affine8:g64" else t for t in FORMATS])
+@pytest.mark.parametrize(
+    "text", [in_sweep(t) if t in ("affine8:g64", "float4:g32") else t for t in FORMATS]
+)
 @pytest.mark.parametrize("kinds", ["tiles", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     """Each tile of rows, or all that kernels differ in."""

@@ -1,0 +1,134 @@
+"""Divides an answer into the reasoning before it and the text for the user.
+
+Chat templates mark them: "<think>" and "</think>" are around the reasoning of Qwen3 and
+DeepSeek-R1. In the harmony format of gpt-oss, an answer is several messages, each with a header
+that names its channel: "<|channel|>analysis<|message|>" begins reasoning, and
+"<|channel|>final<|message|>" the text for the user (OpenAI, "OpenAI harmony response format").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+FINAL = "final"  # the channel of a message for the user
+
+
+class Part(NamedTuple):
+    """A piece of an answer's reasoning, or of its text for the user."""
+
+    is_reasoning: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """The markers of a chat template, and what is behind each of them.
+
+    states: for each marker, `text`, `reasoning`, `hidden` (such as a role's name), `name` (of a
+        channel), or `named`: text where the last name is FINAL or there is none, else reasoning.
+    required: markers that a template with these channels names.
+    """
+
+    states: Mapping[str, str]
+    required: tuple[str, ...]
+
+    @classmethod
+    def of_template(cls, source: str) -> Channels | None:
+        """The channels of a chat template, in Jinja source; None if it names no markers."""
+        found = (each for each in KNOWN if all(marker in source for marker in each.required))
+        return next(found, None)
+
+
+def joined(parts: Sequence[Part]) -> tuple[str, str]:
+    """The reasoning and the text for the user."""
+    reasoning, text = (
+        "".join(part.text for part in parts if part.is_reasoning == kind) for kind in (True, False)
+    )
+    return reasoning, text
+
+
+class Splitter:
+    """Divides an answer that comes in pieces.
+
+    prompt: the text before the answer; where it ends with a marker of reasoning, as some templates
+    do, the answer begins with that.
+    """
+
+    def __init__(self, channels: Channels, prompt: str = "") -> None:
+        self._states = channels.states
+        self._pattern = re.compile("(" + "|".join(map(re.escape, channels.states)) + ")")
+        self._state, self._name, self._held = "text", "", ""
+        self._has_begun = False  # whether the part has any character but space
+        for marker, state in self._states.items():
+            if state == "reasoning" and prompt.rstrip().endswith(marker):
+                self._state = state
+
+    def push(self, piece: str) -> list[Part]:
+        """Adds a piece; returns the parts that are certain, without markers."""
+        text = self._held + piece
+        held = self._beginning(text)
+        self._held = text[len(text) - held :]
+        return self._divide(text[: len(text) - held])
+
+    def finish(self) -> list[Part]:
+        """The rest, which no marker ends."""
+        rest, self._held = self._held, ""
+        return self._divide(rest)
+
+    def _beginning(self, text: str) -> int:
+        """The number of characters at the end that may begin a marker."""
+        return max(
+            (
+                size
+                for marker in self._states
+                for size in range(1, len(marker))
+                if text.endswith(marker[:size])
+            ),
+            default=0,
+        )
+
+    def _divide(self, text: str) -> list[Part]:
+        parts = []
+        for index, piece in enumerate(self._pattern.split(text)):
+            if index % 2:
+                self._enter(self._states[piece])
+            elif self._state == "name":
+                self._name += piece
+            elif self._state != "hidden" and (shown := self._without_space(piece)):
+                parts.append(Part(self._state == "reasoning", shown))
+        return parts
+
+    def _enter(self, state: str) -> None:
+        """Goes on behind a marker."""
+        if state == "named":
+            name = self._name.split()
+            state = "reasoning" if name and name[0] != FINAL else "text"
+        if state != "hidden":
+            self._name = ""
+        self._state, self._has_begun = state, False
+
+    def _without_space(self, piece: str) -> str:
+        """The piece, without space at the begin of a part that follows a marker."""
+        if not self._has_begun:
+            piece = piece.lstrip()
+            self._has_begun = bool(piece)
+        return piece
+
+
+HARMONY = Channels(
+    {
+        "<|start|>": "hidden",
+        "<|channel|>": "name",
+        "<|constrain|>": "hidden",
+        "<|message|>": "named",
+        "<|end|>": "hidden",
+        "<|call|>": "hidden",
+        "<|return|>": "hidden",
+    },
+    ("<|channel|>", "<|message|>"),
+)
+THINK = Channels({"<think>": "reasoning", "</think>": "text"}, ("</think>",))
+KNOWN = (HARMONY, THINK)

@@ -1,0 +1,53 @@
+"""The logits of a router, by which the experts of tokens are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+from mpjax.kernels.checks import as_array, optional_array, require_type
+from mpjax.kernels.experts.routing import route
+from mpjax.kernels.experts.routing_rules import Routing
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["logits", "correction", "bias"],
+    meta_fields=["routing"],
+)
+@dataclasses.dataclass(frozen=True)
+class RouterLogits:
+    """Tokens whose experts are still to be chosen: the arguments of `route`.
+
+    logits: [..., experts]. routing: how experts are chosen and weighted (static). correction:
+    [experts], added to scores. bias: [experts], added to logits.
+
+    `expert_mlp_terms` takes it in the place of experts: the first product of few tokens chooses
+    experts itself, which spares a kernel.
+    """
+
+    logits: jax.Array
+    routing: Routing
+    correction: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        require_type("RouterLogits: routing", self.routing, Routing)
+
+    def read(self, operation: str) -> RouterLogits:
+        """The same with arrays. Raises ValueError for anything that can't be one."""
+        return RouterLogits(
+            as_array(f"{operation}: logits", self.logits),
+            self.routing,
+            optional_array(f"{operation}: correction", self.correction),
+            optional_array(f"{operation}: bias", self.bias),
+        )
+
+    def route(self) -> tuple[jax.Array, jax.Array]:
+        """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
+
+        Raises ValueError for shapes that don't fit.
+        """
+        return route(self.logits, self.routing, self.correction, self.bias)

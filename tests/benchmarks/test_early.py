@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import early
+from mpjax.kernels import device, early_launch
+from mpjax.kernels.gemm.plans import why_unsound_warpgroups
+
+pytestmark = pytest.mark.any_version
+
+
+@pytest.mark.parametrize("is_poisoned", [False, True])
+def test_slow_sum(is_poisoned):
+    terms = jax.random.normal(jax.random.key(0), (2, 2, early.HIDDEN + 64))
+    found = early.slow_sum(terms, 9, is_poisoned=is_poisoned, interpret=True)
+    expected = terms.sum(0)[:, : early.HIDDEN].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_fetch_reads_every_word():
+    words = jnp.arange(3 * 8192 * early.PROGRAMS, dtype=jnp.uint16).reshape(3, -1)
+    before = jnp.arange(early.PROGRAMS, dtype=jnp.int32)
+    found = early.fetch(words, jnp.zeros((2, 2)), before, 100, interpret=True)
+    tiles = np.asarray(words, np.int64).reshape(3, early.PROGRAMS, -1)
+    np.testing.assert_array_equal(np.asarray(found), tiles.sum((0, 2)) + np.asarray(before) + 1)
+
+
+def test_configurations_fit_an_h100():
+    for way in early.WAYS:
+        for name, config in (way.configs or {}).items():
+            format = early.HEAD_FORMAT if "head" in name else early.FORMAT
+            assert why_unsound_warpgroups(config, format) is None
+
+
+def test_a_chain_is_launched_early_where_the_way_says_so(lower_for_cuda):
+    weights = jax.eval_shape(lambda: early.layers_of(1))
+    terms = jax.ShapeDtypeStruct((1, 1, early.HIDDEN), jnp.bfloat16)
+    fetched = jax.ShapeDtypeStruct((early.PROGRAMS,), jnp.int32)
+    state = early.State(terms, jax.ShapeDtypeStruct(terms.shape[1:], terms.dtype), fetched)
+    names = {"gated graph"} | ({"early stream"} if early_launch.why_not() is None else set())
+    for way in (way for way in early.WAYS if way.name in names):
+        chain = functools.partial(early._chain, functools.partial(early.layer, way, 1))
+        with device.described_as("NVIDIA H200"):
+            text = lower_for_cuda(chain, weights, state)
+        assert text.count("uses_pdl") == (4 if "early" in way.name else 0)
+        assert ("matmul_gated" in text) == way.joint
+
+
+def test_a_gpu_is_needed(tmp_path):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(Exception, match="GPU"):
+        early.main([str(tmp_path / "out.json")])
+
+
+@pytest.mark.gpu
+def test_early_launches_wait_for_slow_kernels():
+    if early_launch.why_not() is not None or device.compute_capability() != 9.0:
+        pytest.skip("there are no early launches")
+    [way] = [way for way in early.WAYS if way.name == "early stream"]
+    weights = early.layers_of(1)
+    terms = jax.random.normal(jax.random.key(2), (1, 1, early.HIDDEN), jnp.bfloat16)
+    state = early.State(terms, terms[0], jnp.zeros((early.PROGRAMS,), jnp.int32))
+    assert early.stress("layer", way, weights, state)["different_bits"] == 0

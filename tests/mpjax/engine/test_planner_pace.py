@@ -1,0 +1,98 @@
+"""Plans of a planner that is told how long programs take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from mpjax.engine.planner import Decode, Extend, Planner, Sizes
+from tests.mpjax.engine.test_planner import row
+
+pytestmark = pytest.mark.any_version
+
+TIMED = Sizes(slots=300, pages=50_000, page_size=16, chunk=4096, steps=1)
+
+
+def padded(plan):
+    """The size of a program that reads."""
+    return next(size for size in (256, 1024, 4096) if size >= plan.tokens)
+
+
+def run_timed(sizes, rows, seconds=lambda plan: 0.0):
+    """Plans of rows that come at once, until they end, with the longest wait for a decoding step.
+
+    seconds: of a plan, by the rates that the planner is told.
+    """
+    planner = Planner(sizes)
+    for one in rows:
+        planner.submit(one)
+    plans, gap, longest = [], 0.0, 0.0
+    while planner.running or planner.waiting:
+        plan = planner.plan()
+        took = seconds(plan)
+        gap += took
+        if isinstance(plan, Decode):
+            planner.pace.learn_step(took / plan.steps)
+            longest, gap = max(longest, gap), 0.0
+            ended = [row for row in plan.rows if not row.left]
+        else:
+            size = padded(plan)
+            planner.pace.learn_reading(size, plan.work, took)
+            ended = [piece.row for piece in plan.pieces if piece.is_last and not piece.row.left]
+        plans.append(plan)
+        for one in ended:
+            planner.remove(one)
+    return plans, longest
+
+
+def as_on_a_gpu(plan):
+    """Seconds of a plan, when 32 rows decode or a few thousand tokens are read."""
+    if isinstance(plan, Decode):
+        return 0.007 + 0.00003 * len(plan.rows)
+    return 0.003 + 0.000023 * padded(plan) + 0.00002 * plan.work
+
+
+@pytest.mark.parametrize("gap", [None, 0.03])
+def test_a_long_prompt_leaves_rows_that_decode_short_gaps(gap):
+    rows = [row(number, prompt=900, most=400, text=10_000 * number) for number in range(32)]
+    rows.append(row(32, prompt=32_000, most=2, text=10**6))
+    sizes = dataclasses.replace(TIMED, max_gap=gap)
+    plans, _ = run_timed(sizes, rows, as_on_a_gpu)
+    gaps, since = [], 0.0
+    for plan in plans:
+        since += as_on_a_gpu(plan)
+        if isinstance(plan, Decode):
+            gaps.append((len(plan.rows), since))
+            since = 0.0
+    # Once all others decode.
+    longest = max(since for rows, since in gaps if rows >= 32)
+    assert longest <= (gap or 0.05) * 1.05
+    longs = [plan for plan in plans if isinstance(plan, Extend) and plan.pieces[0].start > 16_000]
+    assert {plan.tokens <= 1024 for plan in longs} == {True}
+    assert len(longs) < (120 if gap else 80)
+
+
+def test_many_prompts_at_once_are_read_in_whole_chunks_first():
+    rows = [row(number, prompt=1024, most=5, text=10_000 * number) for number in range(256)]
+    plans, longest = run_timed(TIMED, rows_again(rows), as_on_a_gpu)
+    sizes = [plan.tokens for plan in plans if isinstance(plan, Extend)]
+    assert sizes[:6] == [4096] * 6
+    assert longest <= 0.2
+    fixed = dataclasses.replace(TIMED, max_gap=math.inf)
+    assert {
+        plan.tokens for plan in run_timed(fixed, rows_again(rows))[0] if isinstance(plan, Extend)
+    } == {4096}
+
+
+def rows_again(rows):
+    """The same requests, anew."""
+    return [row(one.number, one.prompt, one.most, text=one.tokens[0]) for one in rows]
+
+
+def test_random_rows_have_no_small_program():
+    sizes = dataclasses.replace(TIMED, max_gap=0.001, sequences=1)
+    rows = [row(0, prompt=8, most=300, greedy_from=None), row(1, prompt=3000, most=1, text=99)]
+    plans, _ = run_timed(sizes, rows, as_on_a_gpu)
+    assert max(plan.tokens for plan in plans[1:] if isinstance(plan, Extend)) > 256

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpjax.channels import HARMONY, THINK, Channels, Splitter, joined
+from mpjax.tokenizer import Tokenizer
+from tests.mpjax.tokenizer_folders import (
+    HARMONY_TEMPLATE,
+    LLAMA_TEMPLATE,
+    QWEN_TEMPLATE,
+    harmony,
+)
+
+pytestmark = pytest.mark.any_version
+
+ANSWER = (
+    "<|channel|>analysis<|message|> They ask 1 < 2. <|end|><|start|>assistant<|channel|>final"
+    "<|message|>Yes, 1 <| 2.<|return|>"
+)
+CASES = [
+    (HARMONY, "", ANSWER, ("They ask 1 < 2. ", "Yes, 1 <| 2.")),
+    (HARMONY, "", "No channel.", ("", "No channel.")),
+    (HARMONY, "", "<|start|>assistant<|message|>None.<|end|>", ("", "None.")),
+    (HARMONY, "", "<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>", ("{}", "")),
+    (HARMONY, "", "<|channel|>analysis<|message|>It ends <|e", ("It ends <|e", "")),
+    (THINK, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.")),
+    (THINK, "assistant\n<think>\n", "Hm.</think>Yes.", ("Hm.", "Yes.")),
+    (THINK, "<think>\n\n</think>\n\n", "Yes.", ("", "Yes.")),
+]
+
+
+def divide(channels, prompt, pieces):
+    splitter = Splitter(channels, prompt)
+    parts = [part for piece in pieces for part in splitter.push(piece)]
+    assert "" not in [part.text for part in parts]
+    return joined([*parts, *splitter.finish()])
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(1, 12), min_size=1, max_size=8))
+def test_any_pieces_give_the_same_parts(case, sizes):
+    channels, prompt, text, expected = case
+    pieces = []
+    while text:
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(text[:size])
+        text = text[size:]
+    assert divide(channels, prompt, pieces) == expected
+
+
+def test_what_is_certain_comes_at_once():
+    splitter = Splitter(THINK)
+    assert splitter.push("<think>") == []
+    assert splitter.push(" a <b") == [(True, "a <b")]
+    assert splitter.push("<") == []
+    assert splitter.push("/c") == [(True, "</c")]
+
+
+def test_a_template_tells_its_channels():
+    found = [Channels.of_template(text) for text in (HARMONY_TEMPLATE, QWEN_TEMPLATE, "{{ x }}")]
+    assert found == [HARMONY, THINK, None]
+    assert Channels.of_template(LLAMA_TEMPLATE) is None
+
+
+def test_texts_keep_the_markers_of_channels(tmp_path):
+    """Though they are special tokens; those that end a text are left out."""
+    tokenizer = Tokenizer.from_folder(harmony(tmp_path))
+    assert tokenizer.channels is HARMONY
+    ids = tokenizer.encode(ANSWER)
+    text = ANSWER.removesuffix("<|return|>")
+    assert tokenizer.decode(ids) == text
+    stream = tokenizer.stream(context=tokenizer.encode("<|start|>assistant"))
+    assert "".join(stream.push([index]) for index in ids) + stream.finish() == text

@@ -193,6 +193,7 @@ def test_transformers_reads_compressed_tensors(precision, layout, exported):
 GROUPED = [case for case in EXPORTED if case[1] in ("awq", "gptq", "gptq_v2")]
 
 
+@pytest.mark.filterwarnings("default")  # of packages that are not ours
 @pytest.mark.parametrize(("precision", "layout"), GROUPED)
 def test_transformers_reads_awq_and_gptq(precision, layout, exported, monkeypatch):
     """By GPTQModel's modules in plain torch, which compute in float16."""

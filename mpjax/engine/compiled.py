@@ -38,14 +38,20 @@ class _Structure:
         return self._hash
 
 
+def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
+    """What models are, and their arrays."""
+    leaves, structure = jax.tree.flatten(models)
+    return _Structure(structure), leaves
+
+
 def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
-    """A program as a jitted function of a model's structure and arrays.
+    """A program as a jitted function of the structure and arrays of its models, and of a state.
 
     in_turn: whether each kernel waits for the end of the one before (`decode_program`).
     """
 
     def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
-        return function(jax.tree.unflatten(structure.structure, leaves), *rest, **how)
+        return function(*jax.tree.unflatten(structure.structure, leaves), *rest, **how)
 
     run.__name__ = run.__qualname__ = function.__name__
     return jax.jit(
@@ -60,17 +66,15 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate)
+    for function in (extend, decode, speculate, begin_history)
     for in_turn in (False, True)
 }
 _jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
-_jit_begin_history = jax.jit(begin_history, donate_argnames="histories")
 
 
 def count() -> int:
     """The number of programs that were compiled so far, of all engines."""
-    functions = *_JITTED.values(), _jit_clear, _jit_begin_history
-    return sum(function._cache_size() for function in functions)
+    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
 
 
 class Programs:
@@ -114,8 +118,8 @@ class Programs:
             self.decoding_sizes.setdefault((True, 1), [slots])
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
-        self._leaves, structure = jax.tree.flatten(model)
-        self._structure = _Structure(structure)
+        self._model = _flat(model)
+        self._both, self._alone = _flat(model, proposer), _flat(proposer)
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
@@ -138,27 +142,27 @@ class Programs:
         self.used.add((extend, tokens, rows, greedy, scored))
         run = _JITTED[extend, self._is_in_turn(tokens + rows)]
         options = {"greedy": greedy, "scored": scored}
-        return run(self._structure, self._leaves, state, reading, riders, **options)
+        return run(*self._model, state, reading, riders, **options)
 
     def decode(
         self, state: EngineState, stepping: Stepping, plan: Decode
     ) -> tuple[EngineState, Drawn]:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
         rows, options = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
-        arguments: tuple[Any, ...] = self._structure, self._leaves, state, stepping
         if self._proposer is None:
             self.used.add((decode, rows, *options.values()))
             run = _JITTED[decode, self._is_in_turn(rows)]
-            return run(*arguments, **options, waits=self._waits)
+            return run(*self._model, state, stepping, **options, waits=self._waits)
         self.used.add((speculate, rows, *options.values()))
         in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
         run = _JITTED[speculate, in_turn]
-        return run(*arguments, self._proposer, **options, most=plan.most)
+        return run(*self._both, state, stepping, **options, most=plan.most)
 
-    def begin_history(self, histories: Speculation | None, slot: Any, tokens: Any) -> Any:
+    def begin_history(self, histories: Speculation, *row: Any) -> Speculation:
         """Runs `begin_history`; the histories are donated."""
         self.used.add((begin_history,))
-        return _jit_begin_history(self._proposer, histories, slot, tokens)
+        begun: Speculation = _JITTED[begin_history, False](*self._alone, histories, *row)
+        return begun
 
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.arguments import positive_whole
@@ -328,7 +329,17 @@ class Engine:
             self.step()
 
     def start(self) -> None:
-        """Runs steps in a thread, as long as there are requests, until `stop`."""
+        """Runs steps in a thread, as long as there are requests, until `stop`.
+
+        Raises ValueError where other processes have parts of the model: each process runs the same
+        steps with the same requests then, and threads would not.
+        """
+        if self.lm.devices > 1 and jax.process_count() > 1:
+            raise ValueError(
+                f"the model is divided among devices of {jax.process_count()} processes, whose "
+                "threads would take different steps: submit the same requests in each process, and "
+                "iterate over the engine there"
+            )
         with self._door:
             self._require_open()
             if self._thread is None:

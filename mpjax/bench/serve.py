@@ -16,6 +16,7 @@ import numpy as np
 import mpjax
 from mpjax.bench.lengths import Lengths
 from mpjax.bench.random_model import random_model
+from mpjax.buckets import bucket_tokens
 from mpjax.decoding import decode_program, jit_prefill
 from mpjax.decoding_state import Limits
 from mpjax.devices import read_devices
@@ -96,7 +97,9 @@ class Sweep:
     slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, ride: of the engine.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
-    rounds: how often the load is run; all but the last compile, and are not counted.
+    engine: whether the load runs through an engine; else through static batches alone.
+    rounds: how often an engine runs the load; the last round is counted. It compiles all programs
+        before the first. Static batches run it once, after two steps of each, which compile.
     devices: the number of devices among which the model is divided.
 
     Raises ValueError for a precision that random weights can't have, and more devices than there
@@ -113,6 +116,7 @@ class Sweep:
     share_prefixes: bool = True
     ride: bool = False
     static: int = 0
+    engine: bool = True
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
     devices: int = 1
@@ -130,24 +134,36 @@ class Sweep:
     @property
     def cases(self) -> int:
         """The number of rows that `run` yields."""
-        return len(self.precisions) * (1 + bool(self.static))
+        return len(self.precisions) * (self.engine + bool(self.static))
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Runs the load through an engine, and if asked through static batches; yields a row each."""
     for text in sweep.precisions:
-        precision = Precision.parse(text)
         positions = max(sweep.load.most, sweep.config.max_position_embeddings)
         config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
-        mesh = read_devices(sweep.devices)
-        model = random_model(Qwen3, config, precision.weights, mesh=mesh)
-        lm = mpjax.LanguageModel(model, None, precision.kv, Path())
+        lm = _random_lm(text, config, sweep.devices)
         row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
         row |= {"load": dataclasses.asdict(sweep.load), "devices": sweep.devices}
-        yield row | _serve(lm, sweep)
+        if sweep.engine:
+            yield row | _serve(lm, sweep)
         if sweep.static:
             yield row | _static(lm, sweep)
-        del model, lm  # frees their memory before the next model is made
+        del lm
+
+
+_made: dict[tuple[str, DecoderConfig, int], mpjax.LanguageModel] = {}
+
+
+def _random_lm(text: str, config: DecoderConfig, devices: int) -> mpjax.LanguageModel:
+    """A model of a precision, which is kept until another is made: several runs share it."""
+    key = text, config, devices
+    if key not in _made:
+        _made.clear()  # frees its memory first
+        precision = Precision.parse(text)
+        model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
+        _made[key] = mpjax.LanguageModel(model, None, precision.kv, Path())
+    return _made[key]
 
 
 def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
@@ -163,6 +179,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         ride=sweep.ride,
     ) as engine:
         begin = time.perf_counter()
+        engine.compile(greedy_only=True)
         for number in range(sweep.rounds):
             before = engine.statistics()
             traces, seconds = _round(engine, sweep.load, number)
@@ -259,22 +276,33 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def _static(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
     """The load in static batches: each begins when the one before has ended."""
-    seconds = 0.0
-    for number in range(sweep.rounds):
-        prompts, sizes = sweep.load.prompts(lm.config.vocab_size, number), sweep.load.sizes()
-        begin, traces = time.perf_counter(), []
+    seconds, traces = 0.0, []
+    for is_counted in (False, True):
+        prompts = sweep.load.prompts(lm.config.vocab_size, int(is_counted))
+        begin, traces, sizes = time.perf_counter(), [], sweep.load.sizes()
         for at in range(0, len(prompts), sweep.static):
             group = slice(at, at + sweep.static)
-            traces += _batch(lm, prompts[group], [new for _, new in sizes[group]], begin)
+            new = [new for _, new in sizes[group]]
+            traces += _batch(lm, prompts[group], new, begin, steps=None if is_counted else 2)
         seconds = time.perf_counter() - begin
     return {"through": f"batches of {sweep.static}", **_figures(traces, seconds)}
 
 
 def _batch(
-    lm: mpjax.LanguageModel, prompts: Sequence[list[int]], new: Sequence[int], begin: float
+    lm: mpjax.LanguageModel,
+    prompts: Sequence[list[int]],
+    new: Sequence[int],
+    begin: float,
+    *,
+    steps: int | None,
 ) -> list[_Trace]:
-    """Generates a batch; returns each request's trace, in which only the first token has a time."""
-    padded, room, rows = max(map(len, prompts)), max(new), len(prompts)
+    """Generates a batch; returns each request's trace, in which only the first token has a time.
+
+    Lengths are padded as `generate` does, so that batches share programs. steps: the number of
+    steps; None for as many as rows want.
+    """
+    rows = len(prompts)
+    padded, room = (bucket_tokens(most) for most in (max(map(len, prompts)), max(new)))
     tokens = np.zeros((rows, padded), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
@@ -287,7 +315,7 @@ def _batch(
     jax.block_until_ready(state.tokens)
     first = time.perf_counter() - begin
     run = decode_program(lm.model, state)
-    state = run(lm.model, state, sampling, limits, jnp.int32(room))
+    state = run(lm.model, state, sampling, limits, jnp.int32(steps or room))
     jax.block_until_ready(state.tokens)
     end = time.perf_counter() - begin
     return [

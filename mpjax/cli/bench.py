@@ -346,7 +346,10 @@ def serve_command(
     static: Annotated[
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="How often the load runs.")] = 2,
+    engine: Annotated[bool, typer.Option(help="Measure an engine, not batches alone.")] = True,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often the load runs; the last time counts.")
+    ] = 2,
     devices: DeviceCount = 1,
     output: Output = None,
     plot: Plot = True,
@@ -377,6 +380,7 @@ def serve_command(
             share_prefixes=share,
             ride=ride,
             static=static,
+            engine=engine,
             rounds=rounds,
             config=config,
             devices=devices,

@@ -74,6 +74,13 @@ def command(
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
+    compile_first: Annotated[
+        bool,
+        typer.Option(
+            "--compile-first",
+            help="Compile all programs before listening, so that no request waits for it.",
+        ),
+    ] = False,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
     ] = 1000,
@@ -118,6 +125,9 @@ def command(
             max_gap=max_gap,
             ride=ride,
         )
+        if compile_first:
+            with output.status("Compiling"):
+                engine.compile()
         name = name or lm.source.resolve().name
         served = application(engine, name, Limits(max_waiting, max_body, api_key))
         url = listening.listen(sockets, host)

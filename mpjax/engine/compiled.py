@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mpjax.decoding import has_warpgroups
-from mpjax.engine.planner import Sizes, middle_chunk, scored_chunk, small_chunk
+from mpjax.engine import filling
+from mpjax.engine.pages import NOWHERE
+from mpjax.engine.planner import NOBODY, Sizes, middle_chunk, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
@@ -68,6 +73,15 @@ def count() -> int:
     return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
 
 
+class _Call(NamedTuple):
+    """A call of a jitted function, as `Programs.used` names it. arguments: with a state."""
+
+    run: Any
+    arguments: Callable[[EngineState], tuple[Any, ...]]
+    how: dict[str, Any]
+    name: tuple[Any, ...]
+
+
 class Programs:
     """The jitted programs of one model, with the sizes to which their arguments are padded.
 
@@ -79,7 +93,7 @@ class Programs:
 
     def __init__(self, model: Decoder, limits: Sizes) -> None:
         chunk, slots, steps = limits.chunk, limits.slots, limits.steps
-        self._waits = not device.on_gpu()
+        self._waits, self._pieces = not device.on_gpu(), limits.sequences
         self.scored_size = scored_chunk(chunk)
         small, middle = small_chunk(chunk), middle_chunk(chunk)
         # By whether all rows are greedy, and whether there are places for rows that ride along.
@@ -110,6 +124,56 @@ class Programs:
         self._structure = _Structure(structure)
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
+
+    def compile(self, state: EngineState, *, greedy_only: bool) -> EngineState:
+        """Compiles all programs, several at a time, and runs each without rows; see Engine.compile.
+
+        The state is donated; the one that is returned has the same rows and pages.
+        """
+        calls = [*self._calls(state, greedy_only=greedy_only)]
+        lowered = [run.lower(*args(state), **how) for run, args, how, _ in calls]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            [*pool.map(lambda each: each.compile(), lowered)]
+        for run, args, how, name in calls * 2:  # the second run of a program records its launches
+            found = run(*args(state), **how)
+            state = found if isinstance(found, EngineState) else found[0]
+            self.used.add(name)
+        return state
+
+    def _calls(self, state: EngineState, *, greedy_only: bool) -> Iterator[_Call]:
+        """All calls that there are, without rows."""
+        slots, entries = state.tables.shape
+        size = {"slots": slots, "entries": entries}
+
+        def stepping(rows: int) -> Stepping | None:
+            return filling.stepping(NOBODY, rows=rows, **size) if rows else None
+
+        def reading(tokens: int, rows: int, *, greedy: bool, scored: bool = False) -> _Call:
+            read = filling.reading([], tokens=tokens, rows=self._pieces, **size)
+            how, riders = {"greedy": greedy, "scored": scored}, stepping(rows)
+            run, name = _JITTED[extend, self._is_in_turn(tokens + rows)], (extend, tokens, rows)
+            return _Call(run, self._with_model(read, riders), how, (*name, greedy, scored))
+
+        for (greedy, rides), sizes in self.reading_sizes.items():
+            if greedy or not greedy_only:
+                places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
+                for tokens, rows in itertools.product(sizes, places):
+                    yield reading(tokens, rows, greedy=greedy)
+        for (greedy, steps), sizes in self.decoding_sizes.items():
+            if greedy or not greedy_only:
+                for rows in sizes:
+                    how = {"steps": steps, "greedy": greedy, "waits": self._waits}
+                    run, name = _JITTED[decode, self._is_in_turn(rows)], (decode, rows)
+                    step = self._with_model(stepping(rows))
+                    yield _Call(run, step, how, (*name, steps, greedy))
+        if not greedy_only:
+            yield reading(self.scored_size, 0, greedy=False, scored=True)
+            pages, mesh = np.full(entries, NOWHERE, np.int32), self._mesh
+            slot = np.int32(slots)  # which no row has
+            yield _Call(_jit_clear, lambda state: (state, pages, slot, mesh), {}, (clear,))
+
+    def _with_model(self, *arguments: Any) -> Callable[[EngineState], tuple[Any, ...]]:
+        return lambda state: (self._structure, self._leaves, state, *arguments)
 
     def extend(
         self,

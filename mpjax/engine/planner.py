@@ -163,6 +163,9 @@ class Decode:
     entries: list[tuple[int, int] | None]
 
 
+NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
+
+
 @dataclasses.dataclass(frozen=True)
 class Extend:
     """A program that reads pieces of prompts.

@@ -14,14 +14,12 @@ from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
+from mpjax.engine.planner import NOBODY, Decode, Extend, Planner, Row, Sizes
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
 from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError
 from mpjax.language_model import LanguageModel
-
-NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
 
 
 class Runner:
@@ -44,6 +42,12 @@ class Runner:
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self.planner.waiting or self.planner.running or self._pending)
+
+    def compile(self, *, greedy_only: bool) -> None:
+        """Compiles all programs; nobody else may run one meanwhile."""
+        self._state = self.programs.compile(self._state, greedy_only=greedy_only)
+        if self.has_work:
+            self.clock.skip()
 
     def submit(self, request: Request) -> None:
         """Adds a request, which waits."""

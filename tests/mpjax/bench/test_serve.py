@@ -34,6 +34,25 @@ def test_an_engine_and_static_batches_do_the_same():
     assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
 
 
+def test_static_batches_may_run_alone(monkeypatch):
+    made = []
+    monkeypatch.setattr(serve, "_random_lm", lambda *what: made.append(what))
+    monkeypatch.setattr(serve, "_static", lambda lm, sweep: {"through": "batches of 2"})
+    sweep = serve.Sweep(("W16A16KV16",), load(), static=2, engine=False, config=SMALL_MODEL)
+    assert [row["through"] for row in serve.run(sweep)] == ["batches of 2"]
+    assert sweep.cases == len(made) == 1
+
+
+def test_runs_of_one_precision_share_a_model(monkeypatch):
+    serve._made.clear()
+    made = [serve._random_lm(text, SMALL_MODEL, 1) for text in ("W16A16KV16",) * 2]
+    assert made[0] is made[1]
+    other = serve._random_lm("W16A16KV8", SMALL_MODEL, 1)
+    assert other is not made[0]
+    assert len(serve._made) == 1
+    serve._made.clear()
+
+
 def test_cells_name_several_devices():
     assert serve.cells(serve_row(devices=2))[0] == "W4A16KV8 on 2 devices"
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mpjax.engine.compiled import Programs
 from mpjax.engine.planner import Sizes, middle_chunk, small_chunk
+from mpjax.engine.programs import clear
+from mpjax.engine.state import EngineState
 
 pytestmark = pytest.mark.any_version
 
@@ -47,3 +51,17 @@ def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, tiny):
 def test_single_steps_have_all_sizes_where_there_are_no_others(tiny):
     found = Programs(tiny.model, Sizes(64, 9, 32, steps=1))
     assert found.decoding_sizes[True, 1] == [1, 4, 8, 32, 64]
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_calls_without_rows_are_all_that_there_can_be(rides, tiny):
+    """By the names that calls with rows get."""
+    sizes = Sizes(64, 9, 32, chunk=1024, rides=rides)
+    found = Programs(tiny.model, sizes)
+    state = EngineState.create(dataclasses.replace(tiny, page_size=32), 64, 9, 64)
+    every, few = (
+        {call.name for call in found._calls(state, greedy_only=only)} for only in (False, True)
+    )
+    assert few < every
+    assert len(every) <= 15
+    assert few == {name for name in every if name != (clear,) and name[3]}  # of greedy rows

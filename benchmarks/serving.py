@@ -1,9 +1,9 @@
 """Measures an engine on several loads in a process: python -m benchmarks.serving FOLDER [NAME ...].
 
-Each case is a run of `mpjax bench serve`, which writes NAME.json to the folder as soon as it has
-ended. The ratios of all cases that the folder has are written to ratios.json behind each. Cases of
-one precision share their model. NAME may also be a group: `short` or `long`. A case takes one to
-two minutes on an H100, most of which is compiling.
+Each case is a run of `mpjax bench serve`, which writes serve-NAME.json to the folder as soon as it
+has ended. The ratios of all cases that the folder has are written to ratios.json behind each.
+Cases of one precision share their model. NAME may also be a group: `short` or `long`. A case takes
+one to two minutes on an H100, most of which is compiling.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ NUMBERS: dict[str, Callable[[Rows], float]] = {
 
 def arguments(name: str, folder: Path) -> list[str]:
     """The arguments of `mpjax` for a case."""
-    output = str(folder / f"{name}.json")
+    output = str(folder / f"serve-{name}.json")
     return ["bench", "serve", *CASES[name], "--no-plot", "--output", output]
 
 
@@ -117,7 +117,7 @@ def numbers(folder: Path) -> dict[str, float]:
     """The ratios of which the folder has all cases, by their names."""
     rows = {}
     for name in CASES:
-        if (path := folder / f"{name}.json").is_file():
+        if (path := folder / f"serve-{name}.json").is_file():
             rows[name] = json.loads(path.read_text(encoding="utf-8"))["results"]
     found = {}
     for name, compute in NUMBERS.items():

@@ -132,9 +132,35 @@ class Sweep:
                 )
 
     @property
+    def command(self) -> str:
+        """The command that runs it, with all options that are not the usual ones."""
+        load, usual = self.load, Sweep((), self.load)
+        words = ["mpjax bench serve", f"--precision {','.join(self.precisions)}"]
+        words += [f"--requests {load.requests}"]
+        if load.pairs:
+            words += ["--lengths FILE.jsonl"]
+        else:
+            words += [f"--prompt-tokens {load.prompt_tokens}", f"--new-tokens {load.new_tokens}"]
+        rarer = {"rate": load.rate, "shared_tokens": load.shared, "late_prompt": load.late}
+        words += [_option(name, value) for name, value in rarer.items() if value]
+        names = ("slots", "chunk_tokens", "max_gap", "steps", "cache_memory", "static", "rounds")
+        for name in (*names, "ride", "engine", "devices"):
+            if (value := getattr(self, name)) != getattr(usual, name):
+                words.append(_option(name, value))
+        return " ".join([*words, *["--no-share"] * (not self.share_prefixes)])
+
+    @property
     def cases(self) -> int:
         """The number of rows that `run` yields."""
         return len(self.precisions) * (self.engine + bool(self.static))
+
+
+def _option(name: str, value: Any) -> str:
+    """An option of the command line with its value, which is a switch for True and False."""
+    text = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{text}" if value else f"--no-{text}"
+    return f"--{text} {value:g}" if isinstance(value, float) else f"--{text} {value}"
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -145,6 +171,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
         lm = _random_lm(text, config, sweep.devices)
         row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
         row |= {"load": dataclasses.asdict(sweep.load), "devices": sweep.devices}
+        row |= {"command": sweep.command}
         if sweep.engine:
             yield row | _serve(lm, sweep)
         if sweep.static:
@@ -276,7 +303,8 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def _static(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
     """The load in static batches: each begins when the one before has ended."""
-    seconds, traces = 0.0, []
+    seconds = 0.0
+    traces: list[_Trace] = []
     for is_counted in (False, True):
         prompts = sweep.load.prompts(lm.config.vocab_size, int(is_counted))
         begin, traces, sizes = time.perf_counter(), [], sweep.load.sizes()
@@ -322,6 +350,14 @@ def _batch(
         _Trace(0.0, [first, end], [1, count - 1]) if count > 1 else _Trace(0.0, [first], [1])
         for count in np.asarray(state.counts).tolist()
     ]
+
+
+def describe(load: Mapping[str, Any]) -> str:
+    """The requests of a load: their number, tokens of prompts and new ones, and what is special."""
+    prompt, new = (Lengths(**load[name]) for name in ("prompt_tokens", "new_tokens"))
+    text = "lengths of a file" if load["pairs"] else f"{prompt} + {new}"
+    special = {"{:g}/s": load["rate"], "{} shared": load["shared"], "{} late": load["late"]}
+    return ", ".join([text, *(words.format(n) for words, n in special.items() if n)])
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

@@ -64,7 +64,7 @@ def test_cases_are_chosen_by_name(tmp_path, measured, monkeypatch, capsys):
     assert serving.main([str(tmp_path), "other"]) == 2
     assert serving.main([str(tmp_path / "group"), "long"]) == 3
     names = {path.stem for path in (tmp_path / "group").iterdir()}
-    assert names == {*serving.GROUPS["long"], "ratios"}
+    assert names == {*(f"serve-{name}" for name in serving.GROUPS["long"]), "ratios"}
     assert "there is no case 'other'" in capsys.readouterr().err
     assert serving.main([]) == 2
     assert "python -m benchmarks.serving FOLDER" in capsys.readouterr().err

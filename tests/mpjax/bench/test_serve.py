@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mpjax.bench import serve
@@ -51,6 +53,27 @@ def test_runs_of_one_precision_share_a_model(monkeypatch):
     assert other is not made[0]
     assert len(serve._made) == 1
     serve._made.clear()
+
+
+def test_a_sweep_is_a_command():
+    lengths = Lengths(1, 512, 64.0, 0.8), Lengths(2, 2)
+    assert serve.Sweep(("W4A16KV8", "W8A8KV8"), serve.Load(9, *lengths)).command == (
+        "mpjax bench serve --precision W4A16KV8,W8A8KV8 --requests 9 "
+        "--prompt-tokens lognormal:64:0.8:512 --new-tokens 2"
+    )
+    special = serve.Load(9, *lengths, ((1, 2),), rate=2.5, shared=3, late=99)
+    options = {"max_gap": float("inf"), "ride": True, "engine": False, "share_prefixes": False}
+    assert serve.Sweep(("W4A16KV8",), special, **options).command == (
+        "mpjax bench serve --precision W4A16KV8 --requests 9 --lengths FILE.jsonl --rate 2.5 "
+        "--shared-tokens 3 --late-prompt 99 --max-gap inf --ride --no-engine --no-share"
+    )
+    found = [
+        serve.describe(dataclasses.asdict(load)) for load in (special, serve.Load(9, *lengths))
+    ]
+    assert found == [
+        "lengths of a file, 2.5/s, 3 shared, 99 late",
+        "lognormal:64:0.8:512 + 2",
+    ]
 
 
 def test_cells_name_several_devices():

@@ -140,7 +140,8 @@ def command(
             f"{few[0].place} asks for at most {few[0].max_new_tokens} new tokens",
             param_hint="--min-new-tokens",
         )
-    _check_speculate(speculate, is_one=len(requests) == 1 and not as_json)
+    is_one = len(requests) == 1 and not as_json
+    options.require_no_draft(speculate, by_engine=not is_one)
     sampling = options.sampling_options(
         temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
     )
@@ -150,16 +151,17 @@ def command(
 
     import mpjax
 
-    if len(requests) == 1 and not as_json:
+    if is_one:
         text = str(requests[0].prompt)
         settings = {"max_new_tokens": max_new_tokens, "seed": seed, "speculate": proposer, **common}
         _show_one(lambda: mpjax.stream(lm, text, **settings), text if echo else "")
         return
     begin = time.perf_counter()
+    engine = {"slots": batch_size, "speculate": proposer}
     if output_file is not None:
-        results = _complete_to_file(lm, requests, batch_size, common, output_file)
+        results = _complete_to_file(lm, requests, engine, common, output_file)
     else:
-        results = batch.complete(lm, requests, batch_size, common)
+        results = batch.complete(lm, requests, engine, common)
     if output_file is None and as_json:
         for result in results:
             output.print_json(result, indent=None)
@@ -171,7 +173,7 @@ def command(
 def _complete_to_file(
     lm: LanguageModel,
     requests: Sequence[Request],
-    batch_size: int,
+    engine: Mapping[str, Any],
     options: Mapping[str, Any],
     file: Path,
 ) -> list[dict[str, Any]]:
@@ -182,7 +184,7 @@ def _complete_to_file(
     from mpjax.atomic_write import atomic_write, is_special
 
     if is_special(file.resolve()):
-        results = batch.complete(lm, requests, batch_size, options)
+        results = batch.complete(lm, requests, engine, options)
         atomic_write(file, _as_lines(results))
         return results
     asked = [dataclasses.replace(request, place="") for request in requests]
@@ -192,7 +194,7 @@ def _complete_to_file(
     if kept.results:
         output.note(f"{len(kept.results)} results of an earlier run were kept: going on with them")
     try:
-        results = batch.complete(lm, requests, batch_size, options, kept)
+        results = batch.complete(lm, requests, engine, options, kept)
         atomic_write(file, _as_lines(results))
     except BaseException:
         kept.close(is_done=False)
@@ -203,16 +205,6 @@ def _complete_to_file(
 
 def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
     return "".join(output.to_json(result) + "\n" for result in results)
-
-
-def _check_speculate(speculate: str | None, *, is_one: bool) -> None:
-    """Raises for --speculate with prompts that an engine generates."""
-    if speculate is not None and not is_one:
-        raise typer.BadParameter(
-            "several prompts, and results in JSON, come from an engine, which does not speculate: "
-            "give one prompt, or call mpjax.generate(..., speculate=...)",
-            param_hint="--speculate",
-        )
 
 
 def _check_output(file: Path, input: Path | None, *, overwrite: bool) -> None:

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from mpjax.decoding import has_warpgroups
 from mpjax.engine import filling
-from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import NOBODY, Sizes, middle_chunk, scored_chunk, small_chunk
+from mpjax.engine.histories import begin_history
+from mpjax.engine.planner import NOBODY, Decode, Sizes, middle_chunk, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
+from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
 from mpjax.models import Decoder
+from mpjax.speculation.proposer import Proposer, Speculation
 
 FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 
@@ -53,7 +54,7 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
     return jax.jit(
         run,
         static_argnums=0,
-        static_argnames=("scored", "steps", "greedy", "waits"),
+        static_argnames=("scored", "steps", "most", "greedy", "waits"),
         donate_argnums=2,
         compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
     )
@@ -62,38 +63,41 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode)
+    for function in (extend, decode, speculate)
     for in_turn in (False, True)
 }
 _jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
+_jit_begin_history = jax.jit(begin_history, donate_argnames="histories")
 
 
 def count() -> int:
     """The number of programs that were compiled so far, of all engines."""
-    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
+    functions = *_JITTED.values(), _jit_clear, _jit_begin_history
+    return sum(function._cache_size() for function in functions)
 
 
 class _Call(NamedTuple):
-    """A call of a jitted function, as `Programs.used` names it. arguments: with a state."""
+    """A call of a jitted function. name: as `Programs.used` has it. arguments: behind the state."""
 
-    run: Any
-    arguments: Callable[[EngineState], tuple[Any, ...]]
-    how: dict[str, Any]
     name: tuple[Any, ...]
+    run: Any
+    arguments: tuple[Any, ...]
+    how: dict[str, Any]
 
 
 class Programs:
     """The jitted programs of one model, with the sizes to which their arguments are padded.
 
-    limits: the sizes of the engine.
+    limits: the sizes of the engine. proposer: of tokens that decoding verifies; None for none.
 
     Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
-    sizes are few: with those for scores and for clearing there are at most 15 programs.
+    sizes are few: with those for scores, for clearing and for what proposers read there are at most
+    15 programs.
     """
 
-    def __init__(self, model: Decoder, limits: Sizes) -> None:
+    def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
         chunk, slots, steps = limits.chunk, limits.slots, limits.steps
-        self._waits, self._pieces = not device.on_gpu(), limits.sequences
+        self._waits, self._proposer, self._limits = not device.on_gpu(), proposer, limits
         self.scored_size = scored_chunk(chunk)
         small, middle = small_chunk(chunk), middle_chunk(chunk)
         # By whether all rows are greedy, and whether there are places for rows that ride along.
@@ -110,7 +114,9 @@ class Programs:
             }
         few = sorted({-(-slots // 4), slots})
         self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
-        parts = {-(-slots // 8), -(-slots // 2), slots}
+        parts = {-(-slots // 8), slots}
+        if not limits.proposed:  # proposers need a program themselves
+            parts.add(-(-slots // 2))
         # By whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
             (True, steps): sorted({1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}),
@@ -125,55 +131,67 @@ class Programs:
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
-    def compile(self, state: EngineState, *, greedy_only: bool) -> EngineState:
-        """Compiles all programs, several at a time, and runs each without rows; see Engine.compile.
+    @property
+    def holds_host(self) -> bool:
+        """Whether `decode` returns when the device has nearly ended it: its loops need the host."""
+        return self._proposer is not None and device.on_gpu()
 
-        The state is donated; the one that is returned has the same rows and pages.
+    def compile(self, state: EngineState, *, greedy_only: bool) -> EngineState:
+        """Compiles the programs of the model, several at a time; see Engine.compile.
+
+        Each is then run without rows. The state is donated; the one that is returned has the same
+        rows and pages.
         """
-        calls = [*self._calls(state, greedy_only=greedy_only)]
-        lowered = [run.lower(*args(state), **how) for run, args, how, _ in calls]
+        calls = [*self._calls(*state.tables.shape, greedy_only=greedy_only)]
+        model = self._structure, self._leaves
+        lowered = [call.run.lower(*model, state, *call.arguments, **call.how) for call in calls]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             [*pool.map(lambda each: each.compile(), lowered)]
-        for run, args, how, name in calls * 2:  # the second run of a program records its launches
-            found = run(*args(state), **how)
-            state = found if isinstance(found, EngineState) else found[0]
-            self.used.add(name)
+        for call in calls * 2:  # the second run of a program records its launches
+            state, *_ = self._run(call, state)
         return state
 
-    def _calls(self, state: EngineState, *, greedy_only: bool) -> Iterator[_Call]:
+    def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
         """All calls that there are, without rows."""
-        slots, entries = state.tables.shape
-        size = {"slots": slots, "entries": entries}
-
-        def stepping(rows: int) -> Stepping | None:
-            return filling.stepping(NOBODY, rows=rows, **size) if rows else None
-
-        def reading(tokens: int, rows: int, *, greedy: bool, scored: bool = False) -> _Call:
-            read = filling.reading([], tokens=tokens, rows=self._pieces, **size)
-            how, riders = {"greedy": greedy, "scored": scored}, stepping(rows)
-            run, name = _JITTED[extend, self._is_in_turn(tokens + rows)], (extend, tokens, rows)
-            return _Call(run, self._with_model(read, riders), how, (*name, greedy, scored))
-
+        size, pieces = {"slots": slots, "entries": entries}, self._limits.sequences
         for (greedy, rides), sizes in self.reading_sizes.items():
-            if greedy or not greedy_only:
-                places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
-                for tokens, rows in itertools.product(sizes, places):
-                    yield reading(tokens, rows, greedy=greedy)
+            if greedy_only and not greedy:
+                continue
+            places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
+            for tokens, rows in itertools.product(sizes, places):
+                reading = filling.reading([], tokens=tokens, rows=pieces, **size)
+                riders = filling.stepping(NOBODY, rows=rows, **size) if rows else None
+                yield self._extend_call(reading, riders, greedy=greedy, scored=False)
         for (greedy, steps), sizes in self.decoding_sizes.items():
-            if greedy or not greedy_only:
-                for rows in sizes:
-                    how = {"steps": steps, "greedy": greedy, "waits": self._waits}
-                    run, name = _JITTED[decode, self._is_in_turn(rows)], (decode, rows)
-                    step = self._with_model(stepping(rows))
-                    yield _Call(run, step, how, (*name, steps, greedy))
+            if greedy_only and not greedy:
+                continue
+            plan = Decode([], steps, greedy, [], self._limits.most_drawn(steps))
+            for rows in sizes:
+                yield self._decode_call(filling.stepping(plan, rows=rows, **size), plan)
         if not greedy_only:
-            yield reading(self.scored_size, 0, greedy=False, scored=True)
-            pages, mesh = np.full(entries, NOWHERE, np.int32), self._mesh
-            slot = np.int32(slots)  # which no row has
-            yield _Call(_jit_clear, lambda state: (state, pages, slot, mesh), {}, (clear,))
+            reading = filling.reading([], tokens=self.scored_size, rows=pieces, **size)
+            yield self._extend_call(reading, None, greedy=False, scored=True)
 
-    def _with_model(self, *arguments: Any) -> Callable[[EngineState], tuple[Any, ...]]:
-        return lambda state: (self._structure, self._leaves, state, *arguments)
+    def _run(self, call: _Call, state: EngineState) -> Any:
+        self.used.add(call.name)
+        return call.run(self._structure, self._leaves, state, *call.arguments, **call.how)
+
+    def _extend_call(
+        self, reading: Reading, riders: Stepping | None, *, greedy: bool, scored: bool
+    ) -> _Call:
+        tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
+        run, how = _JITTED[extend, self._is_in_turn(tokens + rows)], (greedy, scored)
+        name = (extend, tokens, rows, *how)
+        return _Call(name, run, (reading, riders), {"greedy": greedy, "scored": scored})
+
+    def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
+        rows, how = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
+        if self._proposer is None:
+            name, run = (decode, rows, *how.values()), _JITTED[decode, self._is_in_turn(rows)]
+            return _Call(name, run, (stepping,), how | {"waits": self._waits})
+        in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
+        name, run = (speculate, rows, *how.values()), _JITTED[speculate, in_turn]
+        return _Call(name, run, (stepping, self._proposer), how | {"most": plan.most})
 
     def extend(
         self,
@@ -185,21 +203,18 @@ class Programs:
         scored: bool,
     ) -> tuple[EngineState, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
-        tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
-        self.used.add((extend, tokens, rows, greedy, scored))
-        run = _JITTED[extend, self._is_in_turn(tokens + rows)]
-        options = {"greedy": greedy, "scored": scored}
-        return run(self._structure, self._leaves, state, reading, riders, **options)
+        return self._run(self._extend_call(reading, riders, greedy=greedy, scored=scored), state)
 
     def decode(
-        self, state: EngineState, stepping: Stepping, *, steps: int, greedy: bool
+        self, state: EngineState, stepping: Stepping, plan: Decode
     ) -> tuple[EngineState, Drawn]:
-        """Runs `decode`; the state is donated."""
-        rows = len(stepping.slots)
-        self.used.add((decode, rows, steps, greedy))
-        options = {"steps": steps, "greedy": greedy, "waits": self._waits}
-        run = _JITTED[decode, self._is_in_turn(rows)]
-        return run(self._structure, self._leaves, state, stepping, **options)
+        """Runs `decode`, or with a proposer `speculate`; the state is donated."""
+        return self._run(self._decode_call(stepping, plan), state)
+
+    def begin_history(self, histories: Speculation | None, slot: Any, tokens: Any) -> Any:
+        """Runs `begin_history`; the histories are donated."""
+        self.used.add((begin_history,))
+        return _jit_begin_history(self._proposer, histories, slot, tokens)
 
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""

@@ -15,9 +15,11 @@ import numpy as np
 
 from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
+from mpjax.engine.histories import require_fit
 from mpjax.engine.memory import count_pages
-from mpjax.engine.planner import Row, Sizes
+from mpjax.engine.planner import Sizes
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
+from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
 from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
@@ -26,6 +28,8 @@ from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import Proposer, read_speculate
+from mpjax.speculation.report import SpeculationReport
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
 CHUNK_UNIT = 128  # chunks that hold all tokens of all slots are a multiple of it
@@ -54,7 +58,8 @@ class Engine:
         first token than decode), share_prefixes (whether requests share pages of the cache that
         begin with the same tokens, True), ride (whether rows that decode draw a token in programs
         that read long prompts, so that weights are read once for both; by default reading and
-        decoding take turns).
+        decoding take turns), speculate (an Ngram, which proposes tokens that decoding steps verify
+        several at a time; None).
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -98,6 +103,7 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
+        proposer = require_fit(rarer.speculate, lm, most)
         self.lm, self.max_tokens, self._shares = lm, most, rarer.share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
@@ -111,9 +117,10 @@ class Engine:
             steps=steps,
             window=None if None in windows else max(w for w in windows if w is not None),
             rides=rarer.ride,
+            proposed=0 if proposer is None else proposer.k,
         )
         pages = count_pages(lm, sizes, most, cache_memory)
-        self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most)
+        self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most, proposer)
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
@@ -145,6 +152,7 @@ class Engine:
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
         new_tokens: drawn.
         preemptions: how often a request gave up its pages. programs: that were compiled.
+        proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.
         steps: of the engine. late_steps: of them, those before which the device had nothing to do.
         work_seconds: in which there were requests, but for compiling. idle_seconds: of them, those
         in which the device had nothing to do, at most.
@@ -159,6 +167,8 @@ class Engine:
             "prompt_tokens": planner.prompt_tokens,
             "shared_tokens": planner.shared_tokens,
             "new_tokens": runner.new_tokens,
+            "proposed_tokens": runner.proposed_tokens,
+            "accepted_tokens": runner.accepted_tokens,
             "preemptions": planner.preemptions,
             "steps": runner.steps,
             "late_steps": runner.late_steps,
@@ -265,6 +275,7 @@ class Engine:
             prompt_tokens=[len(handle.prompt) for handle in handles],
             prefill_seconds=first - begin,
             decode_seconds=end - first,
+            speculation=SpeculationReport.join([handle.speculation for handle in handles]),
         )
 
     def _wait_for_all(self, handles: Sequence[Handle]) -> float:
@@ -425,6 +436,7 @@ class _Rarer:
     max_gap: float | None = None
     share_prefixes: bool = True
     ride: bool = False
+    speculate: Proposer | None = None
 
     @classmethod
     def of(cls, how: Mapping[str, Any]) -> _Rarer:
@@ -432,6 +444,7 @@ class _Rarer:
         rarer = cls(**how)
         for name in ("share_prefixes", "ride"):
             require_type(name, getattr(rarer, name), bool)
+        read_speculate(rarer.speculate)
         gap: Any = rarer.max_gap
         is_number = isinstance(gap, int | float) and not isinstance(gap, bool)
         if gap is not None and not (is_number and gap > 0):

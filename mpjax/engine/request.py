@@ -11,7 +11,7 @@ import numpy as np
 from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
 from mpjax.batch import special_ids
 from mpjax.engine.handle import Handle, Scores
-from mpjax.engine.planner import Row
+from mpjax.engine.row import Row
 from mpjax.engine.state import STOP_IDS, RowSettings
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import EXPECTED, encode, is_single

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -12,32 +7,16 @@ import pytest
 from mpjax.models import Decoder
 from mpjax.models.registry import FAMILIES
 from mpjax.models.sharded import ShardedDecoder
+from tests.eight_devices import run
 from tests.models import sharded_families
 from tests.models.sharded_decoders import CASES, divide, require_same_arrays
 from tests.models.small import small_config, small_model
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.sweep  # of the default, tests/mpjax/test_loading.py has a case
 def test_logits_are_those_of_the_whole_decoder():
-    """In a process of its own, which has eight devices."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.sharded_families"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
     said = f"{len(CASES)} cases, {len(FAMILIES)} families\n"
-    assert (done.returncode, done.stdout) == (0, said), done.stderr
+    assert run("tests.models.sharded_families") == said
 
 
 @pytest.fixture(scope="module")

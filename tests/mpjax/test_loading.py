@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,9 +15,12 @@ from mpjax.checkpoint import CheckpointError, staging
 from mpjax.checkpoint.saving import save
 from mpjax.loading import bundled_model, load
 from mpjax.precision import Precision
+from tests.eight_devices import run
 from tests.mpjax.checkpoint.saved_models import require_same_bits, write_tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
+from tests.mpjax.formats_on_devices import FORMATS
 from tests.mpjax.on_devices import FEW, MANY
+from tests.mpjax.precisions_on_devices import SOME
 from tests.sweeps import in_sweep
 
 
@@ -46,22 +48,17 @@ def test_precision_as_text_or_object(folder):
 
 @pytest.mark.parametrize(("cases", "count"), [("few", len(FEW)), in_sweep("many", len(MANY))])
 def test_several_devices_have_the_model_of_one(cases, count, tmp_path):
-    """In a process of its own, which has eight devices."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mpjax.on_devices", str(tmp_path), cases],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert (done.returncode, done.stdout) == (0, f"{count} cases\n"), done.stderr
+    assert run("tests.mpjax.on_devices", str(tmp_path), cases) == f"{count} cases\n"
+
+
+@pytest.mark.sweep
+def test_several_devices_have_the_codes_of_each_format():
+    assert run("tests.mpjax.formats_on_devices") == f"{len(FORMATS) + 1} formats\n"
+
+
+@pytest.mark.sweep
+def test_several_devices_say_the_tokens_of_one():
+    assert run("tests.mpjax.precisions_on_devices", "some") == f"{len(SOME)} precisions\n"
 
 
 def test_a_mesh_of_one_device_has_all(folder, tmp_path):

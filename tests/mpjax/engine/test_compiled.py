@@ -1,30 +1,28 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from mpjax.engine.compiled import Programs
 from mpjax.engine.planner import Sizes, middle_chunk, small_chunk
-from mpjax.engine.programs import clear
-from mpjax.engine.state import EngineState
 
 pytestmark = pytest.mark.any_version
 
 
+@pytest.mark.parametrize("proposed", [0, 4])
 @pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
 @pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, tiny):
-    found = Programs(tiny.model, Sizes(slots, 9, 32, chunk=chunk, rides=rides))
+def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, proposed, tiny):
+    sizes = Sizes(slots, 9, 32, chunk=chunk, rides=rides, proposed=proposed)
+    found = Programs(tiny.model, sizes)
     decoding = sum(map(len, found.decoding_sizes.values()))
     few = len(found.rider_sizes[True]) - 1 if rides else 1
     reading = sum(
         len(sizes) * (few if greedy and riders else 1)
         for (greedy, riders), sizes in found.reading_sizes.items()
     )
-    # Scores and clearing have one program each.
-    assert decoding + reading + 2 <= 15
+    # Scores, clearing and what proposers read have one program each.
+    assert decoding + reading + 2 + bool(proposed) <= 15
     assert found.reading_sizes[True, False][0] == small_chunk(chunk)
     for rows in (0, 1, slots):
         if rides:
@@ -55,13 +53,12 @@ def test_single_steps_have_all_sizes_where_there_are_no_others(tiny):
 
 @pytest.mark.parametrize("rides", [False, True])
 def test_calls_without_rows_are_all_that_there_can_be(rides, tiny):
-    """By the names that calls with rows get."""
+    """By the names that calls with rows have."""
     sizes = Sizes(64, 9, 32, chunk=1024, rides=rides)
     found = Programs(tiny.model, sizes)
-    state = EngineState.create(dataclasses.replace(tiny, page_size=32), 64, 9, 64)
     every, few = (
-        {call.name for call in found._calls(state, greedy_only=only)} for only in (False, True)
+        {call.name for call in found._calls(64, 2, greedy_only=only)} for only in (False, True)
     )
     assert few < every
-    assert len(every) <= 15
-    assert few == {name for name in every if name != (clear,) and name[3]}  # of greedy rows
+    assert len(every) <= 15 - 1  # and one clears pages
+    assert few == {name for name in every if name[3]}  # of greedy rows

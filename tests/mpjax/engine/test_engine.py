@@ -20,7 +20,7 @@ from mpjax.engine.handle import CancelledError
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from tests.models.small import small_config, small_model
-from tests.mpjax.engine.conftest import make_engine, resize, said_alone
+from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
 from tests.sweeps import in_sweep
 
@@ -73,11 +73,14 @@ def test_rows_that_are_drawn_in_other_ways_run_together(engine, tiny):
     assert found.finish_reasons == expected.finish_reasons
 
 
-FORMATS = ["KV4cg32", *map(in_sweep, ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
+# A format, and whether decoding speculates.
+TRACED = [("KV4cg32", False), ("KV4cg32", True)]
+SWEPT = ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32")
+TRACED += [in_sweep(text, False) for text in SWEPT] + [in_sweep("KV8", True)]
 
 
-@pytest.mark.parametrize("text", FORMATS)
-def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
+@pytest.mark.parametrize(("text", "speculates"), TRACED)
+def test_arrivals_sharing_and_preemption_change_nothing(text, speculates, tiny):
     """The greedy tokens are those of each prompt alone, whatever happens to it and beside it."""
     rng = np.random.default_rng(0)
     common = rng.integers(1, 2048, 134).tolist()
@@ -86,7 +89,8 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
         for length, own in ((0, 5), (130, 9), (134, 30), (40, 1), (134, 30), (70, 60))
     ]
     expected = said_alone(tiny, text, prompts, NEW)
-    with make_engine(tiny, text) as engine:
+    said = [prompt + new.tolist() for prompt, new in zip(prompts, expected, strict=True)]
+    with make_engine(tiny, text, speculate=Knowing.of(said) if speculates else None) as engine:
 
         @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
@@ -121,7 +125,9 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
             assert is_clean(engine)
 
         check()
-        assert engine.statistics()["programs"] <= 6
+        numbers = engine.statistics()
+        assert numbers["programs"] <= (7 if speculates else 6)
+        assert (numbers["proposed_tokens"] > numbers["accepted_tokens"] > 50) == speculates
 
 
 def test_a_chunk_longer_than_the_window_changes_nothing():

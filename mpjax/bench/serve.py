@@ -25,6 +25,7 @@ from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.ngram import Ngram
 from mpjax.speculation.proposer import Proposer
 
 HEADERS = (
@@ -151,6 +152,8 @@ class Sweep:
         for name in (*names, "ride", "engine", "devices"):
             if (value := getattr(self, name)) != getattr(usual, name):
                 words.append(_option(name, value))
+        if isinstance(self.speculate, Ngram):
+            words.append(f"--speculate ngram:{self.speculate.k}:{self.speculate.n}")
         return " ".join([*words, *["--no-share"] * (not self.share_prefixes)])
 
     @property

@@ -56,12 +56,7 @@ def command(
         ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 64,
-    cache_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6, show_default="0.9", help="Bytes of the cache, or the share of free memory."
-        ),
-    ] = None,
+    cache_memory: options.CacheMemory = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(

@@ -29,8 +29,8 @@ from mpjax.speculation.ngram import Ngram
 from mpjax.speculation.proposer import Proposer
 
 HEADERS = (
-    *("precision", "through", "requests", "seconds", "tokens/s", "first token", "token"),
-    *("longest gap", "shared", "preempted", "idle"),
+    *("precision", "through", "requests", "seconds", "requests/s", "tokens/s", "first token"),
+    *("token", "longest gap", "shared", "preempted", "idle"),
 )
 GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
 
@@ -379,6 +379,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["through"] + _speculated(row),
         str(row["requests"]),
         f"{row['seconds']:.2f} s",
+        f"{row['requests_per_second']:.2f}",
         f"{row['new_tokens_per_second']:.0f}",
         f"{first['p50']:.2f} / {first['p99']:.2f} s",
         "" if token is None else f"{token['p50'] * 1e3:.1f} / {token['p99'] * 1e3:.1f} ms",

@@ -90,6 +90,15 @@ def command(
             envvar="MPJAX_API_KEY", show_default=False, help="Key that clients have to give."
         ),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            show_default="none",
+            help="A web page's origin (https://example.org) whose scripts may read answers; may "
+            "be repeated.",
+        ),
+    ] = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
@@ -128,7 +137,8 @@ def command(
             with output.status("Compiling"):
                 engine.compile()
         name = name or lm.source.resolve().name
-        served = application(engine, name, Limits(max_waiting, max_body, api_key))
+        limits = Limits(max_waiting, max_body, api_key)
+        served = application(engine, name, limits, origins=allow_origin or ())
         url = listening.listen(sockets, host)
         output.note(
             f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening "

@@ -90,6 +90,7 @@ def test_cells_are_in_the_order_of_the_headers():
         "through": "engine",
         "requests": "10",
         "seconds": "2.00 s",
+        "requests/s": "5.00",
         "tokens/s": "250",
         "first token": "0.20 / 0.50 s",
         "token": "10.0 / 20.0 ms",
@@ -99,7 +100,7 @@ def test_cells_are_in_the_order_of_the_headers():
         "idle": "2.5%",
     }
     short = serve_row(token_seconds=None, gap_seconds=None, shared_tokens=0, preemptions=0)
-    assert serve.cells(short)[6:-1] == [""] * 4
+    assert serve.cells(short)[7:-1] == [""] * 4
     batches = serve_row(through="batches")
     del batches["idle_share"]
     assert serve.cells(batches)[-1] == ""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,11 +131,20 @@ def numbers(folder: Path) -> dict[str, float]:
 
 
 def run(name: str, folder: Path) -> bool:
-    """Runs a case in this process; returns whether it has met its gates."""
+    """Runs a case in this process; returns whether it has met its gates.
+
+    An error, such as of lacking memory, is printed, so that other cases can follow.
+    """
+    begin = time.perf_counter()
     try:
         return not app(arguments(name, folder), standalone_mode=False)
     except click.exceptions.Exit as end:
         return end.exit_code == 0
+    except Exception:
+        traceback.print_exc()
+        return False
+    finally:
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
 
 def main(given: list[str]) -> int:

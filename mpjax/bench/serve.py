@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,7 +237,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             "all_seconds": time.perf_counter() - begin,
             **{name: after[name] - before[name] for name in names},
             "asked_tokens": sum(new for _, new in sweep.load.sizes()) + sweep.load.late_new,
-            **_figures(traces, seconds),
+            **_figures(traces, seconds, since=traces[-1].came if sweep.load.late else 0.0),
         }
 
 
@@ -278,14 +279,19 @@ def _round(engine: mpjax.Engine, load: Load, number: int) -> tuple[list[_Trace],
     return list(traces.values()), time.perf_counter() - begin
 
 
-def _figures(traces: Sequence[_Trace], seconds: float) -> dict[str, Any]:
+def _figures(traces: Sequence[_Trace], seconds: float, since: float = 0.0) -> dict[str, Any]:
     """Rates and percentiles of a round.
 
     The time of a token is that of its request after the first token, over its tokens. A gap is the
-    time between two reports of new tokens of a request.
+    time between two reports of new tokens of a request. since: the time after which gaps count.
     """
     first = [trace.times[0] - trace.came for trace in traces]
-    gaps = [float(gap) for trace in traces for gap in np.diff(trace.times)]
+    gaps = [
+        after - before
+        for trace in traces
+        for before, after in itertools.pairwise(trace.times)
+        if after > since
+    ]
     token = [
         (trace.times[-1] - trace.times[0]) / (sum(trace.counts) - 1)
         for trace in traces

@@ -66,5 +66,10 @@ def test_cases_are_chosen_by_name(tmp_path, measured, monkeypatch, capsys):
     names = {path.stem for path in (tmp_path / "group").iterdir()}
     assert names == {*(f"serve-{name}" for name in serving.GROUPS["long"]), "ratios"}
     assert "there is no case 'other'" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "run", lambda sweep: 1 / 0)
+    assert serving.main([str(tmp_path), "alone", "shared"]) == 2
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said
+    assert "alone: 0 s" in said
     assert serving.main([]) == 2
     assert "python -m benchmarks.serving FOLDER" in capsys.readouterr().err

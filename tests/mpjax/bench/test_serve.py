@@ -79,6 +79,12 @@ def test_a_sweep_is_a_command():
     ]
 
 
+def test_gaps_count_from_when_the_late_prompt_comes():
+    traces = [serve._Trace(0.0, [1.0, 3.0, 3.5, 4.5], [1, 1, 1, 1]), serve._Trace(3.2, [4.0], [1])]
+    assert serve._figures(traces, 5.0)["gap_seconds"]["most"] == 2.0
+    assert serve._figures(traces, 5.0, since=3.2)["gap_seconds"]["most"] == 1.0
+
+
 def test_cells_name_several_devices():
     assert serve.cells(serve_row(devices=2))[0] == "W4A16KV8 on 2 devices"
 

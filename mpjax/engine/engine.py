@@ -294,6 +294,24 @@ class Engine:
 
     # -- running
 
+    def compile(self, *, greedy_only: bool = False) -> None:
+        """Compiles all programs, several at a time; else each is compiled at its first use.
+
+        greedy_only: whether to leave out those of rows that are drawn at random, and of prompts'
+            log-probabilities.
+
+        Raises ValueError for an engine that is closed. An error of the device closes it.
+        """
+        require_type("greedy_only", greedy_only, bool)
+        with self._turn:
+            self._require_open()
+            try:
+                self._runner.compile(greedy_only=greedy_only)
+            except BaseException as error:
+                why = error if isinstance(error, Exception) else CancelledError("it was stopped")
+                self._end_all("error", why)
+                raise
+
     def step(self) -> list[Event]:
         """Starts the next program, and reads what the one before has drawn.
 

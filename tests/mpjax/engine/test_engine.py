@@ -200,6 +200,20 @@ def test_no_program_is_compiled_twice(engine):
     assert engine.statistics()["programs"] <= 15
 
 
+def test_programs_are_compiled_ahead(engine, alone):
+    """Also while requests run, of which nothing changes."""
+    handle = engine.submit(PROMPTS[0], max_new_tokens=NEW)
+    for _ in range(2):
+        engine.step()
+    engine.compile(greedy_only=True)
+    before = compiled.count()
+    assert handle.result().text == alone.text[0]
+    assert engine.generate(PROMPTS, max_new_tokens=NEW).text == alone.text
+    assert compiled.count() == before
+    with pytest.raises(ValueError, match="greedy_only is 1: expected"):
+        engine.compile(greedy_only=1)
+
+
 def test_a_prompt_that_was_read_before_is_found(engine):
     prompt = list(range(1, 100))
     resize(engine)

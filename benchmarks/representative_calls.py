@@ -56,6 +56,7 @@ DECODING = (
     AttentionShape.parse("b8-h16/16-d256-c8192"),
     AttentionShape.parse("b16-h64/8-d64-c131072"),
 )
+SHORT = AttentionShape.parse("b64-h32/8-d128-c128")
 MASKED = AttentionShape.parse("b2-h16/8-d128-c2048-q64")
 PROMPT = AttentionShape.parse("b2-h32/8-d128-c2048-q512")
 APPENDED = AttentionShape.parse("b4-h8/8-d128-c4096")
@@ -117,6 +118,9 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
+    for text in ("KV4", "K4cV4c"):  # rounded by one program, where several are joined, and balanced
+        for scene in (DECODE[8], DECODE[0], DECODE[4], SHORT):
+            yield f"attention blocks {text} {scene.name}", functools.partial(_rounded, text, scene)
     for text in CACHES:
         for scene in DECODING:
             yield f"attention {text} {scene.name}", functools.partial(_attention, text, scene)
@@ -232,6 +236,17 @@ def _attention(text: str, shape: AttentionShape) -> Call:
     heads = shape.query_heads, shape.head_dim
     queries = Array((shape.batch, shape.queries, *heads), jnp.bfloat16)
     return kernels.paged_attention, (queries, cache.layers[0], _span(cache))
+
+
+def _rounded(text: str, shape: AttentionShape) -> Call:
+    """Attention whose outputs become codes of 4 and 8 bits."""
+    function, arguments = _attention(text, shape)
+    bits = Array((shape.query_heads * shape.head_dim // 128,), jnp.uint8)
+
+    def attend(bits: Any, *arguments: Any) -> Any:
+        return function(*arguments, blocks=kernels.ActivationBlocks(bits))
+
+    return attend, (bits, *arguments)
 
 
 def _prompt(text: str) -> Call:

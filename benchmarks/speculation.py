@@ -3,12 +3,14 @@
 A model continues texts that repeat their prompt, and texts that don't, in plain decoding and with
 each proposer, one prompt at a time. A result of the JSON file has the case, the proposer, tokens/s
 of both, their ratio, the acceptance and the tokens per step. Models with a chat template get
-requests in words, and base models a file of Python that they have begun to repeat.
+requests in words, and base models a file of Python that they have begun to repeat. With --engine N
+each prompt goes through an Engine of one slot, whose programs take N decoding steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -23,6 +25,7 @@ from mpjax.speculation.spelling import parse
 
 PROPOSERS = ("ngram:4:3", "ngram:4:2", "ngram:8:3")
 ROUNDS = 3
+MOST = 824  # tokens of a prompt, at most; with 200 new ones whole pages
 PROSE = (
     "The lighthouse had stood on the cape for two hundred years before anyone thought of writing "
     "down what its keepers had seen. Most of them could not write, and those who could had better "
@@ -82,16 +85,19 @@ def run(
     temperature: float,
     new_tokens: int,
     rounds: int = ROUNDS,
+    *,
+    steps: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a model."""
+    """The rows of a model. steps: of an Engine's programs; None for `generate`."""
+    measured = _measure if steps is None else functools.partial(_measure_engine, steps)
     parsed = {text: parse(text) for text in proposers}
     for case, prompt in prompts(lm).items():
         options = {"max_new_tokens": new_tokens}
         if temperature:
             options["sampling"] = {"temperature": temperature}  # type: ignore[assignment]
-        plain, speed = _measure(lm, prompt, options, rounds)
+        plain, speed = measured(lm, prompt, options, rounds)
         for text, proposer in parsed.items():
-            found, faster = _measure(lm, prompt, options | {"speculate": proposer}, rounds)
+            found, faster = measured(lm, prompt, options | {"speculate": proposer}, rounds)
             report = found.speculation
             assert report is not None
             yield {
@@ -101,6 +107,7 @@ def run(
                 "repeats": case in REPEATING,
                 "temperature": temperature,
                 "proposer": text,
+                "engine_steps": steps,
                 "plain_tokens_per_second": speed,
                 "tokens_per_second": faster,
                 "speed_up": faster / speed if speed else None,
@@ -134,6 +141,8 @@ def command(rows: Sequence[Mapping[str, Any]]) -> str:
     model, proposers = rows[0]["model"], dict.fromkeys(row["proposer"] for row in rows)
     options = "" if model == mpjax.bundled_model().name else f" --model {model}"
     options += "".join(f" --speculate {each}" for each in proposers)
+    if steps := rows[0].get("engine_steps"):
+        options += f" --engine {steps}"
     return f"python -m benchmarks.speculation OUT.json{options}"
 
 
@@ -142,6 +151,18 @@ def _measure(
 ) -> tuple[mpjax.Generation, float]:
     """A generation, and the median speed of its repetitions after the first, which compiles."""
     found = [mpjax.generate(lm, [prompt], **options) for _ in range(rounds + 1)]
+    return found[-1], statistics.median(each.tokens_per_second for each in found[1:])
+
+
+def _measure_engine(
+    steps: int, lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
+) -> tuple[mpjax.Generation, float]:
+    """What `_measure` gives, by an Engine of one slot."""
+    most = MOST + options["max_new_tokens"]
+    speculate = options.get("speculate")
+    options = {name: value for name, value in options.items() if name != "speculate"}
+    with mpjax.Engine(lm, slots=1, max_tokens=most, steps=steps, speculate=speculate) as engine:
+        found = [engine.generate([prompt], **options) for _ in range(rounds + 1)]
     return found[-1], statistics.median(each.tokens_per_second for each in found[1:])
 
 
@@ -155,12 +176,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, action="append")
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="after one that compiles")
+    parser.add_argument("--engine", type=int, metavar="N", help="steps of an Engine's programs")
     chosen = parser.parse_args(arguments)
     lm = mpjax.load(chosen.model or mpjax.bundled_model(), precision=chosen.precision)
     rows = []
     for temperature in chosen.temperature or (0.0, 0.8):
         proposers = chosen.speculate or PROPOSERS
-        for row in run(lm, proposers, temperature, chosen.new_tokens, chosen.rounds):
+        numbers = temperature, chosen.new_tokens, chosen.rounds
+        for row in run(lm, proposers, *numbers, steps=chosen.engine):
             rows.append(row)
             print(json.dumps(row), flush=True)
             text = json.dumps(measure.stamp() | {"results": rows}, indent=1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpjax.comparison import Comparison, compare
     from mpjax.decoding import GeneratedTokens, generate_tokens
     from mpjax.engine.engine import Engine
+    from mpjax.engine.handle import CancelledError, Event, Handle, PromptLogprobs
     from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel
@@ -47,16 +48,20 @@ plain_names.install()
 __all__ = [
     "BudgetRecipe",
     "Calibration",
+    "CancelledError",
     "Comparison",
     "Draft",
     "Engine",
     "Evaluation",
+    "Event",
     "GeneratedTokens",
     "Generation",
+    "Handle",
     "LanguageModel",
     "Learning",
     "Ngram",
     "Precision",
+    "PromptLogprobs",
     "Recipe",
     "Sampling",
     "SpeculationReport",
@@ -81,16 +86,20 @@ __all__ = [
 _MODULES = {
     "BudgetRecipe": "quantization.budget",
     "Calibration": "quantization.api",
+    "CancelledError": "engine.handle",
     "Comparison": "comparison",
     "Draft": "speculation.draft",
     "Engine": "engine.engine",
     "Evaluation": "evaluation",
+    "Event": "engine.handle",
     "GeneratedTokens": "decoding",
     "Generation": "generation",
+    "Handle": "engine.handle",
     "LanguageModel": "language_model",
     "Learning": "quantization.learning.descent",
     "Ngram": "speculation.ngram",
     "Precision": "precision",
+    "PromptLogprobs": "engine.handle",
     "Recipe": "quantization.recipe",
     "Sampling": "sampling",
     "SpeculationReport": "speculation.report",

@@ -101,8 +101,9 @@ def require_documents(documents: Iterable[str]) -> None:
 
 
 def _is_iterable(value: Any) -> bool:
-    """Whether a value can be iterated over; jax.Array is excluded, since scalars have __iter__."""
-    return isinstance(value, Iterable) and not isinstance(value, jax.Array)
+    """Whether a value can be iterated over; scalars of jax.Array and NumPy have __iter__, too."""
+    is_scalar = isinstance(value, np.ndarray) and not value.ndim
+    return isinstance(value, Iterable) and not isinstance(value, jax.Array) and not is_scalar
 
 
 def stop_strings(stop: Any) -> list[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax import drawing
 from mpjax.decoding_state import DecodingState, Limits
 from mpjax.models import Decoder
 from mpjax.random_keys import step_keys
 from mpjax.sampling import Sampling
+
+Settings = TypeVar("Settings")
 
 
 class Draw(NamedTuple):
@@ -29,6 +32,14 @@ class Draw(NamedTuple):
 class Rule(Protocol):
     """How the tokens of rows are drawn, and what ends rows."""
 
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+
+    @property
+    def maximum(self) -> jax.Array:
+        """The most new tokens of each row in a state, int32 [batch]."""
+
     def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
         """A token for each row.
 
@@ -41,6 +52,15 @@ class Rule(Protocol):
         chance: the tokens' log-probabilities. counts: int32 [batch], new tokens with these.
         """
 
+    def at_positions(self, positions: int) -> Rule:
+        """The rule of a batch in which each of so many positions of a row is a row."""
+
+    def hide(self, logits: jax.Array, counts: jax.Array) -> jax.Array:
+        """Logits [batch, vocabulary] with -inf for stop tokens of rows that are too short to end.
+
+        counts: int32 [batch], new tokens of each row.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchRule:
@@ -49,14 +69,15 @@ class BatchRule:
     sampling: Sampling
     limits: Limits
 
+    @property
+    def maximum(self) -> jax.Array:
+        """See Rule."""
+        return self.limits.maximum
+
     def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
         """See Rule."""
-        allowed = logits
-        if self.sampling.min_new_tokens is not None:
-            too_short = state.counts < jnp.asarray(self.sampling.min_new_tokens, jnp.int32)
-            is_stop = self.limits.stops(jnp.arange(logits.shape[1]))
-            allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
-        keys = step_keys(state.keys, state.step)
+        allowed = self.hide(logits, state.counts)
+        keys = step_keys(state.keys, state.counts)
         return Draw(
             *drawing.draw(logits, allowed, keys, self.sampling, state.seen, divided=divided)
         )
@@ -64,6 +85,34 @@ class BatchRule:
     def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
         """See Rule."""
         return self.limits.stops(drawn) | (counts >= self.limits.maximum)
+
+    def at_positions(self, positions: int) -> BatchRule:
+        """See Rule."""
+        limits = dataclasses.replace(
+            self.limits, maximum=at_positions(self.limits.maximum, positions)
+        )
+        return BatchRule(at_positions(self.sampling, positions), limits)
+
+    def hide(self, logits: jax.Array, counts: jax.Array) -> jax.Array:
+        """See Rule."""
+        if self.sampling.min_new_tokens is None:
+            return logits
+        is_short = counts < jnp.asarray(self.sampling.min_new_tokens, jnp.int32)
+        is_stop = self.limits.stops(jnp.arange(logits.shape[1]))
+        return jnp.where(is_short[:, None] & is_stop[None], -jnp.inf, logits)
+
+
+def at_positions(settings: Settings, positions: int) -> Settings:
+    """Settings in which each position of a row is a row, with the row's numbers.
+
+    settings: a pytree of numbers, and of arrays [batch, …].
+    """
+
+    def repeated(value: Any) -> Any:
+        return jnp.repeat(value, positions, axis=0) if np.ndim(value) else value
+
+    repeated_settings: Settings = jax.tree.map(repeated, settings)
+    return repeated_settings
 
 
 def advance(model: Decoder, state: DecodingState, rule: Rule, alive: jax.Array) -> DecodingState:

@@ -24,6 +24,7 @@ from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import Proposer
 
 HEADERS = (
     *("precision", "through", "requests", "seconds", "tokens/s", "first token", "token"),
@@ -93,7 +94,9 @@ class Load:
 class Sweep:
     """A load, for each of several precisions.
 
-    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, ride: of the engine.
+    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, ride, speculate: of the
+        engine. Random weights repeat themselves: what speculation gains with them says nothing
+        about texts.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
     rounds: how often the load is run; all but the last compile, and are not counted.
@@ -112,6 +115,7 @@ class Sweep:
     cache_memory: float | None = None
     share_prefixes: bool = True
     ride: bool = False
+    speculate: Proposer | None = None
     static: int = 0
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
@@ -161,13 +165,15 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         steps=sweep.steps,
         share_prefixes=sweep.share_prefixes,
         ride=sweep.ride,
+        speculate=sweep.speculate,
     ) as engine:
         begin = time.perf_counter()
         for number in range(sweep.rounds):
             before = engine.statistics()
             traces, seconds = _round(engine, sweep.load, number)
         after = engine.statistics()
-        names = ("prompt_tokens", "shared_tokens", "preemptions", "steps", "late_steps")
+        names = ["prompt_tokens", "shared_tokens", "preemptions", "steps", "late_steps"]
+        names += ["proposed_tokens", "accepted_tokens"]
         work, idle = (after[n] - before[n] for n in ("work_seconds", "idle_seconds"))
         return {
             "through": "engine",
@@ -176,6 +182,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             "max_gap": None if sweep.max_gap is None else str(sweep.max_gap),
             "idle_share": idle / work,
             "ride": sweep.ride,
+            "speculate": None if sweep.speculate is None else repr(sweep.speculate),
             "capacity_tokens": engine.capacity,
             "programs": after["programs"],
             "lost_pages": after["pages"] - after["free_pages"],
@@ -302,7 +309,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     shared = row.get("shared_tokens", 0)
     return [
         row["precision"] + (f" on {row['devices']} devices" if row.get("devices", 1) > 1 else ""),
-        row["through"],
+        row["through"] + _speculated(row),
         str(row["requests"]),
         f"{row['seconds']:.2f} s",
         f"{row['new_tokens_per_second']:.0f}",
@@ -313,6 +320,14 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         str(row.get("preemptions") or ""),
         f"{row['idle_share']:.1%}" if "idle_share" in row else "",
     ]
+
+
+def _speculated(row: Mapping[str, Any]) -> str:
+    """What speculation has proposed in a row, as a part of a cell."""
+    if not row.get("speculate"):
+        return ""
+    proposed, accepted = row["proposed_tokens"], row["accepted_tokens"]
+    return f", {accepted / proposed if proposed else 0:.0%} of {proposed} proposed"
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:

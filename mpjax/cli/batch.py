@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 import rich.progress
 
-from mpjax.cli.output import is_live
+from mpjax.cli.output import is_live, note
 from mpjax.cli.requests import Request, count_tokens
 from mpjax.cli.unfinished import Unfinished
+from mpjax.speculation.report import SpeculationReport
 
 if TYPE_CHECKING:
     from mpjax.engine.handle import Handle
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 def complete(
     lm: LanguageModel,
     requests: Sequence[Request],
-    size: int,
+    engine: Mapping[str, Any],
     options: Mapping[str, Any],
     unfinished: Unfinished | None = None,
 ) -> list[dict[str, Any]]:
     """Generates a result for each request, in the order of requests.
 
-    Shows a progress bar on stderr if that is a terminal.
+    Shows a progress bar on stderr if that is a terminal, and then what speculation has gained.
 
-    size: the most requests that are generated at a time. options: arguments of `Engine.submit` for
-        all requests.
+    engine: arguments of the Engine: `slots`, the most requests at a time, and others.
+    options: arguments of `Engine.submit` for all requests.
     unfinished: keeps results as they come, and has those of an earlier run.
 
     A result has the request's `id`, and `text`, `finish_reason`, `prompt_tokens` (their number),
@@ -42,6 +43,7 @@ def complete(
     """
     lengths = [count_tokens(lm, request) for request in requests]
     results = {} if unfinished is None else dict(unfinished.results)
+    reports = []
     left = [index for index in range(len(requests)) if index not in results]
     columns = rich.progress.Progress.get_default_columns()
     console = rich.console.Console(stderr=True)
@@ -54,13 +56,17 @@ def complete(
     ) as bar:
         task = bar.add_task("Compiling", total=len(requests), completed=len(results))
         most = max((lengths[i] + requests[i].max_new_tokens for i in left), default=0)
-        for index, handle in _run(lm, requests, left, options, {"slots": size, "most": most}):
+        engine = dict(engine) | {"max_tokens": most}
+        for index, handle in _run(lm, requests, left, options, engine):
             bar.update(task, description="Generating", advance=handle is not None)
             if handle is None:
                 continue
             results[index] = _result(requests[index], handle)
+            reports.append(handle.speculation)
             if unfinished is not None:
                 unfinished.add(index, results[index])
+    if report := SpeculationReport.join(reports):
+        note(str(report))
     return [results[index] for index in range(len(requests))]
 
 
@@ -69,32 +75,33 @@ def _run(
     requests: Sequence[Request],
     indices: Sequence[int],
     options: Mapping[str, Any],
-    sizes: Mapping[str, int],
+    engine: Mapping[str, Any],
 ) -> Iterator[tuple[int, Handle | None]]:
     """Generates some requests; yields the index of one with each event, and its handle at its end.
 
-    sizes: `slots`, of the engine, and `most`, the most tokens of a request.
+    engine: its arguments, which may have more slots and fewer tokens than are useful.
     """
     import mpjax
     from mpjax.buckets import bucket_tokens
 
     if not indices:
         return
-    most = min(bucket_tokens(sizes["most"]), lm.config.max_position_embeddings)
-    slots = min(sizes["slots"], len(indices))
+    most = min(bucket_tokens(engine["max_tokens"]), lm.config.max_position_embeddings)
+    slots = min(engine["slots"], len(indices))
     # Nobody reads along, so that rows may wait for whole chunks.
-    with mpjax.Engine(lm, slots=slots, max_tokens=most, max_gap=math.inf) as engine:
+    arguments = dict(engine) | {"slots": slots, "max_tokens": most, "max_gap": math.inf}
+    with mpjax.Engine(lm, **arguments) as running:
         numbers = {}
         for index in indices:
             request = requests[index]
-            handle = engine.submit(
+            handle = running.submit(
                 request.prompt,
                 max_new_tokens=request.max_new_tokens,
                 seed=request.seed,
                 **options,
             )
             numbers[handle] = index
-        for event in engine:
+        for event in running:
             index = numbers[event.handle]
             yield index, event.handle.result() if event.finish_reason else None
 

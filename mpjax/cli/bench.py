@@ -20,6 +20,7 @@ import rich.console
 import rich.progress
 import typer
 
+from mpjax.cli import options
 from mpjax.cli.bench_help import (
     ATTENTION_EPILOG,
     EPILOG,
@@ -343,6 +344,7 @@ def serve_command(
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
+    speculate: options.Speculate = None,
     static: Annotated[
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
@@ -376,6 +378,7 @@ def serve_command(
             cache_memory=cache_memory,
             share_prefixes=share,
             ride=ride,
+            speculate=options.parse_speculate(speculate, by_engine=True),
             static=static,
             rounds=rounds,
             config=config,

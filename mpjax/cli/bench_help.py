@@ -156,6 +156,9 @@ prompts; the last is measured, and the others compile.
                tokens come together
   shared       prompt tokens that were in the cache already
   preempted    how often a request made room for an older one
+With --speculate there are also the proposed tokens, and the share of them
+that was accepted. Random weights repeat themselves as no text does, so the
+speed is not that of a text.
 The JSON also has late_steps: programs before which the device was idle; up to
 3 % of all `steps` are good. The roofline of a decoding step is in `mpjax
 bench generate`. The exit code is 1 if tokens are missing, or if more than 15

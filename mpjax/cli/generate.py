@@ -52,9 +52,10 @@ prompts, and stdout has nothing else. The keys of a result:
   prompt_tokens  number of tokens of the prompt
   tokens         ids of the new tokens
   logprobs       natural logarithm of each new token's probability
-The --output file is replaced when all results are there. Until then it stays
-unchanged, and results are kept in a hidden file beside it: if the command is
-interrupted, the same command goes on where it was.
+The --output file is written when all results are there; a file that is there
+already is refused, unless --overwrite lets it be replaced. Until then results
+are kept in a hidden file beside it: if the command is interrupted, the same
+command goes on where it was.
 """
 
 
@@ -84,6 +85,9 @@ def command(
             help="Write results to a JSON Lines file, or to stdout with -.",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file of --output, if there is one.")
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print results as JSON Lines to stdout.")
     ] = False,
@@ -129,14 +133,15 @@ def command(
     if str(output_file) == "-":
         output_file = None
     if output_file is not None:
-        _check_output(output_file, input)
+        _check_output(output_file, input, overwrite=overwrite)
     requests = gather(prompt or [], prompt_file, input, max_new_tokens, seed)
     if few := [one for one in requests if one.max_new_tokens < min_new_tokens]:
         raise typer.BadParameter(
             f"{few[0].place} asks for at most {few[0].max_new_tokens} new tokens",
             param_hint="--min-new-tokens",
         )
-    _check_speculate(speculate, is_one=len(requests) == 1 and not as_json)
+    is_one = len(requests) == 1 and not as_json
+    options.require_no_draft(speculate, by_engine=not is_one)
     sampling = options.sampling_options(
         temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
     )
@@ -146,16 +151,17 @@ def command(
 
     import mpjax
 
-    if len(requests) == 1 and not as_json:
+    if is_one:
         text = str(requests[0].prompt)
         settings = {"max_new_tokens": max_new_tokens, "seed": seed, "speculate": proposer, **common}
         _show_one(lambda: mpjax.stream(lm, text, **settings), text if echo else "")
         return
     begin = time.perf_counter()
+    engine = {"slots": batch_size, "speculate": proposer}
     if output_file is not None:
-        results = _complete_to_file(lm, requests, batch_size, common, output_file)
+        results = _complete_to_file(lm, requests, engine, common, output_file)
     else:
-        results = batch.complete(lm, requests, batch_size, common)
+        results = batch.complete(lm, requests, engine, common)
     if output_file is None and as_json:
         for result in results:
             output.print_json(result, indent=None)
@@ -167,7 +173,7 @@ def command(
 def _complete_to_file(
     lm: LanguageModel,
     requests: Sequence[Request],
-    batch_size: int,
+    engine: Mapping[str, Any],
     options: Mapping[str, Any],
     file: Path,
 ) -> list[dict[str, Any]]:
@@ -178,7 +184,7 @@ def _complete_to_file(
     from mpjax.atomic_write import atomic_write, is_special
 
     if is_special(file.resolve()):
-        results = batch.complete(lm, requests, batch_size, options)
+        results = batch.complete(lm, requests, engine, options)
         atomic_write(file, _as_lines(results))
         return results
     asked = [dataclasses.replace(request, place="") for request in requests]
@@ -188,7 +194,7 @@ def _complete_to_file(
     if kept.results:
         output.note(f"{len(kept.results)} results of an earlier run were kept: going on with them")
     try:
-        results = batch.complete(lm, requests, batch_size, options, kept)
+        results = batch.complete(lm, requests, engine, options, kept)
         atomic_write(file, _as_lines(results))
     except BaseException:
         kept.close(is_done=False)
@@ -201,23 +207,21 @@ def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
     return "".join(output.to_json(result) + "\n" for result in results)
 
 
-def _check_speculate(speculate: str | None, *, is_one: bool) -> None:
-    """Raises for --speculate with prompts that an engine generates."""
-    if speculate is not None and not is_one:
-        raise typer.BadParameter(
-            "several prompts, and results in JSON, come from an engine, which does not speculate: "
-            "give one prompt, or call mpjax.generate(..., speculate=...)",
-            param_hint="--speculate",
-        )
+def _check_output(file: Path, input: Path | None, *, overwrite: bool) -> None:
+    """Raises, before anything is generated, if results could not or may not be written to `file`.
 
-
-def _check_output(file: Path, input: Path | None) -> None:
-    """Raises, before anything is generated, if the results could not be written to `file`."""
+    overwrite: whether a file with anything in it may be replaced.
+    """
     from mpjax.atomic_write import require_writable
 
     if input is not None and file.exists() and input.exists() and file.samefile(input):
         raise typer.BadParameter(
             f"{file} is also --input: choose another file", param_hint="--output"
+        )
+    if not overwrite and file.is_file() and file.stat().st_size:
+        raise typer.BadParameter(
+            f"{file} is there already: choose another file, or replace it with --overwrite",
+            param_hint="--output",
         )
     require_writable(file)
 

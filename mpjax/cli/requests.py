@@ -98,8 +98,8 @@ def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
     A line is an object with a "prompt" or "messages". It may have an "id", and "max_new_tokens" and
     "seed", which override the arguments. Blank lines are skipped.
 
-    Raises ValueError, which names the line, for a line of another form, and for a file without any
-    lines.
+    Raises ValueError, which names the line, for a line of another form, and for one whose id
+    another line has; and for a file without any lines.
     """
     from mpjax.arguments import read_text
 
@@ -112,7 +112,21 @@ def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
             requests.append(_parse(line, number, place, max_new_tokens, default))
     if not requests:
         raise ValueError(f'{name} has no lines: expected one like {{"prompt": "def f(x):"}}')
+    _check_ids(requests)
     return requests
+
+
+def _check_ids(requests: Sequence[Request]) -> None:
+    """Raises ValueError, which names both lines, for an id that two have. Any may have null."""
+    places: dict[str, str] = {}
+    for request in requests:
+        key = json.dumps(request.id, sort_keys=True)
+        if request.id is not None and key in places:
+            raise ValueError(
+                f"{request.place} has the id {key:.60}, as {places[key]} has: give each line an id "
+                "of its own, or none, which stands for the line's number"
+            )
+        places[key] = request.place
 
 
 def _read_json_stdin() -> str:

@@ -21,6 +21,7 @@ NAME = "serve"
 EPILOG = """\b
 Examples:
   mpjax serve --model Qwen3-8B-AWQ --precision W4A16KV8
+  mpjax serve --model Qwen3-8B-AWQ --slots 8 --speculate ngram:4:3
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "def f(x):", "max_tokens": 32, "temperature": 0}'
 
@@ -74,6 +75,7 @@ def command(
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
+    speculate: options.Speculate = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
     ] = 1000,
@@ -99,6 +101,7 @@ def command(
             )
     if api_key == "":
         raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
+    proposer = options.parse_speculate(speculate, by_engine=True)
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
     sockets = listening.bind(host, port)
@@ -117,6 +120,7 @@ def command(
             chunk_tokens=chunk_tokens,
             max_gap=max_gap,
             ride=ride,
+            speculate=proposer,
         )
         name = name or lm.source.resolve().name
         served = application(engine, name, Limits(max_waiting, max_body, api_key))

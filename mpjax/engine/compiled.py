@@ -9,11 +9,14 @@ from typing import Any
 import jax
 
 from mpjax.decoding import has_warpgroups
-from mpjax.engine.planner import Sizes, middle_chunk, scored_chunk, small_chunk
+from mpjax.engine.histories import begin_history
+from mpjax.engine.planner import Decode, Sizes, middle_chunk, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
+from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
 from mpjax.models import Decoder
+from mpjax.speculation.proposer import Proposer, Speculation
 
 FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 
@@ -48,7 +51,7 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
     return jax.jit(
         run,
         static_argnums=0,
-        static_argnames=("scored", "steps", "greedy", "waits"),
+        static_argnames=("scored", "steps", "most", "greedy", "waits"),
         donate_argnums=2,
         compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
     )
@@ -57,29 +60,32 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode)
+    for function in (extend, decode, speculate)
     for in_turn in (False, True)
 }
 _jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
+_jit_begin_history = jax.jit(begin_history, donate_argnames="histories")
 
 
 def count() -> int:
     """The number of programs that were compiled so far, of all engines."""
-    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
+    functions = *_JITTED.values(), _jit_clear, _jit_begin_history
+    return sum(function._cache_size() for function in functions)
 
 
 class Programs:
     """The jitted programs of one model, with the sizes to which their arguments are padded.
 
-    limits: the sizes of the engine.
+    limits: the sizes of the engine. proposer: of tokens that decoding verifies; None for none.
 
     Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
-    sizes are few: with those for scores and for clearing there are at most 15 programs.
+    sizes are few: with those for scores, for clearing and for what proposers read there are at most
+    15 programs.
     """
 
-    def __init__(self, model: Decoder, limits: Sizes) -> None:
+    def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
         chunk, slots, steps = limits.chunk, limits.slots, limits.steps
-        self._waits = not device.on_gpu()
+        self._waits, self._proposer = not device.on_gpu(), proposer
         self.scored_size = scored_chunk(chunk)
         small, middle = small_chunk(chunk), middle_chunk(chunk)
         # By whether all rows are greedy, and whether there are places for rows that ride along.
@@ -96,7 +102,9 @@ class Programs:
             }
         few = sorted({-(-slots // 4), slots})
         self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
-        parts = {-(-slots // 8), -(-slots // 2), slots}
+        parts = {-(-slots // 8), slots}
+        if not limits.proposed:  # proposers need a program themselves
+            parts.add(-(-slots // 2))
         # By whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
             (True, steps): sorted({1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}),
@@ -110,6 +118,11 @@ class Programs:
         self._structure = _Structure(structure)
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
+
+    @property
+    def holds_host(self) -> bool:
+        """Whether `decode` returns when the device has nearly ended it: its loops need the host."""
+        return self._proposer is not None and device.on_gpu()
 
     def extend(
         self,
@@ -128,14 +141,24 @@ class Programs:
         return run(self._structure, self._leaves, state, reading, riders, **options)
 
     def decode(
-        self, state: EngineState, stepping: Stepping, *, steps: int, greedy: bool
+        self, state: EngineState, stepping: Stepping, plan: Decode
     ) -> tuple[EngineState, Drawn]:
-        """Runs `decode`; the state is donated."""
-        rows = len(stepping.slots)
-        self.used.add((decode, rows, steps, greedy))
-        options = {"steps": steps, "greedy": greedy, "waits": self._waits}
-        run = _JITTED[decode, self._is_in_turn(rows)]
-        return run(self._structure, self._leaves, state, stepping, **options)
+        """Runs `decode`, or with a proposer `speculate`; the state is donated."""
+        rows, options = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
+        arguments: tuple[Any, ...] = self._structure, self._leaves, state, stepping
+        if self._proposer is None:
+            self.used.add((decode, rows, *options.values()))
+            run = _JITTED[decode, self._is_in_turn(rows)]
+            return run(*arguments, **options, waits=self._waits)
+        self.used.add((speculate, rows, *options.values()))
+        in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
+        run = _JITTED[speculate, in_turn]
+        return run(*arguments, self._proposer, **options, most=plan.most)
+
+    def begin_history(self, histories: Speculation | None, slot: Any, tokens: Any) -> Any:
+        """Runs `begin_history`; the histories are donated."""
+        self.used.add((begin_history,))
+        return _jit_begin_history(self._proposer, histories, slot, tokens)
 
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""

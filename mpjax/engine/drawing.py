@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.decoding_state import DecodingState
-from mpjax.decoding_step import Draw
+from mpjax.decoding_step import Draw, at_positions
 from mpjax.engine.state import ALL, CANDIDATES, RowSettings
 from mpjax.greedy import likeliest
 from mpjax.random_keys import row_keys, step_keys
@@ -17,17 +17,41 @@ from mpjax.sampling import Sampling, logprobs, sample
 
 @dataclasses.dataclass(frozen=True)
 class RowRule:
-    """The rule of rows that differ in how they are drawn, for `decoding_step.advance`."""
+    """The rule of rows that differ in how they are drawn, a `decoding_step.Rule`.
+
+    before: int32 [rows], new tokens that a row had before those that its state counts; 0 for none.
+    """
 
     settings: RowSettings
+    before: jax.Array | int = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn, with filters."""
+        return _filtered(self.settings)
+
+    @property
+    def maximum(self) -> jax.Array:
+        """See Rule."""
+        most: jax.Array = self.settings.most - self.before
+        return most
 
     def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
         """See `draw`, of which state.seen is an argument."""
-        return draw(logits, self.settings, state.counts, state.seen, divided=divided)
+        counts = state.counts + self.before
+        return draw(logits, self.settings, counts, state.seen, divided=divided)
 
     def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
         """See `is_end`."""
-        return is_end(drawn, chance, self.settings, counts)
+        return is_end(drawn, chance, self.settings, counts + self.before)
+
+    def at_positions(self, positions: int) -> RowRule:
+        """See Rule."""
+        return RowRule(*at_positions((self.settings, self.before), positions))
+
+    def hide(self, logits: jax.Array, counts: jax.Array) -> jax.Array:
+        """See Rule."""
+        return _hide_stop_ids(logits, self.settings, counts + self.before)
 
 
 def draw(
@@ -55,10 +79,8 @@ def draw(
         return Draw(drawn, logprobs(logits, drawn))
     hidden = _hide_stop_ids(logits, settings, counts)
     keys = step_keys(row_keys(settings.key_words), counts)
-    simple = Sampling(temperature=settings.temperature, repetition_penalty=settings.penalty)
-    filtered = dataclasses.replace(
-        simple, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p
-    )
+    filtered = _filtered(settings)
+    simple = dataclasses.replace(filtered, top_k=None, top_p=None, min_p=None)
     is_filtered = (settings.top_k < ALL) | (settings.top_p < 1) | (settings.min_p > 0)
     # Filters sort all logits, which takes longer than the device's wait for the decision.
     drawn = jax.lax.cond(
@@ -108,6 +130,17 @@ def is_end(
     """
     stops = (drawn[:, None] == settings.stop_ids).any(-1)
     return stops | (counts >= settings.most) | jnp.isnan(chance)
+
+
+def _filtered(settings: RowSettings) -> Sampling:
+    """How rows are drawn, with filters."""
+    return Sampling(
+        temperature=settings.temperature,
+        repetition_penalty=settings.penalty,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+    )
 
 
 def _hide_stop_ids(logits: jax.Array, settings: RowSettings, counts: jax.Array) -> jax.Array:

@@ -12,19 +12,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
+from mpjax.engine.histories import require_fit
 from mpjax.engine.memory import count_pages
-from mpjax.engine.planner import Row, Sizes
+from mpjax.engine.planner import Sizes
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
+from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
 from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
-from mpjax.kernels.checks import require_type
+from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
+from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import Proposer, read_speculate
+from mpjax.speculation.report import SpeculationReport
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
 CHUNK_UNIT = 128  # chunks that hold all tokens of all slots are a multiple of it
@@ -53,7 +59,8 @@ class Engine:
         first token than decode), share_prefixes (whether requests share pages of the cache that
         begin with the same tokens, True), ride (whether rows that decode draw a token in programs
         that read long prompts, so that weights are read once for both; by default reading and
-        decoding take turns).
+        decoding take turns), speculate (an Ngram, which proposes tokens that decoding steps verify
+        several at a time; None).
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -97,6 +104,7 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
+        proposer = require_fit(rarer.speculate, lm, most)
         self.lm, self.max_tokens, self._shares = lm, most, rarer.share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
@@ -110,9 +118,10 @@ class Engine:
             steps=steps,
             window=None if None in windows else max(w for w in windows if w is not None),
             rides=rarer.ride,
+            proposed=0 if proposer is None else proposer.k,
         )
         pages = count_pages(lm, sizes, most, cache_memory)
-        self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most)
+        self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most, proposer)
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
@@ -144,6 +153,7 @@ class Engine:
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
         new_tokens: drawn.
         preemptions: how often a request gave up its pages. programs: that were compiled.
+        proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.
         steps: of the engine. late_steps: of them, those before which the device had nothing to do.
         work_seconds: in which there were requests, but for compiling. idle_seconds: of them, those
         in which the device had nothing to do, at most.
@@ -158,6 +168,8 @@ class Engine:
             "prompt_tokens": planner.prompt_tokens,
             "shared_tokens": planner.shared_tokens,
             "new_tokens": runner.new_tokens,
+            "proposed_tokens": runner.proposed_tokens,
+            "accepted_tokens": runner.accepted_tokens,
             "preemptions": planner.preemptions,
             "steps": runner.steps,
             "late_steps": runner.late_steps,
@@ -222,6 +234,7 @@ class Engine:
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request soon; see Handle.cancel."""
+        require_type("handle", handle, Handle, hint=", as submit returns it")
         if handle.is_finished or self._is_closed:
             return
         self._inbox.append(handle)
@@ -244,12 +257,8 @@ class Engine:
         tokenizer: Any = self.lm.tokenizer
         batch: Any = [prompts] if is_single(prompts) else prompts
         encoded = encode(tokenizer, batch, self.lm.config.vocab_size, chat_template)
-        seeds = range(len(encoded)) if seeds is None else seeds
-        if len(seeds) != len(encoded):
-            raise ValueError(
-                f"there are {len(seeds)} seeds for a batch of {len(encoded)}: expected one for "
-                "each row"
-            )
+        seeds = np.arange(len(encoded)) if seeds is None else seeds
+        row_keys(seeds, len(encoded))  # raises for what are no seeds, and for another number
         each = split_sampling(Sampling.of(sampling), len(encoded))
         begin = time.perf_counter()
         handles: list[Handle] = []
@@ -267,6 +276,7 @@ class Engine:
             prompt_tokens=[len(handle.prompt) for handle in handles],
             prefill_seconds=first - begin,
             decode_seconds=end - first,
+            speculation=SpeculationReport.join([handle.speculation for handle in handles]),
         )
 
     def _wait_for_all(self, handles: Sequence[Handle]) -> float:
@@ -419,6 +429,7 @@ class _Rarer:
     max_gap: float | None = None
     share_prefixes: bool = True
     ride: bool = False
+    speculate: Proposer | None = None
 
     @classmethod
     def of(cls, how: Mapping[str, Any]) -> _Rarer:
@@ -426,6 +437,7 @@ class _Rarer:
         rarer = cls(**how)
         for name in ("share_prefixes", "ride"):
             require_type(name, getattr(rarer, name), bool)
+        read_speculate(rarer.speculate)
         gap: Any = rarer.max_gap
         is_number = isinstance(gap, int | float) and not isinstance(gap, bool)
         if gap is not None and not (is_number and gap > 0):
@@ -437,7 +449,8 @@ def _require_known(function: str, options: type, how: Mapping[str, Any]) -> None
     """Raises TypeError for arguments that are no fields of a dataclass."""
     known = {field.name for field in dataclasses.fields(options)}
     if unknown := sorted(set(how) - known):
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+        hint = did_you_mean(nearest(unknown[0], sorted(known)))
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)

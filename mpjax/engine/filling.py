@@ -10,6 +10,7 @@ import numpy as np
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Decode, Piece
 from mpjax.engine.programs import Reading, Stepping
+from mpjax.engine.row import Row
 from mpjax.engine.state import RowSettings
 
 
@@ -49,6 +50,13 @@ def reading(
         is_last=is_last,
         settings=settings,
     )
+
+
+def history(row: Row, tokens: int) -> np.ndarray:
+    """The tokens of a row, int32, padded to so many."""
+    found = np.zeros(tokens, np.int32)
+    found[: len(row.tokens)] = row.tokens
+    return found
 
 
 def stepping(plan: Decode, *, rows: int, slots: int, entries: int) -> Stepping:

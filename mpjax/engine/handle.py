@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpjax.row_text import RowText
+from mpjax.speculation.report import SpeculationReport
 
 if TYPE_CHECKING:
     from mpjax.engine.engine import Engine
@@ -109,8 +110,11 @@ class Handle:
         likeliest first, as many as `logprobs` asked for; empty without them.
       finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
         request has ended.
-      prompt_logprobs: if they were asked for, once the prompt was read.
+      prompt_logprobs: PromptLogprobs: of each of the prompt's tokens behind the first, and of the
+        likeliest in its place (`top` and `top_logprobs`), as many as `logprobs` asked for and at
+        least one. None until the prompt was read, and where they were not asked for.
       shared_tokens: of the prompt, those that were in the cache already.
+      speculation: how many tokens were proposed and accepted so far; None without speculation.
       version: the number of reports so far, each of new tokens or an end.
     """
 
@@ -129,6 +133,7 @@ class Handle:
         self.candidates: list[list[tuple[int, float]]] = []
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.speculation: SpeculationReport | None = None
         self.shared_tokens = self.version = 0
         self.certain = ""  # the text that has been reported
 

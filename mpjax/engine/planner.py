@@ -1,7 +1,9 @@
 """Decides which program an engine runs next: pure Python, without a device.
 
 A plan is made a step ahead, before the results of the last one are known. So lengths here are those
-after all planned programs; a row that has ended in the meantime adds nothing to the cache.
+after all planned programs; a row that has ended in the meantime adds nothing to the cache. Where
+tokens are proposed, a program draws as many as the model accepts: lengths are then the most that
+they can be, and `Row.learn` corrects them.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from mpjax.engine.pace import Pace, context_work, tokens_within, usual_gap
 from mpjax.engine.pages import NOWHERE, PagePool, page_key
+from mpjax.engine.row import Row
 
 PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
 WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
@@ -45,7 +47,8 @@ class Sizes:
     page_size: tokens of a page. block: of the KV format, or None.
     chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
     max_gap: the seconds that rows which decode may wait for prompts; None for `usual_gap`.
-    steps: decoding steps of a program.
+    steps: decoding steps of a program. proposed: the most tokens that are proposed to a row in a
+    step, 0 without speculation.
     window: the widest of all layers' windows, or None if a layer has none.
     rides: whether rows that decode ride along where much of prompts is read; else the two take
         turns.
@@ -61,6 +64,15 @@ class Sizes:
     steps: int = 8
     window: int | None = None
     rides: bool = False
+    proposed: int = 0
+
+    def most_drawn(self, steps: int) -> int:
+        """The most tokens that so many decoding steps draw of a row: at most a page of them."""
+        return min(steps * (1 + self.proposed), self.page_size) if self.proposed else steps
+
+    def least_drawn(self, steps: int) -> int:
+        """The fewest tokens that so many decoding steps draw of a row which goes on."""
+        return 1 if self.proposed else steps
 
     @property
     def unit(self) -> int:
@@ -70,68 +82,6 @@ class Sizes:
     def pages_for(self, tokens: int) -> int:
         """The number of pages that hold so many tokens."""
         return -(-tokens // self.page_size)
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A request, as the planner sees it.
-
-    number: in the order of arrival. tokens: those of the prompt, and the new ones that are known.
-    prompt: the number of the prompt's. most: the most new tokens.
-    priority: rows of a higher one come first. shares: whether it may take pages of other rows.
-    scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
-    greedy_from: the number of new tokens from which it takes its likeliest tokens, as they are;
-        None for never.
-
-    slot: its place among the rows that run, or None while it waits. runs: how often it was given a
-        slot. is_fresh: whether its slot has read nothing yet.
-    pages: of its tokens, in order. target: tokens to read before the next one is drawn.
-    length: tokens in the cache, and drawn: new tokens, both after all planned programs.
-    keys: of pages with its first tokens. published: how many of its pages others can find.
-    shared: tokens of the prompt that were in pages of others when it was first given a slot.
-    is_known: whether the planner has it.
-    """
-
-    number: int
-    tokens: list[int]
-    prompt: int
-    most: int
-    priority: int = 0
-    shares: bool = True
-    scored: bool = False
-    owner: Any = None
-    greedy_from: int | None = 0
-    slot: int | None = None
-    runs: int = 0
-    is_fresh: bool = False
-    pages: list[int] = dataclasses.field(default_factory=list)
-    target: int = 0
-    length: int = 0
-    drawn: int = 0
-    keys: list[bytes] = dataclasses.field(default_factory=list)
-    published: int = 0
-    shared: int = 0
-    is_known: bool = False
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Rows with a smaller one come first."""
-        return -self.priority, self.number
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether tokens are left to read before the next one is drawn."""
-        return self.length < self.target
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether it is known that all further tokens are the likeliest ones."""
-        return self.greedy_from is not None and self.greedy_from <= len(self.tokens) - self.prompt
-
-    @property
-    def left(self) -> int:
-        """The most tokens that may still be drawn."""
-        return self.most - self.drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +101,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """A program that draws up to `steps` tokens of each row.
+    """A program that decodes up to `steps` steps, and draws up to `most` tokens of each row.
 
     greedy: whether all of them are the likeliest ones.
     entries: for each row, the entry of its block table that gets a page, and the page; or None.
@@ -161,6 +111,7 @@ class Decode:
     steps: int
     greedy: bool
     entries: list[tuple[int, int] | None]
+    most: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +218,7 @@ class Planner:
         Pages whose content is final and finite can be found by others from now on, and pages that
         no query sees again are given back.
         """
-        row.tokens.extend(tokens)
+        row.learn(tokens)
         if row.slot is not None:
             self._publish(row)
             self._pass(row)
@@ -338,7 +289,7 @@ class Planner:
         is_first, is_last = row.is_fresh, not row.is_reading
         row.is_fresh = False
         if is_last:
-            row.drawn += 1
+            row.draw(1, 1)
         return Piece(row, start, start + count, is_first, is_last)
 
     def _admit(self, row: Row) -> bool:
@@ -357,6 +308,7 @@ class Planner:
         bisect.insort(self.running, row, key=lambda row: row.order)
         row.slot, row.pages, row.target = self._slots.pop(), shared + pages, len(row.tokens)
         row.length, row.drawn = len(shared) * self.sizes.page_size, len(row.tokens) - row.prompt
+        row.flights = []
         row.runs, row.is_fresh, row.published = row.runs + 1, True, len(shared)
         self.prompt_tokens += row.target
         self.shared_tokens += row.length
@@ -391,7 +343,7 @@ class Planner:
         # along then, and where the next step depends on random numbers, whose program has one step.
         waits = self._has_more and not self.sizes.rides
         steps = self.sizes.steps if greedy and not waits else 1
-        return self._step(candidates, steps, greedy, preempts=True)
+        return self._step(candidates, steps, greedy, most=self.sizes.most_drawn(steps))
 
     def _with_riders(self, extend: Extend, rows: Sequence[Row]) -> Extend:
         """The program with rows that ride along, unless it is small: then turns cost little."""
@@ -399,25 +351,30 @@ class Planner:
         if greedy and extend.tokens <= small_chunk(self.sizes.chunk):
             return extend
         # No row is preempted here, since it might be one of which the program reads a piece.
-        riders = self._step(rows, 1, greedy, preempts=False)
+        riders = self._step(rows, 1, greedy, most=1, preempts=False)
         return dataclasses.replace(extend, riders=riders)
 
     def _step(
-        self, candidates: Sequence[Row], steps: int, greedy: bool, *, preempts: bool
+        self,
+        candidates: Sequence[Row],
+        steps: int,
+        greedy: bool,
+        *,
+        most: int,
+        preempts: bool = True,
     ) -> Decode | None:
         """Steps of those rows for which there are pages; None without any."""
-        rows, entries = [], []
+        rows, entries, least = [], [], min(most, self.sizes.least_drawn(steps))
         for row in candidates:
             if row.slot is None:
                 continue  # it was preempted for one before it
-            count, entry = min(steps, row.left), len(row.pages)
-            if not self._make_room(row, count, preempts=preempts):
+            entry = len(row.pages)
+            if not self._make_room(row, row.growth(most), preempts=preempts):
                 continue
             rows.append(row)
             entries.append((entry, row.pages[entry]) if entry < len(row.pages) else None)
-            row.length += count
-            row.drawn += count
-        return Decode(rows, steps, greedy, entries) if rows else None
+            row.draw(least, most)
+        return Decode(rows, steps, greedy, entries, most) if rows else None
 
     def _make_room(self, row: Row, count: int, *, preempts: bool) -> bool:
         """Gives a row pages for `count` more tokens, if need be those of the youngest rows."""
@@ -449,7 +406,7 @@ class Planner:
             # Pages that others find or own are finite: `learn` has published them.
             own = [page for page in row.pages if page != NOWHERE and self.pool.is_free(page)]
             self._left.append((row.slot, own))
-        row.slot, row.pages, row.length, row.target = None, [], 0, 0
+        row.slot, row.pages, row.length, row.target, row.flights = None, [], 0, 0, []
 
     # -- pages
 
@@ -458,7 +415,7 @@ class Planner:
         known = min(len(row.tokens) - 1, row.length)
         if block := self.sizes.block:
             # A block is encoded when the first token behind it comes.
-            known = min(known, max(row.length - 1, 0) // block * block)
+            known = max(known - 1, 0) // block * block
         pages = known // self.sizes.page_size
         keys = self._keys(row, pages)
         for number in range(row.published, pages):

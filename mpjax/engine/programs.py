@@ -17,12 +17,14 @@ from jax.sharding import PartitionSpec
 from mpjax.decoding_state import DecodingState
 from mpjax.decoding_step import advance
 from mpjax.engine.drawing import RowRule, candidates, draw, is_end, no_candidates
+from mpjax.engine.histories import extend_histories
 from mpjax.engine.state import EngineState, RowSettings
 from mpjax.kernels import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
 from mpjax.random_keys import row_keys
 from mpjax.sampling import logprobs
+from mpjax.speculation.proposer import Speculated
 
 Class = TypeVar("Class")
 
@@ -86,6 +88,7 @@ class Drawn:
     running: bool [rows], whether more can be drawn.
     candidates: the likeliest tokens beside each, and their log-probabilities, int32 and float32
         [rows, steps, number]; None where all rows are greedy.
+    speculated: how many tokens were proposed and accepted; None without speculation.
     """
 
     tokens: Any
@@ -93,6 +96,7 @@ class Drawn:
     counts: Any
     running: Any
     candidates: Any = None
+    speculated: Speculated | None = None
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -140,7 +144,7 @@ def extend(
         both = rows, _stepping_rows(state, riders)
         rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
     slots, last = rows.slots, len(state.lengths) - 1
-    cache = _view(state, rows.tables, rows.starts, jnp.minimum(slots, last))
+    cache = view(state, rows.tables, rows.starts, jnp.minimum(slots, last))
     encoded = None if state.format.block is None else reading.encoded
     seen = _see(state.seen, reading)
     tokens = reading.tokens
@@ -166,16 +170,18 @@ def extend(
     one = rows.draws.astype(jnp.int32)
     counts = rows.drawn + one
     running = rows.draws & ~is_end(drawn, chance, rows.settings, counts)
+    drawing = jnp.where(rows.draws, slots, last + 1)
     state = dataclasses.replace(
         state,
         layers=cache.layers,
-        tables=_put(slots)(state.tables, rows.tables),
-        lengths=_put(slots)(state.lengths, cache.lengths),
-        newest=_put(slots)(state.newest, drawn),
-        counts=_put(slots)(state.counts, counts),
-        running=_put(slots)(state.running, running),
-        seen=seen.at[jnp.where(rows.draws, slots, last + 1), drawn].set(True, mode="drop"),
-        settings=jax.tree.map(_put(slots), state.settings, rows.settings),
+        tables=put(slots)(state.tables, rows.tables),
+        lengths=put(slots)(state.lengths, cache.lengths),
+        newest=put(slots)(state.newest, drawn),
+        counts=put(slots)(state.counts, counts),
+        running=put(slots)(state.running, running),
+        seen=seen.at[drawing, drawn].set(True, mode="drop"),
+        settings=jax.tree.map(put(slots), state.settings, rows.settings),
+        speculation=extend_histories(state.speculation, drawing, cache.lengths, drawn),
     )
     told = jax.tree.map(lambda x: x[:, None], told)
     return state, Drawn(drawn[:, None], chance[:, None], one, running, told), scores
@@ -223,7 +229,7 @@ def _stepping_rows(state: EngineState, riders: Stepping) -> _Rows:
     )
 
 
-def _view(
+def view(
     state: EngineState, tables: jax.Array, lengths: jax.Array, slots: jax.Array
 ) -> PagedKVCache:
     """The cache of some slots, each with a row of `tables` and of `lengths`."""
@@ -231,7 +237,7 @@ def _view(
     return PagedKVCache(state.layers, tables, lengths, state.format, residual_pages)
 
 
-def _put(slots: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def put(slots: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Writes the rows of an array at slots into another; rows of padding have no slot."""
     return lambda target, rows: target.at[slots].set(rows, mode="drop")
 
@@ -267,7 +273,7 @@ def decode(
     settings = jax.tree.map(lambda x: x[own], state.settings)
     tokens = jnp.zeros((rows, steps + 1), jnp.int32)
     begun = DecodingState(
-        cache=_view(state, tables[own], state.lengths[own], own),
+        cache=view(state, tables[own], state.lengths[own], own),
         keys=row_keys(settings.key_words),
         tokens=tokens.at[:, 0].set(state.newest[own]),
         logprobs=jnp.zeros((rows, steps + 1), jnp.float32),
@@ -288,17 +294,28 @@ def decode(
         end = jax.lax.while_loop(unfinished, go_on, begun)
     else:
         end = jax.lax.fori_loop(0, steps, lambda _, loop: go_on(loop), begun)
-    drawn = end.counts - begun.counts
+    return settled(state, slots, tables, end, end.counts - begun.counts)
+
+
+def settled(
+    state: EngineState, slots: jax.Array, tables: jax.Array, end: DecodingState, drawn: jax.Array
+) -> tuple[EngineState, Drawn]:
+    """The state of an engine after a loop that has decoded rows of some slots, and their tokens.
+
+    tables: of all slots. end: of the loop; its first column is each row's newest token from before.
+    drawn: int32 [rows], the number of each row's new tokens.
+    """
     newest = jnp.take_along_axis(end.tokens, drawn[:, None], 1)[:, 0]
+    counts = state.counts[jnp.minimum(slots, len(state.counts) - 1)] + drawn
     state = dataclasses.replace(
         state,
         layers=end.cache.layers,
         tables=tables,
-        lengths=_put(slots)(state.lengths, end.cache.lengths),
-        newest=_put(slots)(state.newest, newest),
-        counts=_put(slots)(state.counts, end.counts),
-        running=_put(slots)(state.running, ~end.finished),
-        seen=state.seen if end.seen is None else _put(slots)(state.seen, end.seen),
+        lengths=put(slots)(state.lengths, end.cache.lengths),
+        newest=put(slots)(state.newest, newest),
+        counts=put(slots)(state.counts, counts),
+        running=put(slots)(state.running, ~end.finished),
+        seen=state.seen if end.seen is None else put(slots)(state.seen, end.seen),
     )
     told = jax.tree.map(lambda x: x[:, 1:], end.candidates)
     return state, Drawn(end.tokens[:, 1:], end.logprobs[:, 1:], drawn, ~end.finished, told)

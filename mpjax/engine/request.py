@@ -11,7 +11,7 @@ import numpy as np
 from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
 from mpjax.batch import special_ids
 from mpjax.engine.handle import Handle, Scores
-from mpjax.engine.planner import Row
+from mpjax.engine.row import Row
 from mpjax.engine.state import STOP_IDS, RowSettings
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import EXPECTED, encode, is_single
@@ -52,7 +52,7 @@ class Settings:
         for field, name in _FIELDS.items():
             if (value := getattr(sampling, field)) is not None:
                 getattr(row, name)[0] = _one(field, value)
-        row.most[0] = most
+        row.most[0] = min(most, np.iinfo(np.int32).max)  # more than any request may have
         row.stop_ids[0, : len(stop_ids)] = stop_ids
         row.key_words[:] = np.asarray(key_words([seed]))
         return cls(row, strings, stop_ids)

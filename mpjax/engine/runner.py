@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.engine import filling
@@ -14,12 +15,15 @@ from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
+from mpjax.engine.planner import Decode, Extend, Piece, Planner, Sizes
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
+from mpjax.engine.row import Row
 from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError
 from mpjax.language_model import LanguageModel
+from mpjax.speculation.proposer import Proposer
+from mpjax.speculation.report import SpeculationReport
 
 NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
 
@@ -27,17 +31,25 @@ NOBODY = Decode([], 1, False, [])  # riders of a program that has places for som
 class Runner:
     """Runs the requests of an engine, a program at a time, in one thread.
 
-    sizes: of the engine. max_tokens: the most tokens of a request.
+    sizes: of the engine. max_tokens: the most tokens of a request. proposer: of tokens that steps
+    verify; None for none.
     """
 
-    def __init__(self, lm: LanguageModel, sizes: Sizes, max_tokens: int) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        sizes: Sizes,
+        max_tokens: int,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.planner = Planner(sizes)
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
-        self.programs = Programs(lm.model, sizes)
+        self.proposed_tokens = self.accepted_tokens = 0
+        self.programs = Programs(lm.model, sizes, proposer)
         self.clock = Clock()
         self._dtype = lm.config.dtype
-        self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens)
+        self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens, proposer)
         self._pending: _Pending | None = None
 
     @property
@@ -72,6 +84,9 @@ class Runner:
             pending.is_measured = False
             if before is not None:
                 before.is_measured = False
+        elif isinstance(plan, Decode) and self.programs.holds_host:
+            self._measure(pending)
+            pending.is_measured = False
         return pending
 
     def _begin(self) -> float:
@@ -103,6 +118,7 @@ class Runner:
         rows = self.programs.rider_size(len(riders), **kind)
         tokens = self.programs.reading_size(plan.tokens, rows, **kind)
         reading = filling.reading(plan.pieces, tokens=tokens, rows=pieces, **size)
+        self._begin_histories(plan.pieces)
         stepping = None
         if rows:
             stepping = filling.stepping(plan.riders or NOBODY, rows=rows, **size)
@@ -118,9 +134,21 @@ class Runner:
         size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
         begin = self._begin()
-        self._state, drawn = self.programs.decode(self._state, stepping, **kind)
+        self._state, drawn = self.programs.decode(self._state, stepping, plan)
         drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
         return _Pending(plan, drawers, drawn, None, begin, size)
+
+    def _begin_histories(self, pieces: Sequence[Piece]) -> None:
+        """Tells proposers the tokens of rows that begin."""
+        if self._state.speculation is None:
+            return
+        for row in [piece.row for piece in pieces if piece.is_first]:
+            assert row.slot is not None
+            histories = self._state.speculation
+            tokens = filling.history(row, histories.history.shape[1])
+            slot = np.int32(row.slot)
+            histories = self.programs.begin_history(histories, slot, tokens)
+            self._state = dataclasses.replace(self._state, speculation=histories)
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""
@@ -132,6 +160,7 @@ class Runner:
         asked = any(drawer.row.owner.settings.candidates for drawer in pending.drawers)
         # Whole arrays: a slice on the device would run behind the program that has just begun.
         candidates = [np.asarray(x) for x in pending.drawn.candidates] if asked else []
+        done = jax.tree.leaves(jax.tree.map(np.asarray, pending.drawn.speculated))
         for drawer in pending.drawers:
             index, row = drawer.index, drawer.row
             if row.slot is None or row.runs != drawer.runs:
@@ -142,6 +171,9 @@ class Runner:
                 top, chances = (x[index, :count] for x in candidates)
                 pairs = zip(top[:, :number].tolist(), chances[:, :number].tolist(), strict=True)
                 new.candidates.extend(list(zip(*pair, strict=True)) for pair in pairs)
+            if done:
+                numbers = [int(x[index]) for x in done]
+                self._count(row.owner.handle, [*numbers, len(new.tokens)])
             events.append(self._tell(row, new, is_ended=not running[index]))
         return events
 
@@ -171,6 +203,13 @@ class Runner:
             # At a stop string the device goes on until it hears of it.
             self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
         return handle.report(new.tokens[:taken])
+
+    def _count(self, handle: Handle, counts: Sequence[int]) -> None:
+        """Adds what a program has done by speculation for a request, as a report has it."""
+        self.proposed_tokens += counts[0]
+        self.accepted_tokens += counts[1]
+        more = SpeculationReport(*([count] for count in counts))
+        handle.speculation = more if handle.speculation is None else handle.speculation + more
 
     def _keep_scores(self, pending: _Pending) -> None:
         """Keeps the log-probabilities of prompts' tokens with their requests."""

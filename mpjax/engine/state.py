@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.engine.histories import create_histories
 from mpjax.kernels import KVFormat, KVPages
 from mpjax.language_model import LanguageModel
+from mpjax.speculation.proposer import Proposer, Speculation
 
 STOP_IDS = 16  # the most stop ids of a row
 CANDIDATES = 20  # the most candidates of a token whose log-probabilities are told
@@ -87,6 +89,7 @@ class RowSettings:
         "running",
         "seen",
         "settings",
+        "speculation",
     ],
     meta_fields=["format"],
 )
@@ -101,6 +104,7 @@ class EngineState:
     seen: bool [slots, vocabulary], whether a token was read or drawn.
     settings: of the row in each slot.
     format: of the cache (static).
+    speculation: the tokens of each slot's row and the state of its proposer; None without one.
     """
 
     layers: tuple[KVPages, ...]
@@ -112,9 +116,17 @@ class EngineState:
     seen: jax.Array
     settings: RowSettings
     format: KVFormat
+    speculation: Speculation | None = None
 
     @classmethod
-    def create(cls, lm: LanguageModel, slots: int, pages: int, max_tokens: int) -> EngineState:
+    def create(
+        cls,
+        lm: LanguageModel,
+        slots: int,
+        pages: int,
+        max_tokens: int,
+        proposer: Proposer | None = None,
+    ) -> EngineState:
         """A state without rows. max_tokens: the most tokens of a row."""
         numbers = functools.partial(jnp.zeros, dtype=jnp.int32)
         entries = -(-max_tokens // lm.page_size)
@@ -128,6 +140,7 @@ class EngineState:
             seen=jnp.zeros((slots, lm.model.columns), bool),
             settings=jax.tree.map(jnp.asarray, RowSettings.usual(slots)),
             format=lm.kv_format,
+            speculation=create_histories(proposer, slots, entries * lm.page_size),
         )
 
 

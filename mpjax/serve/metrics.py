@@ -13,6 +13,8 @@ NUMBERS = {
     "prompt_tokens": ("counter", "Tokens of prompts, read or shared."),
     "shared_tokens": ("counter", "Tokens of prompts that were in the cache."),
     "new_tokens": ("counter", "Tokens that were generated."),
+    "proposed_tokens": ("counter", "Tokens that speculation proposed."),
+    "accepted_tokens": ("counter", "Proposed tokens that the model accepted."),
     "preemptions": ("counter", "How often a request gave up its pages."),
     "steps": ("counter", "Steps of the engine."),
     "late_steps": ("counter", "Steps before which the device had nothing to do."),

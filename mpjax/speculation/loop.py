@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.decoding_state import DecodingState, Limits, repeat, several
+from mpjax.decoding_step import BatchRule, Draw, Rule
 from mpjax.kernels import PagedKVCache, device
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling
@@ -74,26 +75,21 @@ def decode(
         a proposer that does not always propose, steps of plain decoding until the next proposal, by
         default PLAIN_STEPS on a GPU, and 1 elsewhere.
     """
-    loop = _Loop(proposer, model, sampling, limits)
 
     def unfinished(state: DecodingState) -> jax.Array:
         return (~state.finished & (state.counts < until)).any()
 
-    def advance(state: DecodingState) -> DecodingState:
-        alive = ~state.finished & unfinished(state)
-        return loop.verify(loop.propose(state, alive))
-
-    if proposer.always:
-        return repeat(advance, unfinished, state, stride)
-    return loop.choose(state, unfinished, stride or (PLAIN_STEPS if device.on_gpu() else 1))
+    steps = Steps(proposer, model, BatchRule(sampling, limits), unfinished)
+    return steps.run(state, unfinished, stride)
 
 
 def most_proposed(
-    state: DecodingState, limits: Limits, alive: jax.Array, k: int, block: int | None
+    state: DecodingState, maximum: jax.Array, alive: jax.Array, k: int, block: int | None
 ) -> jax.Array:
     """The most tokens that each row may be proposed, int32 [batch]; 0 for rows not alive.
 
-    alive: bool [batch]. k: the most of any row. block: tokens of a block of the cache, or None.
+    maximum: int32 [batch], the most new tokens of each row. alive: bool [batch]. k: the most of any
+    row. block: tokens of a block of the cache, or None.
 
     The model draws one token behind the proposed ones, so a row that lacks r tokens gets r − 1 at
     most. In formats with blocks, the proposed tokens stay in the block of the newest token, which
@@ -101,7 +97,7 @@ def most_proposed(
     is then a token that stays. So no rejected token is ever encoded, and the residual needs no more
     room.
     """
-    most = jnp.clip(limits.maximum - state.counts - 1, 0, k)
+    most = jnp.clip(maximum - state.counts - 1, 0, k)
     if block is not None:
         most = jnp.minimum(most, block - 1 - state.cache.lengths % block)
     return jnp.where(alive, most, 0)
@@ -116,22 +112,43 @@ class _Proposed(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """What a step gives: tokens, log-probabilities [batch, positions], accepted, the cache."""
+    """What a step gives: a Draw of arrays [batch, positions, …], accepted, the cache."""
 
-    tokens: jax.Array
-    logprobs: jax.Array
+    draw: Draw
     accepted: jax.Array
     cache: PagedKVCache
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
-    """What stays the same in all steps."""
+class Steps:
+    """The steps of the loop, and what stays the same in all of them.
+
+    unfinished: says of a state whether any row goes on, as a bool scalar.
+    """
 
     proposer: Proposer
     model: Decoder
-    sampling: Sampling
-    limits: Limits
+    rule: Rule
+    unfinished: Callable[[DecodingState], jax.Array]
+
+    def run(
+        self,
+        state: DecodingState,
+        goes_on: Callable[[DecodingState], jax.Array],
+        stride: int | None,
+    ) -> DecodingState:
+        """Repeats steps of a state with a Speculation.
+
+        goes_on: says whether another turn begins, as a bool scalar; only if the state is
+            unfinished. stride: as for `decode`.
+        """
+
+        def advance(state: DecodingState) -> DecodingState:
+            return self.verify(self.propose(state, ~state.finished & goes_on(state)))
+
+        if self.proposer.always:
+            return repeat(advance, goes_on, state, stride)
+        return self.choose(state, goes_on, stride or (PLAIN_STEPS if device.on_gpu() else 1))
 
     def choose(
         self, state: DecodingState, unfinished: Callable[[DecodingState], jax.Array], stride: int
@@ -148,7 +165,7 @@ class _Loop:
             return unfinished(carry.state) & (found == is_proposed)
 
         def decode_plainly(carry: _Proposed) -> _Proposed:
-            state = self.decode_plainly(carry.state, unfinished, stride)
+            state = self.decode_plainly(carry.state, stride)
             return self.propose(state, ~state.finished)
 
         def verify(carry: _Proposed) -> _Proposed:
@@ -168,8 +185,8 @@ class _Loop:
         """Tokens for each row that is alive, bool [batch]."""
         k, blocks = self.proposer.k, (state.cache.format.block, self.proposer.block)
         block = min((b for b in blocks if b is not None), default=None)
-        most = most_proposed(state, self.limits, alive, k, block)
-        context = Context(state, self.sampling, alive, most, self.model.columns)
+        most = most_proposed(state, self.rule.maximum, alive, k, block)
+        context = Context(state, self.rule.sampling, alive, most, self.model.columns)
         proposal, own = self.proposer.propose(context)
         speculation = dataclasses.replace(state.speculation, own=own)
         state = dataclasses.replace(state, speculation=speculation)
@@ -185,15 +202,13 @@ class _Loop:
         end = self.record(state, drawn, counts)
         return self.settled(state, end, self.proposer.k + 1, done, drawn.accepted)
 
-    def decode_plainly(
-        self, state: DecodingState, unfinished: Callable[[DecodingState], jax.Array], stride: int
-    ) -> DecodingState:
+    def decode_plainly(self, state: DecodingState, stride: int) -> DecodingState:
         """`stride` steps of a token for each row that goes on; nothing is proposed in between."""
         batch = len(state.tokens)
         nothing = Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
 
         def advance(state: DecodingState) -> DecodingState:
-            alive = ~state.finished & unfinished(state)
+            alive = ~state.finished & self.unfinished(state)
             drawn = self.read(state, nothing, alive)
             return self.record(state, drawn, self.kept(state, drawn, alive))
 
@@ -232,36 +247,41 @@ class _Loop:
         counts = jnp.where(alive, proposal.counts + 1, 0)
         logits, cache = self.model.step(inputs, counts, state.cache, every_position=True)
         divided = self.model.shards > 1
-        found = verify(logits, proposal, state, (self.sampling, self.limits), divided=divided)
+        found = verify(logits, proposal, state, self.rule, divided=divided)
         return _Drawn(*found, cache)
 
     def kept(self, state: DecodingState, drawn: _Drawn, alive: jax.Array) -> jax.Array:
-        """The number of new tokens of each row, int32 [batch]: up to a stop token or its end."""
-        is_stop = self.limits.stops(drawn.tokens)
-        before_stop = jnp.argmax(is_stop, axis=1) + 1
-        before_stop = jnp.where(is_stop.any(axis=1), before_stop, is_stop.shape[1])
-        counts = jnp.minimum(drawn.accepted + 1, before_stop.astype(jnp.int32))
-        counts = jnp.minimum(counts, self.limits.maximum - state.counts)
+        """The number of new tokens of each row, int32 [batch]: up to the one that ends it."""
+        is_end = self.is_end(state, drawn)
+        to_end = jnp.where(is_end.any(1), jnp.argmax(is_end, axis=1) + 1, is_end.shape[1])
+        counts = jnp.minimum(drawn.accepted + 1, to_end.astype(jnp.int32))
         return jnp.where(alive, counts, 0)
+
+    def is_end(self, state: DecodingState, drawn: _Drawn) -> jax.Array:
+        """Whether a row would end with the token at each position, bool [batch, positions]."""
+        tokens, chances = drawn.draw.tokens, drawn.draw.logprobs
+        counts = state.counts[:, None] + 1 + jnp.arange(tokens.shape[1])[None]
+        return jax.vmap(self.rule.is_end, in_axes=1, out_axes=1)(tokens, chances, counts)
 
     def record(self, state: DecodingState, drawn: _Drawn, counts: jax.Array) -> DecodingState:
         """The state with counts[b] more tokens of each row b."""
-        begin = state.counts
-        tokens = put(state.tokens, drawn.tokens, begin, counts)
-        last = jnp.take_along_axis(drawn.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)
-        is_stopped = (counts > 0) & self.limits.stops(last[:, 0])
-        is_full = (counts > 0) & (begin + counts >= self.limits.maximum)
+        begin, tokens = state.counts, drawn.draw.tokens
+        is_new = jnp.arange(tokens.shape[1])[None] < counts[:, None]
         seen = state.seen
         if seen is not None:
-            new = jnp.arange(drawn.tokens.shape[1])[None] < counts[:, None]
-            seen = seen.at[jnp.arange(len(seen))[:, None], drawn.tokens].max(new)
+            seen = seen.at[jnp.arange(len(seen))[:, None], tokens].max(is_new)
+
+        def record(target: jax.Array, new: jax.Array) -> jax.Array:
+            return put(target, new, begin, counts)
+
         return dataclasses.replace(
             state,
             # Keys and values behind the kept tokens are overwritten by the next step's.
             cache=dataclasses.replace(drawn.cache, lengths=state.cache.lengths + counts),
-            tokens=tokens,
-            logprobs=put(state.logprobs, drawn.logprobs, begin, counts),
+            tokens=record(state.tokens, tokens),
+            logprobs=record(state.logprobs, drawn.draw.logprobs),
             counts=begin + counts,
-            finished=state.finished | is_stopped | is_full,
+            finished=state.finished | (is_new & self.is_end(state, drawn)).any(1),
             seen=seen,
+            candidates=jax.tree.map(record, state.candidates, drawn.draw.candidates),
         )

@@ -59,12 +59,13 @@ class Speculation:
     """The part of a DecodingState that speculation adds.
 
     history: int32 [batch, tokens], each row's prompt and new tokens; without meaning behind them.
-    own: the state of the proposer. done: counts of tokens and steps.
+    own: the state of the proposer. done: counts of tokens and steps, a Speculated; None between the
+    programs of an engine.
     """
 
     history: jax.Array
     own: Any
-    done: Speculated
+    done: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +166,12 @@ def read_speculate(speculate: Any) -> Proposer | None:
 def put(target: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
     """Writes the first counts[b] values of each row b to target[b] from column starts[b] on.
 
-    target: [batch, columns]. values: [batch, most values]. starts, counts: int32 [batch].
+    target: [batch, columns, …]. values: [batch, most values, …]. starts, counts: int32 [batch].
     """
     if values.shape[1] == 1:  # XLA fuses this, also for several targets, but no scatter
         is_place = jnp.arange(target.shape[1])[None] == starts[:, None]
-        return jnp.where(is_place & (counts > 0)[:, None], values, target)
+        is_place &= (counts > 0)[:, None]
+        return jnp.where(jax.lax.expand_dims(is_place, range(2, target.ndim)), values, target)
     column = jnp.arange(values.shape[1])[None]
     places = jnp.where(column < counts[:, None], starts[:, None] + column, target.shape[1])
     return target.at[jnp.arange(len(target))[:, None], places].set(values, mode="drop")

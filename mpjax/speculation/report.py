@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +21,28 @@ class SpeculationReport:
     accepted: list[int]
     steps: list[int]
     tokens: list[int]
+
+    def __add__(self, other: SpeculationReport) -> SpeculationReport:
+        """The report of the same prompts after more was generated."""
+        pairs = zip(self._lists, other._lists, strict=True)
+        sums = ([old + new for old, new in zip(*lists, strict=True)] for lists in pairs)
+        return SpeculationReport(*sums)
+
+    @classmethod
+    def join(cls, reports: Sequence[SpeculationReport | None]) -> SpeculationReport | None:
+        """The report of all prompts of several; None counts as one without a step.
+
+        Returns None if there is no report at all.
+        """
+        if all(report is None for report in reports):
+            return None
+        each = [cls([0], [0], [0], [0]) if one is None else one for one in reports]
+        lists = zip(*(one._lists for one in each), strict=True)
+        return cls(*(list(itertools.chain(*parts)) for parts in lists))
+
+    @property
+    def _lists(self) -> tuple[list[int], ...]:
+        return self.proposed, self.accepted, self.steps, self.tokens
 
     @property
     def acceptance(self) -> float:

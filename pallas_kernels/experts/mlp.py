@@ -24,6 +24,7 @@ from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
 from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_configs_of
+from mpjax.kernels.experts.rounding import has_own_blocks, round_in_tiles
 from mpjax.kernels.experts.routed_mlp import Routed, routed_products
 from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -217,13 +218,18 @@ def _by_warpgroups(
     """One term float32 [1, tokens, N] for x [tokens, K], by both kernels."""
     from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
 
-    rows, gate_up = in_packed_order(x, mlp.gate_up, experts, None)
+    # Rows that each expert rounds in its own way are written in the order of tiles at once.
+    is_apart = has_own_blocks(mlp.gate_up)
+    rows, gate_up = (x, mlp.gate_up) if is_apart else in_packed_order(x, mlp.gate_up, experts, None)
     tiles = find_tiles(experts, gate_up.shape[0], configs[0], is_local=is_local)
-    rows = warpgroups.in_tiles(rows, tiles)
+    of_rows = jnp.repeat(tiles.expert, configs[0].tile_m)
+    if is_apart:
+        rows, gate_up = round_in_tiles(x, gate_up, tiles, of_rows)
+    else:
+        rows = warpgroups.in_tiles(rows, tiles)
     first = Epilogue(mlp.gate_up_bias, mlp.gate)
     inner = warpgroups.of_tiles(rows, gate_up, tiles, first, configs[0], x.dtype)
-    of_rows = jnp.repeat(tiles.expert, configs[0].tile_m)[:, None]
-    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, of_rows, activations)
+    inner, down = in_packed_order(mlp.mixed(inner), mlp.down, of_rows[:, None], activations)
     second = Epilogue(mlp.down_bias, None, weights)
     products = warpgroups.of_tiles(inner, down, tiles, second, configs[1], x.dtype)
     return warpgroups.of_tokens(products, tiles, experts.shape[1])[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,33 +11,45 @@ import jax.numpy as jnp
 from mpjax.kernels import device
 from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.experts.tiles import Tiles
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.rowwise import blocks as kernels
 from mpjax.kernels.rowwise.api import quantize_rows
 
 
+def are_alike(blocks: ActivationBlocks) -> bool:
+    """Whether experts differ neither in widths nor in an order of channels."""
+    return blocks.bits is None and blocks.permutation is None
+
+
 def round_to_blocks(
-    x: jax.Array, blocks: ActivationBlocks, experts: jax.Array
+    x: jax.Array, blocks: ActivationBlocks, experts: jax.Array, sources: jax.Array | None = None
 ) -> QuantizedActivations:
     """The rows of x [rows of x, K] rounded to the blocks of experts: [rows, K].
 
-    Where experts differ neither in widths nor in an order of channels, each row of x is rounded
-    once: [rows of x, K].
+    Where experts are alike, each row of x is rounded once: [rows of x, K].
 
     blocks: of a stack, with bits [experts, blocks] and a permutation [experts, K], or None.
-    experts: int32 [rows], the expert of each row; below 0 for any. Neighbouring rows are of one row
-        of x, as many as there are rows for each of x.
+    experts: int32 [rows], the expert of each row; below 0 for any.
+    sources: int32 [rows], the row of x that each row is of, where experts are not alike. None:
+        neighbouring rows are of one row of x, as many as there are rows for each of x.
     """
-    if blocks.bits is None and blocks.permutation is None:
+    if are_alike(blocks):
         return quantize_rows(x, blocks)
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
     if x.size and is_half and device.why_triton_cannot_run() is None:
-        return kernels.quantize_rows_of_experts(x, blocks, experts)
-    return reference(x, blocks, experts)
+        return kernels.quantize_rows_of_experts(x, blocks, experts, sources)
+    return reference(x, blocks, experts, sources)
 
 
-def reference(x: jax.Array, blocks: ActivationBlocks, experts: jax.Array) -> QuantizedActivations:
+def reference(
+    x: jax.Array, blocks: ActivationBlocks, experts: jax.Array, sources: jax.Array | None = None
+) -> QuantizedActivations:
     """The same in plain jnp, for experts that differ."""
-    rows = jnp.repeat(x, len(experts) // max(len(x), 1), axis=0)
+    if sources is None:
+        rows = jnp.repeat(x, len(experts) // max(len(x), 1), axis=0)
+    else:
+        rows = jnp.take(x, sources, axis=0)
 
     def rounded(row: jax.Array, expert: jax.Array) -> QuantizedActivations:
         own = jax.tree.map(lambda array: array[expert], blocks)
@@ -44,3 +57,22 @@ def reference(x: jax.Array, blocks: ActivationBlocks, experts: jax.Array) -> Qua
 
     found = jax.vmap(rounded)(rows, jnp.maximum(experts, 0))
     return dataclasses.replace(found, is_permuted=blocks.permutation is not None)
+
+
+def has_own_blocks(weight: Any) -> bool:
+    """Whether a stack is packed, and each expert rounds rows to blocks in its own way."""
+    blocks = weight.activations if isinstance(weight, QuantizedTensor) else None
+    return isinstance(blocks, ActivationBlocks) and not are_alike(blocks)
+
+
+def round_in_tiles(
+    x: jax.Array, weight: Any, tiles: Tiles, of_rows: jax.Array
+) -> tuple[QuantizedActivations, Any]:
+    """The rows of x [tokens, K] in the order of tiles, and the weight without a permutation.
+
+    of_rows: int32, the expert of each row in the order of tiles.
+    """
+    assert tiles.pairs is not None
+    sources = jnp.minimum(tiles.pairs.reshape(-1) // (tiles.count // len(x)), len(x) - 1)
+    rounded = round_to_blocks(x, weight.activations, of_rows, sources)
+    return rounded, dataclasses.replace(weight, permutation=None)

@@ -76,8 +76,11 @@ def of_tiles(
     Rows of tiles that are not used have any values.
     """
     values = x if isinstance(x, jax.Array) else x.values
-    if isinstance(weight, QuantizedTensor) and weight.padded_channels > values.shape[1]:
-        values = jnp.pad(values, ((0, 0), (0, weight.padded_channels - values.shape[1])))
+    if isinstance(weight, QuantizedTensor):
+        # Copies of channels past the last ones of x are zeros, but not where they are interpreted.
+        multiple = weight.padded_channels if interpret else weight.format.plane_width
+        padding = -values.shape[1] % multiple
+        values = jnp.pad(values, ((0, 0), (0, padding))) if padding else values
     x = values if isinstance(x, jax.Array) else dataclasses.replace(x, values=values)
     weights = epilogue.routing_weights
     if weights is not None:

@@ -82,9 +82,9 @@ def products(
 ) -> jax.Array:
     """The products [rows, N] of each tile of rows with its expert's matrix, or [rows, N / 2].
 
-    x: [rows, padded K], config.tile_m rows for each tile. weight: [experts, K, N], one that
-    `why_not_warpgroups` does not refuse; a plain one has the dtype of x. config: without splits and
-    shares. out_dtype: a float of 16 or 32 bits.
+    x: [rows, K], config.tile_m rows for each tile; K is padded as `Arguments` says. weight:
+    [experts, K, N], one that `why_not_warpgroups` does not refuse; a plain one has the dtype of x.
+    config: without splits and shares. out_dtype: a float of 16 or 32 bits.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     stack, is_gated = Stack.of(weight), tiles.gate is not None

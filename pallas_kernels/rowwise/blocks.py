@@ -34,6 +34,7 @@ class Operands(NamedTuple):
     terms: Any  # [splits, rows, channels]
     blocks: ActivationBlocks  # bits [blocks], permutation [channels]; of experts [experts, ...]
     expert: Any = None  # int32 [rows of the result]
+    source: Any = None  # int32 [rows of the result]
 
 
 class Tile(NamedTuple):
@@ -93,15 +94,21 @@ def quantize_rows(
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def quantize_rows_of_experts(
-    x: jax.Array, blocks: ActivationBlocks, expert: jax.Array, *, interpret: bool = False
+    x: jax.Array,
+    blocks: ActivationBlocks,
+    expert: jax.Array,
+    source: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> QuantizedActivations:
     """Rows of x [rows of x, K] rounded to the blocks of experts: [rows, K], in the dtype of x.
 
     blocks: bits [experts, blocks], permutation [experts, K].
-    expert: int32 [rows], which one rounds each row of the result; below 0 for the first. As many
-        rows after one another are of the same row of x, as there are rows for each of x.
+    expert: int32 [rows], which one rounds each row of the result; below 0 for the first.
+    source: int32 [rows], the row of x that each row of the result is of. None: as many rows after
+        one another are of the same row of x, as there are rows for each of x.
     """
-    operands = Operands(x[None], blocks, expert)
+    operands = Operands(x[None], blocks, expert, source)
     kernel = functools.partial(_routed_kernel, per_row=len(expert) // len(x))
     name = "quantize_rows_experts"
     result = _launch(kernel, operands, x.shape[1], x.dtype, name, interpret)
@@ -180,7 +187,11 @@ def _routed_kernel(operands: Operands, result_ref: Any, *, count: int, per_row: 
     tile = Tile.of(pl.program_id(1) * count, count, operands.terms.shape[2])
     expert = jnp.maximum(load(operands.expert.at[tile.row]), 0)
     channel = moved_channels(operands.blocks, tile, expert)
-    wide = load_wide(operands.terms.at[0, jax.lax.div(tile.row, per_row), channel], tile.mask)
+    if operands.source is None:
+        source = jax.lax.div(tile.row, per_row)
+    else:
+        source = load(operands.source.at[tile.row])
+    wide = load_wide(operands.terms.at[0, source, channel], tile.mask)
     store_tile(result_ref, wide, tile, operands.blocks, expert)
 
 

@@ -52,6 +52,38 @@ def test_rows_compare_each_proposer_with_plain_decoding(tmp_path, monkeypatch, c
     )
 
 
+def test_an_engine_is_measured_too(tmp_path, monkeypatch):
+    asked, made = [], []
+
+    class Engine:
+        def __init__(self, lm, **options):
+            made.append(options)
+            self.speculate = options["speculate"]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def generate(self, prompts, **options):
+            asked.append(options)
+            report = SpeculationReport([4], [3], [2], [5]) if self.speculate else None
+            return generation([1, 2], 0.1 if self.speculate else 0.2, report)
+
+    monkeypatch.setattr(mpjax, "Engine", Engine)
+    file = tmp_path / "rows.json"
+    options = ["--engine", "16", "--speculate", "ngram:4:2", "--temperature", "0", "--rounds", "1"]
+    assert speculation.main([str(file), *options]) == 0
+    rows = json.loads(file.read_text())["results"]
+    assert [row["engine_steps"] for row in rows] == [16] * 4
+    assert rows[0]["speed_up"] == pytest.approx(2)
+    assert asked[0] == {"max_new_tokens": 200}
+    assert made[0] == {"slots": 1, "max_tokens": 1024, "steps": 16, "speculate": None}
+    assert made[1] == made[0] | {"speculate": mpjax.Ngram(4, 2)}
+    assert speculation.command(rows).endswith("--speculate ngram:4:2 --engine 16")
+
+
 def test_a_chat_model_gets_requests():
     tokenizer = SimpleNamespace(chat_templates={"default": ""})
     found = speculation.prompts(SimpleNamespace(require_tokenizer=lambda: tokenizer))

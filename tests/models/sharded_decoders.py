@@ -33,6 +33,7 @@ EXPERTS = ExpertsSpec(
     shared_size=96,
     shared_gate=True,
 )
+WIDE_EXPERTS = dataclasses.replace(EXPERTS, intermediate_size=256, shared_size=512)
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 IN_ACT_ORDER = " in act-order"
 SHAPE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256}
@@ -51,7 +52,7 @@ CASES = (
     (4, {"mlp": EXPERTS} | WHOLE, "float8:gK/float8", "KV16"),
     (3, {"mlp": MIXED} | WHOLE, "uint4:g32 in act-order", "KV16"),  # two experts, one and one
     (2, {"mlp": MIXED}, "uint4:g32 in act-order", "KV16"),
-    (2, {"hidden_size": 128, "head_dim": 64, "intermediate_size": 512}, "int4:g128", "KV16"),
+    (2, {"hidden_size": 128, "head_dim": 64, "mlp": WIDE_EXPERTS}, "int4:g128", "KV16"),
 )
 
 
@@ -97,7 +98,8 @@ def quantize_all(model: Decoder, format: str) -> None:
             if format.endswith(IN_ACT_ORDER) and "experts" in place.path:
                 kernel = with_orders(kernel)
             if format == "int4:g128":
-                kernel = with_blocks(kernel, is_ordered=place.path.endswith("output"))
+                is_ordered = place.path.endswith(("output", "experts.gate_up"))
+                kernel = with_blocks(kernel, is_ordered=is_ordered)
             linear.kernel = Packed(kernel)
 
 
@@ -110,9 +112,10 @@ def with_orders(kernel: QuantizedTensor) -> QuantizedTensor:
 
 def with_blocks(kernel: QuantizedTensor, *, is_ordered: bool) -> QuantizedTensor:
     """The kernel with blocks of activations in 8 and in 4 bits, also in an order of their own."""
-    channels = kernel.shape[0]
-    order = np.random.default_rng(4).permutation(channels).astype(np.int32)
-    bits = np.resize(np.array([8, 4], np.uint8), channels // 128)
+    *experts, channels, _ = kernel.shape
+    order = np.arange(channels, dtype=np.int32) * np.ones((*experts, 1), np.int32)
+    order = np.random.default_rng(4).permuted(order, axis=-1)
+    bits = np.resize(np.array([8, 4, 4], np.uint8), (*experts, channels // 128))
     permutation = jnp.asarray(order) if is_ordered else None
     return dataclasses.replace(kernel, activation_bits=jnp.asarray(bits), permutation=permutation)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpjax.decoding_state import DecodingState, Limits
-from mpjax.decoding_step import BatchRule, advance, draw
+from mpjax.decoding_step import BatchRule, advance, at_positions, draw
 from mpjax.kernels import KVFormat, PagedKVCache
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -50,6 +50,22 @@ def test_a_stop_token_ends_a_row_that_is_long_enough(least):
     after = draw(before, jnp.asarray(LOGITS), rule, jnp.ones(3, bool), divided=False)
     assert (int(after.tokens[2, 1]) == 2) == (least == 0)
     assert bool(after.finished[2]) == (least == 0)
+
+
+def test_stop_tokens_are_hidden_at_positions_before_the_minimum():
+    limits = Limits.of(2, [1], np.array([9, 4]), 9)
+    rule = BatchRule(Sampling(min_new_tokens=np.array([2, 4])), limits).at_positions(3)
+    assert rule.maximum.tolist() == [9, 9, 9, 4, 4, 4]
+    found = rule.hide(jnp.zeros((6, 3)), jnp.array([0, 1, 2, 3, 4, 5]))
+    assert np.isneginf(found[:, 1]).tolist() == [True, True, False, True, False, False]
+    assert not found[:, np.array([0, 2])].any()
+    assert BatchRule(Sampling(), limits).hide(found, jnp.zeros(6)) is found
+
+
+def test_positions_have_the_numbers_of_their_row():
+    found = at_positions(Sampling(temperature=np.array([1.0, 2.0]), top_p=0.5), 2)
+    assert found.temperature.tolist() == [1, 1, 2, 2]
+    assert found.top_p == 0.5
 
 
 def test_nothing_changes_where_no_row_goes_on():

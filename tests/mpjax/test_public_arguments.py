@@ -68,7 +68,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
         "Engine": (
             lambda **options: mpjax.Engine(**options).close(),
             {"lm": lm, "slots": 2, "cache_memory": 0.5, "max_tokens": 64, "chunk_tokens": 16}
-            | {"steps": 2, "share_prefixes": True, "max_gap": 0.1},
+            | {"steps": 2, "share_prefixes": True, "max_gap": 0.1, "speculate": mpjax.Ngram()},
         ),
         "Engine.submit": (
             mpjax.Engine(lm, slots=1, max_tokens=64).submit,

@@ -30,6 +30,7 @@ from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.quantized_tensor import concatenate
 from tests.pallas_kernels.oracles import random_array
+from tests.sweeps import in_sweep
 
 INT8, FLOAT8 = ActivationFormat("int8"), ActivationFormat("float8")
 SCALE = np.float32(2**-5)  # of some values, which are cut off; quotients are exact
@@ -90,7 +91,7 @@ def test_there_is_no_kernel():
         quantize_rows(x, static(), implementation="triton")
 
 
-@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", "liquid4:g64/int8"])
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", in_sweep("liquid4:g64/int8")])
 def test_a_product_rounds_by_the_weight(text, rng):
     weight = quantize(random_array(rng, (128, 24), "float32"), text)
     packed = pack(dataclasses.replace(unpack(weight), activation_scale=jnp.full(1, SCALE)))
@@ -102,6 +103,35 @@ def test_a_product_rounds_by_the_weight(text, rng):
     expected = expected_codes(x, values) @ np.asarray(weight.dequantize()) * SCALE
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert abs(found - matmul(x, weight)).max() > 1e-3
+
+
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
+def test_fusions_round_and_kernels_multiply_on_cuda(text, rng, pretend_gpu, lower_for_cuda):
+    weight = quantize(random_array(rng, (256, 128), "float32"), text)
+    weight = dataclasses.replace(weight, activation_scale=jnp.ones(1))
+
+    def product(x, weight):
+        _, normed = add_rms_norm(
+            x[None], None, jnp.ones(256, "bfloat16"), 1e-6, format=weight.activations
+        )
+        return matmul(normed, weight)
+
+    program = lower_for_cuda(product, jnp.ones((4, 256), "bfloat16"), weight)
+    kernels = re.findall(r'name = "(\w+)", num_stages', program)
+    assert kernels == [f"matmul_{weight.format.codes}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_products_on_the_gpu(text, rows, rng):
+    weight = quantize(random_array(rng, (1024, 512), "float32"), text)
+    weight = dataclasses.replace(weight, activation_scale=jnp.full(1, SCALE))
+    x = random_array(rng, (rows, 1024), "bfloat16")
+    found = jax.jit(matmul)(x, weight)
+    codes = expected_codes(x, weight.format.operand) * SCALE
+    expected = codes @ np.asarray(weight.dequantize(), np.float64)
+    assert abs(found - expected).mean() < 8e-3 * abs(expected).mean()
 
 
 def test_weights_join_if_their_scales_are_equal(rng):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import rotary
+from mpjax.checkpoint.gguf import mixtures, rotary
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -61,10 +61,10 @@ class Architecture:
             return "lm_head"
         if name in TABLES:
             return f"model.{TABLES[name]}"
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?", name)
         if match is None or match[2] not in self.names:
             return name
-        return f"model.layers.{match[1]}.{self.names[match[2]]}"
+        return f"model.layers.{match[1]}.{self.names[match[2]].format(expert=match[3])}"
 
     def change(self, name: str, config: Mapping[str, Any]) -> Change | None:
         """How the numbers of a module differ from Hugging Face's; None where they don't.
@@ -172,25 +172,41 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
+# Those whose layers have experts, which a file of `llama` may have, too.
+MIXTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        *("MixtralForCausalLM", "mixtral", {**NAMES, **mixtures.MIXTRAL_NAMES}),
+        interleaved=True,
+        more=mixtures.mixtral_keys,
+    ),
+    "qwen2moe": Architecture(
+        *("Qwen2MoeForCausalLM", "qwen2_moe", {**NAMES, **mixtures.QWEN_NAMES}),
+        more=mixtures.qwen_keys,
+    ),
+    "qwen3moe": Architecture(
+        *("Qwen3MoeForCausalLM", "qwen3_moe", {**NAMES, **mixtures.QWEN_NAMES}),
+        more=mixtures.qwen_keys,
+    ),
+}
+
+
 def of(metadata: Metadata) -> Architecture:
     """The architecture of a file. Raises CheckpointError for one that is not read."""
     name = metadata.text("general.architecture")
-    if name not in ARCHITECTURES:
+    known = MIXTURES if metadata.whole(f"{name}.expert_count", 0) else ARCHITECTURES
+    if name not in known:
+        expected = ", ".join(dict.fromkeys([*ARCHITECTURES, *MIXTURES]))
+        experts = " with experts" if known is MIXTURES else ""
         raise CheckpointError(
-            f"{metadata.path}: general.architecture is {name!r:.80}: expected one of "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    if metadata.whole(f"{name}.expert_count", 0):
-        raise CheckpointError(
-            f"{metadata.path}: the model is a mixture of experts, which is read from safetensors "
-            "checkpoints only: load the one that the file was made from"
+            f"{metadata.path}: general.architecture is {name!r:.80}{experts}: expected one of "
+            f"{expected}, with experts {', '.join(MIXTURES)}"
         )
     if metadata.whole("split.count", 1) > 1:
         raise CheckpointError(
             f"{metadata.path} is one of {metadata.whole('split.count')} parts of a model: join "
             "them into one file with `llama-gguf-split --merge`"
         )
-    return ARCHITECTURES[name]
+    return known[name]
 
 
 def read_config(

@@ -15,6 +15,7 @@ import numpy as np
 from mpjax.checkpoint.gguf import architectures, vocabulary
 from mpjax.checkpoint.gguf.header import Header, Tensor, read_header
 from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.checkpoint.gguf.mixtures import split_experts
 from mpjax.checkpoint.gguf.rotary import FACTORS
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes.base import Scheme
@@ -51,6 +52,11 @@ class GGUFSource(Source):
         """The file's header, which is read once."""
         return read_header(self.path)
 
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors in the header, with one for each expert."""
+        return split_experts(self.header.tensors)
+
     @property
     def metadata(self) -> Metadata:
         """The metadata in the header."""
@@ -58,7 +64,7 @@ class GGUFSource(Source):
 
     def read_config(self) -> dict[str, Any]:
         """The config.json that the metadata stand for."""
-        config = architectures.read_config(self.metadata, self.header.tensors, self._factors())
+        config = architectures.read_config(self.metadata, self.tensors, self._factors())
         stop_ids = vocabulary.read_stop_ids(self.metadata)
         return config | ({"eos_token_id": stop_ids} if stop_ids else {})
 
@@ -76,7 +82,7 @@ class GGUFSource(Source):
         """The tensors in the header."""
         architecture, config = architectures.of(self.metadata), self.read_config()
         tensors, changes = {}, {}
-        for tensor in self.header.tensors.values():
+        for tensor in self.tensors.values():
             if tensor.name in FACTORS:  # which are in config.json
                 continue
             module, _, suffix = tensor.name.rpartition(".")
@@ -93,7 +99,7 @@ class GGUFSource(Source):
         return GGUFScheme(
             {
                 architecture.translate(tensor.name.rpartition(".")[0]): tensor.type.name
-                for tensor in self.header.tensors.values()
+                for tensor in self.tensors.values()
                 if tensor.type.dtype is None
             }
         )

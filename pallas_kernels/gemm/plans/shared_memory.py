@@ -16,6 +16,9 @@ from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, TritonConfig, W
 
 WGMMA_CAPABILITY = 9.0  # the compute capability of GPUs with `wgmma`
 BARRIER_BYTES = 2048  # the most bytes of all barriers, and of the padding between arrays
+# The most bytes between arrays, each of which begins at a multiple of 1024 bytes. They count where
+# further output tiles fill the memory that is left.
+ALIGNMENT_BYTES = 8192
 WORD_BLOCKS = 2  # slots for blocks of words, if x is copied plane by plane
 MOST_X_TILES = 8
 # A slot for a tile of x is free once the next tile's product has begun, so there are two at least.
@@ -64,7 +67,7 @@ def stages(
         count = min(MOST_X_TILES // config.shares, count)
         # Measured: five to seven slots are slower than four, and four slower than eight.
         count = 4 if 4 < count < MOST_X_TILES else count
-        room -= count * (words + format.planes * plane)
+        room -= count * (words + format.planes * plane) + ALIGNMENT_BYTES
         return Stages(count, count, 1, out_rows, _out_tiles(config, out_rows, room // row))
     room -= WORD_BLOCKS * words
     if room - out_rows * row < LEAST_X_TILES_OF_PLANES * plane:
@@ -72,7 +75,8 @@ def stages(
     most = max(0, min(MOST_X_TILES, (room - out_rows * row) // plane))
     # With a power of two, the slot of a tile is computed without a division.
     x = 1 << most.bit_length() - 1 if most else 0
-    out_tiles = _out_tiles(config, out_rows, (room - out_rows * row - x * plane) // row)
+    room -= out_rows * row + x * plane + ALIGNMENT_BYTES
+    out_tiles = _out_tiles(config, out_rows, room // row)
     return Stages(WORD_BLOCKS, x, format.planes, out_rows, out_tiles)
 
 

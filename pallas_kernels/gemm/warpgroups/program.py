@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.formats import WeightFormat
@@ -105,7 +106,7 @@ class Arguments(NamedTuple):
     holds references to the parts of its expert.
     """
 
-    x: Any  # [M, K padded]
+    x: Any  # [M, K padded to whole blocks, or, as copies past its end are zeros, to whole planes]
     words: Any  # [K blocks, N, columns · plane width], flat [1, N, K padded], or plain [1, K, N]
     parameters: Any = None  # [groups of parameters, N]; plain weights have none
     table: Any = None  # [2**bits]
@@ -238,7 +239,7 @@ class Program:
             tile += jax.lax.axis_index("band") * call.band_tiles
         first_row = tile * call.config.tile_m
         first_output = jax.lax.axis_index("column") * (call.config.tile_n // call.halves)
-        blocks = arguments.x.shape[1] // call.format.block
+        blocks = pl.cdiv(arguments.x.shape[1], call.format.block)
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
         expert = None
         if call.blocks is not None:

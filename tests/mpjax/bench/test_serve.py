@@ -58,6 +58,9 @@ def test_cells_are_in_the_order_of_the_headers():
     batches = serve_row(through="batches")
     del batches["idle_share"]
     assert serve.cells(batches)[-1] == ""
+    counts = {"proposed_tokens": 40, "accepted_tokens": 30}
+    speculated = serve_row(speculate="Ngram(k=4, n=3)", **counts)
+    assert serve.cells(speculated)[1] == "engine, 75% of 40 proposed"
 
 
 def test_what_is_drawn_is_the_same_each_time():

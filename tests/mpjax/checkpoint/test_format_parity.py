@@ -23,6 +23,7 @@ from tests.mpjax.checkpoint.gguf.write_gguf import (
     gguf,
     llama_metadata,
     random_tensors,
+    with_experts,
 )
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 from tests.mpjax.checkpoint.schemes import (
@@ -165,21 +166,32 @@ def test_logits(name, tmp_path, rng):
     np.testing.assert_allclose(found, expected, atol=format.error * abs(expected).max())
 
 
-@pytest.mark.parametrize("architecture", ["llama", in_sweep("qwen2")])
+@pytest.mark.parametrize(
+    "architecture", ["llama", *map(in_sweep, ("qwen2", "qwen2moe", "qwen3moe"))]
+)
 def test_transformers_reads_the_same_gguf_file(architecture, tmp_path, rng):
     """By its own reader of GGUF, which dequantises with the package of the format."""
     pytest.importorskip("gguf")
     metadata, tensors = llama_metadata(architecture), random_tensors(MIXED, rng)
-    if architecture == "qwen2":  # which has biases, and rows of queries and keys in their order
-        keys = SIZES["kv_heads"] * SIZES["head_dim"]
-        sizes = {"attn_q": SIZES["hidden"], "attn_k": keys, "attn_v": keys}
-        for index, (name, size) in itertools.product(range(SIZES["layers"]), sizes.items()):
-            numbers = rng.standard_normal(size).astype(np.float32)
-            tensors[f"blk.{index}.{name}.bias"] = "F32", (size,), numbers.tobytes()
+    keys, head_dim = SIZES["kv_heads"] * SIZES["head_dim"], SIZES["head_dim"]
+    biases = {"attn_q.bias": SIZES["hidden"], "attn_k.bias": keys, "attn_v.bias": keys}
+    norms = {"attn_q_norm.weight": head_dim, "attn_k_norm.weight": head_dim}
+    more = {"qwen2": biases, "qwen2moe": biases, "qwen3moe": norms}.get(architecture, {})
+    for index, (name, size) in itertools.product(range(SIZES["layers"]), more.items()):
+        numbers = rng.standard_normal(size).astype(np.float32)
+        tensors[f"blk.{index}.{name}"] = "F32", (size,), numbers.tobytes()
+    if architecture.endswith("moe"):
+        # transformers' reader leaves out these sizes, so that they are those of its classes.
+        inner, shared = (1408, 5632) if architecture == "qwen2moe" else (768, None)
+        with_experts(metadata, tensors, rng, kind="Q8_0", inner=inner, shared=shared)
+        metadata |= {f"{architecture}.attention.{x}_length": head_dim for x in ("key", "value")}
     (tmp_path / "m.gguf").write_bytes(gguf(metadata, tensors))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="m.gguf", dtype=torch.float32
     )
+    for module in model.modules():  # and whether weights are divided by their sum
+        if hasattr(module, "norm_topk_prob"):
+            module.norm_topk_prob = architecture == "qwen3moe"
     expected = reference_logits(model.eval(), TOKENS)
     lm = mpjax.load(tmp_path / "m.gguf", precision="W32A32KV16", dtype="float32")
     assert abs(expected).max() > 1

@@ -19,7 +19,7 @@ def test_results_keep_the_order_of_requests(tiny):
     limits = [14, 4, 4, 4, 2]
     hot = mpjax.Sampling(temperature=1.0)
     asked = [request(index, prompts[index], limits[index], 10 + index) for index in range(5)]
-    results = complete(tiny, asked, 2, {"sampling": hot})
+    results = complete(tiny, asked, {"slots": 2}, {"sampling": hot})
     for index, result in enumerate(results):
         alone = mpjax.generate(
             tiny, prompts[index], max_new_tokens=limits[index], sampling=hot, seeds=[10 + index]
@@ -32,8 +32,10 @@ def test_results_keep_the_order_of_requests(tiny):
 
 
 def test_a_stop_string_is_a_reason_to_finish(tiny):
-    [plain] = complete(tiny, [request(1, "def f", 20)], 1, {})
-    [stopped] = complete(tiny, [request(1, "def f", 20)], 1, {"stop": plain["text"][3:5]})
+    [plain] = complete(tiny, [request(1, "def f", 20)], {"slots": 1}, {})
+    [stopped] = complete(
+        tiny, [request(1, "def f", 20)], {"slots": 1}, {"stop": plain["text"][3:5]}
+    )
     assert (plain["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
     assert plain["text"].startswith(stopped["text"])
 
@@ -41,13 +43,13 @@ def test_a_stop_string_is_a_reason_to_finish(tiny):
 def test_all_requests_are_looked_at_before_the_first_is_generated(tiny, monkeypatch):
     monkeypatch.setattr(mpjax, "Engine", None)
     with pytest.raises(ValueError, match="line 2 is empty"):
-        complete(tiny, [request(1, "a"), request(2, "")], 1, {})
+        complete(tiny, [request(1, "a"), request(2, "")], {"slots": 1}, {})
 
 
 def test_an_interrupted_run_goes_on(tiny, tmp_path, monkeypatch):
     """With the results that it had, and in the same order."""
     asked = [request(number, "a b", 2 + number) for number in range(4)]
-    expected = complete(tiny, asked, 2, {})
+    expected = complete(tiny, asked, {"slots": 2}, {})
     kept = Unfinished(tmp_path / "out.jsonl", "job")
 
     def add(number, result):
@@ -58,17 +60,17 @@ def test_an_interrupted_run_goes_on(tiny, tmp_path, monkeypatch):
     keep = kept.add
     monkeypatch.setattr(kept, "add", add)
     with pytest.raises(KeyboardInterrupt):
-        complete(tiny, asked, 2, {}, kept)
+        complete(tiny, asked, {"slots": 2}, {}, kept)
     kept.close(is_done=False)
     again = Unfinished(tmp_path / "out.jsonl", "job")
     assert len(again.results) == 2
     again.results[0]["text"] = "kept"
-    found = complete(tiny, asked, 2, {}, again)
+    found = complete(tiny, asked, {"slots": 2}, {}, again)
     assert found[0]["text"] == "kept"
     assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
     again.close(is_done=False)
     last = Unfinished(tmp_path / "out.jsonl", "job")
-    assert complete(tiny, asked, 2, {}, last) == found
+    assert complete(tiny, asked, {"slots": 2}, {}, last) == found
     last.close(is_done=True)
 
 

@@ -16,6 +16,7 @@ from mpjax.kernels.experts.shapes import named
 from mpjax.kernels.gemm import shapes
 from mpjax.models import Qwen3, Qwen3MoE
 from mpjax.models.presets import LLAMA3_1_8B, LLAMA3_70B
+from mpjax.speculation.ngram import Ngram
 from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generate_row, serve_row
 
 COMMANDS = ("gemm", "attention", "generate", "serve")
@@ -214,6 +215,8 @@ def test_serving(measured, folder):
         "77",
         "--no-share",
         "--ride",
+        "--speculate",
+        "ngram:3:2",
     )
     result = run("serve", *options, *more, "--lengths", lengths, "--shapes", "llama3.1-8b")
     assert result.exit_code == 0
@@ -222,6 +225,7 @@ def test_serving(measured, folder):
         9, Lengths(5, 7), Lengths(1, 20, 9, 0.5), ((3, 4),), rate=2.5, shared=3, late=77
     )
     assert (sweep.share_prefixes, sweep.ride) == (False, True)
+    assert sweep.speculate == Ngram(3, 2)
     assert sweep.config == LLAMA3_1_8B
     assert "batches of 64" in result.stdout
     assert "W4A16KV8, engine" in (folder / "serve.svg").read_text()

@@ -55,10 +55,15 @@ def test_speculation_changes_the_speed_alone(run, expected):
     assert re.search(
         r"tokens/s, [\d.]+ tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr
     )
+    result = run("x x x x x x", "--json", "--speculate", "ngram:3:1")
+    assert (
+        json.loads(result.stdout)["text"] == json.loads(run("x x x x x x", "--json").stdout)["text"]
+    )
+    assert re.search(r"tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr)
     for more in (["import"], ["--json"]):
-        result = run("def f", *more, "--speculate", "ngram")
+        result = run("def f", *more, "--speculate", "draft:4:small")
         assert result.exit_code == 2
-        assert "an engine, which does not speculate" in re.sub(r"[\s│]+", " ", result.stderr)
+        assert "an engine, which takes no draft model" in re.sub(r"[\s│]+", " ", result.stderr)
 
 
 def test_prompts_from_stdin_and_files(run, expected, tmp_path):
@@ -227,7 +232,7 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
     asked, written = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     asked.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     written.write_text("old")
-    arguments = ("--input", str(asked), "--output", str(written))
+    arguments = ("--input", str(asked), "--output", str(written), "--overwrite")
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"mpjax: {asked}, line 2 is empty")
@@ -245,7 +250,7 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
 def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, monkeypatch):
     jobs = set()
 
-    def complete(lm, requests, size, options, kept):
+    def complete(lm, requests, engine, options, kept):
         jobs.add(kept._job)
         return []
 
@@ -253,7 +258,7 @@ def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, 
     for dtype, positions in (("float32", 9), ("float16", 9), ("float32", 8), ("float32", 9)):
         config = SimpleNamespace(dtype=dtype, max_position_embeddings=positions)
         lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
-        generate._complete_to_file(lm, [], 1, {}, tmp_path / "out.jsonl")
+        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl")
     assert len(jobs) == 3
 
 
@@ -268,4 +273,12 @@ def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(
     result = run("--input", str(asked), "--output", str(asked))
     assert result.exit_code == 2
     assert "is also --input" in result.stderr
+    written = tmp_path / "results.jsonl"
+    written.write_text("old")
+    result = run("--input", str(asked), "--output", str(written))
+    assert result.exit_code == 2
+    assert "is there already: choose another file, or replace it with --overwrite" in " ".join(
+        result.stderr.split()
+    )
+    assert written.read_text() == "old"
     assert asked.read_text() == '{"prompt": "a"}\n'

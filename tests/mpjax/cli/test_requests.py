@@ -122,6 +122,24 @@ def test_a_line_that_can_not_be_read_is_named(line, message, tmp_path):
         read_lines(path, 20, 0)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [('"a"', '"a"'), ('{"x": 1, "y": 2}', '{"y": 2, "x": 1}'), ("2", None)]
+)
+def test_two_lines_have_no_id_in_common(first, second, tmp_path):
+    """Nor one with the number of a line that has none."""
+    path = tmp_path / "prompts.jsonl"
+    own = "" if second is None else f'"id": {second}, '
+    path.write_text(f'{{"id": {first}, "prompt": "a"}}\n{{{own}"prompt": "b"}}')
+    message = (
+        r"prompts\.jsonl, line 2 has the id .*, as .*prompts\.jsonl, line 1 has: give each line"
+    )
+    with pytest.raises(ValueError, match=message):
+        read_lines(path, 20, 0)
+    path.write_text('{"id": null, "prompt": "a"}\n{"id": null, "prompt": "b"}\n{"id": true}')
+    with pytest.raises(ValueError, match="neither"):
+        read_lines(path, 20, 0)
+
+
 def test_a_file_without_lines(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n \n")

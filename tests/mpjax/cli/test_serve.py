@@ -34,12 +34,21 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     # It would close the handlers of this process, pytest's among them.
     monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda config: None)
     options = ["--model", str(tiny_folder), "--slots", "2", "--port", "0", "--max-tokens", "64"]
+    options += ["--speculate", "ngram:3:2"] if warned else []
     result = runner.invoke(app, ["serve", *options, *(["--host", host] if warned else [])])
     assert result.exit_code == 0, result.output
     assert served["address"][0] == host
     assert f"listening on http://{host}:{served['address'][1]}" in result.stderr
     assert "tiny: 2 requests at a time, a cache of 256 tokens" in result.stderr
     assert ("no API key is set" in result.stderr) == warned
+
+
+def test_a_draft_model_is_refused_before_models_are_loaded():
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    result = runner.invoke(app, ["serve", "--model", "missing", "--speculate", "draft:4:small"])
+    assert result.exit_code == 2
+    assert "an engine, which takes no draft model" in " ".join(result.stderr.split())
 
 
 def test_an_empty_key_is_refused_before_the_model_is_loaded():

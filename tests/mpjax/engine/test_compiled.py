@@ -8,19 +8,21 @@ from mpjax.engine.planner import Sizes, middle_chunk, small_chunk
 pytestmark = pytest.mark.any_version
 
 
+@pytest.mark.parametrize("proposed", [0, 4])
 @pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
 @pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, tiny):
-    found = Programs(tiny.model, Sizes(slots, 9, 32, chunk=chunk, rides=rides))
+def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, proposed, tiny):
+    sizes = Sizes(slots, 9, 32, chunk=chunk, rides=rides, proposed=proposed)
+    found = Programs(tiny.model, sizes)
     decoding = sum(map(len, found.decoding_sizes.values()))
     few = len(found.rider_sizes[True]) - 1 if rides else 1
     reading = sum(
         len(sizes) * (few if greedy and riders else 1)
         for (greedy, riders), sizes in found.reading_sizes.items()
     )
-    # Scores and clearing have one program each.
-    assert decoding + reading + 2 <= 15
+    # Scores, clearing and what proposers read have one program each.
+    assert decoding + reading + 2 + bool(proposed) <= 15
     assert found.reading_sizes[True, False][0] == small_chunk(chunk)
     for rows in (0, 1, slots):
         if rides:

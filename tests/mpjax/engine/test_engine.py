@@ -22,7 +22,7 @@ from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from tests.eight_devices import run
 from tests.models.small import small_config, small_model
-from tests.mpjax.engine.conftest import make_engine, resize, said_alone
+from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
 from tests.sweeps import in_sweep
 
@@ -75,11 +75,14 @@ def test_rows_that_are_drawn_in_other_ways_run_together(engine, tiny):
     assert found.finish_reasons == expected.finish_reasons
 
 
-FORMATS = ["KV4cg32", *map(in_sweep, ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
+# A format, and whether decoding speculates.
+TRACED = [("KV4cg32", False), ("KV4cg32", True)]
+SWEPT = ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32")
+TRACED += [in_sweep(text, False) for text in SWEPT] + [in_sweep("KV8", True)]
 
 
-@pytest.mark.parametrize("text", FORMATS)
-def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
+@pytest.mark.parametrize(("text", "speculates"), TRACED)
+def test_arrivals_sharing_and_preemption_change_nothing(text, speculates, tiny):
     """The greedy tokens are those of each prompt alone, whatever happens to it and beside it."""
     rng = np.random.default_rng(0)
     common = rng.integers(1, 2048, 134).tolist()
@@ -88,7 +91,8 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
         for length, own in ((0, 5), (130, 9), (134, 30), (40, 1), (134, 30), (70, 60))
     ]
     expected = said_alone(tiny, text, prompts, NEW)
-    with make_engine(tiny, text) as engine:
+    said = [prompt + new.tolist() for prompt, new in zip(prompts, expected, strict=True)]
+    with make_engine(tiny, text, speculate=Knowing.of(said) if speculates else None) as engine:
 
         @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
@@ -123,7 +127,9 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
             assert is_clean(engine)
 
         check()
-        assert engine.statistics()["programs"] <= 6
+        numbers = engine.statistics()
+        assert numbers["programs"] <= (7 if speculates else 6)
+        assert (numbers["proposed_tokens"] > numbers["accepted_tokens"] > 50) == speculates
 
 
 def test_a_chunk_longer_than_the_window_changes_nothing():
@@ -339,51 +345,6 @@ def test_thousands_may_wait(engine):
         pass
     assert all(handle.is_finished for handle in handles)
     assert is_clean(engine)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [["a"]]}, "prompt"),
-        ({"prompt": [5000]}, "token id 5000"),
-        ({"prompt": [1] * 150, "max_new_tokens": 50}, "150 tokens, and with 50 .* the 192 tokens"),
-        ({"sampling": {"temperature": [1.0, 2.0]}}, r"temperature has shape \(2,\): a request is"),
-        ({"sampling": {"stop_ids": range(20)}}, "there are 20 stop ids: .* at most 16"),
-        ({"priority": 1.5}, "priority is 1.5: expected a whole number"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"seed": -1}, "seeds are"),
-    ],
-)
-def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        engine.submit(**({"prompt": "import"} | arguments))
-    assert not engine.has_work
-    with pytest.raises(TypeError, match="unexpected keyword argument 'prioritty'"):
-        engine.submit("import", prioritty=1)
-
-
-def test_a_request_larger_than_the_cache_is_refused(engine):
-    resize(engine, pages=4)
-    with pytest.raises(ValueError, match="the prompt's 90 tokens and 8 new ones don't fit"):
-        engine.submit([1] * 90, max_new_tokens=8)
-    assert len(engine.submit([1] * 90, max_new_tokens=7).result().tokens) == 7
-    resize(engine, pages=25)
-
-
-def test_what_an_engine_is_made_with_is_checked(tiny):
-    for options, message in (
-        ({"slots": 0}, "slots is 0"),
-        ({"steps": 64}, "steps is 64: expected at most 32"),
-        ({"max_tokens": 1000}, "max_tokens is 1000, and the model has 256 positions"),
-        ({"max_gap": 0}, "max_gap is 0: expected seconds above 0, inf, or None"),
-        ({"max_gap": "1"}, "max_gap is '1': expected seconds"),
-        ({"cache_memory": -1}, "cache_memory is -1: expected bytes, or a share"),
-        ({"cache_memory": "8GB"}, "cache_memory is '8GB'"),
-        ({"cache_memory": 100.0}, "cache_memory is 100.0: a page of 32 tokens takes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_engine(tiny, **options)
 
 
 def test_a_batch_that_fails_leaves_no_request_behind(engine):

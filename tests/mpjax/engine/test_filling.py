@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mpjax.engine import filling
-from mpjax.engine.planner import Decode, Piece, Row
+from mpjax.engine.planner import Decode, Piece
+from mpjax.engine.row import Row
 from mpjax.engine.state import NO_ID, RowSettings
 
 pytestmark = pytest.mark.any_version
@@ -36,6 +37,11 @@ def test_pieces_lie_one_after_another_and_padding_has_no_slot():
     assert found.is_first.tolist() == found.is_last.tolist() == [True, False, False]
     assert found.settings.top_k[:2].tolist() == [41, 42]
     assert (found.settings.stop_ids == NO_ID).all()
+
+
+def test_a_history_is_padded():
+    found = filling.history(row(1, 0, []), 10)
+    assert (found.tolist(), found.dtype) == ([*range(100, 108), 0, 0], np.int32)
 
 
 def test_rows_that_get_a_page_and_rows_that_get_none():

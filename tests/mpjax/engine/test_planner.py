@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import (
-    Decode,
-    Extend,
-    Planner,
-    Row,
-    Sizes,
-    middle_chunk,
-    scored_chunk,
-)
+from mpjax.engine.planner import Decode, Extend, Planner, Sizes, middle_chunk, scored_chunk
+from mpjax.engine.row import Row
 
 pytestmark = pytest.mark.any_version
 
@@ -97,18 +90,26 @@ class Device:
         for row, new in zip(plan.rows, plan.entries, strict=True):
             length = self.lengths[row]
             drawn = length - row.prompt + 1
-            count = min(plan.steps, self.most(row) - drawn)
+            most = row.most - drawn
+            count = min(self.accepted(plan, drawn), self.most(row) - drawn)
             if count <= 0:
                 results.append((row, row.runs, drawn, 0))
                 continue
             if new is not None:
                 entry, page = new
                 assert row.pages[entry] == page
-            self.write(row, length, length + count)
+            # What is proposed and refused is written as well.
+            self.write(row, length, length + min(plan.most, most))
             self.require_content(row, length, length + count)
             self.lengths[row] = length + count
             results.append((row, row.runs, drawn, count))
         return results
+
+    def accepted(self, plan, drawn):
+        """The tokens that a program draws of a row that goes on."""
+        if plan.most == plan.steps:
+            return plan.steps
+        return 1 + (7 * drawn + plan.steps) % plan.most
 
     def clear(self):
         for _, pages in self.planner.take_left():
@@ -379,6 +380,26 @@ def test_random_rows_take_single_steps():
     assert set(plans) == {(False, 1), (True, 4)}
 
 
+def test_pages_are_there_for_all_that_is_proposed():
+    """Lengths are the most that they can be, until results are known."""
+    device = Device(dataclasses.replace(SMALL, pages=40, page_size=8, proposed=3, steps=2))
+    one = row(0, prompt=6, most=40)
+    device.planner.submit(one)
+    device.step()
+    assert (one.length, one.drawn) == (6, 1)
+    plan = device.step()
+    assert (plan.steps, plan.most, len(one.pages)) == (2, 8, 2)
+    assert (one.length, one.drawn) == (6 + 8, 1 + 1)
+    while one.slot is not None:
+        device.step()
+        if one.slot is not None:
+            known = len(one.tokens)
+            assert len(one.flights) == 1
+            assert (one.length, one.drawn) == (min(known - 1 + 8, 45), min(known - 6 + 1, 40))
+    assert one.tokens == device.text(one)
+    assert device.planner.pool.available == 39
+
+
 def test_ten_thousand_may_wait():
     planner = Planner(SMALL)
     rows = [row(number, prompt=2) for number in range(10_000)]
@@ -406,6 +427,7 @@ def traces(draw):
         steps=draw(st.integers(1, 4)),
         window=draw(st.sampled_from([None, None, 8])),
         rides=draw(st.booleans()),
+        proposed=draw(st.sampled_from([0, 0, 2, 3])),
     )
     rows = draw(
         st.lists(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.engine import compiled, filling, programs
+from mpjax import Ngram
+from mpjax.engine import compiled, filling, programs, speculating
 from mpjax.engine.planner import Decode
 from mpjax.engine.state import EngineState
 from mpjax.kernels import KVFormat
@@ -48,7 +49,8 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
     )
     model = nnx.eval_shape(lambda: quantize_kernels(Decoder(config, nnx.Rngs(0)), "uint4:g32"))
     lm = dataclasses.replace(tiny, model=model, kv_format=KVFormat.parse(text), page_size=64)
-    state = jax.eval_shape(lambda: EngineState.create(lm, slots=4, pages=9, max_tokens=128))
+    sizes = {"slots": 4, "pages": 9, "max_tokens": 128}
+    state = jax.eval_shape(lambda: EngineState.create(lm, **sizes, proposer=Ngram()))
     sizes = {"rows": 2, "slots": 4, "entries": 2}
     reading = filling.reading([], tokens=64, **sizes)
     stepping = filling.stepping(Decode([], 4, True, []), **sizes)
@@ -68,7 +70,12 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
     def ride(arrays, state, reading):
         return programs.extend(nnx.merge(graph, arrays), state, reading, stepping, greedy=True)
 
-    for program, argument in ((extend, reading), (decode, stepping), (ride, reading)):
+    def speculate(arrays, state, stepping):
+        how = {"steps": 4, "most": 20, "greedy": True}
+        return speculating.speculate(nnx.merge(graph, arrays), state, stepping, Ngram(), **how)
+
+    runs = (extend, reading), (decode, stepping), (ride, reading), (speculate, stepping)
+    for program, argument in runs:
         lowered = lower_for_cuda(program, arrays, state, argument)
         for name in names | ({f"flush_{text}".lower()} if waiting else set()):
             assert f'name = "{name}' in lowered, (program, name)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from mpjax import Sampling
+from mpjax.engine.compiled import Programs
+from mpjax.engine.planner import Decode
 from tests.mpjax.engine.conftest import make_engine
 from tests.sweeps import in_sweep
 
@@ -76,6 +78,19 @@ def test_what_a_row_left_is_cleared_before_the_next_program(tokens, tiny):
         layers = runner._state.layers
         written = [np.asarray(layer.keys)[own].any() for layer in layers]
         assert not any(written)
+
+
+def test_programs_that_hold_the_host_are_measured_when_they_return(tiny, monkeypatch):
+    monkeypatch.setattr(Programs, "holds_host", True)
+    with make_engine(tiny) as engine:
+        runner = engine._runner
+        engine.submit([1, 2, 3], max_new_tokens=20)
+        for _ in range(3):
+            engine.step()
+            pending = runner._pending
+        assert isinstance(pending.plan, Decode)
+        assert not pending.is_measured
+        assert runner.planner.pace.step_seconds > 0
 
 
 def test_a_stop_string_lets_the_device_go_on_and_so_is_cleared(tiny):

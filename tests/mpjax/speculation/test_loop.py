@@ -128,11 +128,11 @@ def test_strides_change_nothing_but_the_looks(model, prompts):
 def test_no_token_is_proposed_behind_the_end_or_the_block(model, prompts):
     state, _, limits = begin(model, prompts, NGRAM, maximum=np.array([NEW, NEW, 3, 1]))
     alive = jnp.array([True, False, True, True])
-    assert loop.most_proposed(state, limits, alive, 4, None).tolist() == [4, 0, 1, 0]
+    assert loop.most_proposed(state, limits.maximum, alive, 4, None).tolist() == [4, 0, 1, 0]
     assert state.cache.lengths.tolist() == [100, 127, 128, 122]
     limits = dataclasses.replace(limits, maximum=jnp.full(4, NEW, jnp.int32))
     every = jnp.ones(4, bool)
-    assert loop.most_proposed(state, limits, every, 9, 128).tolist() == [9, 0, 9, 5]
+    assert loop.most_proposed(state, limits.maximum, every, 9, 128).tolist() == [9, 0, 9, 5]
 
 
 def test_a_token_behind_nan_is_not_finite(model, prompts):

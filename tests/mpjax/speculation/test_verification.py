@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.decoding_state import Limits
 from mpjax.sampling import Sampling, process_logits
-from mpjax.speculation.verification import distribution, hide_stop_ids, of_positions, seen_before
+from mpjax.speculation.verification import distribution, seen_before
 
 pytestmark = pytest.mark.any_version
 
@@ -21,22 +20,6 @@ def test_a_position_has_seen_the_proposed_tokens_before_it():
         [[0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]],
     ]
     assert seen_before(None, jnp.zeros((2, 2), jnp.int32)) is None
-
-
-def test_stop_tokens_are_hidden_at_positions_before_the_minimum():
-    limits = Limits.of(2, [1], 9, 9)
-    counts = jnp.array([[0, 1, 2], [3, 4, 5]])
-    sampling = Sampling(min_new_tokens=np.array([2, 4]))
-    found = hide_stop_ids(jnp.zeros((2, 3, 3)), counts, sampling, limits)
-    assert np.isneginf(found[..., 1]).tolist() == [[True, True, False], [True, False, False]]
-    assert not found[..., [0, 2]].any()
-    assert hide_stop_ids(found, counts, Sampling(), limits) is found
-
-
-def test_positions_have_the_numbers_of_their_row():
-    found = of_positions(Sampling(temperature=np.array([1.0, 2.0]), top_p=0.5), 2)
-    assert found.temperature.tolist() == [1, 1, 2, 2]
-    assert found.top_p == 0.5
 
 
 def test_a_greedy_row_is_certain_of_its_likeliest_token():

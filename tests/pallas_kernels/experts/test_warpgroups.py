@@ -21,7 +21,7 @@ from mpjax.kernels import (
 from mpjax.kernels.experts import warpgroups
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, forced
-from mpjax.kernels.experts.tiles import sorted_by_expert
+from mpjax.kernels.experts.tiles import Tiles, sorted_by_expert
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, expected
 from tests.pallas_kernels.experts.test_triton import dense, rounded, rows_of, stack
@@ -130,12 +130,31 @@ def test_is_chosen_for_what_it_can_multiply(lower_for_cuda, pretend_gpu):
         assert "experts_" in lowered
 
 
+def test_rows_are_not_copied_to_be_padded(lower_for_cuda):
+    """Where K is no whole block, but whole planes, as in gpt-oss."""
+    for channels, count in ((288, 0), (256, 0), (280, 1)):
+        weight = jax.ShapeDtypeStruct((8, channels, 128), jnp.bfloat16)
+        text = "float4:g32" if channels % 32 == 0 else "uint4:gK"
+        weight = jax.eval_shape(lambda w, t=text: quantize(w, t), weight)
+        x = jax.ShapeDtypeStruct((3 * 64, channels), jnp.bfloat16)
+        tiles = Tiles(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((3,), (3, 64))), 192)
+        config = ExpertsWarpgroupConfig(64, 2, 1)
+        run = functools.partial(warpgroups.of_tiles, config=config, out_dtype=FLOAT32)
+        lowered = lower_for_cuda(lambda *given, r=run: r(*given, Epilogue()), x, weight, tiles)
+        assert lowered.count("stablehlo.pad") == count
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
 @pytest.mark.parametrize("text", FORMATS)
 def test_on_the_gpu(text, rng):
-    """Both products of a layer against float64; the same bits again."""
+    """Both products of a layer against float64; the same bits again.
+
+    Of MXFP4, no K is a whole block.
+    """
     hidden, inner, experts, gate = 1024, 384, 8, 1.5 * GATES["bfloat16"]
+    if text == "float4:g32":
+        hidden, inner = 1088, 448
     gate_up, down = (
         quantize(random_array(rng, (experts, k, n), "bfloat16") * jnp.bfloat16(k**-0.5), text)
         for k, n in ((hidden, 2 * inner), (inner, hidden))

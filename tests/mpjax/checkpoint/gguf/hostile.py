@@ -13,6 +13,7 @@ from tests.mpjax.checkpoint.gguf.write_gguf import (
     gguf,
     llama_metadata,
     random_tensors,
+    with_experts,
 )
 
 # What programs stumble over in the place of a count, a length, an offset or a type.
@@ -25,11 +26,16 @@ FIRST = 4  # the magic stays, or nothing behind it is read
 
 
 class Hostile:
-    """Draws files: half of them have changed bytes in the header, half changed values."""
+    """Draws files: half of them have changed bytes in the header, half changed values.
 
-    def __init__(self, seed: int) -> None:
+    is_mixture: whether the sound file is one of a mixture of experts.
+    """
+
+    def __init__(self, seed: int, *, is_mixture: bool = False) -> None:
         self.rng = np.random.default_rng(seed)
         self.metadata, self.tensors = llama_metadata(), random_tensors(MIXED, self.rng)
+        if is_mixture:
+            with_experts(self.metadata, self.tensors, self.rng, kind="Q8_0")
         self.sound = gguf(self.metadata, self.tensors)
         self.header = len(self.sound) - sum(len(content) for *_, content in self.tensors.values())
 

@@ -114,7 +114,7 @@ def test_phi():
     ("changes", "said"),
     [
         ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7': expected one of"),
-        ({"llama.expert_count": 8}, "the model is a mixture of experts, which is read from"),
+        ({"llama.expert_count": 8}, "has no 'llama.expert_used_count': expected a whole number"),
         ({"split.count": 3}, "is one of 3 parts of a model: join them into one file with"),
         ({"llama.rope.dimension_count": 3}, "llama.rope.dimension_count is 3: expected "),
         ({"llama.block_count": 2.5}, "'llama.block_count' is 2.5: expected a whole number"),

@@ -38,9 +38,13 @@ def open_all(path: Path, size: int) -> str:
     return "opened"
 
 
-@pytest.mark.parametrize("count", [50, in_fuzz(100_000)])
-def test_hostile_files(count, tmp_path):
-    path, hostile, found = tmp_path / "a.gguf", Hostile(count), Counter()
+@pytest.mark.parametrize(
+    ("count", "is_mixture"),
+    [(50, False), (30, True), *map(in_fuzz, (80_000, 20_000), (False, True))],
+)
+def test_hostile_files(count, is_mixture, tmp_path):
+    path, hostile = tmp_path / "a.gguf", Hostile(count, is_mixture=is_mixture)
+    found: Counter[str] = Counter()
     path.write_bytes(hostile.sound)
     tracemalloc.start()
     try:

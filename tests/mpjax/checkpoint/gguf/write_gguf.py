@@ -147,6 +147,55 @@ def random_tensors(
     return tensors
 
 
+EXPERTS = 4
+
+
+def with_experts(
+    metadata: dict[str, Any],
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]],
+    rng: np.random.Generator,
+    *,
+    kind: str = "F16",
+    inner: int = SIZES["inner"],
+    shared: int | None = None,
+) -> None:
+    """Puts experts in the place of a tiny model's MLPs, in both arguments.
+
+    kind: the type of the experts' tensors. inner: the channels inside of each. shared: those inside
+    of the MLP of all tokens, which Qwen2-MoE has.
+    """
+    name, hidden = metadata["general.architecture"], SIZES["hidden"]
+    metadata |= {f"{name}.expert_count": EXPERTS, f"{name}.expert_used_count": 2}
+    if name != "llama":
+        metadata[f"{name}.expert_feed_forward_length"] = inner
+    if shared:
+        metadata[f"{name}.expert_shared_feed_forward_length"] = shared
+
+    def put(end: str, kind: str, *shape: int) -> None:
+        tensors[end] = kind, shape, _content(kind, shape, rng)
+
+    for layer in range(SIZES["layers"]):
+        block = f"blk.{layer}.ffn"
+        put(f"{block}_gate_inp.weight", "F32", EXPERTS, hidden)
+        for half in ("gate", "up", "down"):
+            del tensors[f"{block}_{half}.weight"]
+            matrix = (hidden, inner) if half == "down" else (inner, hidden)
+            put(f"{block}_{half}_exps.weight", kind, EXPERTS, *matrix)
+            if shared:
+                matrix = (hidden, shared) if half == "down" else (shared, hidden)
+                put(f"{block}_{half}_shexp.weight", kind, *matrix)
+        if shared:
+            put(f"{block}_gate_inp_shexp.weight", "F32", hidden)
+
+
+def _content(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> bytes:
+    """Random bytes of a tensor."""
+    if kind in ("F16", "F32"):
+        dtype = np.float16 if kind == "F16" else np.float32
+        return (0.1 * rng.standard_normal(shape)).astype(dtype).tobytes()
+    return random_blocks(kind, shape, rng)
+
+
 MIXED = {
     **{"token_embd": "Q8_0", "attn_q": "Q8_0", "attn_k": "Q8_0", "attn_v": "Q5_1"},
     **{"attn_output": "Q4_0", "ffn_gate": "Q5_0", "ffn_up": "Q4_1", "ffn_down": "F16"},

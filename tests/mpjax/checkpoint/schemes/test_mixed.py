@@ -148,8 +148,8 @@ def test_what_each_part_holds():
     layers = {f"layers.{number}.up": {"quant_algo": "FP8"} for number in range(5)}
     layers["head"] = {"quant_algo": "NVFP4", "group_size": 16}
     assert registry.read(MODELOPT | {"quantized_layers": layers}).contents == (
-        "layers.0.up, layers.1.up and 3 more: FP8, codes kept as WFP8gK; "
-        "head: NVFP4, rounded to W8g32"
+        "layers.0.up, layers.1.up and 3 more: FP8, codes kept as WFP8gK, with static scales of "
+        "activations; head: NVFP4, rounded to W8g32"
     )
 
 

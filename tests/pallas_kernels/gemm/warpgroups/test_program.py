@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import ProductFormat, WeightFormat, device
+from mpjax.kernels import Gate, ProductFormat, WeightFormat, device
+from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.problem import Problem
-from mpjax.kernels.gemm.plans.shared_memory import sent_bytes
-from mpjax.kernels.gemm.plans.warpgroup_rule import ranked
+from mpjax.kernels.gemm.plans.shared_memory import sent_bytes, stages
+from mpjax.kernels.gemm.plans.warpgroup_rule import ranked, why_unsound
 from mpjax.kernels.gemm.warpgroups.program import Program, shared_memory
 from tests.pallas_kernels.gemm.plans.problems import H200
 from tests.pallas_kernels.gemm.warpgroups.programs import FLOAT, call_of
@@ -40,6 +41,28 @@ def test_everything_fits_shared_memory(text):
             assert needed <= device.shared_memory(9.0), f"{rows} rows, {config}"
             checked += 1
     assert checked > 20
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("gate", [None, Gate()])
+def test_tiles_of_experts_fit_shared_memory(text, gate):
+    """With all arrays at multiples of 1024 bytes, as JAX places them, but for barriers."""
+    format, checked = WeightFormat.parse(text), 0
+    for rows, warpgroups in itertools.product(range(48, 257, 16), (2, 3, 4)):
+        config = ExpertsWarpgroupConfig(rows, warpgroups, 1)
+        if why_unsound(config, format, gated=gate is not None) is not None:
+            continue
+        for dtype in (jnp.dtype(jnp.bfloat16), FLOAT):
+            staged = stages(format, config, dtype, gated=gate is not None)
+            call = call_of(text, config)._replace(stages=staged, gate=gate, blocks=4)
+            words = jnp.dtype(f"uint{format.word_bits}")
+            found = shared_memory(call, words, dtype).values()
+            tiles = [nbytes(array) for array in found if not hasattr(array, "num_barriers")]
+            barriers = sum(nbytes(array) for array in found if hasattr(array, "num_barriers"))
+            needed = barriers + sum(-(-size // 1024) * 1024 for size in tiles)
+            assert needed <= device.shared_memory(9.0), config
+            checked += 1
+    assert checked > (6 if text.startswith("int4") else 20)
 
 
 @pytest.mark.parametrize(("text", "count"), [("int4:g128/int8", 3), ("liquid4:g64/int8", 0)])

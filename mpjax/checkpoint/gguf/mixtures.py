@@ -1,0 +1,87 @@
+"""Mixtures of experts in GGUF files: the tensors of single experts, and their names and keys.
+
+A file has one tensor for the maps of all experts, `ffn_gate_exps` with the shape
+[experts, rows, columns]; older ones have one for each, `ffn_gate.3`. Source: llama.cpp,
+gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/llama-graph.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.checkpoint.fused_experts import MOST_EXPERTS
+from mpjax.checkpoint.gguf.header import Tensor
+from mpjax.checkpoint.gguf.metadata import Metadata
+
+# Names in Hugging Face's files of what a layer has in the place of a gated MLP.
+QWEN_NAMES: Mapping[str, str] = {
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{w}_exps": f"mlp.experts.{{expert}}.{w}_proj" for w in ("gate", "up", "down")},
+    **{f"ffn_{w}_shexp": f"mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+MIXTRAL_NAMES: Mapping[str, str] = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    **{
+        f"ffn_{written}_exps": f"block_sparse_moe.experts.{{expert}}.{name}"
+        for written, name in {"gate": "w1", "up": "w3", "down": "w2"}.items()
+    },
+}
+# Of an expert's map, so that a file can't ask for more memory for their names than it has bytes.
+LEAST_BYTES = 1024
+_OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
+_OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
+_VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix of one row in Hugging Face's files
+
+
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file with one for each expert, such as `blk.0.ffn_gate_exps.3.weight`."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if (all_of := _OF_ALL.fullmatch(name)) and _is_stack(tensor):
+            count, *shape = tensor.shape
+            size = (tensor.end - tensor.begin) // count
+            for index in range(count):
+                own, begin = f"{all_of[1]}.{index}.{all_of[2]}", tensor.begin + index * size
+                found[own] = Tensor(own, tensor.type, tuple(shape), begin, begin + size)
+        elif one := _OF_ONE.fullmatch(name):
+            own = f"{one[1]}_exps.{one[2]}.{one[3]}"
+            found[own] = tensor._replace(name=own)
+        elif name.endswith(_VECTOR) and len(tensor.shape) == 1:
+            found[name] = tensor._replace(shape=(1, *tensor.shape))
+        else:
+            found[name] = tensor
+    return found
+
+
+def _is_stack(tensor: Tensor) -> bool:
+    """Whether a tensor has so many matrices as a layer may have experts, and none is tiny."""
+    if len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MOST_EXPERTS:
+        return False
+    return tensor.end - tensor.begin >= tensor.shape[0] * LEAST_BYTES
+
+
+def mixtral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of Mixtral's config.json."""
+    return {
+        "num_local_experts": metadata.whole("llama.expert_count"),
+        "num_experts_per_tok": metadata.whole("llama.expert_used_count"),
+    }
+
+
+def qwen_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of Qwen2-MoE and Qwen3-MoE.
+
+    llama.cpp divides the weights of a token's experts by their sum in the latter alone.
+    """
+    name = metadata.text("general.architecture")
+    found = {
+        "num_experts": metadata.whole(f"{name}.expert_count"),
+        "num_experts_per_tok": metadata.whole(f"{name}.expert_used_count"),
+        "moe_intermediate_size": metadata.whole(f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": name == "qwen3moe",
+    }
+    shared = metadata.whole(f"{name}.expert_shared_feed_forward_length", 0)
+    return found | ({"shared_expert_intermediate_size": shared} if shared else {})

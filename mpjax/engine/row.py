@@ -1,0 +1,96 @@
+"""A request as the planner sees it, with what planned programs add to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A request, as the planner sees it.
+
+    number: in the order of arrival. tokens: those of the prompt, and the new ones that are known.
+    prompt: the number of the prompt's. most: the most new tokens.
+    priority: rows of a higher one come first. shares: whether it may take pages of other rows.
+    scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
+    greedy_from: the number of new tokens from which it takes its likeliest tokens, as they are;
+        None for never.
+
+    slot: its place among the rows that run, or None while it waits. runs: how often it was given a
+        slot. is_fresh: whether its slot has read nothing yet.
+    pages: of its tokens, in order. target: tokens to read before the next one is drawn.
+    length: tokens in the cache at most, and drawn: new tokens at least, both after all planned
+        programs. flights: of planned programs that draw tokens of the row and are not read yet, the
+        fewest and the most tokens.
+    keys: of pages with its first tokens. published: how many of its pages others can find.
+    shared: tokens of the prompt that were in pages of others when it was first given a slot.
+    is_known: whether the planner has it.
+    """
+
+    number: int
+    tokens: list[int]
+    prompt: int
+    most: int
+    priority: int = 0
+    shares: bool = True
+    scored: bool = False
+    owner: Any = None
+    greedy_from: int | None = 0
+    slot: int | None = None
+    runs: int = 0
+    is_fresh: bool = False
+    pages: list[int] = dataclasses.field(default_factory=list)
+    target: int = 0
+    length: int = 0
+    drawn: int = 0
+    flights: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    published: int = 0
+    shared: int = 0
+    is_known: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rows with a smaller one come first."""
+        return -self.priority, self.number
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether tokens are left to read before the next one is drawn."""
+        return self.length < self.target
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is known that all further tokens are the likeliest ones."""
+        return self.greedy_from is not None and self.greedy_from <= len(self.tokens) - self.prompt
+
+    @property
+    def left(self) -> int:
+        """The most tokens that may still be drawn."""
+        return self.most - self.drawn
+
+    def draw(self, least: int, most: int) -> None:
+        """Counts the tokens of a program that is planned, unless the row ends before."""
+        self.flights.append((least, most))
+        self._count()
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Adds the new tokens of the first planned program that was not read."""
+        self.tokens.extend(tokens)
+        if self.flights:
+            self.flights.pop(0)
+            self._count()
+
+    def growth(self, most: int) -> int:
+        """The most tokens that the cache grows by in a program that draws up to `most`."""
+        return min(self._most_known(most), self.prompt + self.most - 1) - self.length
+
+    def _most_known(self, more: int = 0) -> int:
+        return len(self.tokens) - 1 + sum(most for _, most in self.flights) + more
+
+    def _count(self) -> None:
+        new = len(self.tokens) - self.prompt
+        self.length = min(self._most_known(), self.prompt + self.most - 1)
+        self.drawn = min(new + sum(least for least, _ in self.flights), self.most)

@@ -376,7 +376,7 @@ def serve_command(
             cache_memory=cache_memory,
             share_prefixes=share,
             ride=ride,
-            speculate=options.parse_speculate(speculate, by_engine=True),
+            speculate=options.parse_speculate(speculate),
             static=static,
             engine=engine,
             rounds=rounds,

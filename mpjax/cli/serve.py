@@ -112,13 +112,13 @@ def command(
             )
     if api_key == "":
         raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
-    proposer = options.parse_speculate(speculate, by_engine=True)
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
     sockets = listening.bind(host, port)
     try:
         lm = options.load(model, precision, dtype, max_positions, devices, experts)
         lm.require_tokenizer()
+        proposer = options.parse_speculate(speculate)
 
         import mpjax
         from mpjax.serve.application import Limits, application

@@ -41,14 +41,20 @@ class _Structure:
         return self._hash
 
 
+def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
+    """What models are, and their arrays."""
+    leaves, structure = jax.tree.flatten(models)
+    return _Structure(structure), leaves
+
+
 def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
-    """A program as a jitted function of a model's structure and arrays.
+    """A program as a jitted function of the structure and arrays of its models, and of a state.
 
     in_turn: whether each kernel waits for the end of the one before (`decode_program`).
     """
 
     def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
-        return function(jax.tree.unflatten(structure.structure, leaves), *rest, **how)
+        return function(*jax.tree.unflatten(structure.structure, leaves), *rest, **how)
 
     run.__name__ = run.__qualname__ = function.__name__
     return jax.jit(
@@ -63,24 +69,27 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate)
+    for function in (extend, decode, speculate, begin_history)
     for in_turn in (False, True)
 }
 _jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
-_jit_begin_history = jax.jit(begin_history, donate_argnames="histories")
 
 
 def count() -> int:
     """The number of programs that were compiled so far, of all engines."""
-    functions = *_JITTED.values(), _jit_clear, _jit_begin_history
-    return sum(function._cache_size() for function in functions)
+    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
 
 
 class _Call(NamedTuple):
-    """A call of a jitted function. name: as `Programs.used` has it. arguments: behind the state."""
+    """A call of a jitted function.
+
+    name: as `Programs.used` has it. modules: what is behind the function, as `_flat` gives it.
+    arguments: behind the state.
+    """
 
     name: tuple[Any, ...]
     run: Any
+    modules: tuple[Any, Any]
     arguments: tuple[Any, ...]
     how: dict[str, Any]
 
@@ -126,8 +135,8 @@ class Programs:
             self.decoding_sizes.setdefault((True, 1), [slots])
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
-        self._leaves, structure = jax.tree.flatten(model)
-        self._structure = _Structure(structure)
+        self._model = _flat(model)
+        self._both, self._alone = _flat(model, proposer), _flat(proposer)
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
@@ -143,8 +152,9 @@ class Programs:
         rows and pages.
         """
         calls = [*self._calls(*state.tables.shape, greedy_only=greedy_only)]
-        model = self._structure, self._leaves
-        lowered = [call.run.lower(*model, state, *call.arguments, **call.how) for call in calls]
+        lowered = [
+            call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
+        ]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             [*pool.map(lambda each: each.compile(), lowered)]
         for call in calls * 2:  # the second run of a program records its launches
@@ -174,7 +184,7 @@ class Programs:
 
     def _run(self, call: _Call, state: EngineState) -> Any:
         self.used.add(call.name)
-        return call.run(self._structure, self._leaves, state, *call.arguments, **call.how)
+        return call.run(*call.modules, state, *call.arguments, **call.how)
 
     def _extend_call(
         self, reading: Reading, riders: Stepping | None, *, greedy: bool, scored: bool
@@ -182,16 +192,17 @@ class Programs:
         tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
         run, how = _JITTED[extend, self._is_in_turn(tokens + rows)], (greedy, scored)
         name = (extend, tokens, rows, *how)
-        return _Call(name, run, (reading, riders), {"greedy": greedy, "scored": scored})
+        options = {"greedy": greedy, "scored": scored}
+        return _Call(name, run, self._model, (reading, riders), options)
 
     def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
         rows, how = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
         if self._proposer is None:
             name, run = (decode, rows, *how.values()), _JITTED[decode, self._is_in_turn(rows)]
-            return _Call(name, run, (stepping,), how | {"waits": self._waits})
+            return _Call(name, run, self._model, (stepping,), how | {"waits": self._waits})
         in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
         name, run = (speculate, rows, *how.values()), _JITTED[speculate, in_turn]
-        return _Call(name, run, (stepping, self._proposer), how | {"most": plan.most})
+        return _Call(name, run, self._both, (stepping,), how | {"most": plan.most})
 
     def extend(
         self,
@@ -211,10 +222,11 @@ class Programs:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
         return self._run(self._decode_call(stepping, plan), state)
 
-    def begin_history(self, histories: Speculation | None, slot: Any, tokens: Any) -> Any:
+    def begin_history(self, histories: Speculation, *row: Any) -> Speculation:
         """Runs `begin_history`; the histories are donated."""
         self.used.add((begin_history,))
-        return _jit_begin_history(self._proposer, histories, slot, tokens)
+        begun: Speculation = _JITTED[begin_history, False](*self._alone, histories, *row)
+        return begun
 
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""

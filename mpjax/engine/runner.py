@@ -151,7 +151,8 @@ class Runner:
             histories = self._state.speculation
             tokens = filling.history(row, histories.history.shape[1])
             slot = np.int32(row.slot)
-            histories = self.programs.begin_history(histories, slot, tokens)
+            count = np.int32(len(row.tokens))
+            histories = self.programs.begin_history(histories, slot, tokens, count)
             self._state = dataclasses.replace(self._state, speculation=histories)
 
     def _read(self, pending: _Pending) -> list[Event]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,16 @@ def test_a_closed_engine_says_so(tiny):
         engine.submit("import")
     assert engine.step() == []
     engine.close()
+
+
+def test_processes_take_their_steps_together(tiny, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with make_engine(tiny) as engine:
+        engine.start()  # each process has the whole model
+        engine.stop()
+        engine.lm = types.SimpleNamespace(devices=4)
+        with pytest.raises(ValueError, match="devices of 2 processes, whose threads would take"):
+            engine.start()
 
 
 def test_no_request_comes_in_while_an_engine_closes(tiny, monkeypatch):

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "at_once": AT_ONCE,
     "at_once_static": (*AT_ONCE, "--static", "256", "--no-engine"),
     "at_once_default_gap": AT_ONCE[:-2],
+    "at_once_8192": (*AT_ONCE, "--chunk-tokens", "8192"),
     "uneven": UNEVEN,
     # A quarter of the requests, as two batches, take half a minute each.
     "uneven_static": ("--requests", "128", *UNEVEN[2:], "--static", "64", "--no-engine"),
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "uneven_riding": (*UNEVEN, "--ride"),
 }
 GROUPS = {
-    "short": ("late_prompt", "shared", "not_shared", "alone", "at_once"),
+    "short": ("late_prompt", "shared", "not_shared", "alone", "at_once", "at_once_8192"),
     "long": ("uneven", "at_once_static", "uneven_static"),
 }
 
@@ -92,6 +93,7 @@ NUMBERS: dict[str, Callable[[Rows], float]] = {
     "at_once: device idle, % at most": _idle("at_once"),
     "at_once / static batch of 256": _over("at_once", "at_once_static"),
     "at_once_default_gap / at_once": _over("at_once_default_gap", "at_once"),
+    "at_once_8192 / at_once": _over("at_once_8192", "at_once"),
     "at_once_riding / at_once": _over("at_once_riding", "at_once"),
     "at_once_w4a8: tokens/s": lambda rows: rows["at_once_w4a8"][0][RATE],
     "at_once_w4a8 / static batches of 128": _over("at_once_w4a8", "at_once_w4a8_static"),

@@ -150,7 +150,9 @@ def test_a_chunk_longer_than_the_window_changes_nothing():
         np.testing.assert_allclose(one.prompt_logprobs.logprobs, scores, atol=1e-3)
 
 
-@pytest.mark.parametrize("precision", [*map(in_sweep, ("W4A16KV16", "W8A8KV16"))])
+@pytest.mark.parametrize(
+    "precision", [*map(in_sweep, ("W4A16KV16", "W8A8KV16", "W4A8KV16", "WNF4A16KV16"))]
+)
 def test_the_bundled_model_says_what_generate_tokens_says(precision):
     lm = mpjax.load(mpjax.bundled_model(), precision=precision, progress=False)
     ids = [lm.tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -14,7 +14,7 @@ from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import limits
 from mpjax.kernels.experts import plans as experts_plans
 from mpjax.kernels.experts.plans import TABLES, Problem
-from mpjax.kernels.experts.shapes import ExpertShape
+from mpjax.kernels.experts.shapes import AnyShape, ExpertShape, layer_of
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.plans.tables import Tables
 from mpjax.tune import Job, Program, Trial
@@ -23,7 +23,7 @@ BUCKETS = tuple(2**power for power in range(14))  # of tokens, up to 8192
 CANDIDATES = 24
 ITERATIONS = 10
 
-Compile = Callable[[Plan, ExpertShape, Any, Any], Program]
+Compile = Callable[[Plan, AnyShape, Any, Any], Program]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,16 @@ class ExpertsJob(Job):
     def plan_by_rule(self) -> Plan:
         """The plan that runs without a table."""
         return experts_plans.plan_by_rule(self.problem)
+
+    @property
+    def measured(self) -> AnyShape:
+        """The products whose time is measured: the shape's, or both of a layer.
+
+        Warpgroups compute both of a layer, between which rows stay in the order of experts. One of
+        them alone would count copies that a layer does not make.
+        """
+        by_warpgroups = self.plan_by_rule().implementation == "mosaic"
+        return layer_of(self.shape) if by_warpgroups else self.shape
 
     def candidates(self) -> list[Plan]:
         """Plans to try on this GPU."""
@@ -107,10 +117,11 @@ def try_experts(
     """Measures plans on the default device; returns a trial for each, in their order.
 
     Tokens choose their experts at random. A plan with wrong results gets no time. The products of a
-    measurement read different stacks, together larger than the L2 cache. All plans compile in
-    parallel before the first is measured. compile, timer: replacements for tests.
+    measurement read different stacks, together larger than the L2 cache. Where both products of a
+    layer are measured, both have the plan. All plans compile in parallel before the first is
+    measured. compile, timer: replacements for tests.
     """
-    shape = job.shape
+    shape = job.measured
     stacks = _stacks(shape, str(job.format))
     inputs = [bench.random_inputs(shape, job.tokens, seed) for seed in range(len(stacks))]
     compile = compile or compile_experts
@@ -126,7 +137,7 @@ def try_experts(
     )
 
 
-def compile_experts(plan: Plan, shape: ExpertShape, inputs: Any, stacks: Any) -> Program:
+def compile_experts(plan: Plan, shape: AnyShape, inputs: Any, stacks: Any) -> Program:
     """Compiles a program that multiplies by each stack with a plan."""
     product = functools.partial(bench.layer_product, gate=shape.gate)
     with experts_plans.forced(plan):

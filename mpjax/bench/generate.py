@@ -303,7 +303,7 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
         state = generate(_rewind(state, prompt))
 
     measure_costs = functools.partial(speculation.step_costs, lm.model, tokens, limits)
-    costs = [measure_costs(k, act) for k in speculate]
+    costs: list[dict[str, Any]] = [measure_costs(k, act) for k in speculate]
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
@@ -318,6 +318,10 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
         until = jnp.int32(min(1 + STRIDE, new))
         found = measure.kernel_microseconds(measure.Unjitted(profiled), until, iterations=1)
         kernels = {name: time / STRIDE for name, time in _without_copies(found).items()}
+        state = _rewind(state, prompt)
+        for cost in costs:
+            found = speculation.verifying_kernels(lm.model, state, int(cost["k"]))
+            cost["kernel_microseconds_of_verifying"] = _without_copies(found)
     is_checked = is_read and prompt + new <= CHECKED_TOKENS
     text = jnp.concatenate([tokens[:1], jnp.asarray(said)], 1)
     return reading | {

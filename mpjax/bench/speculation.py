@@ -16,8 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax.bench import measure
 from mpjax.decoding import speculative_program
 from mpjax.decoding_state import DecodingState, Limits
+from mpjax.greedy import likeliest
+from mpjax.kernels import PagedKVCache
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling
 from mpjax.speculation import loop
@@ -62,6 +65,21 @@ def step_costs(
         times = [seconds(act) for _ in range(ROUNDS)]
         found[f"{name}_step_microseconds"] = statistics.median(times[1:]) * 1e6
     return found
+
+
+def verifying_kernels(model: Decoder, state: DecodingState, k: int) -> dict[str, float]:
+    """The time of each kernel in a step that reads k + 1 tokens of each row, in microseconds.
+
+    state: its rows have room for them. Copies of the cache are in the times, as nothing is donated.
+    """
+    batch = len(state.tokens)
+    tokens, counts = jnp.zeros((batch, k + 1), jnp.int32), jnp.full(batch, k + 1, jnp.int32)
+
+    def step(model: Decoder, tokens: jax.Array, cache: PagedKVCache) -> jax.Array:
+        logits, _ = model.step(tokens, counts, cache, every_position=True)
+        return likeliest(logits.reshape(-1, logits.shape[-1]))[0]
+
+    return measure.kernel_microseconds(step, model, tokens, state.cache, iterations=3)
 
 
 def _seconds(

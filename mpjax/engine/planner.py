@@ -254,7 +254,7 @@ class Planner:
         if first.scored:
             sizes = [scored_chunk(chunk)]
         elif not all(row.is_greedy for row in [first, *decoding]):
-            sizes = sizes[1:] or sizes  # these have no small program
+            sizes = [size for size in sizes if size >= middle_chunk(chunk)]  # no small program
         if self.sizes.rides and decoding and not first.scored:
             sizes = [size for size in sizes if size <= middle_chunk(chunk)]
         if not decoding:

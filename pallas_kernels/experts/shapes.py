@@ -82,6 +82,14 @@ MODELS = {
 }
 
 
+def layer_of(shape: ExpertShape) -> AnyShape:
+    """Both products of a model's experts, of which a shape is one; else the shape itself."""
+    return next(
+        (ExpertMLPShape(f"{name}.mlp", *pair) for name, pair in MODELS.items() if shape in pair),
+        shape,
+    )
+
+
 def named(names: Iterable[str]) -> tuple[ExpertShape, ...]:
     """The shapes of names, each once: a model's (`mixtral-8x7b`), or a single one with `.down`.
 

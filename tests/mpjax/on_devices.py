@@ -6,7 +6,6 @@ It needs a process of its own with several devices:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -161,27 +160,6 @@ def require_experts_of_either_division(folder: Path) -> None:
         require_same_arrays(whole.model, restored.model.whole())
 
 
-def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
-    """Two rows that ride along while a third prompt is read, with the likeliest tokens of one."""
-    found = []
-    for lm in lms:
-        lm = dataclasses.replace(lm, kv_format=KVFormat("4c"))  # which has a residual
-        sizes = {"slots": 3, "max_tokens": 160, "chunk_tokens": 32}
-        with mpjax.Engine(lm, **sizes, ride=True) as engine:
-            handles = [
-                engine.submit([3, 4, 5 + i], max_new_tokens=6, sampling=sampling, logprobs=2 * i)
-                for i, sampling in enumerate((None, {"temperature": 0.8, "top_p": 0.9}))
-            ]
-            engine.step()
-            handles.append(engine.submit([*range(3, 43)] * 2, max_new_tokens=3))
-            for handle in handles:
-                handle.result()
-        likeliest = [[token for token, _ in top] for top in handles[1].candidates]
-        found.append([likeliest, *(handle.tokens for handle in handles)])
-    assert found[0] == found[1]
-    assert len(found[0][0][0]) == 2
-
-
 def require_quantised_and_exported_alike(folder: Path) -> None:
     """Layers that are quantised one by one for two devices, and what an export makes of them."""
     recipe, files = mpjax.Recipe.of("W4g32A16KV8", "rtn"), []
@@ -229,7 +207,6 @@ if __name__ == "__main__":
             require_restored_alike(Path(sys.argv[1]) / "saved", *pair)
     require_no_device_gets_all_logits(pair[1])
     if cases is MANY:
-        require_the_engine_draws_the_same(*pair)
         require_experts_of_either_division(Path(sys.argv[1]) / "mixture")
         require_comparisons_of_the_vocabulary()
         require_quantised_and_exported_alike(Path(sys.argv[1]) / "quantised")

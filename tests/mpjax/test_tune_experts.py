@@ -11,7 +11,7 @@ from mpjax.bench import measure
 from mpjax.kernels import Gate, WeightFormat, device
 from mpjax.kernels.experts import plans as experts_plans
 from mpjax.kernels.experts.plans import TABLES
-from mpjax.kernels.experts.shapes import ExpertShape
+from mpjax.kernels.experts.shapes import MODELS, ExpertShape
 from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Plan
 from mpjax.tune import Trial
@@ -41,6 +41,17 @@ def test_jobs_are_distinct_places_in_a_table():
         for tokens in (1, 16)
     ]
     assert len({job.key for job in found}) == len(found)
+
+
+def test_products_by_warpgroups_are_measured_in_their_layer():
+    """Between whose products rows are not copied; those of no model, and of few tokens, alone."""
+    (gate_up, down), format = MODELS["mixtral-8x7b"], WeightFormat.parse("uint4:g128")
+    with device.described_as("NVIDIA H200"):
+        found = {ExpertsJob(shape, format, 256).measured.name for shape in (gate_up, down)}
+        assert found == {"mixtral-8x7b.mlp"}
+        assert ExpertsJob(gate_up, format, 16).measured == gate_up
+        other = dataclasses.replace(gate_up, name="other", experts=4)
+        assert ExpertsJob(other, format, 256).measured == other
 
 
 def test_groups_that_do_not_divide_an_expert():

@@ -30,6 +30,7 @@ from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.quantized_tensor import concatenate
 from tests.pallas_kernels.oracles import random_array
+from tests.sweeps import in_sweep
 
 INT8, FLOAT8 = ActivationFormat("int8"), ActivationFormat("float8")
 SCALE = np.float32(2**-5)  # of some values, which are cut off; quotients are exact
@@ -90,7 +91,7 @@ def test_there_is_no_kernel():
         quantize_rows(x, static(), implementation="triton")
 
 
-@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", "liquid4:g64/int8"])
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", in_sweep("liquid4:g64/int8")])
 def test_a_product_rounds_by_the_weight(text, rng):
     weight = quantize(random_array(rng, (128, 24), "float32"), text)
     packed = pack(dataclasses.replace(unpack(weight), activation_scale=jnp.full(1, SCALE)))

@@ -210,7 +210,11 @@ def test_steps_of_speculation_begin_behind_the_prompt(quick, monkeypatch):
 
     monkeypatch.setattr(generate.speculation, "step_costs", costs)
     [row] = generate.run(sweep(speculate=(2, 3)))
-    assert row["speculation"] == [{"k": 2}, {"k": 3}]
+    kernels = row["kernel_microseconds_per_step"]
+    each = {name: time * generate.STRIDE for name, time in kernels.items()}
+    assert row["speculation"] == [
+        {"k": k, "kernel_microseconds_of_verifying": pytest.approx(each)} for k in (2, 3)
+    ]
     assert [(shape, room, lengths.tolist()) for shape, room, lengths in seen] == [
         ((1, 6), 4, [6])
     ] * 2

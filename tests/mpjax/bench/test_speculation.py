@@ -34,6 +34,12 @@ def test_costs_are_measured_and_the_state_is_given_back(lm):
     assert state.cache.lengths.tolist() == [9]
 
 
+def test_kernels_of_a_verifying_step_are_told(lm, take):
+    take(matmul=3.0)
+    state = generate._rewind(generate._empty_state(lm, 2, 150, 4), 6)
+    assert speculation.verifying_kernels(lm.model, state, 2) == {"matmul": 3.0}
+
+
 def test_rows_are_in_the_order_of_the_headers():
     costs = {"k": 4, "verifying_step_microseconds": 2500.0, "proposing_step_microseconds": 2040.0}
     [cells] = speculation.rows(generate_row(speculation=[costs]))

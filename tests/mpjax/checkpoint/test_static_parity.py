@@ -14,6 +14,7 @@ import safetensors.numpy
 import mpjax
 from mpjax.checkpoint.huggingface import open_headers
 from mpjax.checkpoint.outlook import look
+from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     VOCABULARY,
     as_transformers_reads,
@@ -103,7 +104,10 @@ def require_close(found, expected):
 
 @pytest.mark.parametrize(
     ("kind", "equal"),
-    [("int", True), in_sweep("int", False), ("float", False), in_sweep("modelopt", True)],
+    [
+        *(("int", True), in_sweep("int", False), ("float", False), in_sweep("float", True)),
+        in_sweep("modelopt", True),
+    ],
 )
 def test_logits(kind, equal, tmp_path):
     model = write(tmp_path / "file", kind, equal)
@@ -117,6 +121,13 @@ def test_logits(kind, equal, tmp_path):
     for linear in model.modules():
         linear._forward_pre_hooks.clear()
     assert abs(expected - reference_logits(model, TOKENS)).mean() > 0.01  # rounding shows
+    if equal and kind != "modelopt":
+        mpjax.save(lm, tmp_path / "saved")
+        again = mpjax.load(tmp_path / "saved")
+        require_same_bits(again, lm)
+        assert again.model.layers[1].mlp.down.kernel.get_value().activation_scale is not None
+        mpjax.export(lm, tmp_path / "exported")
+        require_same_bits(mpjax.load(tmp_path / "exported", dtype="float32"), lm)
 
 
 def test_the_activations_of_experts_have_a_scale_for_each_token(tmp_path):

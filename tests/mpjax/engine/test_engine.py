@@ -19,6 +19,7 @@ from mpjax.engine.engine import Engine
 from mpjax.engine.handle import CancelledError
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
+from tests.eight_devices import run
 from tests.models.small import small_config, small_model
 from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
@@ -453,3 +454,8 @@ def test_a_thread_that_fails_ends_all_requests(tiny, monkeypatch):
         assert list(engine) == []
         with pytest.raises(ValueError, match="the engine is closed"):
             engine.submit("import")
+
+
+@pytest.mark.sweep
+def test_models_on_several_devices_are_served_alike():
+    assert run("tests.mpjax.engine.on_devices") == "served\n"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Planner, Sizes, scored_chunk
+from mpjax.engine.planner import Decode, Extend, Planner, Sizes, middle_chunk, scored_chunk
 from mpjax.engine.row import Row
 
 pytestmark = pytest.mark.any_version
@@ -218,6 +218,16 @@ def test_rows_ride_along_where_a_chunk_is_read():
         for plan in plans
     ]
     assert kinds == [(4, None), (32, 1), (32, 1), (16, None), [4, 2], [4, 1], [4, 1]]
+    device.finish()
+
+
+def test_a_drawn_row_rides_where_the_smallest_programs_are_middle_ones():
+    device = Device(dataclasses.replace(SMALL, pages=80, chunk=32, rides=True))
+    device.planner.submit(row(0, prompt=4, most=40, greedy_from=None))
+    device.step()
+    device.planner.submit(row(1, prompt=80, most=4, text=100))
+    plan = device.step()
+    assert (plan.tokens, len(plan.riders.rows)) == (middle_chunk(32), 1)
     device.finish()
 
 

@@ -77,6 +77,15 @@ Experts = Annotated[
         help="Whether each of several devices has a part of every expert, or some experts whole.",
     ),
 ]
+CacheMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-memory",
+        min=1e-6,
+        show_default="0.9",
+        help="Bytes of the cache, or the share of free memory.",
+    ),
+]
 ChunkTokens = Annotated[
     int, typer.Option("--chunk-tokens", min=1, help="The most tokens of prompts in a program.")
 ]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.arguments import positive_whole
@@ -293,6 +294,24 @@ class Engine:
 
     # -- running
 
+    def compile(self, *, greedy_only: bool = False) -> None:
+        """Compiles all programs, several at a time; else each is compiled at its first use.
+
+        greedy_only: whether to leave out those of rows that are drawn at random, and of prompts'
+            log-probabilities.
+
+        Raises ValueError for an engine that is closed. An error of the device closes it.
+        """
+        require_type("greedy_only", greedy_only, bool)
+        with self._turn:
+            self._require_open()
+            try:
+                self._runner.compile(greedy_only=greedy_only)
+            except BaseException as error:
+                why = error if isinstance(error, Exception) else CancelledError("it was stopped")
+                self._end_all("error", why)
+                raise
+
     def step(self) -> list[Event]:
         """Starts the next program, and reads what the one before has drawn.
 
@@ -328,7 +347,17 @@ class Engine:
             self.step()
 
     def start(self) -> None:
-        """Runs steps in a thread, as long as there are requests, until `stop`."""
+        """Runs steps in a thread, as long as there are requests, until `stop`.
+
+        Raises ValueError where other processes have parts of the model: each process runs the same
+        steps with the same requests then, and threads would not.
+        """
+        if self.lm.devices > 1 and jax.process_count() > 1:
+            raise ValueError(
+                f"the model is divided among devices of {jax.process_count()} processes, whose "
+                "threads would take different steps: submit the same requests in each process, and "
+                "iterate over the engine there"
+            )
         with self._door:
             self._require_open()
             if self._thread is None:

@@ -59,12 +59,14 @@ def count_pages(
 def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:
     """Bytes of a layer's widest activations, inside the MLP, and of logits, in any program.
 
-    A program reads a chunk of prompts beside all rows that ride along, or all rows decode. Logits
-    are those of rows that draw, or of prompts that are scored.
+    A program reads a chunk of prompts beside all rows that ride along, or all rows decode, each
+    with the tokens that are proposed to it. Logits are those of rows that draw, of tokens that are
+    verified, or of prompts that are scored.
     """
     config, riders = lm.config, sizes.slots if sizes.rides else 0
-    tokens = max(sizes.chunk + riders, sizes.slots)
+    verified = sizes.slots * (1 + sizes.proposed)
+    tokens = max(sizes.chunk + riders, verified)
     inside = max(layer.mlp.working_bytes(config, tokens) for layer in config.layers)
     residual = 3 * tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
-    rows = max(sizes.sequences + riders, sizes.slots, scored_chunk(sizes.chunk))
+    rows = max(sizes.sequences + riders, verified, scored_chunk(sizes.chunk))
     return inside + residual + 3 * 4 * rows * config.vocab_size

@@ -109,8 +109,6 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
         yield f"likeliest {rows}", functools.partial(_likeliest, rows)
-    for text, rows in (("uint4:g128", 1), ("uint4:g128:sym", 1), ("table4:g64", 8)):
-        yield f"gated {text} {rows}", functools.partial(_gated, text, rows)
     yield "gradient", _gradient
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
@@ -145,11 +143,6 @@ def _head(rows: int) -> Call:
 def _matmul(text: str, rows: int, shape: GemmShape) -> Call:
     x = Array((rows, shape.channels), jnp.bfloat16)
     return kernels.matmul, (x, _weight(text, shape))
-
-
-def _gated(text: str, rows: int) -> Call:
-    x = Array((rows, LARGEST.channels), jnp.bfloat16)
-    return kernels.matmul_gated, (x, _weight(text, LARGEST))
 
 
 def _experts(text: str, tokens: int) -> Call:

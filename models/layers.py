@@ -19,9 +19,7 @@ from mpjax.kernels import (
     StaticRows,
     WeightFormat,
     add_rms_norm,
-    gated,
     matmul,
-    matmul_gated,
     matmul_terms,
     rms_norm,
 )
@@ -94,14 +92,6 @@ class Linear(nnx.Module):
         if self.bias is None and isinstance(kernel, QuantizedTensor):
             return matmul_terms(x, kernel)
         return self(x)[None]
-
-    def gated(self, x: Activations, activation: str) -> jax.Array:
-        """activation(gate) · up [..., out / 2] of the output's halves, in the dtype of x."""
-        kernel: Any = self.kernel.get_value()
-        is_product = self.bias is None and type(self).terms is Linear.terms
-        if is_product and isinstance(kernel, QuantizedTensor) and isinstance(x, jax.Array):
-            return matmul_gated(x, kernel, activation)
-        return _gated(self.terms(x), x, activation)
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
@@ -178,12 +168,6 @@ class FusedLinear(nnx.Module):
             return self.parts[0].terms(x)
         return jnp.concatenate([part(x) for part in self.parts], -1)[None]
 
-    def gated(self, x: Activations, activation: str) -> jax.Array:
-        """activation(gate) · up of the outputs of two maps of one size, in the dtype of x."""
-        if len(self.parts) == 1:
-            return self.parts[0].gated(x, activation)
-        return _gated(self.terms(x), x, activation)
-
     def __call__(self, x: Activations) -> list[jax.Array]:
         """Maps x [..., in] to a list with one array [..., size] for each of `sizes`."""
         outputs = [part(x) for part in self.parts]
@@ -192,12 +176,6 @@ class FusedLinear(nnx.Module):
         joined = jnp.concatenate(outputs, -1) if len(outputs) > 1 else outputs[0]
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
         return jnp.split(joined, ends, axis=-1)
-
-
-def _gated(terms: jax.Array, x: Activations, activation: str) -> jax.Array:
-    result = gated(terms, activation, dtype=x.dtype)
-    assert isinstance(result, jax.Array)  # nothing was said to be quantised
-    return result
 
 
 class RMSNorm(nnx.Module):

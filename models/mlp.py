@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 from flax import nnx
 
-from mpjax.kernels import ActivationFormat, gated
+from mpjax.kernels import gated
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
 from mpjax.models.share import Cut, Share, share_size
@@ -120,9 +120,6 @@ class GatedMLP(nnx.Module):
     def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
         """The input of `down` [..., intermediate_size], rounded to `format`."""
         x = as_activations("GatedMLP: x", x)
-        has_16_bits = isinstance(format, ActivationFormat) and format.values is None
-        if self.hadamard is None and (format is None or has_16_bits):
-            return self.gate_up.gated(x, self.activation)
         terms = self.gate_up.terms(x)
         return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
 

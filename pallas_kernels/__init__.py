@@ -20,7 +20,6 @@ from mpjax.kernels.experts.routing import route
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
-from mpjax.kernels.gemm.gated import matmul_gated
 from mpjax.kernels.kv_cache.api import append
 from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
@@ -79,7 +78,6 @@ __all__ = [
     "grouped_matmul_terms",
     "hadamard",
     "matmul",
-    "matmul_gated",
     "matmul_terms",
     "pack",
     "paged_attention",

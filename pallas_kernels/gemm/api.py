@@ -180,14 +180,14 @@ def _multiply_rows(
     dtype: jnp.dtype,
     implementation: Implementation | None,
 ) -> jax.Array:  # [splits, M, N]
-    rows, weight = in_packed_order(rows, weight, format)
+    rows, weight = _in_packed_order(rows, weight, format)
     problem = Problem.of(rows.shape[0], weight)
     name = choose(
         "matmul",
         implementation,
         _default(problem, rows, weight),
         get_args(Implementation),
-        lambda name: why_not(name, rows, weight),
+        lambda name: _why_not(name, rows, weight),
     )
     if format.activations.values and not isinstance(rows, QuantizedActivations):
         choice: Literal["reference"] | None = "reference" if name == "reference" else None
@@ -209,7 +209,7 @@ def _multiply_rows(
     return multiply(rows, weight, dtype)[None]
 
 
-def in_packed_order(
+def _in_packed_order(
     rows: jax.Array | QuantizedActivations, weight: QuantizedTensor, format: ProductFormat
 ) -> tuple[jax.Array | QuantizedActivations, QuantizedTensor]:
     """Rows whose channels are in the order of the words, and the weight without a permutation.
@@ -237,17 +237,16 @@ def _default(
 ) -> Implementation:
     """The planned implementation, or the next best where it can't do the call."""
     name: Any = plans.plan_of(problem).implementation
-    if name == "mosaic" and why_not(name, rows, weight) is not None:
+    if name == "mosaic" and _why_not(name, rows, weight) is not None:
         name = plans.plan_by_rule(problem, warpgroups=False).implementation
-    if name == "dequantize" and why_not(name, rows, weight) is not None:
+    if name == "dequantize" and _why_not(name, rows, weight) is not None:
         return "triton"  # what can't be written out may be multiplied as it is
     return name
 
 
-def why_not(
+def _why_not(
     name: str, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
 ) -> str | None:
-    """The reason why an implementation can't multiply rows [M, K] and a weight, or None."""
     format = weight.format
     if name == "xla":
         if format.is_flat and format.group_size is None:

@@ -171,7 +171,10 @@ def _gated_kernel(
     row, channel, mask = _row(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
-    wide = activated(gate, up, activation)
+    target = current_target()
+    argument = ACTIVATIONS[activation](gate)
+    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
+    wide = gate * sigmoid * up
     if hadamard is not None:
         wide = transform_tile(wide, hadamard)
     _store(result_ref, wide, row, channel, mask)
@@ -181,14 +184,6 @@ def _hadamard_kernel(x_ref: Any, result_ref: Any, *, block: int, size: int) -> N
     row, channel, mask = _row(x_ref.shape[1], size)
     wide = transform_tile(_load(x_ref.at[row, channel], mask), block)
     _store(result_ref, wide, row, channel, mask)
-
-
-def activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) · up of float32 arrays inside of a kernel, by the target's instructions."""
-    target = current_target()
-    argument = ACTIVATIONS[activation](gate)
-    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
-    return gate * sigmoid * up
 
 
 def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import early
-from mpjax.kernels import device, early_launch
+from mpjax.bench import measure
+from mpjax.kernels import device, early_launch, gated, matmul_terms
 from mpjax.kernels.gemm.plans import why_unsound_warpgroups
+from mpjax.kernels.gemm.shapes import GemmShape
 
 pytestmark = pytest.mark.any_version
 
@@ -42,13 +44,12 @@ def test_a_chain_is_launched_early_where_the_way_says_so(lower_for_cuda):
     terms = jax.ShapeDtypeStruct((1, 1, early.HIDDEN), jnp.bfloat16)
     fetched = jax.ShapeDtypeStruct((early.PROGRAMS,), jnp.int32)
     state = early.State(terms, jax.ShapeDtypeStruct(terms.shape[1:], terms.dtype), fetched)
-    names = {"gated graph"} | ({"early stream"} if early_launch.why_not() is None else set())
+    names = {"triton graph"} | ({"early stream"} if early_launch.why_not() is None else set())
     for way in (way for way in early.WAYS if way.name in names):
         chain = functools.partial(early._chain, functools.partial(early.layer, way, 1))
         with device.described_as("NVIDIA H200"):
             text = lower_for_cuda(chain, weights, state)
         assert text.count("uses_pdl") == (4 if "early" in way.name else 0)
-        assert ("matmul_gated" in text) == way.joint
 
 
 def test_a_gpu_is_needed(tmp_path):
@@ -56,6 +57,39 @@ def test_a_gpu_is_needed(tmp_path):
         pytest.skip("there is a GPU")
     with pytest.raises(Exception, match="GPU"):
         early.main([str(tmp_path / "out.json")])
+
+
+def test_every_way_is_measured_and_checked(monkeypatch):
+    """With small matrices, whose products are XLA's: in two terms in Triton's place."""
+
+    def product(way, name, x, weight):
+        [found] = matmul_terms(x, weight)
+        if way.configs is not None:
+            return found[None]
+        return jnp.stack([found.astype(jnp.float32), jnp.zeros(found.shape)])
+
+    small = {"qkv": (256, 320), "output": (256, 256), "gate_up": (256, 512), "down": (256, 256)}
+    shapes = [GemmShape(f"qwen3-8b.{name}", *shape) for name, shape in small.items()]
+    monkeypatch.setattr(early, "HIDDEN", 256)
+    monkeypatch.setattr(early, "QWEN3_8B", shapes)
+    monkeypatch.setattr(early, "product", product)
+    monkeypatch.setattr(
+        early, "gated", lambda *a, implementation, **k: gated(*a, **k, implementation="reference")
+    )
+    for name in ("slow_sum", "fetch"):
+        interpreted = functools.partial(getattr(early, name), interpret=True)
+        monkeypatch.setattr(early, name, interpreted)
+    monkeypatch.setattr(early, "WAYS", (early.WAYS[0], early.WAYS[2]))
+    monkeypatch.setattr(measure, "kernel_microseconds", lambda *_: {"kernel": 4.0})
+    for each, count in ((early.ATTENTION, "ATTENTION"), (early.CALLS, "CALLS")):
+        monkeypatch.setattr(early, count, min(each, 2))
+    monkeypatch.setattr(early, "DELAY", 3)
+    rows = list(early.run("layer", early.layers_of(1), 1))
+    assert [row["way"] for row in rows] == ["triton graph", "early stream"]
+    assert all(row["is_right"] for row in rows)
+    assert rows[1]["stress"] == {"calls": early.STRESS, "different_bits": 0}
+    assert rows[0]["sum_of_kernels_microseconds"] == 4.0
+    assert rows[0]["microseconds"] > 0
 
 
 @pytest.mark.gpu

@@ -363,26 +363,17 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
 
 
 def test_a_program_copies_weights_ahead_where_a_plan_says_so(monkeypatch):
-    """The context says so while it is traced, and then alone."""
     model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
     state, _ = begin(model, KVFormat(), Sampling(), 2, [3] * 2)
-    config = WarpgroupConfig(8, 2, 1)
-    monkeypatch.setattr(early_launch, "why_not", lambda: None)
     monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda problem: problem.channels == 128)
-    monkeypatch.setattr(decoding, "warpgroup_config_of", lambda problem: config)
-    assert decoding.decode_program(model, state) is decoding.jit_decode_in_turn
-    config = dataclasses.replace(config, ahead=2)
-    assert decoding.decode_program(model, state) is decoding.jit_decode_ahead
-    monkeypatch.setattr(early_launch, "why_not", lambda: "too old")
-    assert decoding.decode_program(model, state) is decoding.jit_decode_in_turn
-    monkeypatch.setattr(early_launch, "why_not", lambda: None)
-    seen = []
-    monkeypatch.setattr(
-        decoding, "decode", lambda *_, **__: seen.append(early_launch.may_copy_weights())
-    )
-    decoding.decode_ahead(model, state)
-    assert seen == [True]
-    assert not early_launch.may_copy_weights()
+    for ahead, reason in ((None, None), (2, None), (2, "too old")):
+        config = WarpgroupConfig(8, 2, 1, ahead=ahead)
+        monkeypatch.setattr(decoding, "warpgroup_config_of", lambda _, config=config: config)
+        monkeypatch.setattr(early_launch, "why_not", lambda reason=reason: reason)
+        name = "jit_decode_ahead" if ahead and reason is None else "jit_decode_in_turn"
+        assert decoding.decode_program(model, state) is getattr(decoding, name)
+        monkeypatch.setattr(decoding, "decode", lambda *_, **__: early_launch.may_copy_weights())
+        assert decoding.decode_ahead(model, state) is (reason is None)
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

@@ -112,10 +112,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"scales": SCALES, "activations": None},
     ),
     "matmul of a plain weight": (kernels.matmul, {"x": X, "weight": WEIGHT, "out_dtype": "fp32"}),
-    "matmul_gated": (
-        kernels.matmul_gated,
-        {"x": X, "weight": PACKED, "activation": "gelu"},
-    ),
     "matmul_terms": (kernels.matmul_terms, {"x": X, "weight": PACKED, "scales": SCALES}),
     "grouped_matmul": (
         kernels.grouped_matmul,

@@ -46,7 +46,8 @@ class Sizes:
     slots: rows that may run at once. pages: of the cache, with the one that is nowhere.
     page_size: tokens of a page. block: of the KV format, or None.
     chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
-    max_gap: the seconds that rows which decode may wait for prompts; None for `usual_gap`.
+    max_gap: the seconds that rows which decode may wait for prompts, inf until all that have a
+        place are read; None for `usual_gap`.
     steps: decoding steps of a program. proposed: the most tokens that are proposed to a row in a
     step, 0 without speculation.
     window: the widest of all layers' windows, or None if a layer has none.
@@ -143,10 +144,10 @@ class Extend:
 class Planner:
     """Rows that wait and rows that run, and what to do next.
 
-    Reading prompts and decoding take turns. While rows decode, a program reads as much as the
-    seconds allow for which they may wait, and else a whole chunk. Or rows that decode ride along:
-    the program that reads draws one token for each. Small readings, and rows for which no page is
-    free, take turns also then.
+    Reading prompts and decoding take turns, unless rows may wait for ever. While rows decode, a
+    program reads as much as the seconds allow for which they may wait, and else a whole chunk. Or
+    rows that decode ride along: the program that reads draws one token for each. Small readings,
+    and rows for which no page is free, take turns also then.
 
     pace: the seconds of programs, of which the caller tells it.
     """
@@ -202,7 +203,8 @@ class Planner:
 
     def plan(self) -> Extend | Decode | None:
         """The next program, or None if there is nothing to do before results are known."""
-        if self._has_left and (decode := self._plan_decode()):
+        takes_turns = self.sizes.max_gap != math.inf  # else prompts go first
+        if takes_turns and self._has_left and (decode := self._plan_decode()):
             self._has_left = False
             return decode
         decoding = self._decoding()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import jax
 
-FIRST_VERSION = (0, 11)  # of JAX; older ones have the instruction, but launch no kernel early
+FIRST_VERSION = (0, 11, 2)  # of JAX; 0.10 has the instruction, but launches no kernel early
 
 _are_in_place = contextvars.ContextVar("weights are in place", default=False)
 
@@ -42,5 +42,7 @@ def why_not(version: tuple[int, ...] = jax.__version_info__) -> str | None:
     version: of JAX.
     """
     return (
-        None if version >= FIRST_VERSION else "JAX launches kernels of Mosaic GPU early since 0.11"
+        None
+        if version >= FIRST_VERSION
+        else "JAX launches kernels of Mosaic GPU early since 0.11.2"
     )

@@ -2,18 +2,22 @@
 
 python -m benchmarks.memory                  GPTQ of 4 of 36 layers, on 128 windows of 2048 tokens
 python -m benchmarks.memory --method awq+gptq --layers 8
+python -m benchmarks.memory --hidden 512 --layers 10 --tokens 32768     narrower, for a CPU
 
 Weights are random. The peaks are those of the whole process, with the libraries that CUDA and JAX
 map into it; those of anonymous memory leave out the pages of files, which the system takes back
 where it needs room. Every layer takes the same memory and
 time but for the first, which compiles, and the quantised ones before it, which stay on the device;
-the figures of all layers are sums of the measured ones.
+the figures of all layers are sums of the measured ones. The peaks of anonymous memory in each layer
+show whether the host's memory grows with layers. On a CPU, the host's memory contains the device's.
+With --hidden, results are printed and not written.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import resource
 import shutil
@@ -55,6 +59,7 @@ QWEN3_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
 }
+VOCABULARY = 32_000  # of a narrower model
 POOL = 1 << 22  # random numbers, of which all weights consist
 INTERVAL = 0.02  # seconds between two readings of the process's memory
 HOST_BYTES = 4e9  # beside the hidden states
@@ -71,24 +76,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128 * 2048)
+    parser.add_argument("--hidden", type=int, help="channels of a narrower model, in 512s")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.layers < 2:
         parser.error("--layers is less than 2: the first layer compiles, and is not counted")
+    if given.hidden is not None and (given.hidden <= 0 or given.hidden % 512):
+        parser.error("--hidden is no multiple of 512: heads have 128 channels, and four a KV head")
     if given.write is not None:
-        write_checkpoint(given.write, QWEN3_8B | {"num_hidden_layers": given.layers})
+        write_checkpoint(given.write, shapes(given.layers, given.hidden))
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "qwen3-8b"
         # In a process of its own, whose memory does not count.
         command = [sys.executable, "-m", "benchmarks.memory", "--layers", str(given.layers)]
+        command += [] if given.hidden is None else ["--hidden", str(given.hidden)]
         subprocess.run([*command, "--write", str(source)], check=True)
         calibration = mpjax.Calibration(tokens=given.tokens)
         recipe = mpjax.Recipe.of(given.precision, given.method)
         result = run(source, recipe, calibration, ALL_LAYERS)
     result = {"method": given.method, "precision": given.precision} | result
     print(json.dumps(result, indent=1))
-    print(measure.save(f"memory-{given.precision}-{given.method}", result, RESULTS))
+    if given.hidden is None:
+        print(measure.save(f"memory-{given.precision}-{given.method}", result, RESULTS))
 
 
 HEADERS = (
@@ -147,10 +157,24 @@ def run(
         "host_bytes_before": before["all"],
         "host_bytes_of_started_device": started,
         "host_peak_bytes_by_kind": watch.peaks,
+        "host_anonymous_peak_bytes_of_layers": watch.peaks_between([begin, *ends]),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "hidden_states_bytes": states,
         "host_limit_bytes": states + HOST_BYTES,
     }
+
+
+def shapes(layers: int, hidden: int | None) -> dict[str, Any]:
+    """The config.json of Qwen3-8B with so many layers, or of a narrower model of its proportions.
+
+    hidden: channels of the residual stream, a multiple of 512.
+    """
+    config = QWEN3_8B | {"num_hidden_layers": layers}
+    if hidden is None:
+        return config
+    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 512}
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "vocab_size": VOCABULARY}
+    return config | heads | sizes | {"eos_token_id": 0}
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -224,11 +248,13 @@ def resident_bytes() -> dict[str, int]:
 class Watch:
     """A context in which the memory of the process is read every few milliseconds.
 
-    peaks: the largest number of bytes of each kind, which need not be of one moment.
+    peaks: the largest number of bytes of each kind, which need not be of one moment. anonymous: a
+        list of times in seconds, and of the bytes of anonymous memory then.
     """
 
     def __init__(self) -> None:
         self.peaks = resident_bytes()
+        self.anonymous: list[tuple[float, int]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -241,12 +267,21 @@ class Watch:
         self._thread.join()
         self._read()
 
+    def peaks_between(self, times: Sequence[float]) -> list[int]:
+        """The most bytes of anonymous memory between each time and the next; 0 if none is known."""
+        return [
+            max((size for at, size in self.anonymous if first <= at < last), default=0)
+            for first, last in itertools.pairwise(times)
+        ]
+
     def _run(self) -> None:
         while not self._end.wait(INTERVAL):
             self._read()
 
     def _read(self) -> None:
-        self.peaks = {kind: max(self.peaks[kind], it) for kind, it in resident_bytes().items()}
+        found = resident_bytes()
+        self.peaks = {kind: max(self.peaks[kind], it) for kind, it in found.items()}
+        self.anonymous.append((time.time(), found["anonymous"]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Measures an engine on several loads in a process: python -m benchmarks.serving FOLDER [NAME ...].
 
-Each case is a run of `mpjax bench serve`, which writes NAME.json to the folder. The ratios of all
-cases that the folder has are written to ratios.json. A case takes two to five minutes on an H100,
-most of which is compiling.
+Each case is a run of `mpjax bench serve`, which writes serve-NAME.json to the folder as soon as it
+has ended. The ratios of all cases that the folder has are written to ratios.json behind each.
+Cases of one precision share their model. NAME may also be a group: `short` or `long`. A case takes
+one to two minutes on an H100, most of which is compiling.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,40 +21,62 @@ import click
 from mpjax.bench import measure
 from mpjax.cli.application import app
 
-AT_ONCE = ("--requests", "256", "--prompt-tokens", "1024", "--new-tokens", "512")
+# An engine compiles before the first round, so that one is enough where prompts are many.
+ONCE = ("--rounds", "1")
+AT_ONCE = (
+    *("--requests", "256", "--prompt-tokens", "1024", "--new-tokens", "512", *ONCE),
+    *("--max-gap", "inf"),
+)
 UNEVEN = (
     *("--requests", "512", "--prompt-tokens", "lognormal:1024:0.8:4096"),
-    *("--new-tokens", "lognormal:512:0.8:4096"),
+    *("--new-tokens", "lognormal:512:0.8:4096", "--max-gap", "inf", *ONCE),
 )
 SHARED = (
     *("--requests", "32", "--prompt-tokens", "4096", "--new-tokens", "2"),
-    *("--shared-tokens", "3072"),
+    *("--shared-tokens", "3072", "--slots", "32"),
 )
 LATE = (
-    *("--requests", "32", "--prompt-tokens", "1024", "--new-tokens", "2000"),
+    *("--requests", "32", "--prompt-tokens", "1024", "--new-tokens", "500"),
     *("--late-prompt", "32768", "--slots", "64", "--steps", "1"),
 )
 CASES: dict[str, tuple[str, ...]] = {
-    "at_once": (*AT_ONCE, "--static", "256"),
-    "at_once_w4a8": (*AT_ONCE, "--precision", "W4A8KV8", "--static", "128"),
-    "uneven": (*UNEVEN, "--static", "64"),
+    "late_prompt": LATE,
     "shared": SHARED,
     "not_shared": (*SHARED, "--no-share"),
-    "late_prompt": LATE,
-    "alone": ("--requests", "1", "--prompt-tokens", "2048", "--new-tokens", "512", "--static", "1"),
+    "alone": (
+        *("--requests", "1", "--prompt-tokens", "2048", "--new-tokens", "512", "--static", "1"),
+        *("--slots", "1"),
+    ),
+    "at_once": AT_ONCE,
+    "at_once_static": (*AT_ONCE, "--static", "256", "--no-engine"),
+    "at_once_default_gap": AT_ONCE[:-2],
+    "at_once_8192": (*AT_ONCE, "--chunk-tokens", "8192"),
+    "uneven": UNEVEN,
+    # A quarter of the requests, as two batches, take half a minute each.
+    "uneven_static": ("--requests", "128", *UNEVEN[2:], "--static", "64", "--no-engine"),
+    "at_once_w4a8": (*AT_ONCE, "--precision", "W4A8KV8"),
+    "at_once_w4a8_static": (*AT_ONCE, "--precision", "W4A8KV8", "--static", "128", "--no-engine"),
+    "late_prompt_riding": (*LATE, "--ride"),
     "at_once_riding": (*AT_ONCE, "--ride"),
     "at_once_w4a8_riding": (*AT_ONCE, "--precision", "W4A8KV8", "--ride"),
     "uneven_riding": (*UNEVEN, "--ride"),
-    "late_prompt_riding": (*LATE, "--ride"),
+}
+GROUPS = {
+    "short": ("late_prompt", "shared", "not_shared", "alone", "at_once", "at_once_8192"),
+    "long": ("uneven", "at_once_static", "uneven_static"),
 }
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # of each case: of the engine, and of batches
 RATE = "new_tokens_per_second"
 
 
-def _over(case: str, other: str, key: str, index: int = 0) -> Callable[[Rows], float]:
-    """A number of a case's engine over that of the other's row `index`."""
-    return lambda rows: rows[case][0][key] / rows[other][index][key]
+def _over(case: str, other: str, key: str = RATE) -> Callable[[Rows], float]:
+    """A number of a case over that of another."""
+    return lambda rows: rows[case][0][key] / rows[other][0][key]
+
+
+def _idle(case: str) -> Callable[[Rows], float]:
+    return lambda rows: rows[case][0]["idle_share"] * 100
 
 
 def _gap(case: str) -> Callable[[Rows], float]:
@@ -65,14 +90,18 @@ def _token_speed(rows: Rows) -> float:
 
 NUMBERS: dict[str, Callable[[Rows], float]] = {
     "at_once: tokens/s": lambda rows: rows["at_once"][0][RATE],
-    "at_once: engine / static batch of 256": _over("at_once", "at_once", RATE, 1),
-    "at_once_riding / at_once": _over("at_once_riding", "at_once", RATE),
+    "at_once: device idle, % at most": _idle("at_once"),
+    "at_once / static batch of 256": _over("at_once", "at_once_static"),
+    "at_once_default_gap / at_once": _over("at_once_default_gap", "at_once"),
+    "at_once_8192 / at_once": _over("at_once_8192", "at_once"),
+    "at_once_riding / at_once": _over("at_once_riding", "at_once"),
     "at_once_w4a8: tokens/s": lambda rows: rows["at_once_w4a8"][0][RATE],
-    "at_once_w4a8: engine / static batches of 128": _over("at_once_w4a8", "at_once_w4a8", RATE, 1),
-    "at_once_w4a8_riding / at_once_w4a8": _over("at_once_w4a8_riding", "at_once_w4a8", RATE),
-    "uneven / at_once, per token": _over("uneven", "at_once", RATE),
-    "uneven: engine / static batches of 64": _over("uneven", "uneven", RATE, 1),
-    "uneven_riding / uneven": _over("uneven_riding", "uneven", RATE),
+    "at_once_w4a8 / static batches of 128": _over("at_once_w4a8", "at_once_w4a8_static"),
+    "at_once_w4a8_riding / at_once_w4a8": _over("at_once_w4a8_riding", "at_once_w4a8"),
+    "uneven / at_once, per token": _over("uneven", "at_once"),
+    "uneven: device idle, % at most": _idle("uneven"),
+    "uneven / static batches of 64": _over("uneven", "uneven_static"),
+    "uneven_riding / uneven": _over("uneven_riding", "uneven"),
     "shared / not_shared, until all first tokens": _over(
         "shared", "not_shared", "all_first_tokens_seconds"
     ),
@@ -84,7 +113,7 @@ NUMBERS: dict[str, Callable[[Rows], float]] = {
 
 def arguments(name: str, folder: Path) -> list[str]:
     """The arguments of `mpjax` for a case."""
-    output = str(folder / f"{name}.json")
+    output = str(folder / f"serve-{name}.json")
     return ["bench", "serve", *CASES[name], "--no-plot", "--output", output]
 
 
@@ -92,7 +121,7 @@ def numbers(folder: Path) -> dict[str, float]:
     """The ratios of which the folder has all cases, by their names."""
     rows = {}
     for name in CASES:
-        if (path := folder / f"{name}.json").is_file():
+        if (path := folder / f"serve-{name}.json").is_file():
             rows[name] = json.loads(path.read_text(encoding="utf-8"))["results"]
     found = {}
     for name, compute in NUMBERS.items():
@@ -104,21 +133,31 @@ def numbers(folder: Path) -> dict[str, float]:
 
 
 def run(name: str, folder: Path) -> bool:
-    """Runs a case in this process; returns whether it has met its gates."""
+    """Runs a case in this process; returns whether it has met its gates.
+
+    An error, such as of lacking memory, is printed, so that other cases can follow.
+    """
+    begin = time.perf_counter()
     try:
         return not app(arguments(name, folder), standalone_mode=False)
     except click.exceptions.Exit as end:
         return end.exit_code == 0
+    except Exception:
+        traceback.print_exc()
+        return False
+    finally:
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
 
 def main(given: list[str]) -> int:
-    """Runs the cases that are named, or all; returns how many failed, and 2 for wrong usage."""
+    """Runs cases and groups that are named, or all; returns how many failed, 2 for wrong usage."""
     if not given:
         print((__doc__ or "").partition("\n")[0], file=sys.stderr)
         return 2
-    folder, names = Path(given[0]), given[1:]
+    folder, names = Path(given[0]), [one for name in given[1:] for one in GROUPS.get(name, (name,))]
     if unknown := sorted(set(names) - set(CASES)):
-        print(f"there is no case {unknown[0]!r}: expected {', '.join(CASES)}", file=sys.stderr)
+        known = ", ".join([*GROUPS, *CASES])
+        print(f"there is no case {unknown[0]!r}: expected {known}", file=sys.stderr)
         return 2
     failed = 0
     for name in names or CASES:

@@ -1,12 +1,13 @@
-"""Runs random traffic through an engine: python -m benchmarks.soak TOKENS [--large] [--ride].
+"""Runs random traffic through an engine: python -m benchmarks.soak TOKENS [--large] [--ride] ...
 
 Requests differ in length, sampling, priority, candidates and in what they share. Some are
 cancelled, and the cache is too small for all that run, so that some make room for others. Between
 rounds, when no request is left, all pages have to be free, few programs compiled, and memory may
-not grow. Greedy requests of each round are repeated when the engine does nothing else, and have to
-say the same.
+not grow. Greedy requests of each round are repeated when the engine does nothing else, and on a CPU
+have to say the same.
 
 TOKENS: new tokens until the end. --large: Qwen3-8B's shapes in W4A16KV8 instead of a small model.
+--slots: requests that run at once. --output: a JSON file, which is written after each round.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import mpjax
+from mpjax.atomic_write import atomic_write
 from mpjax.bench.random_model import random_model
 from mpjax.engine.handle import Handle
 from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.kernels import device
 from mpjax.models import Qwen3
 from mpjax.models.llama import llama_layers
 from mpjax.models.presets import QWEN3_8B
@@ -36,6 +40,7 @@ from mpjax.precision import Precision
 ROUND = 64  # requests of a round
 REPEATED = 4  # greedy requests of a round that are repeated
 WARM_ROUNDS = 3  # in which memory may grow, as in any that compiles a program
+COLLECTED = 8  # rounds between two collections of garbage, which take as long as a round
 GROWTH = 64 << 20  # bytes by which a process may grow: allocators keep some
 SMALL = dataclasses.replace(
     QWEN3_8B,
@@ -51,11 +56,12 @@ SMALL = dataclasses.replace(
 )
 
 
-def make_engine(*, large: bool, ride: bool) -> mpjax.Engine:
-    """An engine whose cache holds half of what its slots may need."""
+def make_engine(*, large: bool, ride: bool, slots: int | None = None) -> mpjax.Engine:
+    """An engine whose cache holds half of what its slots may need. slots: 64 or 8 by default."""
     precision = Precision.parse("W4A16KV8" if large else "W16A16KV4")
     model = random_model(Qwen3, QWEN3_8B if large else SMALL, precision.weights)
-    page_size, slots, longest = (64, 64, 2048) if large else (16, 8, 192)
+    page_size, usual, longest = (64, 64, 2048) if large else (16, 8, 192)
+    slots = usual if slots is None else slots
     lm = mpjax.LanguageModel(model, None, precision.kv, Path(), page_size)
     pages = slots * longest // page_size // 4
     memory = pages * page_bytes(lm) + residual_bytes(lm, slots)
@@ -112,21 +118,27 @@ def run_round(engine: mpjax.Engine, rng: np.random.Generator) -> int:
             handles[int(rng.integers(len(handles)))].cancel()
     for _ in engine:
         pass
-    differ, repeated = 0, 0
-    for one, handle in zip(asked, handles, strict=True):
-        if handle.finish_reason == "cancelled" or not one.is_greedy or repeated == REPEATED:
-            continue
-        repeated += 1
-        differ += engine.submit(one.prompt, **one.options).result().tokens != handle.tokens
-    return differ
+    pairs = zip(asked, handles, strict=True)
+    finished = [pair for pair in pairs if pair[1].finish_reason != "cancelled"]
+    greedy = [pair for pair in finished if pair[0].is_greedy][:REPEATED]
+    again = [engine.submit(one.prompt, **one.options) for one, _ in greedy]
+    return sum(
+        other.result().tokens != handle.tokens
+        for other, (_, handle) in zip(again, greedy, strict=True)
+    )
 
 
 def resident_bytes() -> int:
-    """The memory of this process, or the most that it had where the system doesn't tell."""
+    """The host's memory of this process, or the most it had where the system doesn't tell."""
     path = Path("/proc/self/statm")
     if path.exists():
         return int(path.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def device_bytes() -> int:
+    """The memory that arrays take on the device; 0 where it is unknown."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def faults(numbers: Mapping[str, float], grown: int, differ: int) -> list[str]:
@@ -143,38 +155,47 @@ def faults(numbers: Mapping[str, float], grown: int, differ: int) -> list[str]:
     if now["programs"] > 15:
         found.append(f"{now['programs']} programs were compiled, above 15")
     if grown > GROWTH:
-        found.append(f"the process has grown by {grown >> 20} MiB")
+        found.append(f"the process, or what it has on the device, has grown by {grown >> 20} MiB")
     if differ:
-        found.append(f"{differ} requests say something else when they are alone")
+        found.append(f"{differ} requests say something else when they are repeated")
     return found
 
 
-def soak(engine: mpjax.Engine, tokens: int, *, exact: bool, seed: int = 0) -> dict[str, Any]:
+def soak(
+    engine: mpjax.Engine, tokens: int, *, exact: bool, output: Path | None = None
+) -> dict[str, Any]:
     """Runs rounds until so many tokens are generated, or there is a fault; returns what was.
 
-    exact: whether requests have to say the same when they are alone. In 16 bits, kernels round by
+    exact: whether requests have to say the same when they are repeated. On a GPU, kernels round by
         the number of rows, and so near ties are decided otherwise.
+    output: a file to which what was is written after each round.
     """
-    rng, began = np.random.default_rng(seed), time.perf_counter()
-    rounds = differ = grown = resident = 0
+    rng, began = np.random.default_rng(0), time.perf_counter()
+    told: dict[str, Any] = {}
+    rounds = differ = grown = resident = on_device = 0
     programs = 0.0
     found: list[str] = []
     while engine.statistics()["new_tokens"] < tokens and not found:
         others = run_round(engine, rng)
         rounds, differ = rounds + 1, differ + others
-        gc.collect()
+        if rounds % COLLECTED == 0 or rounds <= WARM_ROUNDS:
+            gc.collect()
         if rounds <= WARM_ROUNDS or engine.statistics()["programs"] > programs:
             resident, programs = resident_bytes(), engine.statistics()["programs"]
-        grown = resident_bytes() - resident
+            on_device = device_bytes()
+        grown = max(resident_bytes() - resident, device_bytes() - on_device)
         found = faults(engine.statistics(), grown, others if exact else 0)
-    return {
-        **engine.statistics(),
-        "rounds": rounds,
-        "differ": differ,
-        "grown_bytes": grown,
-        "seconds": time.perf_counter() - began,
-        "faults": found,
-    }
+        told = {
+            **engine.statistics(),
+            "rounds": rounds,
+            "differ": differ,
+            "grown_bytes": grown,
+            "seconds": time.perf_counter() - began,
+            "faults": found,
+        }
+        if output is not None:
+            atomic_write(output, json.dumps(told, indent=2))
+    return told
 
 
 def main(given: list[str]) -> int:
@@ -183,9 +204,11 @@ def main(given: list[str]) -> int:
     parser.add_argument("tokens", type=int)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--ride", action="store_true")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(given)
-    with make_engine(large=chosen.large, ride=chosen.ride) as engine:
-        found = soak(engine, chosen.tokens, exact=not chosen.large)
+    with make_engine(large=chosen.large, ride=chosen.ride, slots=chosen.slots) as engine:
+        found = soak(engine, chosen.tokens, exact=not device.on_gpu(), output=chosen.output)
     print(json.dumps(found, indent=2))
     return bool(found["faults"])
 

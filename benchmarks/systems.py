@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks import speculation
 from mpjax.bench import experts, serve, sums, tables
 from mpjax.bench import speculation as steps
+from mpjax.bench.lengths import Lengths
 from mpjax.models.presets import LLAMA3_70B
 
 Row = Mapping[str, Any]
@@ -72,27 +73,23 @@ def _steps_command(rows: Sequence[Row]) -> str:
 
 
 def _serve_cells(row: Row) -> list[str]:
-    return [str(row["chunk_tokens"]) if row["through"] == "engine" else "", *serve.cells(row)]
+    gap = row.get("max_gap") or ""
+    own = [str(row["chunk_tokens"]), gap] if row["through"] == "engine" else ["", ""]
+    return [serve.describe(row["load"]), *own, *serve.cells(row)]
 
 
 def _serve_command(rows: Sequence[Row]) -> str:
     first, load = rows[0], rows[0]["load"]
+    if "command" in first:
+        return first["command"]
     lengths = "".join(
-        f" --{name.replace('_', '-')} {_length(load[name])}"
+        f" --{name.replace('_', '-')} {Lengths(**load[name])}"
         for name in ("prompt_tokens", "new_tokens")
     )
     command = f"mpjax bench serve --requests {first['requests']}{lengths}"
     command += f" --chunk-tokens {first['chunk_tokens']}"
     static = [row["through"].rpartition(" ")[2] for row in rows if row["through"] != "engine"]
     return command + (f" --static {static[0]}" if static else "")
-
-
-def _length(lengths: Mapping[str, Any]) -> str:
-    """Lengths as the option takes them."""
-    if lengths["mean"] is not None:
-        return f"lognormal:{lengths['mean']}:{lengths['sigma']}:{lengths['most']}"
-    least, most = lengths["least"], lengths["most"]
-    return str(most) if least == most else f"{least}-{most}"
 
 
 def _devices_cells(row: Row) -> list[str]:
@@ -178,10 +175,12 @@ SECTIONS = (
     Section(
         "Serving: Qwen3-8B's shapes, random weights",
         ("serve*.json",),
-        "All requests come at once. The engine reads prompts in chunks between decoding steps; a "
-        "static batch reads all prompts, then decodes all rows to the end. First token and token "
-        "are times, P50 / P99.",
-        ("chunk", *serve.HEADERS),
+        "A load has tokens of prompts and new ones; all requests come at once, but for a prompt "
+        "that comes late. The engine reads prompts in chunks between decoding steps; rows that "
+        "decode wait for a gap at most (seconds). A static batch reads all prompts, then decodes "
+        "all rows to the end. First token and token are times, P50 / P99. Idle is the share of "
+        "time, at most, in which the device waits for the host.",
+        ("load", "chunk", "gap", *serve.HEADERS),
         functools.partial(map, _serve_cells),
         _serve_command,
     ),

@@ -52,6 +52,12 @@ class Rule(Protocol):
         chance: the tokens' log-probabilities. counts: int32 [batch], new tokens with these.
         """
 
+    def drawn(self, counts: jax.Array) -> jax.Array:
+        """The new tokens of rows, int32, also those that a state does not count."""
+
+    def told(self, logits: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """The candidates of a Draw from logits [batch, vocabulary]."""
+
     def at_positions(self, positions: int) -> Rule:
         """The rule of a batch in which each of so many positions of a row is a row."""
 
@@ -85,6 +91,13 @@ class BatchRule:
     def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
         """See Rule."""
         return self.limits.stops(drawn) | (counts >= self.limits.maximum)
+
+    def drawn(self, counts: jax.Array) -> jax.Array:
+        """See Rule."""
+        return counts
+
+    def told(self, logits: jax.Array) -> None:
+        """See Rule: no candidates."""
 
     def at_positions(self, positions: int) -> BatchRule:
         """See Rule."""

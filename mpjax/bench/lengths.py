@@ -45,6 +45,12 @@ class Lengths:
             raise ValueError(f"lengths {text!r} are not positive numbers in order: {EXPECTED}")
         return found
 
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        if self.mean is not None:
+            return f"lognormal:{self.mean:g}:{self.sigma:g}:{self.most}"
+        return str(self.most) if self.least == self.most else f"{self.least}-{self.most}"
+
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
         """So many numbers, drawn from the distribution."""
         if self.mean is None:

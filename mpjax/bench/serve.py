@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import mpjax
 from mpjax.bench.lengths import Lengths
 from mpjax.bench.random_model import random_model
+from mpjax.buckets import bucket_tokens
 from mpjax.decoding import decode_program, jit_prefill
 from mpjax.decoding_state import Limits
 from mpjax.devices import read_devices
@@ -24,11 +26,12 @@ from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.ngram import Ngram
 from mpjax.speculation.proposer import Proposer
 
 HEADERS = (
-    *("precision", "through", "requests", "seconds", "tokens/s", "first token", "token"),
-    *("longest gap", "shared", "preempted", "idle"),
+    *("precision", "through", "requests", "seconds", "requests/s", "tokens/s", "first token"),
+    *("token", "longest gap", "shared", "preempted", "idle"),
 )
 GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
 
@@ -99,7 +102,9 @@ class Sweep:
         about texts.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
         compare with; 0 for none.
-    rounds: how often the load is run; all but the last compile, and are not counted.
+    engine: whether the load runs through an engine; else through static batches alone.
+    rounds: how often an engine runs the load; the last round is counted. It compiles all programs
+        before the first. Static batches run it once, after two steps of each, which compile.
     devices: the number of devices among which the model is divided.
 
     Raises ValueError for a precision that random weights can't have, and more devices than there
@@ -117,6 +122,7 @@ class Sweep:
     ride: bool = False
     speculate: Proposer | None = None
     static: int = 0
+    engine: bool = True
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
     devices: int = 1
@@ -132,26 +138,67 @@ class Sweep:
                 )
 
     @property
+    def command(self) -> str:
+        """The command that runs it, with all options that are not the usual ones."""
+        load, usual = self.load, Sweep((), self.load)
+        words = ["mpjax bench serve", f"--precision {','.join(self.precisions)}"]
+        words += [f"--requests {load.requests}"]
+        if load.pairs:
+            words += ["--lengths FILE.jsonl"]
+        else:
+            words += [f"--prompt-tokens {load.prompt_tokens}", f"--new-tokens {load.new_tokens}"]
+        rarer = {"rate": load.rate, "shared_tokens": load.shared, "late_prompt": load.late}
+        words += [_option(name, value) for name, value in rarer.items() if value]
+        names = ("slots", "chunk_tokens", "max_gap", "steps", "cache_memory", "static", "rounds")
+        for name in (*names, "ride", "engine", "devices"):
+            if (value := getattr(self, name)) != getattr(usual, name):
+                words.append(_option(name, value))
+        if isinstance(self.speculate, Ngram):
+            words.append(f"--speculate ngram:{self.speculate.k}:{self.speculate.n}")
+        return " ".join([*words, *["--no-share"] * (not self.share_prefixes)])
+
+    @property
     def cases(self) -> int:
         """The number of rows that `run` yields."""
-        return len(self.precisions) * (1 + bool(self.static))
+        return len(self.precisions) * (self.engine + bool(self.static))
+
+
+def _option(name: str, value: Any) -> str:
+    """An option of the command line with its value, which is a switch for True and False."""
+    text = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{text}" if value else f"--no-{text}"
+    return f"--{text} {value:g}" if isinstance(value, float) else f"--{text} {value}"
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Runs the load through an engine, and if asked through static batches; yields a row each."""
     for text in sweep.precisions:
-        precision = Precision.parse(text)
         positions = max(sweep.load.most, sweep.config.max_position_embeddings)
         config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
-        mesh = read_devices(sweep.devices)
-        model = random_model(Qwen3, config, precision.weights, mesh=mesh)
-        lm = mpjax.LanguageModel(model, None, precision.kv, Path())
+        lm = _random_lm(text, config, sweep.devices)
         row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
         row |= {"load": dataclasses.asdict(sweep.load), "devices": sweep.devices}
-        yield row | _serve(lm, sweep)
+        row |= {"command": sweep.command}
+        if sweep.engine:
+            yield row | _serve(lm, sweep)
         if sweep.static:
             yield row | _static(lm, sweep)
-        del model, lm  # frees their memory before the next model is made
+        del lm
+
+
+_made: dict[tuple[str, DecoderConfig, int], mpjax.LanguageModel] = {}
+
+
+def _random_lm(text: str, config: DecoderConfig, devices: int) -> mpjax.LanguageModel:
+    """A model of a precision, which is kept until another is made: several runs share it."""
+    key = text, config, devices
+    if key not in _made:
+        _made.clear()  # frees its memory first
+        precision = Precision.parse(text)
+        model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
+        _made[key] = mpjax.LanguageModel(model, None, precision.kv, Path())
+    return _made[key]
 
 
 def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
@@ -168,6 +215,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         speculate=sweep.speculate,
     ) as engine:
         begin = time.perf_counter()
+        engine.compile(greedy_only=True)
         for number in range(sweep.rounds):
             before = engine.statistics()
             traces, seconds = _round(engine, sweep.load, number)
@@ -189,7 +237,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             "all_seconds": time.perf_counter() - begin,
             **{name: after[name] - before[name] for name in names},
             "asked_tokens": sum(new for _, new in sweep.load.sizes()) + sweep.load.late_new,
-            **_figures(traces, seconds),
+            **_figures(traces, seconds, since=traces[-1].came if sweep.load.late else 0.0),
         }
 
 
@@ -231,14 +279,19 @@ def _round(engine: mpjax.Engine, load: Load, number: int) -> tuple[list[_Trace],
     return list(traces.values()), time.perf_counter() - begin
 
 
-def _figures(traces: Sequence[_Trace], seconds: float) -> dict[str, Any]:
+def _figures(traces: Sequence[_Trace], seconds: float, since: float = 0.0) -> dict[str, Any]:
     """Rates and percentiles of a round.
 
     The time of a token is that of its request after the first token, over its tokens. A gap is the
-    time between two reports of new tokens of a request.
+    time between two reports of new tokens of a request. since: the time after which gaps count.
     """
     first = [trace.times[0] - trace.came for trace in traces]
-    gaps = [float(gap) for trace in traces for gap in np.diff(trace.times)]
+    gaps = [
+        after - before
+        for trace in traces
+        for before, after in itertools.pairwise(trace.times)
+        if after > since
+    ]
     token = [
         (trace.times[-1] - trace.times[0]) / (sum(trace.counts) - 1)
         for trace in traces
@@ -267,21 +320,33 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def _static(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
     """The load in static batches: each begins when the one before has ended."""
     seconds = 0.0
-    for number in range(sweep.rounds):
-        prompts, sizes = sweep.load.prompts(lm.config.vocab_size, number), sweep.load.sizes()
-        begin, traces = time.perf_counter(), []
+    traces: list[_Trace] = []
+    for is_counted in (False, True):
+        prompts = sweep.load.prompts(lm.config.vocab_size, int(is_counted))
+        begin, traces, sizes = time.perf_counter(), [], sweep.load.sizes()
         for at in range(0, len(prompts), sweep.static):
             group = slice(at, at + sweep.static)
-            traces += _batch(lm, prompts[group], [new for _, new in sizes[group]], begin)
+            new = [new for _, new in sizes[group]]
+            traces += _batch(lm, prompts[group], new, begin, steps=None if is_counted else 2)
         seconds = time.perf_counter() - begin
     return {"through": f"batches of {sweep.static}", **_figures(traces, seconds)}
 
 
 def _batch(
-    lm: mpjax.LanguageModel, prompts: Sequence[list[int]], new: Sequence[int], begin: float
+    lm: mpjax.LanguageModel,
+    prompts: Sequence[list[int]],
+    new: Sequence[int],
+    begin: float,
+    *,
+    steps: int | None,
 ) -> list[_Trace]:
-    """Generates a batch; returns each request's trace, in which only the first token has a time."""
-    padded, room, rows = max(map(len, prompts)), max(new), len(prompts)
+    """Generates a batch; returns each request's trace, in which only the first token has a time.
+
+    Lengths are padded as `generate` does, so that batches share programs. steps: the number of
+    steps; None for as many as rows want.
+    """
+    rows = len(prompts)
+    padded, room = (bucket_tokens(most) for most in (max(map(len, prompts)), max(new)))
     tokens = np.zeros((rows, padded), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
@@ -294,13 +359,21 @@ def _batch(
     jax.block_until_ready(state.tokens)
     first = time.perf_counter() - begin
     run = decode_program(lm.model, state)
-    state = run(lm.model, state, sampling, limits, jnp.int32(room))
+    state = run(lm.model, state, sampling, limits, jnp.int32(steps or room))
     jax.block_until_ready(state.tokens)
     end = time.perf_counter() - begin
     return [
         _Trace(0.0, [first, end], [1, count - 1]) if count > 1 else _Trace(0.0, [first], [1])
         for count in np.asarray(state.counts).tolist()
     ]
+
+
+def describe(load: Mapping[str, Any]) -> str:
+    """The requests of a load: their number, tokens of prompts and new ones, and what is special."""
+    prompt, new = (Lengths(**load[name]) for name in ("prompt_tokens", "new_tokens"))
+    text = "lengths of a file" if load["pairs"] else f"{prompt} + {new}"
+    special = {"{:g}/s": load["rate"], "{} shared": load["shared"], "{} late": load["late"]}
+    return ", ".join([text, *(words.format(n) for words, n in special.items() if n)])
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -312,6 +385,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["through"] + _speculated(row),
         str(row["requests"]),
         f"{row['seconds']:.2f} s",
+        f"{row['requests_per_second']:.2f}",
         f"{row['new_tokens_per_second']:.0f}",
         f"{first['p50']:.2f} / {first['p99']:.2f} s",
         "" if token is None else f"{token['p50'] * 1e3:.1f} / {token['p99'] * 1e3:.1f} ms",

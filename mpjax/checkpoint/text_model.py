@@ -59,8 +59,8 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"{known.model_type!r}, the text model of {name} that is supported"
         )
     whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
-    written = {key: value for key, value in text.items() if value is not None}
-    return {**known.defaults, **written, **whole, "architectures": [known.architecture]}
+    lacking = {key: value for key, value in known.defaults.items() if text.get(key) is None}
+    return {**text, **lacking, **whole, "architectures": [known.architecture]}
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:

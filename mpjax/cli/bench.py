@@ -30,7 +30,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
-from mpjax.cli.options import ChunkTokens, DeviceCount, Experts, ExpertsKind, MaxGap
+from mpjax.cli.options import DeviceCount, Experts, ExpertsKind
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -333,13 +333,10 @@ def serve_command(
         int, typer.Option(min=0, help="Tokens of one more prompt, which comes when all decode.")
     ] = 0,
     slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 256,
-    chunk_tokens: ChunkTokens = 4096,
-    max_gap: MaxGap = None,
+    chunk_tokens: options.ChunkTokens = 4096,
+    max_gap: options.MaxGap = None,
     steps: Annotated[int, typer.Option(min=1, help="Decoding steps of a program.")] = 8,
-    cache_memory: Annotated[
-        float | None,
-        typer.Option(min=1e-6, help="Bytes of the cache, or the share of free memory."),
-    ] = None,
+    cache_memory: options.CacheMemory = None,
     share: Annotated[bool, typer.Option(help="Share the pages of equal beginnings.")] = True,
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
@@ -348,7 +345,8 @@ def serve_command(
     static: Annotated[
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
-    rounds: Annotated[int, typer.Option(min=1, help="How often the load runs.")] = 2,
+    engine: Annotated[bool, typer.Option(help="Measure an engine, not batches alone.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="How often it runs; the last counts.")] = 2,
     devices: DeviceCount = 1,
     output: Output = None,
     plot: Plot = True,
@@ -378,15 +376,16 @@ def serve_command(
             cache_memory=cache_memory,
             share_prefixes=share,
             ride=ride,
-            speculate=options.parse_speculate(speculate, by_engine=True),
+            speculate=options.parse_speculate(speculate),
             static=static,
+            engine=engine,
             rounds=rounds,
             config=config,
             devices=devices,
         )
     )
-    measured, path = _measure("serve", serve, sweep, output)
     title = f"{shapes.value}'s shapes, random weights, {requests} requests"
+    measured, path = _measure("serve", serve, sweep, output)
     tables.show(title, serve.HEADERS, map(serve.cells, measured))
     if plot:
         _draw("draw_serve", measured, path.with_suffix(".svg"))

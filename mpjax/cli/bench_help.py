@@ -142,27 +142,29 @@ Examples:
       --new-tokens lognormal:512:0.8:4096 --static 64
   mpjax bench serve --requests 32 --prompt-tokens 4096 --shared-tokens 3072
   mpjax bench serve --requests 32 --new-tokens 1000 --late-prompt 32768
+  mpjax bench serve --max-gap inf --rounds 1
   mpjax bench serve --rate 8
 
 \b
 Runs requests through an engine, with random weights in a published shape and
-random prompts, without stop tokens. The load runs --rounds times with other
-prompts; the last is measured, and the others compile.
+random prompts, without stop tokens. All programs are compiled before. The load
+runs --rounds times with other prompts, of which the last is measured.
   tokens/s     new tokens of all requests, from the first arrival to the last
                token
   first token  time from a request's arrival to its first token, P50 and P99
   token        time of each further token of a request, P50 and P99
   longest gap  between two reports of new tokens of a request; up to --steps
-               tokens come together
+               tokens come together. With --late-prompt, after that has come
   shared       prompt tokens that were in the cache already
   preempted    how often a request made room for an older one
+  idle         share of time, at most, in which the device waits for the host;
+               up to 3 % is good
 With --speculate there are also the proposed tokens, and the share of them
 that was accepted. Random weights repeat themselves as no text does, so the
 speed is not that of a text.
-The JSON also has late_steps: programs before which the device was idle; up to
-3 % of all `steps` are good. The roofline of a decoding step is in `mpjax
-bench generate`. The exit code is 1 if tokens are missing, or if more than 15
-programs were compiled.
+The JSON also has late_steps: programs before which the device was idle. The
+roofline of a decoding step is in `mpjax bench generate`. The exit code is 1 if
+tokens are missing, or if more than 15 programs were compiled.
 """
 SUMS_EPILOG = """\b
 Examples:

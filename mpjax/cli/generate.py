@@ -141,7 +141,6 @@ def command(
             param_hint="--min-new-tokens",
         )
     is_one = len(requests) == 1 and not as_json
-    options.require_no_draft(speculate, by_engine=not is_one)
     sampling = options.sampling_options(
         temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
     )

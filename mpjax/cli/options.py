@@ -77,6 +77,15 @@ Experts = Annotated[
         help="Whether each of several devices has a part of every expert, or some experts whole.",
     ),
 ]
+CacheMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-memory",
+        min=1e-6,
+        show_default="0.9",
+        help="Bytes of the cache, or the share of free memory.",
+    ),
+]
 ChunkTokens = Annotated[
     int, typer.Option("--chunk-tokens", min=1, help="The most tokens of prompts in a program.")
 ]
@@ -143,24 +152,10 @@ def parse_precision(text: str) -> Precision:
         raise typer.BadParameter(str(error), param_hint="--precision") from error
 
 
-def require_no_draft(text: str | None, *, by_engine: bool) -> None:
-    """Raises for a draft model in --speculate if an engine generates."""
-    if by_engine and text is not None and text.startswith("draft"):
-        raise typer.BadParameter(
-            "a server, several prompts, and results in JSON come from an engine, which takes no "
-            "draft model: give ngram:4:3, or one prompt",
-            param_hint="--speculate",
-        )
-
-
-def parse_speculate(text: str | None, *, by_engine: bool = False) -> Proposer | None:
-    """The proposer of --speculate, whose draft model is loaded; None without the option.
-
-    by_engine: whether an engine is to take it, which takes no draft model.
-    """
+def parse_speculate(text: str | None) -> Proposer | None:
+    """The proposer of --speculate, whose draft model is loaded; None without the option."""
     from mpjax.speculation.spelling import parse
 
-    require_no_draft(text, by_engine=by_engine)
     if text is None:
         return None
     try:

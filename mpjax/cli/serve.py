@@ -56,12 +56,7 @@ def command(
         ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 64,
-    cache_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6, show_default="0.9", help="Bytes of the cache, or the share of free memory."
-        ),
-    ] = None,
+    cache_memory: options.CacheMemory = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -75,6 +70,13 @@ def command(
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
     ] = False,
+    compile_first: Annotated[
+        bool,
+        typer.Option(
+            "--compile-first",
+            help="Compile all programs before listening, so that no request waits for it.",
+        ),
+    ] = False,
     speculate: options.Speculate = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
@@ -86,6 +88,15 @@ def command(
         str | None,
         typer.Option(
             envvar="MPJAX_API_KEY", show_default=False, help="Key that clients have to give."
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            show_default="none",
+            help="A web page's origin (https://example.org) whose scripts may read answers; may "
+            "be repeated.",
         ),
     ] = None,
     dtype: options.ComputeDtype = None,
@@ -101,13 +112,13 @@ def command(
             )
     if api_key == "":
         raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
-    proposer = options.parse_speculate(speculate, by_engine=True)
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
     sockets = listening.bind(host, port)
     try:
         lm = options.load(model, precision, dtype, max_positions, devices, experts)
         lm.require_tokenizer()
+        proposer = options.parse_speculate(speculate)
 
         import mpjax
         from mpjax.serve.application import Limits, application
@@ -122,8 +133,12 @@ def command(
             ride=ride,
             speculate=proposer,
         )
+        if compile_first:
+            with output.status("Compiling"):
+                engine.compile()
         name = name or lm.source.resolve().name
-        served = application(engine, name, Limits(max_waiting, max_body, api_key))
+        limits = Limits(max_waiting, max_body, api_key)
+        served = application(engine, name, limits, origins=allow_origin or ())
         url = listening.listen(sockets, host)
         output.note(
             f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening "

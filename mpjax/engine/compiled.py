@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from mpjax.decoding import has_warpgroups
+from mpjax.engine import filling
 from mpjax.engine.histories import begin_history
-from mpjax.engine.planner import Decode, Sizes, middle_chunk, scored_chunk, small_chunk
+from mpjax.engine.planner import NOBODY, Decode, Sizes, middle_chunk, scored_chunk, small_chunk
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
@@ -38,14 +41,20 @@ class _Structure:
         return self._hash
 
 
+def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
+    """What models are, and their arrays."""
+    leaves, structure = jax.tree.flatten(models)
+    return _Structure(structure), leaves
+
+
 def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
-    """A program as a jitted function of a model's structure and arrays.
+    """A program as a jitted function of the structure and arrays of its models, and of a state.
 
     in_turn: whether each kernel waits for the end of the one before (`decode_program`).
     """
 
     def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
-        return function(jax.tree.unflatten(structure.structure, leaves), *rest, **how)
+        return function(*jax.tree.unflatten(structure.structure, leaves), *rest, **how)
 
     run.__name__ = run.__qualname__ = function.__name__
     return jax.jit(
@@ -60,17 +69,29 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate)
+    for function in (extend, decode, speculate, begin_history)
     for in_turn in (False, True)
 }
 _jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
-_jit_begin_history = jax.jit(begin_history, donate_argnames="histories")
 
 
 def count() -> int:
     """The number of programs that were compiled so far, of all engines."""
-    functions = *_JITTED.values(), _jit_clear, _jit_begin_history
-    return sum(function._cache_size() for function in functions)
+    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
+
+
+class _Call(NamedTuple):
+    """A call of a jitted function.
+
+    name: as `Programs.used` has it. modules: what is behind the function, as `_flat` gives it.
+    arguments: behind the state.
+    """
+
+    name: tuple[Any, ...]
+    run: Any
+    modules: tuple[Any, Any]
+    arguments: tuple[Any, ...]
+    how: dict[str, Any]
 
 
 class Programs:
@@ -85,7 +106,7 @@ class Programs:
 
     def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
         chunk, slots, steps = limits.chunk, limits.slots, limits.steps
-        self._waits, self._proposer = not device.on_gpu(), proposer
+        self._waits, self._proposer, self._limits = not device.on_gpu(), proposer, limits
         self.scored_size = scored_chunk(chunk)
         small, middle = small_chunk(chunk), middle_chunk(chunk)
         # By whether all rows are greedy, and whether there are places for rows that ride along.
@@ -114,8 +135,8 @@ class Programs:
             self.decoding_sizes.setdefault((True, 1), [slots])
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
-        self._leaves, structure = jax.tree.flatten(model)
-        self._structure = _Structure(structure)
+        self._model = _flat(model)
+        self._both, self._alone = _flat(model, proposer), _flat(proposer)
         self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
@@ -123,6 +144,65 @@ class Programs:
     def holds_host(self) -> bool:
         """Whether `decode` returns when the device has nearly ended it: its loops need the host."""
         return self._proposer is not None and device.on_gpu()
+
+    def compile(self, state: EngineState, *, greedy_only: bool) -> EngineState:
+        """Compiles the programs of the model, several at a time; see Engine.compile.
+
+        Each is then run without rows. The state is donated; the one that is returned has the same
+        rows and pages.
+        """
+        calls = [*self._calls(*state.tables.shape, greedy_only=greedy_only)]
+        lowered = [
+            call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
+        ]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            [*pool.map(lambda each: each.compile(), lowered)]
+        for call in calls * 2:  # the second run of a program records its launches
+            state, *_ = self._run(call, state)
+        return state
+
+    def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
+        """All calls that there are, without rows."""
+        size, pieces = {"slots": slots, "entries": entries}, self._limits.sequences
+        for (greedy, rides), sizes in self.reading_sizes.items():
+            if greedy_only and not greedy:
+                continue
+            places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
+            for tokens, rows in itertools.product(sizes, places):
+                reading = filling.reading([], tokens=tokens, rows=pieces, **size)
+                riders = filling.stepping(NOBODY, rows=rows, **size) if rows else None
+                yield self._extend_call(reading, riders, greedy=greedy, scored=False)
+        for (greedy, steps), sizes in self.decoding_sizes.items():
+            if greedy_only and not greedy:
+                continue
+            plan = Decode([], steps, greedy, [], self._limits.most_drawn(steps))
+            for rows in sizes:
+                yield self._decode_call(filling.stepping(plan, rows=rows, **size), plan)
+        if not greedy_only:
+            reading = filling.reading([], tokens=self.scored_size, rows=pieces, **size)
+            yield self._extend_call(reading, None, greedy=False, scored=True)
+
+    def _run(self, call: _Call, state: EngineState) -> Any:
+        self.used.add(call.name)
+        return call.run(*call.modules, state, *call.arguments, **call.how)
+
+    def _extend_call(
+        self, reading: Reading, riders: Stepping | None, *, greedy: bool, scored: bool
+    ) -> _Call:
+        tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
+        run, how = _JITTED[extend, self._is_in_turn(tokens + rows)], (greedy, scored)
+        name = (extend, tokens, rows, *how)
+        options = {"greedy": greedy, "scored": scored}
+        return _Call(name, run, self._model, (reading, riders), options)
+
+    def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
+        rows, how = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
+        if self._proposer is None:
+            name, run = (decode, rows, *how.values()), _JITTED[decode, self._is_in_turn(rows)]
+            return _Call(name, run, self._model, (stepping,), how | {"waits": self._waits})
+        in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
+        name, run = (speculate, rows, *how.values()), _JITTED[speculate, in_turn]
+        return _Call(name, run, self._both, (stepping,), how | {"most": plan.most})
 
     def extend(
         self,
@@ -134,31 +214,19 @@ class Programs:
         scored: bool,
     ) -> tuple[EngineState, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
-        tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
-        self.used.add((extend, tokens, rows, greedy, scored))
-        run = _JITTED[extend, self._is_in_turn(tokens + rows)]
-        options = {"greedy": greedy, "scored": scored}
-        return run(self._structure, self._leaves, state, reading, riders, **options)
+        return self._run(self._extend_call(reading, riders, greedy=greedy, scored=scored), state)
 
     def decode(
         self, state: EngineState, stepping: Stepping, plan: Decode
     ) -> tuple[EngineState, Drawn]:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
-        rows, options = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
-        arguments: tuple[Any, ...] = self._structure, self._leaves, state, stepping
-        if self._proposer is None:
-            self.used.add((decode, rows, *options.values()))
-            run = _JITTED[decode, self._is_in_turn(rows)]
-            return run(*arguments, **options, waits=self._waits)
-        self.used.add((speculate, rows, *options.values()))
-        in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
-        run = _JITTED[speculate, in_turn]
-        return run(*arguments, self._proposer, **options, most=plan.most)
+        return self._run(self._decode_call(stepping, plan), state)
 
-    def begin_history(self, histories: Speculation | None, slot: Any, tokens: Any) -> Any:
+    def begin_history(self, histories: Speculation, *row: Any) -> Speculation:
         """Runs `begin_history`; the histories are donated."""
         self.used.add((begin_history,))
-        return _jit_begin_history(self._proposer, histories, slot, tokens)
+        begun: Speculation = _JITTED[begin_history, False](*self._alone, histories, *row)
+        return begun
 
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""

@@ -20,15 +20,17 @@ class RowRule:
     """The rule of rows that differ in how they are drawn, a `decoding_step.Rule`.
 
     before: int32 [rows], new tokens that a row had before those that its state counts; 0 for none.
+    greedy: whether all rows are greedy, without a penalty (static).
     """
 
     settings: RowSettings
     before: jax.Array | int = 0
+    greedy: bool = False
 
     @property
     def sampling(self) -> Sampling:
         """How tokens are drawn, with filters."""
-        return _filtered(self.settings)
+        return Sampling() if self.greedy else _filtered(self.settings)
 
     @property
     def maximum(self) -> jax.Array:
@@ -38,20 +40,28 @@ class RowRule:
 
     def draw(self, logits: jax.Array, state: DecodingState, *, divided: bool) -> Draw:
         """See `draw`, of which state.seen is an argument."""
-        counts = state.counts + self.before
+        counts = self.drawn(state.counts)
         return draw(logits, self.settings, counts, state.seen, divided=divided)
 
     def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
         """See `is_end`."""
-        return is_end(drawn, chance, self.settings, counts + self.before)
+        return is_end(drawn, chance, self.settings, self.drawn(counts))
+
+    def drawn(self, counts: jax.Array) -> jax.Array:
+        """See Rule."""
+        return counts + self.before
+
+    def told(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See Rule."""
+        return candidates(logits, self.settings, 0)
 
     def at_positions(self, positions: int) -> RowRule:
         """See Rule."""
-        return RowRule(*at_positions((self.settings, self.before), positions))
+        return RowRule(*at_positions((self.settings, self.before), positions), self.greedy)
 
     def hide(self, logits: jax.Array, counts: jax.Array) -> jax.Array:
         """See Rule."""
-        return _hide_stop_ids(logits, self.settings, counts + self.before)
+        return _hide_stop_ids(logits, self.settings, self.drawn(counts))
 
 
 def draw(

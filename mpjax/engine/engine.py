@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
-from mpjax.engine.histories import require_fit
+from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
 from mpjax.engine.planner import Sizes
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
@@ -59,7 +60,7 @@ class Engine:
         begin with the same tokens, True), ride (whether rows that decode draw a token in programs
         that read long prompts, so that weights are read once for both; by default reading and
         decoding take turns), speculate (an Ngram, which proposes tokens that decoding steps verify
-        several at a time; None).
+        several at a time, or a Draft; None).
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -103,7 +104,7 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
-        proposer = require_fit(rarer.speculate, lm, most)
+        proposer = require_fit(rarer.speculate, lm, most, rides=rarer.ride)
         self.lm, self.max_tokens, self._shares = lm, most, rarer.share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
@@ -119,7 +120,8 @@ class Engine:
             rides=rarer.ride,
             proposed=0 if proposer is None else proposer.k,
         )
-        pages = count_pages(lm, sizes, most, cache_memory)
+        beside = state_bytes(proposer, slots, most)
+        pages = count_pages(lm, sizes, most, cache_memory, beside)
         self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most, proposer)
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
@@ -292,6 +294,24 @@ class Engine:
 
     # -- running
 
+    def compile(self, *, greedy_only: bool = False) -> None:
+        """Compiles all programs, several at a time; else each is compiled at its first use.
+
+        greedy_only: whether to leave out those of rows that are drawn at random, and of prompts'
+            log-probabilities.
+
+        Raises ValueError for an engine that is closed. An error of the device closes it.
+        """
+        require_type("greedy_only", greedy_only, bool)
+        with self._turn:
+            self._require_open()
+            try:
+                self._runner.compile(greedy_only=greedy_only)
+            except BaseException as error:
+                why = error if isinstance(error, Exception) else CancelledError("it was stopped")
+                self._end_all("error", why)
+                raise
+
     def step(self) -> list[Event]:
         """Starts the next program, and reads what the one before has drawn.
 
@@ -327,7 +347,17 @@ class Engine:
             self.step()
 
     def start(self) -> None:
-        """Runs steps in a thread, as long as there are requests, until `stop`."""
+        """Runs steps in a thread, as long as there are requests, until `stop`.
+
+        Raises ValueError where other processes have parts of the model: each process runs the same
+        steps with the same requests then, and threads would not.
+        """
+        if self.lm.devices > 1 and jax.process_count() > 1:
+            raise ValueError(
+                f"the model is divided among devices of {jax.process_count()} processes, whose "
+                "threads would take different steps: submit the same requests in each process, and "
+                "iterate over the engine there"
+            )
         with self._door:
             self._require_open()
             if self._thread is None:

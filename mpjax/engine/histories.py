@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.language_model import LanguageModel
-from mpjax.speculation.proposer import Proposer, Speculation
+from mpjax.speculation.proposer import Proposer, Speculated, Speculation
 
 
 def create_histories(proposer: Proposer | None, slots: int, tokens: int) -> Speculation | None:
@@ -23,16 +23,40 @@ def create_histories(proposer: Proposer | None, slots: int, tokens: int) -> Spec
 
 
 def begin_history(
-    proposer: Proposer, histories: Speculation, slot: jax.Array, tokens: jax.Array
+    proposer: Proposer,
+    histories: Speculation,
+    slot: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
 ) -> Speculation:
-    """Gives a slot the tokens of its next row, and the state of a proposer that begins.
+    """Gives a slot the tokens of its next row, and lets the proposer read them.
 
-    slot: int32 scalar. tokens: int32 [tokens], without meaning behind those of the row.
+    slot, count: int32 scalars. tokens: int32 [tokens], of which `count` are the row's.
     """
-    fresh = proposer.create(1, len(tokens))
-    own = jax.tree.map(lambda old, new: old.at[slot].set(new[0]), histories.own, fresh)
+    own = proposer.begin(histories.own, slot, tokens, count)
     history = histories.history.at[slot].set(tokens)
     return dataclasses.replace(histories, history=history, own=own)
+
+
+def begin_rows(proposer: Proposer, histories: Speculation, slots: jax.Array) -> Speculation:
+    """The Speculation of the rows in some slots, int32 [rows], which counts from 0."""
+    # Each array is a buffer of its own.
+    done = Speculated(*(jnp.zeros(len(slots), jnp.int32) for _ in range(3)))
+    return Speculation(histories.history[slots], proposer.rows(histories.own, slots), done)
+
+
+def put_rows(
+    proposer: Proposer, histories: Speculation, slots: jax.Array, rows: Speculation
+) -> Speculation:
+    """The Speculation of all slots with that of some; rows of padding have a slot too high."""
+    history = histories.history.at[slots].set(rows.history, mode="drop")
+    return Speculation(history, proposer.put_rows(histories.own, slots, rows.own), None)
+
+
+def state_bytes(proposer: Proposer | None, slots: int, tokens: int) -> int:
+    """The bytes of a Speculation of slots with rows of up to so many tokens."""
+    shapes = jax.eval_shape(lambda: create_histories(proposer, slots, tokens))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def extend_histories(
@@ -48,20 +72,30 @@ def extend_histories(
     return dataclasses.replace(histories, history=history)
 
 
-def require_fit(proposer: Proposer | None, lm: LanguageModel, tokens: int) -> Proposer | None:
-    """A proposer that an engine can use for rows of up to so many tokens. Raises ValueError."""
+def require_fit(
+    proposer: Proposer | None, lm: LanguageModel, tokens: int, *, rides: bool
+) -> Proposer | None:
+    """A proposer that an engine can use for rows of up to so many tokens. Raises ValueError.
+
+    rides: whether rows draw tokens in programs that read prompts.
+    """
     if proposer is None:
         return None
-    name = type(proposer).__name__
-    if type(proposer).read is not Proposer.read:
+    name, kind = type(proposer).__name__, type(proposer)
+    if kind.read is not Proposer.read and kind.begin is Proposer.begin:
         raise ValueError(
-            f"speculate is a {name}, which reads prompts into a cache of its own: an Engine knows "
-            "only its model's cache, so give it an mpjax.Ngram, or call mpjax.generate"
+            f"speculate is a {name}, which reads prompts, but not those of an Engine's rows: give "
+            "it a method `begin` beside `read`, or call mpjax.generate"
         )
     if proposer.k >= lm.page_size:
         raise ValueError(
             f"speculate proposes {proposer.k} tokens: an Engine verifies fewer than a page's, "
             f"{lm.page_size}"
+        )
+    if rides and kind.begin is not Proposer.begin:
+        raise ValueError(
+            f"ride is True and speculate a {name}, which does not read the tokens of rows that "
+            "ride along: leave ride out, or give it an mpjax.Ngram"
         )
     proposer.require(lm.tokenizer, tokens)
     return proposer

@@ -16,20 +16,23 @@ from mpjax.memory import free_bytes_on, require_free_on
 USUAL_SHARE = 0.9
 
 
-def count_pages(lm: LanguageModel, sizes: Sizes, max_tokens: int, memory: Any) -> int:
+def count_pages(
+    lm: LanguageModel, sizes: Sizes, max_tokens: int, memory: Any, beside: int = 0
+) -> int:
     """The number of pages of an engine's cache, with the one that is nowhere.
 
     sizes: of the engine, whose pages are not known yet. max_tokens: the most tokens of a request.
     memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
         USUAL_SHARE; room for what programs compute is left free. There are never more pages than
-        all slots can fill.
+        all slots can fill. beside: bytes that the cache has to hold besides.
 
     Raises ValueError for another kind of memory, and for one that does not hold a page;
     DeviceMemoryError for more bytes than are free.
     """
     slots = sizes.slots
     useful = slots * -(-max_tokens // lm.page_size)
-    fixed, each = residual_bytes(lm, slots) + slots * lm.config.vocab_size, page_bytes(lm)
+    fixed = residual_bytes(lm, slots) + slots * lm.config.vocab_size + beside
+    each = page_bytes(lm)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
     share = USUAL_SHARE if memory is None else float(memory)
@@ -56,12 +59,14 @@ def count_pages(lm: LanguageModel, sizes: Sizes, max_tokens: int, memory: Any) -
 def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:
     """Bytes of a layer's widest activations, inside the MLP, and of logits, in any program.
 
-    A program reads a chunk of prompts beside all rows that ride along, or all rows decode. Logits
-    are those of rows that draw, or of prompts that are scored.
+    A program reads a chunk of prompts beside all rows that ride along, or all rows decode, each
+    with the tokens that are proposed to it. Logits are those of rows that draw, of tokens that are
+    verified, or of prompts that are scored.
     """
     config, riders = lm.config, sizes.slots if sizes.rides else 0
-    tokens = max(sizes.chunk + riders, sizes.slots)
+    verified = sizes.slots * (1 + sizes.proposed)
+    tokens = max(sizes.chunk + riders, verified)
     inside = max(layer.mlp.working_bytes(config, tokens) for layer in config.layers)
     residual = 3 * tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
-    rows = max(sizes.sequences + riders, sizes.slots, scored_chunk(sizes.chunk))
+    rows = max(sizes.sequences + riders, verified, scored_chunk(sizes.chunk))
     return inside + residual + 3 * 4 * rows * config.vocab_size

@@ -15,6 +15,7 @@ CROWD = 4  # at most so many times as long, where more rows wait for their first
 # A token of a prompt costs twice as much at this position as at the first: it attends to more.
 CONTEXT = 8192
 KEPT = 32  # programs whose seconds are remembered
+LEAST_SECONDS = 1e-6  # of a program, by which others are divided
 NEWEST = 3  # of one size, whose median counts: one that something held up changes nothing
 
 
@@ -54,7 +55,7 @@ class Pace:
 
     def learn_reading(self, size: int, work: float, seconds: float) -> None:
         """Adds a program that has read. size: its tokens, with padding. work: of their context."""
-        self._rates.append((size, seconds / (size + work)))
+        self._rates.append((size, max(seconds, LEAST_SECONDS) / (size + work)))
 
     def learn_step(self, seconds: float) -> None:
         """Adds the seconds of a decoding step."""

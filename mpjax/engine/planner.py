@@ -114,6 +114,9 @@ class Decode:
     most: int = 1
 
 
+NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
+
+
 @dataclasses.dataclass(frozen=True)
 class Extend:
     """A program that reads pieces of prompts.

@@ -15,7 +15,7 @@ from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Piece, Planner, Sizes
+from mpjax.engine.planner import NOBODY, Decode, Extend, Piece, Planner, Sizes
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
 from mpjax.engine.row import Row
@@ -24,8 +24,6 @@ from mpjax.finite import NotFiniteError
 from mpjax.language_model import LanguageModel
 from mpjax.speculation.proposer import Proposer
 from mpjax.speculation.report import SpeculationReport
-
-NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
 
 
 class Runner:
@@ -56,6 +54,12 @@ class Runner:
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self.planner.waiting or self.planner.running or self._pending)
+
+    def compile(self, *, greedy_only: bool) -> None:
+        """Compiles all programs; nobody else may run one meanwhile."""
+        self._state = self.programs.compile(self._state, greedy_only=greedy_only)
+        if self.has_work:
+            self.clock.skip()
 
     def submit(self, request: Request) -> None:
         """Adds a request, which waits."""
@@ -147,7 +151,8 @@ class Runner:
             histories = self._state.speculation
             tokens = filling.history(row, histories.history.shape[1])
             slot = np.int32(row.slot)
-            histories = self.programs.begin_history(histories, slot, tokens)
+            count = np.int32(len(row.tokens))
+            histories = self.programs.begin_history(histories, slot, tokens, count)
             self._state = dataclasses.replace(self._state, speculation=histories)
 
     def _read(self, pending: _Pending) -> list[Event]:

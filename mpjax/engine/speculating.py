@@ -9,20 +9,21 @@ import jax.numpy as jnp
 
 from mpjax.decoding_state import DecodingState
 from mpjax.engine.drawing import RowRule, no_candidates
-from mpjax.engine.programs import Drawn, Stepping, put, settled, view
+from mpjax.engine.histories import begin_rows, put_rows
+from mpjax.engine.programs import Drawn, Stepping, settled, view
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
 from mpjax.models import Decoder
 from mpjax.random_keys import row_keys
 from mpjax.speculation.loop import PLAIN_STEPS, Steps
-from mpjax.speculation.proposer import Proposer, Speculated, Speculation
+from mpjax.speculation.proposer import Proposer
 
 
 def speculate(
     model: Decoder,
+    proposer: Proposer,
     state: EngineState,
     stepping: Stepping,
-    proposer: Proposer,
     *,
     steps: int,
     most: int,
@@ -36,10 +37,11 @@ def speculate(
 
     steps, most: static. greedy: as for `extend` (static).
     """
+    assert state.speculation is not None
     slots, rows = stepping.slots, len(stepping.slots)
     own = jnp.minimum(slots, len(state.lengths) - 1)
     tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
-    settings, begun = jax.tree.map(lambda x: x[own], (state.settings, state.speculation))
+    settings = jax.tree.map(lambda x: x[own], state.settings)
     tokens = jnp.zeros((rows, most + 1), jnp.int32)
     begin = DecodingState(
         cache=view(state, tables[own], state.lengths[own], own),
@@ -50,7 +52,7 @@ def speculate(
         finished=~state.running[own] | (slots >= len(state.lengths)),
         seen=None if greedy else state.seen[own],
         step=jnp.int32(1),
-        speculation=_counting(begun, rows),
+        speculation=begin_rows(proposer, state.speculation, own),
         candidates=None if greedy else no_candidates((rows, most + 1), state.seen.shape[1]),
     )
     stride = min(steps, PLAIN_STEPS) if device.on_gpu() else 1
@@ -63,18 +65,9 @@ def speculate(
         has_room = (loop.counts + largest <= most + 1).all()
         return unfinished(loop) & has_room & (loop.speculation.done.steps.max() < steps)
 
-    rule = RowRule(settings, state.counts[own] - 1)
+    rule = RowRule(settings, state.counts[own] - 1, greedy)
     end = Steps(proposer, model, rule, unfinished).run(begin, goes_on, stride)
-    done = end.speculation.done
-    ended = dataclasses.replace(end.speculation, done=None)
+    histories = put_rows(proposer, state.speculation, slots, end.speculation)
     state, drawn = settled(state, slots, tables, end, end.counts - 1)
-    histories = jax.tree.map(put(slots), state.speculation, ended)
     state = dataclasses.replace(state, speculation=histories)
-    return state, dataclasses.replace(drawn, speculated=done)
-
-
-def _counting(histories: Speculation, rows: int) -> Speculation:
-    """Histories with counts of tokens and steps, which begin at 0."""
-    # Each array is a buffer of its own.
-    done = Speculated(*(jnp.zeros(rows, jnp.int32) for _ in range(3)))
-    return dataclasses.replace(histories, done=done)
+    return state, dataclasses.replace(drawn, speculated=end.speculation.done)

@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -47,11 +49,14 @@ class Limits:
             raise ValueError("api_key is empty: give a key, or None for a server without one")
 
 
-def application(engine: Engine, name: str, limits: Limits | None = None) -> Starlette:
+def application(
+    engine: Engine, name: str, limits: Limits | None = None, *, origins: Sequence[str] = ()
+) -> Starlette:
     """The server of an engine under OpenAI's protocol.
 
-    name: of the model, which requests have to name. The engine runs in its thread between the
-    server's start and end, and is closed at its end.
+    name: of the model, which requests have to name. origins: of pages whose scripts may read
+    answers in a browser, such as https://example.org, or * for all (CORS). The engine runs in its
+    thread between the server's start and end, and is closed at its end.
     """
     server = _Server(engine, name, limits or Limits())
 
@@ -74,9 +79,16 @@ def application(engine: Engine, name: str, limits: Limits | None = None) -> Star
             Route("/health", server.health),
             Route("/metrics", server.metrics),
         ],
+        middleware=[Middleware(CORSMiddleware, **_allowed(origins))] if origins else [],
         exception_handlers={RequestError: _refuse, HTTPException: _refuse_route},
         lifespan=lifespan,
     )
+
+
+def _allowed(origins: Sequence[str]) -> dict[str, Any]:
+    """What scripts of pages may send: the arguments of CORSMiddleware."""
+    headers = ["Authorization", "Content-Type"]
+    return {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": headers}
 
 
 class _Server:

@@ -19,6 +19,7 @@ from mpjax.speculation.proposer import Context, Proposal, Proposer, read_k
 from mpjax.speculation.verification import distribution
 from mpjax.tokenizer import Tokenizer
 
+PIECE = 512  # tokens that the draft model reads at a time where a row begins in an engine
 COMPARED = 1000  # token ids whose texts are compared between two tokenizers
 
 
@@ -91,6 +92,37 @@ class Draft(Proposer):
         """The cache with the prompts; the draft model reads them as the large one does."""
         _, own = self.model.step(self._known_ids(tokens), lengths, own, fresh=True)
         return own
+
+    def begin(
+        self, own: PagedKVCache, slot: jax.Array, tokens: jax.Array, count: jax.Array
+    ) -> PagedKVCache:
+        """The cache after the draft model has read a row, in pieces that end where blocks end."""
+        size = self.kv_format.block or min(PIECE, len(tokens))
+        cache = self.rows(own, slot[None])
+
+        def read(cache: PagedKVCache) -> PagedKVCache:
+            places = cache.lengths[:, None] + jnp.arange(size)[None]
+            piece = self._known_ids(tokens[jnp.minimum(places, len(tokens) - 1)])
+            counts = jnp.minimum(count - cache.lengths, size)
+            return self.model.step(piece, counts, cache)[1]
+
+        cache = dataclasses.replace(cache, lengths=jnp.zeros(1, jnp.int32))
+        cache = jax.lax.while_loop(lambda cache: cache.lengths[0] < count, read, cache)
+        return self.put_rows(own, slot[None], cache)
+
+    def rows(self, own: PagedKVCache, slots: jax.Array) -> PagedKVCache:
+        """The caches of some slots, which share the pages with all others."""
+        return dataclasses.replace(
+            own,
+            block_tables=own.block_tables[slots],
+            lengths=own.lengths[slots],
+            residual_pages=None if self.kv_format.block is None else slots[:, None],
+        )
+
+    def put_rows(self, own: PagedKVCache, slots: jax.Array, rows: PagedKVCache) -> PagedKVCache:
+        """The caches of all slots, with those of some."""
+        lengths = own.lengths.at[slots].set(rows.lengths, mode="drop")
+        return dataclasses.replace(own, layers=rows.layers, lengths=lengths)
 
     def propose(self, context: Context) -> tuple[Proposal, PagedKVCache]:
         """Reads the tokens that the draft's cache lacks, and draws up to k behind them.
@@ -167,7 +199,7 @@ class _Drafting:
             drawn = sample(logits, context.state.keys, sampling, seen)
         else:
             here = distribution(logits, sampling, seen)
-            own = step_keys(context.state.keys, context.state.counts + number)
+            own = step_keys(context.state.keys, context.drawn + number)
             drawn = draw(here, step_keys(own, DRAFTING))
             chances = jax.lax.dynamic_update_slice_in_dim(chances, here[:, None], number, 1)
         if seen is not None:

@@ -75,6 +75,7 @@ class Context:
     state: of the loop. sampling: how the model's tokens are drawn.
     alive: bool [batch], whether a row goes on.
     most: int32 [batch], the most tokens that a row may be proposed, 0 for rows that don't go on.
+    drawn: int32 [batch], new tokens of each row, also those before the state's first.
     vocabulary: the number of columns of the model's logits.
     """
 
@@ -82,6 +83,7 @@ class Context:
     sampling: Sampling
     alive: jax.Array
     most: jax.Array
+    drawn: jax.Array
     vocabulary: int
 
     @property
@@ -123,6 +125,21 @@ class Proposer:
     def read(self, own: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
         """The state after the prompts, int32 [batch, tokens], padded, of int32 [batch] lengths."""
         return own
+
+    def begin(self, own: Any, slot: jax.Array, tokens: jax.Array, count: jax.Array) -> Any:
+        """The state of an engine's slots after another row has begun in one of them.
+
+        slot, count: int32 scalars. tokens: int32 [tokens], of which `count` are the row's.
+        """
+        return self.put_rows(own, slot[None], self.create(1, len(tokens)))
+
+    def rows(self, own: Any, slots: jax.Array) -> Any:
+        """The state of the rows in some slots, int32 [rows], of a state of arrays [slots, …]."""
+        return jax.tree.map(lambda each: each[slots], own)
+
+    def put_rows(self, own: Any, slots: jax.Array, rows: Any) -> Any:
+        """The state with that of the rows in some slots; rows of padding have a slot too high."""
+        return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), own, rows)
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
         """Proposes tokens behind each row's newest; returns them and the proposer's next state."""

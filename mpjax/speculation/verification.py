@@ -43,8 +43,10 @@ def verify(
         kept = Proposal(proposal.tokens[:, : positions - 1], proposal.counts)
         return drawn, acceptance.count_agreeing(drawn.tokens, kept)
     p = distribution(each.hide(flat, rows.counts), each.sampling, rows.seen).reshape(logits.shape)
-    tokens, accepted = acceptance.accept(p, proposal, state.keys, state.counts)
-    return Draw(tokens, logprobs(logits, tokens)), accepted
+    tokens, accepted = acceptance.accept(p, proposal, state.keys, rule.drawn(state.counts))
+    told = each.told(flat)
+    told = jax.tree.map(lambda x: x.reshape(batch, positions, *x.shape[1:]), told)
+    return Draw(tokens, logprobs(logits, tokens), told), accepted
 
 
 def seen_before(seen: jax.Array | None, tokens: jax.Array) -> jax.Array | None:

@@ -73,6 +73,7 @@ def round_in_tiles(
     of_rows: int32, the expert of each row in the order of tiles.
     """
     assert tiles.pairs is not None
-    sources = jnp.minimum(tiles.pairs.reshape(-1) // (tiles.count // len(x)), len(x) - 1)
+    # The pairs of a tile that is not used are memory that no kernel has written.
+    sources = jnp.clip(tiles.pairs.reshape(-1) // (tiles.count // len(x)), 0, len(x) - 1)
     rounded = round_to_blocks(x, weight.activations, of_rows, sources)
     return rounded, dataclasses.replace(weight, permutation=None)

@@ -35,6 +35,9 @@ def test_a_checkpoint_is_written_and_quantised(tmp_path):
     assert sum(started[kind] for kind in ("anonymous", "files", "shared")) == started["all"]
     assert 0 < found["seconds_of_layer"] < found["seconds"] < found["seconds_of_all_layers"]
     assert found["packed_layer_bytes"] > 0
+    of_layers = found["host_anonymous_peak_bytes_of_layers"]
+    assert len(of_layers) == 3
+    assert max(of_layers) <= peaks["anonymous"]
 
 
 def test_peaks_are_seen_though_they_pass():
@@ -48,10 +51,32 @@ def test_peaks_are_seen_though_they_pass():
     assert watch.peaks["anonymous"] >= before["anonymous"] + (100 << 20)
 
 
-def test_one_layer_is_too_few_to_measure(capsys):
+def test_peaks_are_those_of_their_layers():
+    watch = memory.Watch()
+    watch.anonymous = [(0.5, 9), (1.0, 2), (1.5, 5), (2.0, 3)]
+    assert watch.peaks_between([1.0, 2.0, 3.0, 4.0]) == [5, 3, 0]
+
+
+def test_a_narrower_model_has_the_same_proportions():
+    whole, narrow = memory.shapes(4, None), memory.shapes(4, 512)
+    assert whole == memory.QWEN3_8B | {"num_hidden_layers": 4}
+    for config in (whole, narrow):
+        assert config["intermediate_size"] == 3 * config["hidden_size"]
+        assert config["num_attention_heads"] * config["head_dim"] == config["hidden_size"]
+    assert narrow["num_key_value_heads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layers", "1"), "--layers is less than 2"),
+        (("--hidden", "640"), "--hidden is no multiple of 512"),
+    ],
+)
+def test_sizes_that_can_not_be_measured(options, message, capsys):
     with pytest.raises(SystemExit):
-        memory.main(["--layers", "1"])
-    assert "--layers is less than 2" in capsys.readouterr().err
+        memory.main(options)
+    assert message in capsys.readouterr().err
 
 
 def test_the_text_is_long_enough():

@@ -20,7 +20,8 @@ def measured(monkeypatch):
 
     def run(sweep):
         sweeps.append(sweep)
-        yield serve_row(all_first_tokens_seconds=0.5 if sweep.share_prefixes else 1.0)
+        if sweep.engine:
+            yield serve_row(all_first_tokens_seconds=0.5 if sweep.share_prefixes else 1.0)
         if sweep.static:
             slow = {"token_seconds": {"mean": 0.02, "p50": 0.02, "p99": 0.02}}
             yield serve_row(through="batches", new_tokens_per_second=125.0, **slow)
@@ -44,7 +45,8 @@ def test_all_cases_run_in_this_process_and_give_ratios(tmp_path, measured, capsy
     assert len(measured) == len(serving.CASES)
     found = json.loads((tmp_path / "ratios.json").read_text(encoding="utf-8"))["results"]
     assert {*found} == {*serving.NUMBERS}
-    assert found["at_once: engine / static batch of 256"] == 2
+    assert found["at_once / static batch of 256"] == 2
+    assert found["at_once: device idle, % at most"] == 2.5
     assert found["uneven / at_once, per token"] == 1
     assert found["shared / not_shared, until all first tokens"] == 0.5
     assert found["late_prompt: longest gap, ms"] == 100
@@ -60,6 +62,14 @@ def test_cases_are_chosen_by_name(tmp_path, measured, monkeypatch, capsys):
     assert serving.main([str(tmp_path), "not_shared"]) == 1
     assert "shared / not_shared, until all first tokens" in serving.numbers(tmp_path)
     assert serving.main([str(tmp_path), "other"]) == 2
+    assert serving.main([str(tmp_path / "group"), "long"]) == 3
+    names = {path.stem for path in (tmp_path / "group").iterdir()}
+    assert names == {*(f"serve-{name}" for name in serving.GROUPS["long"]), "ratios"}
     assert "there is no case 'other'" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "run", lambda sweep: 1 / 0)
+    assert serving.main([str(tmp_path), "alone", "shared"]) == 2
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError" in said
+    assert "alone: 0 s" in said
     assert serving.main([]) == 2
     assert "python -m benchmarks.serving FOLDER" in capsys.readouterr().err

@@ -30,12 +30,12 @@ def test_faults_are_sentences():
         "2 pages are lost",
         "1 requests run and 2 wait, and none is left",
         "16 programs were compiled, above 15",
-        "the process has grown by 65 MiB",
-        "3 requests say something else when they are alone",
+        "the process, or what it has on the device, has grown by 65 MiB",
+        "3 requests say something else when they are repeated",
     ]
 
 
-def test_a_fault_ends_the_rounds(monkeypatch, capsys):
+def test_a_fault_ends_the_rounds(monkeypatch, capsys, tmp_path):
     class Idle:
         def __enter__(self):
             return self
@@ -54,7 +54,9 @@ def test_a_fault_ends_the_rounds(monkeypatch, capsys):
     said = []
     monkeypatch.setattr(Idle, "statistics", lambda _: CLEAN | {"new_tokens": 50 * len(said)})
     monkeypatch.setattr(soak, "run_round", lambda engine, rng: said.append(None) or 0)
-    assert soak.main(["90", "--large", "--ride"]) == 0
+    output = tmp_path / "soak.json"
+    assert soak.main(["90", "--large", "--ride", "--slots", "9", "--output", str(output)]) == 0
+    assert json.loads(output.read_text(encoding="utf-8"))["rounds"] == 2
     assert len(said) == 2
 
 

@@ -11,9 +11,11 @@ TIMES = {"p50": 0.5, "p99": 1.25, "most": 2.0}
 LOAD = {
     "prompt_tokens": {"least": 1, "most": 4096, "mean": 1024, "sigma": 0.8},
     "new_tokens": {"least": 512, "most": 512, "mean": None, "sigma": 0.0},
+    **{"pairs": [], "rate": None, "shared": 0, "late": 32768},
 }
 SERVED = {
     **{"precision": "W4A16KV8", "requests": 64, "load": LOAD, "seconds": 2.0, "chunk_tokens": 1024},
+    **{"max_gap": "inf", "requests_per_second": 32.0},
     **{"new_tokens_per_second": 1000.0, "first_token_seconds": TIMES, "token_seconds": TIMES},
     **{"gap_seconds": TIMES, "prompt_tokens": 100, "shared_tokens": 25},
 }
@@ -66,7 +68,8 @@ def page(*patterns):
     [
         (
             "serve*.json",
-            "| 1024 | W4A16KV8 | engine | 64 | 2.00 s | 1000 | 0.50 / 1.25 s |",
+            "| lognormal:1024:0.8:4096 + 512, 32768 late | 1024 | inf | W4A16KV8 | engine | 64 "
+            "| 2.00 s | 32.00 | 1000 | 0.50 / 1.25 s |",
             "mpjax bench serve --requests 64 --prompt-tokens lognormal:1024:0.8:4096 "
             "--new-tokens 512 --chunk-tokens 1024 --static 64",
         ),

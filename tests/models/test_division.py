@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import WeightFormat, quantize
 from mpjax.models import Decoder, ExpertsSpec, GptOss, Phi3
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
@@ -13,6 +15,7 @@ from mpjax.models.division import Division, Part
 from mpjax.models.qwen_moe import Qwen2MoE
 from mpjax.models.window import Window
 from tests.models.small import small_config
+from tests.sweeps import in_sweep
 
 CONFIG = small_config((None,), qkv_bias=True, qk_norm=True, head_dim=32, num_kv_heads=2)
 QKV, OUTPUT, GATE_UP, DOWN = Decoder.linear_places(CONFIG)
@@ -205,6 +208,24 @@ def test_experts_maps_that_files_hold_as_one_are_cut_each_by_itself():
     pieces = [found.cut_array(sinks, random(4), number) for number in range(2)]
     np.testing.assert_array_equal(pieces[1], random(4)[2:])
     np.testing.assert_array_equal(found.join_array(sinks, pieces), random(4))
+
+
+@pytest.mark.parametrize("count", [2, *map(in_sweep, (4, 8))])
+def test_11008_channels_are_cut_into_whole_blocks(count):
+    """Which are 43 blocks of 256 channels: the last devices have zeros behind theirs."""
+    config = small_config((None,), intermediate_size=11008)
+    kernel = quantize(jnp.asarray(random(11008, 64)), "uint4:g128")
+    found = Division.of(Decoder, config, count, {DOWN.path: [kernel.format]})
+    [down] = (p for p in Decoder.linear_places(config) if p.path == DOWN.path)
+    shares = [found.cut_linears(down, [Part(kernel)], number) for number in range(count)]
+    size = -(-43 // count) * 256
+    assert {share.kernel.shape for [share] in shares} == {(size, 64)}
+    every = np.concatenate([share.kernel.dequantize() for [share] in shares])
+    np.testing.assert_array_equal(every[:11008], kernel.dequantize())
+    assert not every[11008:].any()
+    [joined] = found.join_linears(down, shares, [kernel.format])
+    for one, other in zip(jax.tree.leaves(joined.kernel), jax.tree.leaves(kernel), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_experts_are_whole_where_they_are_spread():

@@ -66,6 +66,18 @@ def test_arguments_are_checked_as_by_any_decoder(divided):
         divided.step([[1]], [2], cache)
 
 
+def test_a_step_for_one_device_has_no_collectives(divided):
+    def lowered(model):
+        cache, counts = model.create_cache(1, 16, "KV16", 16), np.ones(1, np.int32)
+        step = jax.jit(lambda model, *given: model.step(*given))
+        return step.lower(model, np.ones((1, 1), np.int32), counts, cache).as_text()
+
+    marks = ("sdy.", "all_reduce", "all_gather", "shard_map")
+    whole = lowered(small_model(small_config((None,))))
+    assert not [mark for mark in marks if mark in whole]
+    assert [mark for mark in marks if mark in lowered(divided)] == ["sdy.", "all_reduce"]
+
+
 def test_the_shapes_of_a_share(divided):
     shapes = jax.tree.leaves(divided.share_shapes())
     assert [leaf.shape for leaf in shapes] == [leaf.shape for leaf in jax.tree.leaves(divided)]

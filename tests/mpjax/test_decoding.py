@@ -17,7 +17,7 @@ from mpjax.decoding import decode, generate_tokens, jit_decode, jit_prefill, pre
 from mpjax.decoding_state import Limits
 from mpjax.kernels import KVFormat, WeightFormat, device, early_launch
 from mpjax.kernels.gemm.plans import WarpgroupConfig
-from mpjax.models import DecoderConfig, Llama, Mixtral, llama_layers, presets
+from mpjax.models import DecoderConfig, Llama, llama_layers
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.mpjax.odd_models import with_damaged_token
@@ -374,27 +374,6 @@ def test_a_program_copies_weights_ahead_where_a_plan_says_so(monkeypatch):
         assert decoding.decode_program(model, state) is getattr(decoding, name)
         monkeypatch.setattr(decoding, "decode", lambda *_, **__: early_launch.may_copy_weights())
         assert decoding.decode_ahead(model, state) is (reason is None)
-
-
-@pytest.mark.parametrize("shape", [(128, 256), (128, 128)])
-def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
-    """Among weights of one format, a product of any shape counts."""
-    model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
-    monkeypatch.setattr(
-        decoding, "runs_by_warpgroups", lambda problem: (problem.channels, problem.outputs) == shape
-    )
-    assert decoding.has_warpgroups(model, 1)
-
-
-def test_experts_have_plans_of_their_own(monkeypatch):
-    """A step of rows, of which each expert has few, is not one of warpgroups."""
-    config = dataclasses.replace(presets.MIXTRAL_8X7B, layers=presets.MIXTRAL_8X7B.layers[:1])
-    format = WeightFormat.parse("uint4:g128")
-    model = nnx.eval_shape(lambda: random_model(Mixtral, config, format))
-    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda problem: False)
-    with device.described_as("NVIDIA H200"):
-        found = [decoding.has_warpgroups(model, rows) for rows in (1, 64, 256)]
-    assert found == [False, False, True]
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

@@ -76,6 +76,15 @@ def test_a_mesh_of_one_device_has_all(folder, tmp_path):
         load(folder, devices=mesh, experts="whole")
 
 
+def test_a_device_without_room_for_its_share_is_named(folder, tmp_path, monkeypatch):
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+    save(load(folder), tmp_path / "saved")
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device=None: 1000)
+    for source in (folder, tmp_path / "saved"):
+        with pytest.raises(MemoryError, match=r"ing /.* needs .* on .*, which has 0\.00 GB free"):
+            load(source, devices=mesh)
+
+
 def test_an_argument_that_there_is_not_is_refused(folder):
     with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
         load(folder, device=2)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+import mpjax
 from mpjax.bench import serve
 from mpjax.bench.lengths import Lengths
 from tests.mpjax.bench.rows import SMALL_MODEL, serve_row
@@ -34,6 +37,54 @@ def test_an_engine_and_static_batches_do_the_same():
     assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
 
 
+def test_static_batches_may_run_alone(monkeypatch):
+    made = []
+    monkeypatch.setattr(serve, "_random_lm", lambda *what: made.append(what))
+    monkeypatch.setattr(serve, "_static", lambda lm, sweep: {"through": "batches of 2"})
+    sweep = serve.Sweep(("W16A16KV16",), load(), static=2, engine=False, config=SMALL_MODEL)
+    assert [row["through"] for row in serve.run(sweep)] == ["batches of 2"]
+    assert sweep.cases == len(made) == 1
+
+
+def test_runs_of_one_precision_share_a_model(monkeypatch):
+    serve._made.clear()
+    made = [serve._random_lm(text, SMALL_MODEL, 1) for text in ("W16A16KV16",) * 2]
+    assert made[0] is made[1]
+    other = serve._random_lm("W16A16KV8", SMALL_MODEL, 1)
+    assert other is not made[0]
+    assert len(serve._made) == 1
+    serve._made.clear()
+
+
+def test_a_sweep_is_a_command():
+    lengths = Lengths(1, 512, 64.0, 0.8), Lengths(2, 2)
+    assert serve.Sweep(("W4A16KV8", "W8A8KV8"), serve.Load(9, *lengths)).command == (
+        "mpjax bench serve --precision W4A16KV8,W8A8KV8 --requests 9 "
+        "--prompt-tokens lognormal:64:0.8:512 --new-tokens 2"
+    )
+    special = serve.Load(9, *lengths, ((1, 2),), rate=2.5, shared=3, late=99)
+    options = {"max_gap": float("inf"), "ride": True, "engine": False, "share_prefixes": False}
+    options |= {"speculate": mpjax.Ngram(k=4, n=3)}
+    assert serve.Sweep(("W4A16KV8",), special, **options).command == (
+        "mpjax bench serve --precision W4A16KV8 --requests 9 --lengths FILE.jsonl --rate 2.5 "
+        "--shared-tokens 3 --late-prompt 99 --max-gap inf --ride --no-engine "
+        "--speculate ngram:4:3 --no-share"
+    )
+    found = [
+        serve.describe(dataclasses.asdict(load)) for load in (special, serve.Load(9, *lengths))
+    ]
+    assert found == [
+        "lengths of a file, 2.5/s, 3 shared, 99 late",
+        "lognormal:64:0.8:512 + 2",
+    ]
+
+
+def test_gaps_count_from_when_the_late_prompt_comes():
+    traces = [serve._Trace(0.0, [1.0, 3.0, 3.5, 4.5], [1, 1, 1, 1]), serve._Trace(3.2, [4.0], [1])]
+    assert serve._figures(traces, 5.0)["gap_seconds"]["most"] == 2.0
+    assert serve._figures(traces, 5.0, since=3.2)["gap_seconds"]["most"] == 1.0
+
+
 def test_cells_name_several_devices():
     assert serve.cells(serve_row(devices=2))[0] == "W4A16KV8 on 2 devices"
 
@@ -45,6 +96,7 @@ def test_cells_are_in_the_order_of_the_headers():
         "through": "engine",
         "requests": "10",
         "seconds": "2.00 s",
+        "requests/s": "5.00",
         "tokens/s": "250",
         "first token": "0.20 / 0.50 s",
         "token": "10.0 / 20.0 ms",
@@ -54,7 +106,7 @@ def test_cells_are_in_the_order_of_the_headers():
         "idle": "2.5%",
     }
     short = serve_row(token_seconds=None, gap_seconds=None, shared_tokens=0, preemptions=0)
-    assert serve.cells(short)[6:-1] == [""] * 4
+    assert serve.cells(short)[7:-1] == [""] * 4
     batches = serve_row(through="batches")
     del batches["idle_share"]
     assert serve.cells(batches)[-1] == ""

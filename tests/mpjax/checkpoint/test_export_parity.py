@@ -2,7 +2,8 @@
 
 compressed-tensors and GPTQModel, which transformers loads packed weights with, are not among this
 project's dependencies. Where they are missing, decoders in plain loops over words, written from
-the published layouts, take their place; where compressed-tensors is installed, it is asked, too.
+the published layouts, take their place; where they are installed (`pip install compressed-tensors
+gptqmodel optimum`), transformers is asked, too.
 """
 
 from __future__ import annotations
@@ -187,6 +188,31 @@ def test_transformers_reads_compressed_tensors(precision, layout, exported):
         folder, dtype=torch.float32, quantization_config=config
     )
     require_weights_of(reference, mpjax.load(folder))
+
+
+GROUPED = [case for case in EXPORTED if case[1] in ("awq", "gptq", "gptq_v2")]
+
+
+@pytest.mark.filterwarnings("default")  # of packages that are not ours
+@pytest.mark.parametrize(("precision", "layout"), GROUPED)
+def test_transformers_reads_awq_and_gptq(precision, layout, exported, monkeypatch):
+    """By GPTQModel's modules in plain torch, which compute in float16."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # it takes minutes to compile
+    for package in ("gptqmodel", "optimum"):
+        pytest.importorskip(package)
+    folder, _ = exported(precision, layout)
+    bits = mpjax.Precision.parse(precision).weights.bits
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        device_map="cpu",
+        quantization_config=transformers.AwqConfig(backend="torch_awq")
+        if layout == "awq"
+        else transformers.GPTQConfig(bits=bits, backend="gptq_torch"),
+    )
+    expected = reference_logits(reference, TOKENS)
+    logits = np.asarray(mpjax.load(folder, dtype="float32").model(TOKENS.astype(np.int32)))
+    assert np.abs(logits - expected).max() < 5e-3 * np.abs(expected).max()
 
 
 def require_weights_of(reference, lm):

@@ -12,12 +12,12 @@ from mpjax.errors import CheckpointError
 from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
 
-MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
 TEXT = {k: v for k, v in LLAMA.items() if k not in ("architectures", "torch_dtype", "eos_token_id")}
 WHOLE = {
     "architectures": ["Mistral3ForConditionalGeneration"],
     "model_type": "mistral3",
-    "text_config": TEXT | {"model_type": "mistral", "eos_token_id": 1, "head_dim": 16},
+    "text_config": TEXT | {"model_type": "mistral", "eos_token_id": 1, "sliding_window": None},
     "vision_config": {"model_type": "pixtral"},
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,
@@ -46,6 +46,7 @@ def test_the_text_model_is_that_of_its_own_files(rename, prefix, tmp_path, rng):
     require_same_bits(whole, alone)
     assert whole.config == alone.config
     assert whole.config.stop_ids == (2,)
+    assert whole.config.windows == (None, None)  # null is no window, and not the default
     if rename is older:
         mpjax.export(whole, tmp_path / "out")
         hf = huggingface.read_config(tmp_path / "out")

@@ -60,10 +60,6 @@ def test_speculation_changes_the_speed_alone(run, expected):
         json.loads(result.stdout)["text"] == json.loads(run("x x x x x x", "--json").stdout)["text"]
     )
     assert re.search(r"tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr)
-    for more in (["import"], ["--json"]):
-        result = run("def f", *more, "--speculate", "draft:4:small")
-        assert result.exit_code == 2
-        assert "an engine, which takes no draft model" in re.sub(r"[\s│]+", " ", result.stderr)
 
 
 def test_prompts_from_stdin_and_files(run, expected, tmp_path):

@@ -43,14 +43,6 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     assert ("no API key is set" in result.stderr) == warned
 
 
-def test_a_draft_model_is_refused_before_models_are_loaded():
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    result = runner.invoke(app, ["serve", "--model", "missing", "--speculate", "draft:4:small"])
-    assert result.exit_code == 2
-    assert "an engine, which takes no draft model" in " ".join(result.stderr.split())
-
-
 def test_an_empty_key_is_refused_before_the_model_is_loaded():
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")

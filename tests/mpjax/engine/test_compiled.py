@@ -49,3 +49,16 @@ def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, propos
 def test_single_steps_have_all_sizes_where_there_are_no_others(tiny):
     found = Programs(tiny.model, Sizes(64, 9, 32, steps=1))
     assert found.decoding_sizes[True, 1] == [1, 4, 8, 32, 64]
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_calls_without_rows_are_all_that_there_can_be(rides, tiny):
+    """By the names that calls with rows have."""
+    sizes = Sizes(64, 9, 32, chunk=1024, rides=rides)
+    found = Programs(tiny.model, sizes)
+    every, few = (
+        {call.name for call in found._calls(64, 2, greedy_only=only)} for only in (False, True)
+    )
+    assert few < every
+    assert len(every) <= 15 - 1  # and one clears pages
+    assert few == {name for name in every if name[3]}  # of greedy rows

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ def test_a_chunk_longer_than_the_window_changes_nothing():
         np.testing.assert_allclose(one.prompt_logprobs.logprobs, scores, atol=1e-3)
 
 
-@pytest.mark.parametrize("precision", [*map(in_sweep, ("W4A16KV16", "W8A8KV16"))])
+@pytest.mark.parametrize(
+    "precision", [*map(in_sweep, ("W4A16KV16", "W8A8KV16", "W4A8KV16", "WNF4A16KV16"))]
+)
 def test_the_bundled_model_says_what_generate_tokens_says(precision):
     lm = mpjax.load(mpjax.bundled_model(), precision=precision, progress=False)
     ids = [lm.tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -197,6 +200,20 @@ def test_no_program_is_compiled_twice(engine):
 
     assert run() == run()
     assert engine.statistics()["programs"] <= 15
+
+
+def test_programs_are_compiled_ahead(engine, alone):
+    """Also while requests run, of which nothing changes."""
+    handle = engine.submit(PROMPTS[0], max_new_tokens=NEW)
+    for _ in range(2):
+        engine.step()
+    engine.compile(greedy_only=True)
+    before = compiled.count()
+    assert handle.result().text == alone.text[0]
+    assert engine.generate(PROMPTS, max_new_tokens=NEW).text == alone.text
+    assert compiled.count() == before
+    with pytest.raises(ValueError, match="greedy_only is 1: expected"):
+        engine.compile(greedy_only=1)
 
 
 def test_a_prompt_that_was_read_before_is_found(engine):
@@ -366,6 +383,16 @@ def test_a_closed_engine_says_so(tiny):
         engine.submit("import")
     assert engine.step() == []
     engine.close()
+
+
+def test_processes_take_their_steps_together(tiny, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with make_engine(tiny) as engine:
+        engine.start()  # each process has the whole model
+        engine.stop()
+        engine.lm = types.SimpleNamespace(devices=4)
+        with pytest.raises(ValueError, match="devices of 2 processes, whose threads would take"):
+            engine.start()
 
 
 def test_no_request_comes_in_while_an_engine_closes(tiny, monkeypatch):

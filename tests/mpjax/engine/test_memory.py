@@ -74,5 +74,8 @@ def test_room_is_left_for_rows_that_ride_along(lm):
     )
     activations = 3 * (config.intermediate_size + config.hidden_size) * 4
     assert riding - apart == 64 * activations + 32 * 12 * config.vocab_size
+    proposed = dataclasses.replace(sizes, proposed=4)
+    logits = 400 * 12 * config.vocab_size
+    assert memory._working_bytes(lm, proposed) - apart == 400 * activations + logits
     wide = dataclasses.replace(sizes, chunk=200)
     assert memory._working_bytes(lm, wide) - apart == 100 * activations

@@ -72,7 +72,7 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
 
     def speculate(arrays, state, stepping):
         how = {"steps": 4, "most": 20, "greedy": True}
-        return speculating.speculate(nnx.merge(graph, arrays), state, stepping, Ngram(), **how)
+        return speculating.speculate(nnx.merge(graph, arrays), Ngram(), state, stepping, **how)
 
     runs = (extend, reading), (decode, stepping), (ride, reading), (speculate, stepping)
     for program, argument in runs:

@@ -12,8 +12,10 @@ import mpjax
 from mpjax import Sampling
 from mpjax.engine import compiled
 from mpjax.finite import NotFiniteError
+from mpjax.kernels import KVFormat
 from tests.mpjax.engine.conftest import Knowing, make_engine, resize
 from tests.mpjax.odd_models import with_damaged_token
+from tests.sweeps import in_sweep
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -158,6 +160,23 @@ def test_nan_behind_a_proposed_token_ends_its_own_row(tiny, plain, engine):
             assert broken.submit(long, max_new_tokens=4).result().tokens == expected
 
 
+@pytest.mark.parametrize("text", ["KV8", in_sweep("KV4cg32")])
+def test_a_draft_model_proposes_what_it_does_for_generate(text, tiny, plain):
+    """Seed by seed, also where rows begin anew in a slot, end early and make room for others."""
+    cache = KVFormat.parse(text)
+    draft = mpjax.Draft(dataclasses.replace(tiny, kv_format=cache, page_size=32), 3)
+    with make_engine(tiny, slots=2, speculate=draft) as engine:
+        for sampling in (None, Sampling(temperature=[0, 1.2, 0.8, 1.0], top_k=[1, 99, 20, 9999])):
+            options = {"max_new_tokens": NEW, "sampling": sampling, "seeds": SEEDS}
+            expected = mpjax.generate(tiny, PROMPTS, speculate=draft, **options)
+            found = engine.generate(PROMPTS, **options)
+            assert found.tokens == expected.tokens
+            assert found.speculation.acceptance > 0.5
+            assert found.speculation.tokens_per_step > 1.5
+        told = engine.submit(PROMPTS[1], logprobs=2, sampling={"temperature": 1.0}).result()
+        assert [len(one) for one in told.candidates] == [2] * len(told.tokens)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["W4A16KV8", "W4A16KV4c"])
 def test_on_a_gpu_tokens_are_those_of_a_plain_engine(precision):
@@ -187,10 +206,11 @@ class Reading(Knowing):
 
 def test_proposers_that_do_not_fit_are_refused(tiny):
     for proposer, message in (
-        (mpjax.Draft(tiny, 2), "speculate is a Draft, which reads prompts into a cache of its own"),
-        (Reading(None), "speculate is a Reading, which reads prompts"),
+        (Reading(None), "speculate is a Reading, which reads prompts, but not those of an Engine"),
         (mpjax.Ngram(32, 3), "speculate proposes 32 tokens: an Engine verifies fewer than a page"),
         ("ngram:4:3", "speculate is 'ngram:4:3'"),
     ):
         with pytest.raises(ValueError, match=message):
             make_engine(tiny, speculate=proposer)
+    with pytest.raises(ValueError, match="ride is True and speculate a Draft, which does not read"):
+        make_engine(tiny, speculate=mpjax.Draft(tiny, 2), ride=True)

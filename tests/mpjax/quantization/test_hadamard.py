@@ -55,6 +55,10 @@ def test_a_mixture_computes_what_it_computed(shared, rng):
         mixed_rows = after.down.kernel.get_value().swapaxes(-1, -2)
         np.testing.assert_allclose(hadamard(rows, 32), mixed_rows, atol=1e-5)
         assert np.abs(rows - mixed_rows).max() > 0.1
+    # Statistics are measured on what the maps read.
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    before, after = (it.layers[0].mlp.inputs(x)["experts.down"].x for it in (model, found))
+    np.testing.assert_allclose(hadamard(before, 32), after, rtol=1e-4, atol=1e-5)
 
 
 def test_an_outlier_before_down_costs_less(rng):
@@ -123,16 +127,14 @@ def test_shares_have_whole_blocks(count):
     assert local == GatedMLPSpec({2: 64, 4: 32}[count], hadamard=32)
 
 
-def test_a_mixture_is_calibrated_saved_and_generates(tiny, tmp_path):
-    """Statistics of experts' down projections are those of mixed channels."""
+def test_a_mixture_is_saved_and_generates(tiny, tmp_path):
     spec = ExpertsSpec(64, num_experts=2, experts_per_token=1)
     layer = LayerSpec(GroupedQuerySpec(), spec)
     config = dataclasses.replace(small_config(vocab_size=2048), layers=(layer,))
     plain = mpjax.LanguageModel(
         Mixtral(config, nnx.Rngs(0)), tiny.tokenizer, tiny.kv_format, tiny.source
     )
-    text = ["def sort(values):\n    return sorted(values)\n" * 40]
-    found = mpjax.quantize(plain, Recipe.of("W8A8KV16", "hadamard+range"), text)
+    found = mpjax.quantize(plain, Recipe.of("W8A8KV16", "hadamard+rtn"))
     mpjax.save(found, tmp_path / "saved")
     restored = mpjax.load(tmp_path / "saved")
     assert restored.config.hadamard_blocks == (64,)

@@ -25,6 +25,7 @@ httpx = pytest.importorskip("httpx")
 from mpjax.serve.application import Limits, application  # noqa: E402
 from mpjax.serve.requests import RequestError  # noqa: E402
 
+PAGE = "https://page.example"
 PROMPT = "def f(x):\n    return"
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -67,7 +68,7 @@ def engine(lm):
 @pytest.fixture(scope="module")
 def server(engine):
     limits = Limits(waiting=40, body_bytes=20_000, api_key="secret")
-    with Server(application(engine, "tiny", limits)) as server:
+    with Server(application(engine, "tiny", limits, origins=[PAGE])) as server:
         yield server
 
 
@@ -199,6 +200,20 @@ def test_other_refusals(client, server):
     missing = client.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
     assert client.get("/v1/completions").status_code == 405
+
+
+def test_scripts_of_named_pages_alone_may_read_answers(client):
+    """As a browser asks before it sends them, and as it checks what it got."""
+    asks = {"Access-Control-Request-Method": "POST"}
+    asks |= {"Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, status in ((PAGE, 200), ("https://other.example", 400)):
+        found = client.options("/v1/completions", headers={"Origin": origin} | asks)
+        assert found.status_code == status
+        body = {"prompt": PROMPT, "stream": True} | GREEDY
+        found = client.post("/v1/completions", json=body, headers={"Origin": origin})
+        allowed = found.headers.get("access-control-allow-origin")
+        assert allowed == (PAGE if origin == PAGE else None)
+        assert found.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -21,7 +21,7 @@ from mpjax.kernels import (
 from mpjax.kernels.experts import counting, mlp, rounding, triton, warpgroups
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.kernels import in_packed_order
-from mpjax.kernels.experts.tiles import sorted_by_expert
+from mpjax.kernels.experts.tiles import Tiles, sorted_by_expert
 from mpjax.kernels.rowwise import blocks as kernels
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
 from tests.pallas_kernels.experts.test_triton import config_of, dense, stack
@@ -144,6 +144,18 @@ def test_a_layer_on_the_gpu(tokens, rng):
     run = functools.partial(expert_mlp_terms, x, given, chosen, weights)
     expected = run(implementation="reference").sum(0)
     assert relative_error(run().sum(0), expected) < GATES["bfloat16"]
+
+
+def test_rows_of_tiles_that_are_not_used_come_from_some_row(rng, monkeypatch):
+    """Their pairs are memory that nobody has written: any number."""
+    weight = mixed(stack(rng, "int4:g128/int8", 256, 64), blocks_of(rng, 256, permuted=True))
+    numbers = jnp.asarray([[0, 3], [-(2**31), 2**31 - 1]], jnp.int32)
+    tiles = Tiles(jnp.asarray([1, -1], jnp.int32), numbers, 6)
+    taken = []
+    monkeypatch.setattr(rounding, "round_to_blocks", lambda *given: taken.append(given))
+    rounding.round_in_tiles(jnp.zeros((3, 256), "bfloat16"), weight, tiles, tiles.expert)
+    [(_, _, _, sources)] = taken
+    np.testing.assert_array_equal(sources, [0, 1, 0, 2])
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])

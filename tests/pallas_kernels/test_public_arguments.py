@@ -183,7 +183,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"terms": X[None], "activation": "gelu", "dtype": "f32", "format": None}
         | {"hadamard": 16, "implementation": "reference"},
     ),
-    "hadamard": (kernels.hadamard, {"x": X, "block": 32}),
+    "hadamard": (
+        kernels.hadamard,
+        {"x": X, "block": 32, "dtype": "f32", "implementation": "reference"},
+    ),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
     "KVLayout": (
         kernels.KVLayout,

@@ -16,7 +16,7 @@ from mpjax.engine.row import Row
 
 pytestmark = pytest.mark.any_version
 
-SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, max_gap=1e9, sequences=2, steps=4)
+SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, max_gap=0.1, sequences=2, steps=4)
 
 
 def row(number=0, prompt=10, most=5, *, text=0, **how):
@@ -221,7 +221,7 @@ def test_prompts_go_first_where_rows_may_wait_for_ever():
 
 def test_rows_ride_along_where_a_chunk_is_read():
     """They take turns with what is small."""
-    device = Device(dataclasses.replace(SMALL, pages=80, chunk=128, rides=True))
+    device = Device(dataclasses.replace(SMALL, pages=80, chunk=128, rides=True, max_gap=1e9))
     device.planner.submit(row(0, prompt=4, most=40))
     plans = [device.step()]
     device.planner.submit(row(1, prompt=80, most=4, text=100))
@@ -247,7 +247,9 @@ def test_a_drawn_row_rides_where_the_smallest_programs_are_middle_ones():
 
 
 def test_rows_without_a_page_take_turns():
-    device = Device(dataclasses.replace(SMALL, pages=10, slots=2, chunk=128, rides=True))
+    device = Device(
+        dataclasses.replace(SMALL, pages=10, slots=2, chunk=128, rides=True, max_gap=1e9)
+    )
     first, second = row(0, prompt=4, most=8), row(1, prompt=31, most=1, text=100)
     device.planner.submit(first)
     device.step()

@@ -63,6 +63,8 @@ class Way:
     """A way to run a chain.
 
     configs: of the warpgroups' kernel, by the name of the shape; None: Triton's kernel.
+    ahead: the blocks whose words are copied before the kernel before has ended, by the name of the
+        matrix; None: kernels of warpgroups are not launched early.
     graph: whether kernels are launched as command buffers. pdl: whether XLA launches its own early.
     fetched: megabytes of words that kernels beside others read into the L2 cache, by the name of
         the matrix; None: there are no such kernels.
@@ -75,6 +77,7 @@ class Way:
     pdl: bool = True
     fetched: Mapping[str, int] | None = None
     concurrent: bool = False
+    ahead: Mapping[str, int] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -118,25 +121,17 @@ SHALLOW = {"qkv": 4, "output": 4, "gate_up": 4, "down": 4, "head": 4}  # the slo
 DEEP = {"qkv": 8, "output": 4, "gate_up": 7, "down": 8, "head": 6}
 
 
-def ahead(blocks: Mapping[str, int]) -> dict[str, WarpgroupConfig]:
-    """CONFIGS with so many blocks ahead, by the name of the matrix."""
-    return {
-        name: dataclasses.replace(config, ahead=blocks[name.split(".")[1]])
-        for name, config in CONFIGS.items()
-    }
-
-
 # The first is the present one, with which others are compared.
 WAYS = (
     Way("triton graph", None, graph=True),
     Way("warpgroups graph", CONFIGS, graph=True, pdl=False),
-    Way("early stream", ahead(DEEP), graph=False),
+    Way("early stream", CONFIGS, graph=False, ahead=DEEP),
     Way("warpgroups stream", CONFIGS, graph=False),
     Way("triton stream", None, graph=False),
     Way("fetch concurrent", None, graph=True, fetched=FETCHED, concurrent=True),
     Way("triton concurrent", None, graph=True, concurrent=True),
-    Way("early stream, shallow", ahead(SHALLOW), graph=False),
-    Way("early graph", ahead(DEEP), graph=True),
+    Way("early stream, shallow", CONFIGS, graph=False, ahead=SHALLOW),
+    Way("early graph", CONFIGS, graph=True, ahead=DEEP),
     Way("fetch concurrent, serial kernels", None, True, False, FETCHED, concurrent=True),
 )
 
@@ -287,7 +282,8 @@ def product(way: Way, name: str, x: jax.Array, weight: QuantizedTensor) -> jax.A
         return triton.matmul_terms(x, weight, config, x.dtype)
     from mpjax.kernels.gemm.warpgroups import launch  # here, as importing it takes a while
 
-    return launch.matmul_terms(x, weight, way.configs[name], x.dtype)
+    blocks = 0 if way.ahead is None else way.ahead[name.split(".")[1]]
+    return launch.matmul_terms(x, weight, way.configs[name], x.dtype, ahead=blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(1,), static_argnames=("is_poisoned", "interpret"))

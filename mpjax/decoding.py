@@ -18,9 +18,9 @@ import numpy as np
 from mpjax.arguments import most_new_tokens
 from mpjax.decoding_state import DecodingState, Limits, repeat
 from mpjax.decoding_step import BatchRule, advance, draw
-from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, early_launch
+from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
-from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups, warpgroup_config_of
+from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder, Experts
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys
@@ -119,20 +119,11 @@ def decode(
     return repeat(go_on, unfinished, state, stride)
 
 
-def decode_ahead(
-    model: Decoder, state: DecodingState, *arguments: Any, stride: int | None = None
-) -> DecodingState:
-    """`decode`, whose products may copy weights before the kernel before them has ended."""
-    with early_launch.weights_in_place():
-        return decode(model, state, *arguments, stride=stride)
-
-
 # The cache and the state are donated, so that XLA reuses their buffers. The model is not.
 jit_prefill = jax.jit(prefill, donate_argnames="cache")
 _jit = functools.partial(jax.jit, static_argnames="stride", donate_argnames="state")
 _jit_in_turn = functools.partial(_jit, compiler_options={"xla_gpu_enable_pdl": False})
 jit_decode, jit_decode_in_turn = _jit(decode), _jit_in_turn(decode)
-jit_decode_ahead = _jit(decode_ahead, compiler_options={"xla_gpu_enable_command_buffer": ""})
 jit_speculate, jit_speculate_in_turn = _jit(loop.decode), _jit_in_turn(loop.decode)
 
 
@@ -141,15 +132,10 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
 
     On Hopper, XLA launches a kernel before the previous one has ended (programmatic dependent
     launch). Early launches make sequences of Triton's kernels faster, but steps with warpgroup
-    kernels, which are not launched early, slower. So they are off if any product runs on
-    warpgroups, unless its plan copies words ahead: then warpgroup kernels are launched early, too,
-    but not as part of a CUDA graph, where JAX's launch has no effect. Inside another `jit` the
-    compiler options are its caller's.
+    kernels, which are never launched early, slower. So they are off if any product runs on
+    warpgroups. Inside another `jit` the compiler options are its caller's.
     """
-    rows = len(state.tokens)
-    if not _runs_in_turn(model, rows):
-        return jit_decode
-    return jit_decode_ahead if copies_ahead(model, rows) else jit_decode_in_turn
+    return jit_decode_in_turn if _runs_in_turn(model, len(state.tokens)) else jit_decode
 
 
 def speculative_program(
@@ -182,17 +168,6 @@ def has_warpgroups(model: Decoder, batch: int) -> bool:
         if isinstance(layer.mlp, Experts)
     )
     return any(of_experts) or any(map(runs_by_warpgroups, _problems(model, batch)))
-
-
-def copies_ahead(model: Decoder, batch: int) -> bool:
-    """Whether a kernel of a step of `batch` rows copies words before the one before has ended.
-
-    Not on several devices, which wait for each other.
-    """
-    if isinstance(model, ShardedDecoder) or early_launch.why_not() is not None:
-        return False
-    planned = filter(runs_by_warpgroups, _problems(model, batch))
-    return any(warpgroup_config_of(problem).ahead is not None for problem in planned)
 
 
 def _share(model: Decoder) -> Decoder:

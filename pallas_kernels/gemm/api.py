@@ -15,7 +15,6 @@ from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.divided_rows import DividedRows
-from mpjax.kernels.early_launch import may_copy_weights
 from mpjax.kernels.gemm import dequantize, plans, reference, triton, xla
 from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.plans import Implementation, Problem
@@ -198,10 +197,7 @@ def _multiply_rows(
     if name == "mosaic":
         from mpjax.kernels.gemm.warpgroups import launch  # here, as importing it takes a while
 
-        config = plans.warpgroup_config_of(problem)
-        if config.ahead is not None and not may_copy_weights():
-            config = dataclasses.replace(config, ahead=None)
-        return launch.matmul_terms(rows, weight, config, dtype)
+        return launch.matmul_terms(rows, weight, plans.warpgroup_config_of(problem), dtype)
     if name == "xla":
         assert isinstance(rows, QuantizedActivations)
         return xla.matmul(rows, weight, dtype)[None]

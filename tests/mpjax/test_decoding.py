@@ -15,8 +15,7 @@ from mpjax import decoding, decoding_state
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.decoding_state import Limits
-from mpjax.kernels import KVFormat, WeightFormat, device, early_launch
-from mpjax.kernels.gemm.plans import WarpgroupConfig
+from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.models import DecoderConfig, Llama, llama_layers
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -360,20 +359,6 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
     # JAX names the options where a program with some is called inside of another.
     with pytest.raises(ValueError, match="'xla_gpu_enable_pdl': False"):
         jax.eval_shape(lambda *rest: in_turn(*rest), state, Sampling(), limits, jnp.int32(4))
-
-
-def test_a_program_copies_weights_ahead_where_a_plan_says_so(monkeypatch):
-    model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
-    state, _ = begin(model, KVFormat(), Sampling(), 2, [3] * 2)
-    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda problem: problem.channels == 128)
-    for ahead, reason in ((None, None), (2, None), (2, "too old")):
-        config = WarpgroupConfig(8, 2, 1, ahead=ahead)
-        monkeypatch.setattr(decoding, "warpgroup_config_of", lambda _, config=config: config)
-        monkeypatch.setattr(early_launch, "why_not", lambda reason=reason: reason)
-        name = "jit_decode_ahead" if ahead and reason is None else "jit_decode_in_turn"
-        assert decoding.decode_program(model, state) is getattr(decoding, name)
-        monkeypatch.setattr(decoding, "decode", lambda *_, **__: early_launch.may_copy_weights())
-        assert decoding.decode_ahead(model, state) is (reason is None)
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

@@ -70,8 +70,6 @@ class WarpgroupConfig:
         part of the program's K; a divisor of `warpgroups`.
     most_out_tiles: the most tiles of a consumer's products that are on their way out at a time.
     most_rows_of_four: the most rows of a tile of four consumers, which decode to 16 bits.
-    ahead: blocks of K of each share whose words are copied before the kernel before has ended: so
-        many slots each share has. None: the kernel is not launched early. For few rows alone.
     """
 
     most_out_tiles: ClassVar[int] = 1
@@ -80,7 +78,6 @@ class WarpgroupConfig:
     warpgroups: int
     splits: int
     shares: int = 1
-    ahead: int | None = None
 
     @property
     def has_few_rows(self) -> bool:
@@ -138,5 +135,4 @@ class WarpgroupConfig:
 
     def __str__(self) -> str:
         shared = "" if self.shares == 1 else f" by {self.shares} warpgroups each"
-        ahead = "" if self.ahead is None else f", {self.ahead} blocks ahead"
-        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits{ahead}"
+        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits"

@@ -60,11 +60,7 @@ def stages(
     room -= 2 * config.tile_m * config.tile_n if gated else 0  # half of the sums, in float32
     if config.has_few_rows or format.operand or format.is_flat:
         room = (room - out_rows * row) // config.shares
-        count = max(0, room // (words + format.planes * plane))
-        if config.ahead is not None:  # slots for all blocks that are copied early, or none
-            count = config.ahead if config.ahead <= count else 0
-            return Stages(count, count, 1, out_rows)
-        count = min(MOST_X_TILES // config.shares, count)
+        count = max(0, min(MOST_X_TILES // config.shares, room // (words + format.planes * plane)))
         # Measured: five to seven slots are slower than four, and four slower than eight.
         count = 4 if 4 < count < MOST_X_TILES else count
         room -= count * (words + format.planes * plane) + ALIGNMENT_BYTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import (
     FEW_ROWS,
@@ -59,20 +58,6 @@ def _row_step(rows: int, format: WeightFormat) -> int:
     return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 
 
-def _why_not_ahead(config: WarpgroupConfig, format: WeightFormat, *, gated: bool) -> str | None:
-    """The reason why a kernel can't copy words before the kernel before it has ended, or None."""
-    if gated:
-        return "words can't be copied ahead for experts, whose numbers another kernel writes"
-    if format.operand or not config.has_few_rows:
-        return (
-            f"words of {config.tile_m} rows of {format} can't be copied ahead; those of up to "
-            f"{FEW_ROWS} rows of 16 bits can"
-        )
-    if code_kinds.of(format).has_table:
-        return f"words of {format} can't be copied ahead: its table is converted by another kernel"
-    return None
-
-
 def _row_limits(config: WarpgroupConfig, format: WeightFormat) -> tuple[int, int]:
     """The number of which a tile's rows are a multiple, and the most that they can be."""
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
@@ -110,8 +95,6 @@ def why_unsound(
             f"{config.shares} warpgroups can't share outputs of {config.tile_m} rows of {format}; "
             f"up to {FEW_ROWS} can, of weights that are decoded"
         )
-    if config.ahead is not None and (reason := _why_not_ahead(config, format, gated=gated)):
-        return reason
     if gated and config.warpgroups % 2:
         return f"{config.warpgroups} warpgroups can't divide gate and up evenly"
     return why_no_room(format, config, gated=gated)

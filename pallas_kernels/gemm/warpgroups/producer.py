@@ -33,7 +33,7 @@ def produce(program: Program) -> None:
     A kernel that is launched early copies the words of its first blocks while the kernel before
     still computes x.
     """
-    ahead, shares = program.call.config.ahead or 0, program.call.config.shares
+    ahead, shares = program.call.ahead, program.call.config.shares
 
     def copy_rounds(
         copy: Callable[[Program, _Block], None], start: int, stop: jax.Array | int

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, WeightFormat, device, early_launch, matmul
+from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.gemm import dequantize, reference, shapes, triton, xla
 from mpjax.kernels.gemm.api import matmul_terms
 from mpjax.kernels.gemm.plans.choice import forced, plan_of
-from mpjax.kernels.gemm.plans.configuration import TritonConfig, WarpgroupConfig
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.gemm.weights import (
@@ -425,13 +425,3 @@ def test_float32_uses_the_reference_on_the_gpu(rng):
     weight = random_weight(rng, "uint4:g128", 256, 64)
     x = random_array(rng, (4, 256), "float32")
     assert relative_error(matmul(x, weight), wide(x) @ dense(weight)) < 1e-5
-
-
-@pytest.mark.skipif(early_launch.why_not() is not None, reason=str(early_launch.why_not()))
-def test_words_are_copied_ahead_only_where_weights_are_in_place(lower_for_cuda):
-    weight = weight_struct("uint4:g128", 512, 128)
-    x = jax.ShapeDtypeStruct((1, 512), jnp.bfloat16)
-    with device.described_as(), forced(Plan("mosaic", WarpgroupConfig(8, 2, 1, ahead=2))):
-        assert "uses_pdl" not in lower_for_cuda(lambda x, w: matmul(x, w), x, weight)
-        with early_launch.weights_in_place():
-            assert "uses_pdl" in lower_for_cuda(lambda x, w: matmul(x, w), x, weight)

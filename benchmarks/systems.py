@@ -11,7 +11,7 @@ from benchmarks import speculation
 from mpjax.bench import experts, serve, sums, tables
 from mpjax.bench import speculation as steps
 from mpjax.bench.lengths import Lengths
-from mpjax.models.presets import LLAMA3_70B
+from mpjax.models.presets import PUBLISHED
 
 Row = Mapping[str, Any]
 SUMMED_KIBIBYTES = (
@@ -98,7 +98,7 @@ def _devices_cells(row: Row) -> list[str]:
         row["precision"],
         str(row["layers"]),
         str(row["batch"]),
-        str(row["devices"]),
+        str(row["devices"]) + ", whole experts" * (row.get("experts") == "whole"),
         "" if first is None else f"{first * 1e3:.0f} ms",
         f"{row['decode_tokens_per_second']:.0f}",
         f"{row['decode_step_microseconds'] / 1e3:.2f} ms",
@@ -107,17 +107,34 @@ def _devices_cells(row: Row) -> list[str]:
     ]
 
 
-def _devices_command(rows: Sequence[Row]) -> str:
+def _devices_command(shapes: str, rows: Sequence[Row]) -> str:
     devices, batch = (_distinct(row[key] for row in rows) for key in ("devices", "batch"))
-    command = f"mpjax bench generate --shapes llama3-70b --devices {devices} --batch {batch}"
+    command = f"mpjax bench generate --shapes {shapes} --devices {devices} --batch {batch}"
     options = {
-        "layers": (rows[0]["layers"], LLAMA3_70B.num_layers),
+        "experts": (rows[0].get("experts") or "divided", "divided"),
+        "layers": (rows[0]["layers"], PUBLISHED[shapes][1].num_layers),
         "prompt-tokens": (rows[0]["prompt_tokens"], 2048),
         "piece-tokens": (rows[0].get("piece_tokens"), None),
         "new-tokens": (rows[0]["new_tokens"], 256),
     }
     command += _not_default(options)
     return command + (" --filled" if any(row["filled"] for row in rows) else "")
+
+
+def _devices_section(shapes: str, name: str) -> Section:
+    """Decoding by one device and by several, of a preset with random weights."""
+    return Section(
+        f"A model on several devices: {name}'s shapes, random weights",
+        (f"devices-{shapes}*.json",),
+        "Decoding after a prompt. The roofline is the time to read all weights and the cache; "
+        "with several devices, each reads its share at the same time.",
+        (
+            *("precision", "layers", "batch", "devices", "first token", "tokens/s", "step"),
+            *("of roofline", "cache tokens"),
+        ),
+        functools.partial(map, _devices_cells),
+        functools.partial(_devices_command, shapes),
+    )
 
 
 def _sums_command(rows: Sequence[Row]) -> str:
@@ -184,17 +201,13 @@ SECTIONS = (
         functools.partial(map, _serve_cells),
         _serve_command,
     ),
-    Section(
-        "A model on several devices: Llama-3-70B's shapes, random weights",
-        ("devices-llama3-70b*.json",),
-        "Decoding after a prompt. The roofline is the time to read all weights and the cache; "
-        "with several devices, each reads its share at the same time.",
-        (
-            *("precision", "layers", "batch", "devices", "first token", "tokens/s", "step"),
-            *("of roofline", "cache tokens"),
-        ),
-        functools.partial(map, _devices_cells),
-        _devices_command,
+    *(
+        _devices_section(shapes, name)
+        for shapes, name in (
+            ("llama3-70b", "Llama-3-70B"),
+            ("qwen3-8b", "Qwen3-8B"),
+            ("qwen3-30b-a3b", "Qwen3-30B-A3B"),
+        )
     ),
     Section(
         "Sums over devices",

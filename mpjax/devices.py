@@ -58,8 +58,8 @@ def read_experts(experts: ExpertDivision, devices: int) -> ExpertDivision:
         raise ValueError(f"experts is {shown(experts)}: expected 'divided' or 'whole'")
     if experts == "whole" and devices == 1:
         raise ValueError(
-            "experts is 'whole', and one device has all experts: leave it out, or give devices=2 "
-            "or more"
+            "experts is 'whole', and one device has all experts: leave it out, or ask for two or "
+            "more devices"
         )
     return experts
 

@@ -88,7 +88,7 @@ def _run(
         return
     most = min(bucket_tokens(engine["max_tokens"]), lm.config.max_position_embeddings)
     slots = min(engine["slots"], len(indices))
-    # Nobody reads along, so that rows may wait for whole chunks.
+    # Nobody reads along, so that rows may wait for all prompts.
     arguments = dict(engine) | {"slots": slots, "max_tokens": most, "max_gap": math.inf}
     with mpjax.Engine(lm, **arguments) as running:
         numbers = {}

@@ -95,8 +95,8 @@ MaxGap = Annotated[
         "--max-gap",
         min=1e-6,
         show_default="0.05, up to 4 times where more requests wait than decode",
-        help="The most seconds that a request which decodes waits for others' prompts; inf for "
-        "whole chunks.",
+        help="The most seconds that a request which decodes waits for others' prompts; with inf "
+        "prompts go first.",
     ),
 ]
 Temperature = Annotated[

@@ -53,14 +53,14 @@ class Engine:
     chunk_tokens: the most tokens of prompts that a program reads. It reads so many when no row
         decodes.
     steps: tokens that are drawn for each row between two returns to the host.
-    how: max_gap (the most seconds that rows which decode wait for prompts, or inf: programs read as
-        much as fits into them, by the seconds of those before, and at least a sixteenth of
-        chunk_tokens; by default 0.05, and up to four times as many while more rows wait for their
-        first token than decode), share_prefixes (whether requests share pages of the cache that
-        begin with the same tokens, True), ride (whether rows that decode draw a token in programs
-        that read long prompts, so that weights are read once for both; by default reading and
-        decoding take turns), speculate (an Ngram, which proposes tokens that decoding steps verify
-        several at a time, or a Draft; None).
+    how: max_gap (the most seconds that rows which decode wait for prompts: programs read as much as
+        fits into them, by the seconds of those before, and at least a sixteenth of chunk_tokens;
+        by default 0.05, and up to four times as many while more rows wait for their first token
+        than decode; with inf all prompts that have a place are read first), share_prefixes (whether
+        requests share pages of the cache that begin with the same tokens, True), ride (whether rows
+        that decode draw a token in programs that read long prompts, so that weights are read once
+        for both; by default reading and decoding take turns), speculate (an Ngram, which proposes
+        tokens that decoding steps verify several at a time; None).
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make

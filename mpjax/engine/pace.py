@@ -74,6 +74,10 @@ class Pace:
         medians = {each: statistics.median(rates[-NEWEST:]) for each, rates in by_size.items()}
         return medians[size] if size in medians else min(medians.values())
 
+    def seconds(self, size: int, work: float) -> float:
+        """The seconds of a program that reads; inf before any was measured."""
+        return self.rate(size) * (size + work) if self._rates else math.inf
+
     def choose(self, sizes: Sequence[int], start: int, gap: float) -> tuple[int, float]:
         """The size of the program that reads next, and the most context work of its tokens.
 

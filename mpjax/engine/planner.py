@@ -46,7 +46,8 @@ class Sizes:
     slots: rows that may run at once. pages: of the cache, with the one that is nowhere.
     page_size: tokens of a page. block: of the KV format, or None.
     chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
-    max_gap: the seconds that rows which decode may wait for prompts; None for `usual_gap`.
+    max_gap: the seconds that rows which decode may wait for prompts, inf until all that have a
+        place are read; None for `usual_gap`.
     steps: decoding steps of a program. proposed: the most tokens that are proposed to a row in a
     step, 0 without speculation.
     window: the widest of all layers' windows, or None if a layer has none.
@@ -143,10 +144,10 @@ class Extend:
 class Planner:
     """Rows that wait and rows that run, and what to do next.
 
-    Reading prompts and decoding take turns. While rows decode, a program reads as much as the
-    seconds allow for which they may wait, and else a whole chunk. Or rows that decode ride along:
-    the program that reads draws one token for each. Small readings, and rows for which no page is
-    free, take turns also then.
+    Reading prompts and decoding take turns, unless rows may wait for ever. While rows decode,
+    programs read as much as the seconds allow for which they may wait, and else whole chunks. Or
+    rows that decode ride along: the program that reads draws one token for each. Small readings,
+    and rows for which no page is free, take turns also then.
 
     pace: the seconds of programs, of which the caller tells it.
     """
@@ -159,6 +160,7 @@ class Planner:
         self.running: list[Row] = []  # by order
         self._slots = list(range(sizes.slots - 1, -1, -1))
         self._has_left = False  # whether the last program let rows that decode wait
+        self._waited = 0.0  # predicted seconds of programs that read, for which they have waited
         self._has_more = False  # whether the last reading program left pieces for the next one
         self._left: list[tuple[int, list[int]]] = []
         self.preemptions = 0
@@ -202,8 +204,8 @@ class Planner:
 
     def plan(self) -> Extend | Decode | None:
         """The next program, or None if there is nothing to do before results are known."""
-        if self._has_left and (decode := self._plan_decode()):
-            self._has_left = False
+        if self._has_left and not self._may_read_on() and (decode := self._plan_decode()):
+            self._has_left, self._waited = False, 0.0
             return decode
         decoding = self._decoding()
         if extend := self._plan_extend():
@@ -211,8 +213,10 @@ class Planner:
                 extend = self._with_riders(extend, decoding)
             riders = extend.riders.rows if extend.riders else []
             self._has_left = len(riders) < len(decoding) or not self.sizes.rides
+            if not self.sizes.rides:
+                self._waited += self.pace.seconds(self._padded(extend.tokens), extend.work)
             return extend
-        self._has_left = False
+        self._has_left, self._waited = False, 0.0
         return self._plan_decode()
 
     def learn(self, row: Row, tokens: Sequence[int]) -> None:
@@ -227,6 +231,20 @@ class Planner:
             self._pass(row)
 
     # -- reading prompts
+
+    def _may_read_on(self) -> bool:
+        """Whether rows that decode may wait for a program of middle size beside those before."""
+        gap = self._gap(len(self._decoding()))
+        if self.sizes.rides or gap == math.inf:
+            return not self.sizes.rides
+        seconds = self.pace.seconds(middle_chunk(self.sizes.chunk), 0)
+        return self._waited + seconds + self.pace.step_seconds <= gap
+
+    def _padded(self, tokens: int) -> int:
+        """The size of a program that reads so many tokens."""
+        chunk = self.sizes.chunk
+        sizes = small_chunk(chunk), middle_chunk(chunk), chunk
+        return next(size for size in sizes if size >= tokens)
 
     def _plan_extend(self) -> Extend | None:
         pieces: list[Piece] = []
@@ -262,7 +280,8 @@ class Planner:
             sizes = [size for size in sizes if size <= middle_chunk(chunk)]
         if not decoding:
             return sizes[-1], math.inf
-        return self.pace.choose(sizes, first.length, self._gap(len(decoding)))
+        gap = self._gap(len(decoding))
+        return self.pace.choose(sizes, first.length, gap if gap == math.inf else gap - self._waited)
 
     def _gap(self, decoding: int) -> float:
         """The seconds that rows which decode may wait for prompts. decoding: their number."""

@@ -54,6 +54,7 @@ RESULTS = {
     "serve*.json": [SERVED | {"through": "engine"}, SERVED | {"through": "batches of 64"}],
     "experts*.json": [EXPERTS],
     "devices-llama3-70b*.json": [DIVIDED | {"devices": 1}, DIVIDED],
+    "devices-qwen3-30b-a3b*.json": [DIVIDED | {"experts": "whole"}],
     "sums*.json": [SUMMED],
 }
 
@@ -83,6 +84,12 @@ def page(*patterns):
             "| W4A16KV8 | 16 | 1 | 2 | 89 | 11.23 ms | 54% | 487,808 |",
             "mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1 --layers 16 "
             "--new-tokens 128 --filled",
+        ),
+        (
+            "devices-qwen3-30b-a3b*.json",
+            "| W4A16KV8 | 16 | 1 | 2, whole experts | 89 | 11.23 ms |",
+            "mpjax bench generate --shapes qwen3-30b-a3b --devices 2 --batch 1 --experts whole "
+            "--layers 16 --new-tokens 128 --filled",
         ),
         (
             "speculation-steps*.json",

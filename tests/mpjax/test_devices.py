@@ -87,5 +87,5 @@ def test_experts_are_divided_or_whole():
             ValueError, match=f"experts is {wrong!r}: expected 'divided' or 'whole'"
         ):
             read_experts(wrong, 2)
-    with pytest.raises(ValueError, match="one device has all experts: leave it out, or give dev"):
+    with pytest.raises(ValueError, match="one device has all experts: leave it out, or ask f"):
         read_experts("whole", 1)

@@ -6,6 +6,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
+import mpjax
 from mpjax.cli.application import app
 
 runner = CliRunner()
@@ -33,7 +34,10 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     monkeypatch.setattr(uvicorn.Server, "run", run)
     # It would close the handlers of this process, pytest's among them.
     monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda config: None)
+    compiled = []
+    monkeypatch.setattr(mpjax.Engine, "compile", lambda engine: compiled.append(engine))
     options = ["--model", str(tiny_folder), "--slots", "2", "--port", "0", "--max-tokens", "64"]
+    options += ["--compile-first", "--max-gap", "inf"] if warned else []
     options += ["--speculate", "ngram:3:2"] if warned else []
     result = runner.invoke(app, ["serve", *options, *(["--host", host] if warned else [])])
     assert result.exit_code == 0, result.output
@@ -41,6 +45,7 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     assert f"listening on http://{host}:{served['address'][1]}" in result.stderr
     assert "tiny: 2 requests at a time, a cache of 256 tokens" in result.stderr
     assert ("no API key is set" in result.stderr) == warned
+    assert len(compiled) == warned
 
 
 def test_an_empty_key_is_refused_before_the_model_is_loaded():

@@ -16,7 +16,7 @@ from mpjax.engine.row import Row
 
 pytestmark = pytest.mark.any_version
 
-SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, max_gap=math.inf, sequences=2, steps=4)
+SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, max_gap=0.1, sequences=2, steps=4)
 
 
 def row(number=0, prompt=10, most=5, *, text=0, **how):
@@ -28,6 +28,7 @@ class Device:
 
     def __init__(self, sizes, ends=()):
         self.planner, self.sizes, self.ends = Planner(sizes), sizes, dict(ends)
+        self.planner.pace.learn_step(0.1)
         self.content: dict[tuple[int, int], tuple] = {}
         self.lengths: dict[Row, int] = {}
         self.pending: list = []
@@ -204,9 +205,23 @@ def test_a_prompt_is_read_in_chunks_between_steps_of_others():
     assert kinds[7] == (4, 2)
 
 
+def test_prompts_go_first_where_rows_may_wait_for_ever():
+    device = Device(dataclasses.replace(SMALL, pages=40, max_gap=math.inf))
+    for number, prompt in enumerate((4, 40, 20, 7)):
+        device.planner.submit(row(number, prompt=prompt, most=6, text=100 * number))
+    plans = [plan for plan in [device.step() for _ in range(8)] if plan]
+    kinds = [
+        plan.tokens if isinstance(plan, Extend) else (plan.steps, len(plan.rows)) for plan in plans
+    ]
+    # Three slots are filled; the fourth prompt is read when a row has ended.
+    assert kinds[:7] == [16, 16, 16, 16, (4, 3), (4, 3), 7]
+    device.finish()
+    assert len(device.finished) == 4
+
+
 def test_rows_ride_along_where_a_chunk_is_read():
     """They take turns with what is small."""
-    device = Device(dataclasses.replace(SMALL, pages=80, chunk=128, rides=True))
+    device = Device(dataclasses.replace(SMALL, pages=80, chunk=128, rides=True, max_gap=1e9))
     device.planner.submit(row(0, prompt=4, most=40))
     plans = [device.step()]
     device.planner.submit(row(1, prompt=80, most=4, text=100))
@@ -232,7 +247,9 @@ def test_a_drawn_row_rides_where_the_smallest_programs_are_middle_ones():
 
 
 def test_rows_without_a_page_take_turns():
-    device = Device(dataclasses.replace(SMALL, pages=10, slots=2, chunk=128, rides=True))
+    device = Device(
+        dataclasses.replace(SMALL, pages=10, slots=2, chunk=128, rides=True, max_gap=1e9)
+    )
     first, second = row(0, prompt=4, most=8), row(1, prompt=31, most=1, text=100)
     device.planner.submit(first)
     device.step()

@@ -160,19 +160,33 @@ def test_nan_behind_a_proposed_token_ends_its_own_row(tiny, plain, engine):
             assert broken.submit(long, max_new_tokens=4).result().tokens == expected
 
 
-@pytest.mark.parametrize("text", ["KV8", in_sweep("KV4cg32")])
-def test_a_draft_model_proposes_what_it_does_for_generate(text, tiny, plain):
-    """Seed by seed, also where rows begin anew in a slot, end early and make room for others."""
-    cache = KVFormat.parse(text)
-    draft = mpjax.Draft(dataclasses.replace(tiny, kv_format=cache, page_size=32), 3)
+def draft_of(lm, text):
+    """A draft model that is the model itself with another cache, which is nearly always right."""
+    return mpjax.Draft(dataclasses.replace(lm, kv_format=KVFormat.parse(text), page_size=32), 3)
+
+
+def test_a_draft_model_reads_each_row_that_begins(tiny, plain):
+    """The second prompt's row begins where the first one's was."""
+    with make_engine(tiny, slots=1, speculate=draft_of(tiny, "KV8")) as engine:
+        found = engine.generate(PROMPTS[:2], max_new_tokens=NEW)
+        assert found.tokens == plain[0].tokens[:2]
+        for proposed, accepted in zip(
+            found.speculation.proposed, found.speculation.accepted, strict=True
+        ):
+            assert accepted > proposed / 2 > 5
+
+
+@pytest.mark.parametrize("text", [*map(in_sweep, ("KV8", "KV4cg32"))])
+def test_a_draft_model_proposes_what_it_does_for_generate(text, tiny):
+    """Seed by seed, as random numbers go on between programs; also candidates are told."""
+    draft = draft_of(tiny, text)
+    sampling = Sampling(temperature=[0, 1.2, 0.8, 1.0], top_k=[1, 99, 20, 9999])
+    options = {"max_new_tokens": NEW, "sampling": sampling, "seeds": SEEDS}
+    expected = mpjax.generate(tiny, PROMPTS, speculate=draft, **options)
     with make_engine(tiny, slots=2, speculate=draft) as engine:
-        for sampling in (None, Sampling(temperature=[0, 1.2, 0.8, 1.0], top_k=[1, 99, 20, 9999])):
-            options = {"max_new_tokens": NEW, "sampling": sampling, "seeds": SEEDS}
-            expected = mpjax.generate(tiny, PROMPTS, speculate=draft, **options)
-            found = engine.generate(PROMPTS, **options)
-            assert found.tokens == expected.tokens
-            assert found.speculation.acceptance > 0.5
-            assert found.speculation.tokens_per_step > 1.5
+        found = engine.generate(PROMPTS, **options)
+        assert found.tokens == expected.tokens
+        assert found.speculation.acceptance > 0.5
         told = engine.submit(PROMPTS[1], logprobs=2, sampling={"temperature": 1.0}).result()
         assert [len(one) for one in told.candidates] == [2] * len(told.tokens)
 

@@ -36,6 +36,15 @@ class Call(NamedTuple):
     total: int | None  # the number of all experts, if it is not the weight's
 
 
+def require_no_activation_scale(operation: str, weight: Any) -> None:
+    """Raises ValueError for a stack whose activations would be rounded with a static scale."""
+    if isinstance(weight, QuantizedTensor) and weight.activation_scale is not None:
+        raise ValueError(
+            f"{operation}: the weight has an activation_scale, and rows that experts share have a "
+            "scale of their own: leave it out"
+        )
+
+
 def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> Call:
     """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
     is_local = isinstance(experts, LocalExperts)
@@ -51,11 +60,7 @@ def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilo
             f"{operation}: the weight has shape {tuple(weight.shape)}: expected a stack of "
             "matrices [experts, K, N], with one of each or more"
         )
-    if isinstance(weight, QuantizedTensor) and weight.activation_scale is not None:
-        raise ValueError(
-            f"{operation}: the weight has an activation_scale, and rows that experts share have a "
-            "scale of their own: leave it out"
-        )
+    require_no_activation_scale(operation, weight)
     count, channels, outputs = weight.shape
     is_integer = jnp.issubdtype(experts.dtype, jnp.integer)
     if not experts.ndim or not experts.shape[-1] or not is_integer:

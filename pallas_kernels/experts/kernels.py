@@ -103,19 +103,20 @@ def find_tiles(
 
 
 def in_packed_order(
-    x: jax.Array, weight: Any, experts: jax.Array, divided: DividedRows | None
+    x: jax.Array, weight: Any, experts: jax.Array | None, divided: DividedRows | None
 ) -> tuple[Any, Any]:
     """The rows of x as the kernel takes them, and the weight without a permutation.
 
-    experts: int32 [tokens, k], those of the rows of x.
+    experts: int32 [tokens, k], those of the rows of x; None where all experts read the same rows.
     """
     if not isinstance(weight, QuantizedTensor):
         return x.reshape(-1, x.shape[-1]), weight
     if isinstance(weight.activations, ActivationBlocks):
-        tokens, of_rows = x.reshape(-1, x.shape[-1]), experts.reshape(-1)
-        rounded = round_to_blocks(tokens, weight.activations, of_rows)
+        of_rows = None if experts is None else experts.reshape(-1)
+        rounded = round_to_blocks(x.reshape(-1, x.shape[-1]), weight.activations, of_rows)
         return rounded, dataclasses.replace(weight, permutation=None)
     if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
+        assert experts is not None
         order = weight.permutation[experts]  # [tokens, k, K]
         x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
         weight = dataclasses.replace(weight, permutation=None)

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 from mpjax.kernels.checks import as_array, require_type, shown
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import Implementation, grouped_matmul, grouped_matmul_terms
-from mpjax.kernels.experts.arguments import check_divided_rows, read_call
+from mpjax.kernels.experts.arguments import (
+    check_divided_rows,
+    read_call,
+    require_no_activation_scale,
+)
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.kernels import find_tiles, in_packed_order, why_not
@@ -83,6 +87,8 @@ def expert_mlp_terms(
         and of input channels.
     """
     require_type("expert_mlp_terms: mlp", mlp, ExpertMLP)
+    for weight in (mlp.gate_up, mlp.down):
+        require_no_activation_scale("expert_mlp_terms", weight)
     if (routing_weights is None) != isinstance(experts, RouterLogits):
         raise ValueError(
             f"expert_mlp_terms: routing_weights are {shown(routing_weights)} and experts "

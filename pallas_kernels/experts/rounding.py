@@ -23,19 +23,23 @@ def are_alike(blocks: ActivationBlocks) -> bool:
 
 
 def round_to_blocks(
-    x: jax.Array, blocks: ActivationBlocks, experts: jax.Array, sources: jax.Array | None = None
+    x: jax.Array,
+    blocks: ActivationBlocks,
+    experts: jax.Array | None,
+    sources: jax.Array | None = None,
 ) -> QuantizedActivations:
     """The rows of x [rows of x, K] rounded to the blocks of experts: [rows, K].
 
     Where experts are alike, each row of x is rounded once: [rows of x, K].
 
     blocks: of a stack, with bits [experts, blocks] and a permutation [experts, K], or None.
-    experts: int32 [rows], the expert of each row; below 0 for any.
+    experts: int32 [rows], the expert of each row; below 0 for any. None where experts are alike.
     sources: int32 [rows], the row of x that each row is of, where experts are not alike. None:
         neighbouring rows are of one row of x, as many as there are rows for each of x.
     """
     if are_alike(blocks):
         return quantize_rows(x, blocks)
+    assert experts is not None
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
     if x.size and is_half and device.why_triton_cannot_run() is None:
         return kernels.quantize_rows_of_experts(x, blocks, experts, sources)

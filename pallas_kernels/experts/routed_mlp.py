@@ -43,7 +43,7 @@ def routed_products(
     flat = dataclasses.replace(logits, logits=logits.logits.reshape(-1, logits.logits.shape[-1]))
 
     def by_kernel(x: jax.Array, weight: Any, logits: RouterLogits, bias: Any) -> Any:
-        rows, weight = in_packed_order(x, weight, logits.logits, None)
+        rows, weight = in_packed_order(x, weight, None, None)
         epilogue = Epilogue(bias, gate)
         [found], *chosen = triton.routed_products(rows, weight, logits, epilogue, config, x.dtype)
         return found.reshape(-1, per_token, found.shape[-1]), *chosen

@@ -12,6 +12,7 @@ from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, optional_array, require_type, shown
 from mpjax.kernels.experts import routing_triton
 from mpjax.kernels.experts.routing_rules import LEAST_SUM, Routing
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 
 Implementation = Literal["triton", "reference"]
@@ -60,7 +61,10 @@ def route(
     if name == "reference":
         return _reference(routing, logits, correction, bias)
     rows = logits.reshape(-1, experts)
-    chosen, weights = _by_kernel(routing, rows, correction, bias)
+    plain = functools.partial(_reference, routing)
+    kernel = functools.partial(routing_triton.route, routing=routing)
+    found: Any = with_gradients_of(plain, kernel, rows, correction, bias)
+    chosen, weights = found
     leading = *logits.shape[:-1], routing.per_token
     return chosen.reshape(leading), weights.reshape(leading)
 
@@ -84,25 +88,6 @@ def _reference(
         else:
             weights = weights / (weights.sum(-1, keepdims=True) + LEAST_SUM)
     return chosen.astype(jnp.int32), weights * routing.scale
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(
-    routing: Routing, logits: jax.Array, correction: jax.Array | None, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    return routing_triton.route(logits, correction, bias, routing)
-
-
-def _forward(routing: Routing, *arguments: Any) -> tuple[Any, Any]:
-    return _by_kernel(routing, *arguments), arguments
-
-
-def _backward(routing: Routing, arguments: Any, gradients: Any) -> Any:
-    _, pull_back = jax.vjp(functools.partial(_reference, routing), *arguments)
-    return pull_back(gradients)
-
-
-_by_kernel.defvjp(_forward, _backward)
 
 
 def _in_best_groups(ranked: jax.Array, routing: Routing) -> jax.Array:

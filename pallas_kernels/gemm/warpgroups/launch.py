@@ -77,6 +77,7 @@ def matmul_terms(
     x_bytes = rows * weight.padded_channels * values.dtype.itemsize
     bands, band_tiles = bands_of(pl.cdiv(rows, config.tile_m), x_bytes)
     staged = stages(format, config, dtype)
+    assert not ahead or (config.has_few_rows and staged.parts == 1 and not format.operand)
     call = Call(
         format=format,
         scale_dtype=weight.scale_dtype,

@@ -220,3 +220,19 @@ def test_on_the_gpu(text, rng):
         whole = exact(x, mlp, chosen, weights)
         assert relative_error(found, whole) < 2 * GATES["bfloat16"], f"{tokens} tokens"
         np.testing.assert_array_equal(found, run(x, mlp, chosen, weights)[0])
+
+
+def test_a_static_scale_is_refused_for_experts_whoever_computes_them(rng):
+    """Also for the second product, and where the first one chooses experts."""
+    stacks = (
+        quantize(random_array(rng, (2, k, n), "float32"), "int8/int8")
+        for k, n in ((64, 128), (64, 64))
+    )
+    plain = ExpertMLP(*stacks)
+    x, logits = random_array(rng, (1, 64), "float32"), random_array(rng, (1, 2), "float32")
+    for name in ("gate_up", "down"):
+        static = dataclasses.replace(getattr(plain, name), activation_scale=jnp.ones(1))
+        with pytest.raises(ValueError, match="expert_mlp_terms: the weight has an activation_sc"):
+            expert_mlp_terms(
+                x, dataclasses.replace(plain, **{name: static}), RouterLogits(logits, Routing(1))
+            )

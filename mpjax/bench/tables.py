@@ -9,7 +9,7 @@ import rich.box
 import rich.console
 import rich.table
 
-MINIMUM_WIDTH = 118  # of a table; in a narrower terminal lines wrap, and no text is cut off
+MINIMUM_WIDTH = 140  # of a table; in a narrower terminal lines wrap, and no text is cut off
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -147,8 +147,8 @@ Examples:
 
 \b
 Runs requests through an engine, with random weights in a published shape and
-random prompts, without stop tokens. All programs are compiled before. The load
-runs --rounds times with other prompts, of which the last is measured.
+random prompts, without stop tokens. All programs are compiled before. The
+load runs --rounds times with other prompts, of which the last is measured.
   tokens/s     new tokens of all requests, from the first arrival to the last
                token
   first token  time from a request's arrival to its first token, P50 and P99
@@ -163,8 +163,8 @@ With --speculate there are also the proposed tokens, and the share of them
 that was accepted. Random weights repeat themselves as no text does, so the
 speed is not that of a text.
 The JSON also has late_steps: programs before which the device was idle. The
-roofline of a decoding step is in `mpjax bench generate`. The exit code is 1 if
-tokens are missing, or if more than 15 programs were compiled.
+roofline of a decoding step is in `mpjax bench generate`. The exit code is 1
+if tokens are missing, or if more than 15 programs were compiled.
 """
 SUMS_EPILOG = """\b
 Examples:

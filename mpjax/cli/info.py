@@ -55,11 +55,12 @@ the blocks of activations in 8 bits, and all; else null), hadamard_block
 (format and bytes of the embedding and the head), contents (what the files
 hold and what becomes of it; null of a saved model), activations (the choice
 that an FP8 checkpoint needs, or null), cache (the cache that the checkpoint
-was made for, where there is none like it, or null), rounded (what is lost by loading, or
-null), other_precisions (that can be asked for, and the bytes of all weights
-in each), tokenizer (tokens, chat_templates, stop_tokens; or null),
-memory_bytes (by KV format and number of tokens: weights, and the cache of one
-sequence), free_bytes (of the device; null where unknown), and can_run (true).
+was made for, where there is none like it, or null), rounded (what is lost by
+loading, or null), other_precisions (that can be asked for, and the bytes of
+all weights in each), tokenizer (tokens, chat_templates, stop_tokens; or
+null), memory_bytes (by KV format and number of tokens: weights, and the cache
+of one sequence), free_bytes (of the device; null where unknown), and can_run
+(true).
 Of a model that can't run, what was found is shown, and the error says what is
 in the way; with --json, can_run is false and in_the_way has that sentence.
 """

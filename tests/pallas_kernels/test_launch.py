@@ -232,4 +232,6 @@ def test_no_kernel_forgets_the_next_one():
     for name, text in texts.items():
         if "from mpjax.kernels.launch import" in text:
             launches = re.findall(r"(?<!def )\blaunch\(", text)
-            assert len(launches) <= text.count("first_program_id()"), name
+            # A tile of W4Ax's blocks asks for it.
+            asked = text.count("first_program_id()") + text.count("= Tile.of(")
+            assert len(launches) <= asked, name

@@ -30,10 +30,13 @@ class Channels:
     states: for each marker, `text`, `reasoning`, `hidden` (such as a role's name), `name` (of a
         channel), or `named`: text where the last name is FINAL or there is none, else reasoning.
     required: markers that a template with these channels names.
+    reasons_once: whether there is one part of reasoning, which begins the answer. Markers elsewhere
+        are then text, such as in an answer about the markers.
     """
 
     states: Mapping[str, str]
     required: tuple[str, ...]
+    reasons_once: bool = False
 
     @classmethod
     def of_template(cls, source: str) -> Channels | None:
@@ -53,23 +56,26 @@ def joined(parts: Sequence[Part]) -> tuple[str, str]:
 class Splitter:
     """Divides an answer that comes in pieces.
 
-    prompt: the text before the answer; where it ends with a marker of reasoning, as some templates
-    do, the answer begins with that.
+    prompt: the text before the answer; where it ends with a marker, as some templates do, the
+    answer goes on behind that. Space behind a marker is left out, and before the first one.
     """
 
     def __init__(self, channels: Channels, prompt: str = "") -> None:
-        self._states = channels.states
+        self._channels, self._states = channels, channels.states
         self._pattern = re.compile("(" + "|".join(map(re.escape, channels.states)) + ")")
         self._state, self._name, self._held = "text", "", ""
-        self._has_begun = False  # whether the part has any character but space
-        for marker, state in self._states.items():
-            if state == "reasoning" and prompt.rstrip().endswith(marker):
-                self._state = state
+        self._has_begun = True  # whether space counts, since a part has any other character
+        self._is_new = True  # whether all before is space or begins reasoning
+        for marker in self._states:
+            if prompt.rstrip().endswith(marker):
+                self._enter(self._states[marker])
 
     def push(self, piece: str) -> list[Part]:
         """Adds a piece; returns the parts that are certain, without markers."""
         text = self._held + piece
         held = self._beginning(text)
+        if self._is_new and not text[: len(text) - held].strip():
+            held = len(text)  # space that a marker may follow
         self._held = text[len(text) - held :]
         return self._divide(text[: len(text) - held])
 
@@ -92,14 +98,24 @@ class Splitter:
 
     def _divide(self, text: str) -> list[Part]:
         parts = []
-        for index, piece in enumerate(self._pattern.split(text)):
-            if index % 2:
+        pieces = self._pattern.split(text)
+        if self._is_new and len(pieces) > 1 and self._counts(pieces[1]) and not pieces[0].strip():
+            pieces[0] = ""
+        for index, piece in enumerate(pieces):
+            if index % 2 and self._counts(piece):
                 self._enter(self._states[piece])
             elif self._state == "name":
                 self._name += piece
             elif self._state != "hidden" and (shown := self._without_space(piece)):
                 parts.append(Part(self._state == "reasoning", shown))
+                self._is_new = False
         return parts
+
+    def _counts(self, marker: str) -> bool:
+        """Whether a marker divides the answer here, and is not text."""
+        if not self._channels.reasons_once:
+            return True
+        return self._is_new if self._states[marker] == "reasoning" else self._state == "reasoning"
 
     def _enter(self, state: str) -> None:
         """Goes on behind a marker."""
@@ -109,6 +125,7 @@ class Splitter:
         if state != "hidden":
             self._name = ""
         self._state, self._has_begun = state, False
+        self._is_new &= state == "reasoning"
 
     def _without_space(self, piece: str) -> str:
         """The piece, without space at the begin of a part that follows a marker."""
@@ -130,5 +147,5 @@ HARMONY = Channels(
     },
     ("<|channel|>", "<|message|>"),
 )
-THINK = Channels({"<think>": "reasoning", "</think>": "text"}, ("</think>",))
+THINK = Channels({"<think>": "reasoning", "</think>": "text"}, ("</think>",), reasons_once=True)
 KNOWN = (HARMONY, THINK)

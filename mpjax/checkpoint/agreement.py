@@ -52,9 +52,18 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
 
 
 def warn_of_experts(folder: Path, scheme: Scheme | None, plan: Plan) -> None:
-    """Warns of static scales for the activations of experts, which are not read."""
-    has_experts = any(isinstance(place, ExpertPlace) for place, _ in plan.linears)
-    if scheme is not None and has_experts and scheme.for_experts() != scheme:
+    """Warns of static scales for the activations of experts, which are not read.
+
+    scheme: with the activations that are chosen; those in 16 bits need no scales.
+    """
+    experts = (
+        source.name
+        for place, sources in plan.linears
+        if isinstance(place, ExpertPlace)
+        for source in sources
+        if source.scheme is not None
+    )
+    if scheme is not None and any(scheme.of_module(name).rounds_statically for name in experts):
         warnings.warn(
             f"{folder} has static scales for the activations of experts, which are not read: the "
             "activations of experts have a scale for each token",

@@ -18,7 +18,7 @@ from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.transfer import PIECE_BYTES, to_device
-from mpjax.checkpoint.windows import take
+from mpjax.checkpoint.windows import keeps_scales, take
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels import codes as code_kinds
@@ -56,8 +56,18 @@ def convert_linear(
     tensor, for values that are not finite or contradict config.json, and for maps that can't be
     joined.
     """
+    return _convert(place, sources, dtype, read, _shared_dtype(sources, read))
+
+
+def _convert(
+    place: LinearPlace,
+    sources: Sequence[LinearSource],
+    dtype: str,
+    read: Read,
+    scale_dtype: str | None,
+) -> list[Linear]:
     maps = (
-        Linear(_kernel(source, dtype, read), _bias(source, place.bias, dtype, read))
+        Linear(_kernel(source, dtype, read, scale_dtype), _bias(source, place.bias, dtype, read))
         for source in sources
     )
     with as_checkpoint_errors():
@@ -71,10 +81,10 @@ def convert_experts(
 
     Arguments and errors are those of `convert_linear`.
     """
-    each = place.joined_maps
+    each, scale_dtype = place.joined_maps, _shared_dtype(sources, read)
     for window in place.pieces(PIECE_BYTES):
         some = sources[window.begin * each : window.end * each]
-        yield convert_linear(place.within([window]), some, dtype, read)[0]
+        yield _convert(place.within([window]), some, dtype, read, scale_dtype)[0]
 
 
 @contextlib.contextmanager
@@ -88,11 +98,13 @@ def as_checkpoint_errors() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:
+def _kernel(
+    source: LinearSource, dtype: str, read: Read, scale_dtype: str | None
+) -> jax.Array | QuantizedTensor:
     if source.scheme is not None and source.format is None:
         return _dequantize(source, source.scheme, dtype, read)
     if source.scheme is not None:
-        return pack(_decode(source, source.scheme, read))
+        return pack(_decode(source, read, scale_dtype))
     info = source.tensors["weight"]
     weight = to_device(take(source, "weight", read(info)))
     weight = weight.T if source.is_transposed else weight
@@ -104,14 +116,50 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     return packed
 
 
-def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
-    """The plain codes of a quantised module, with scales and zero points as `pack` takes them."""
-    plain = scheme.decode(_read_module(source, scheme, read), source.name, source.read_shape)
+def _decode(source: LinearSource, read: Read, scale_dtype: str | None) -> PlainCodes:
+    """The plain codes of a quantised module, with scales and zero points as `pack` takes them.
+
+    scale_dtype: the dtype of scales, where their values decide it.
+    """
+    plain = _read_plain(source, read)
+    shared = scale_dtype if _scale_choices(source) else None
+    scales = _narrow_scales(source.name, plain, shared)
+    return _drop_middle_zeros(dataclasses.replace(plain, scales=scales))
+
+
+def _read_plain(source: LinearSource, read: Read) -> PlainCodes:
+    """The plain codes of a quantised module as its scheme decodes them, with finite scales."""
+    assert source.scheme is not None
+    tensors = _read_module(source, source.scheme, read)
+    plain = source.scheme.decode(tensors, source.name, source.read_shape)
     checks.check_scales(source.name, plain.scales)
     if plain.zeros is not None and code_kinds.of(plain.format).has_minima:
         checks.check_scales(source.name, plain.zeros, "minima")
-    plain = dataclasses.replace(plain, scales=_narrow_scales(source.name, plain))
-    return _drop_middle_zeros(plain)
+    return plain
+
+
+def _shared_dtype(sources: Sequence[LinearSource], read: Read) -> str | None:
+    """The dtype of the scales of all maps of a place whose values decide it.
+
+    Maps are joined only if their scales have one dtype. It is the one whose largest relative error
+    in any of the maps is the least; None where values decide that of one map at most.
+    """
+    deciding = [source for source in sources if _scale_choices(source)]
+    errors: dict[str, list[float]] = {}
+    for source in deciding if len(deciding) > 1 else ():
+        scales = _read_plain(source, read).scales
+        for dtype in _scale_choices(source):
+            error = float(_largest_error(scales, scales.astype(dtype)))
+            errors.setdefault(dtype, []).append(error)
+    return min(errors, key=lambda dtype: max(errors[dtype]), default=None)
+
+
+def _scale_choices(source: LinearSource) -> tuple[str, ...]:
+    """The dtypes of scales among which values decide; empty where they don't."""
+    if source.format is None or keeps_scales(source):
+        return ()
+    dtypes = code_kinds.of(source.format).scale_dtypes
+    return dtypes if len(dtypes) > 1 else ()
 
 
 def _dequantize(source: LinearSource, scheme: Scheme, dtype: str, read: Read) -> jax.Array:
@@ -165,16 +213,18 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
     return None
 
 
-def _narrow_scales(name: str, plain: PlainCodes) -> jax.Array:
+def _narrow_scales(name: str, plain: PlainCodes, shared: str | None) -> jax.Array:
     """Scales in a 16-bit dtype, where the format packs 16-bit scales.
 
-    The dtype is the one whose largest relative error is the least; where that is not 0, a warning
-    says so. Raises CheckpointError where bfloat16 has not the range either.
+    shared: the dtype, if that of the place is decided; see `_shared_dtype`. Otherwise it is the one
+    whose largest relative error is the least. Where that is not 0, a warning says so. Raises
+    CheckpointError where bfloat16 has not the range either.
     """
-    scales = plain.scales
-    if scales.dtype != jnp.float32 or "float32" in code_kinds.of(plain.format).scale_dtypes:
+    scales, dtypes = plain.scales, code_kinds.of(plain.format).scale_dtypes
+    if shared is not None:
+        dtypes = (shared,)
+    elif scales.dtype != jnp.float32 or "float32" in dtypes:
         return scales
-    dtypes = code_kinds.of(plain.format).scale_dtypes
     candidates = [scales.astype(dtype) for dtype in dtypes]
     errors = [float(_largest_error(scales, narrow)) for narrow in candidates]
     error, narrow = min(zip(errors, candidates, strict=True), key=lambda pair: pair[0])
@@ -195,7 +245,8 @@ def _narrow_scales(name: str, plain: PlainCodes) -> jax.Array:
 
 @jax.jit
 def _largest_error(scales: jax.Array, narrow: jax.Array) -> jax.Array:
-    """The largest relative error of float32 scales in another dtype."""
+    """The largest relative error of scales in another dtype."""
+    scales = scales.astype(jnp.float32)
     error = jnp.abs(narrow.astype(jnp.float32) - scales)
     return jnp.max(error / jnp.maximum(jnp.abs(scales), SMALLEST))
 

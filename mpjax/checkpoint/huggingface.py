@@ -210,13 +210,14 @@ def fill(
 ) -> None:
     """Reads the tensors of a plan into a model, one parameter after another.
 
-    advance: is called with the number of bytes of each tensor when it is read.
+    advance: is called with the number of bytes of each tensor when it is read for the first time.
     belongs: whether to fill the parameter at a path; all others are left as they are.
     """
-    dtype = plan.config.dtype
+    dtype, unread = plan.config.dtype, set(checkpoint.tensors)
 
     def read(info: TensorInfo) -> np.ndarray:
-        advance(info.nbytes)
+        advance(info.nbytes if info.name in unread else 0)
+        unread.discard(info.name)
         return checkpoint.read(info.name)
 
     for array, taken in plan.arrays:

@@ -73,3 +73,19 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
             own = _NAME.sub(lambda match: match[1] or "model.", name, count=1)
             tensors[own] = dataclasses.replace(info, name=own)
     return dataclasses.replace(checkpoint, tensors=types.MappingProxyType(tensors))
+
+
+def written_names(name: str) -> tuple[str, ...]:
+    """The names that a text model's module may have in config.json: see `text_tensors`."""
+    inner = name.removeprefix("model.")
+    return name, f"language_model.{name}", f"model.language_model.{inner}"
+
+
+def matches(pattern: re.Pattern[str], name: str) -> bool:
+    """Whether a pattern of config.json matches a text model's module from its begin.
+
+    A pattern with `language_model` is of a checkpoint that also reads images: it is compared with
+    the names in such files, too.
+    """
+    names = written_names(name) if "language_model" in pattern.pattern else (name,)
+    return any(map(pattern.match, names))

@@ -58,7 +58,7 @@ def _some_experts(
 ) -> tuple[tuple[LinearSource, ...], list[Window]]:
     """The sources of a window's experts, which come one after the other; see `narrow`."""
     each = len(windows)
-    if not all(map(_keeps_scales, sources)):
+    if not all(map(keeps_scales, sources)):
         whole = windows[0]._replace(begin=0, end=len(sources) // each)
         return tuple(sources), [whole] * each
     return tuple(sources[windows[0].begin * each : windows[0].end * each]), windows
@@ -106,7 +106,7 @@ def _unit(source: LinearSource, window: Window, order: np.ndarray | None) -> int
     axes = _axes(source)
     of_window = [_axis(axes.get(suffix), window) for suffix in source.tensors]
     found = [axis.channels for axis in of_window if axis is not None]
-    if not found or not _keeps_scales(source):
+    if not found or not keeps_scales(source):
         return None
     if not window.is_of_inputs:
         return math.lcm(*found)
@@ -126,7 +126,7 @@ def _rounds_groups(format: WeightFormat | None) -> bool:
     return format.group_size is not None and not code_kinds.of(format).has_channel_scales
 
 
-def _keeps_scales(source: LinearSource) -> bool:
+def keeps_scales(source: LinearSource) -> bool:
     """Whether the dtype of scales follows from that in the file, and not from their values."""
     format = source.format
     if source.scheme is None or format is None:

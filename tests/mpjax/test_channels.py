@@ -19,6 +19,7 @@ ANSWER = (
     "<|channel|>analysis<|message|> They ask 1 < 2. <|end|><|start|>assistant<|channel|>final"
     "<|message|>Yes, 1 <| 2.<|return|>"
 )
+ABOUT_TAGS = "The tag </think> ends it, <think> begins it."
 CASES = [
     (HARMONY, "", ANSWER, ("They ask 1 < 2. ", "Yes, 1 <| 2.")),
     (HARMONY, "", "No channel.", ("", "No channel.")),
@@ -28,6 +29,15 @@ CASES = [
     (THINK, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.")),
     (THINK, "assistant\n<think>\n", "Hm.</think>Yes.", ("Hm.", "Yes.")),
     (THINK, "<think>\n\n</think>\n\n", "Yes.", ("", "Yes.")),
+    (THINK, "", "\n <think>\nHm.</think>Yes.", ("Hm.", "Yes.")),
+    (THINK, "<think>\n", "<think>Hm.</think>Yes.", ("Hm.", "Yes.")),
+    (THINK, "", ABOUT_TAGS, ("", ABOUT_TAGS)),
+    (THINK, "</think>\n\n", "<think> begins it.", ("", "<think> begins it.")),
+    (THINK, "", f"<think>Hm, <think>.</think>{ABOUT_TAGS}", ("Hm, <think>.", ABOUT_TAGS)),
+    (THINK, "", "    return 1", ("", "    return 1")),
+    (HARMONY, "", "    return 1<|end|>", ("", "    return 1")),
+    (HARMONY, "", " <|start|>assistant<|message|>None.<|end|>", ("", "None.")),
+    (THINK, "", " \n", ("", " \n")),
 ]
 
 

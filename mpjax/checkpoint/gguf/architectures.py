@@ -56,15 +56,19 @@ class Architecture:
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
 
     def translate(self, name: str) -> str:
-        """The name of a module in Hugging Face's files; its own for one that is unknown."""
+        """The name of a module in Hugging Face's files; its own for one that is unknown.
+
+        Modules of experts, and no others, have the expert's number behind their name.
+        """
         if name == "output":
             return "lm_head"
         if name in TABLES:
             return f"model.{TABLES[name]}"
         match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?", name)
-        if match is None or match[2] not in self.names:
+        own = None if match is None else self.names.get(match[2])
+        if match is None or own is None or ("{expert}" in own) != (match[3] is not None):
             return name
-        return f"model.layers.{match[1]}.{self.names[match[2]].format(expert=match[3])}"
+        return f"model.layers.{match[1]}.{own.format(expert=match[3])}"
 
     def change(self, name: str, config: Mapping[str, Any]) -> Change | None:
         """How the numbers of a module differ from Hugging Face's; None where they don't.

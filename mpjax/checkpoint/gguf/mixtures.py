@@ -8,12 +8,14 @@ gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/llama-graph.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mpjax.checkpoint.fused_experts import MOST_EXPERTS
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.errors import CheckpointError
 
 # Names in Hugging Face's files of what a layer has in the place of a gated MLP.
 QWEN_NAMES: Mapping[str, str] = {
@@ -36,24 +38,36 @@ _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
 _VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix of one row in Hugging Face's files
 
 
-def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file with one for each expert, such as `blk.0.ffn_gate_exps.3.weight`."""
+def split_experts(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The tensors of a file with one for each expert, such as `blk.0.ffn_gate_exps.3.weight`.
+
+    path: of the file. Raises CheckpointError where two tensors hold the same map of an expert.
+    """
     found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if (all_of := _OF_ALL.fullmatch(name)) and _is_stack(tensor):
-            count, *shape = tensor.shape
-            size = (tensor.end - tensor.begin) // count
-            for index in range(count):
-                own, begin = f"{all_of[1]}.{index}.{all_of[2]}", tensor.begin + index * size
-                found[own] = Tensor(own, tensor.type, tuple(shape), begin, begin + size)
-        elif one := _OF_ONE.fullmatch(name):
-            own = f"{one[1]}_exps.{one[2]}.{one[3]}"
-            found[own] = tensor._replace(name=own)
-        elif name.endswith(_VECTOR) and len(tensor.shape) == 1:
-            found[name] = tensor._replace(shape=(1, *tensor.shape))
-        else:
-            found[name] = tensor
+    for written, tensor in tensors.items():
+        for own in _split(written, tensor):
+            if own.name in found:
+                raise CheckpointError(
+                    f"{path}: {written} is the second tensor for {own.name}: expected either one "
+                    "tensor for all experts of a layer or one for each"
+                )
+            found[own.name] = own
     return found
+
+
+def _split(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    if (all_of := _OF_ALL.fullmatch(name)) and _is_stack(tensor):
+        count, *shape = tensor.shape
+        size = (tensor.end - tensor.begin) // count
+        for index in range(count):
+            own, begin = f"{all_of[1]}.{index}.{all_of[2]}", tensor.begin + index * size
+            yield Tensor(own, tensor.type, tuple(shape), begin, begin + size)
+    elif one := _OF_ONE.fullmatch(name):
+        yield tensor._replace(name=f"{one[1]}_exps.{one[2]}.{one[3]}")
+    elif name.endswith(_VECTOR) and len(tensor.shape) == 1:
+        yield tensor._replace(shape=(1, *tensor.shape))
+    else:
+        yield tensor
 
 
 def _is_stack(tensor: Tensor) -> bool:

@@ -21,6 +21,7 @@ from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.source import Source
+from mpjax.errors import CheckpointError
 from mpjax.tokenizer import Tokenizer
 
 
@@ -55,7 +56,7 @@ class GGUFSource(Source):
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in the header, with one for each expert."""
-        return split_experts(self.header.tensors)
+        return split_experts(self.header.tensors, self.path)
 
     @property
     def metadata(self) -> Metadata:
@@ -79,15 +80,21 @@ class GGUFSource(Source):
         return {name: held.read(name).astype(np.float32).reshape(-1) for name in infos}
 
     def open(self) -> GGUFCheckpoint:
-        """The tensors in the header."""
+        """The tensors in the header. Raises CheckpointError where two have one name."""
         architecture, config = architectures.of(self.metadata), self.read_config()
-        tensors, changes = {}, {}
+        tensors: dict[str, TensorInfo] = {}
+        changes: dict[str, architectures.Change] = {}
         for tensor in self.tensors.values():
             if tensor.name in FACTORS:  # which are in config.json
                 continue
             module, _, suffix = tensor.name.rpartition(".")
             suffix = suffix if tensor.type.dtype is not None else tensor.type.name.lower()
             name = f"{architecture.translate(module)}.{suffix}"
+            if name in tensors:
+                raise CheckpointError(
+                    f"{self.path}: {tensor.name} is the second tensor for {name} of Hugging Face's "
+                    "files: expected one"
+                )
             tensors[name] = _info(tensor, name, self.path)
             if (change := architecture.change(module, config)) is not None:
                 changes[name] = change

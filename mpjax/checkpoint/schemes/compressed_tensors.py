@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpjax.checkpoint import text_model
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 
@@ -124,8 +125,8 @@ def read_names(value: Any, key: str, source: str) -> tuple[str, ...]:
 
 def names(targets: Sequence[str], module: str) -> bool:
     """Whether targets name a module, in full or by a pattern."""
-    return module in targets or any(
-        checks.parse_pattern(target[3:], SOURCE).match(module)
+    return any(name in targets for name in text_model.written_names(module)) or any(
+        text_model.matches(checks.parse_pattern(target[3:], SOURCE), module)
         for target in targets
         if target.startswith("re:")
     )

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.checkpoint import text_model
 from mpjax.checkpoint.schemes import checks, words, writing
 from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.errors import CheckpointError
@@ -128,7 +129,7 @@ class GPTQScheme(Scheme):
         name: the module's path, such as `model.layers.0.mlp.down_proj`.
         """
         for rule in self.dynamic:
-            if rule.pattern.match(name):
+            if text_model.matches(rule.pattern, name):
                 if not rule.quantized:
                     return None
                 return dataclasses.replace(

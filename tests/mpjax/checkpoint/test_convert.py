@@ -8,14 +8,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint import convert
+from mpjax.checkpoint.convert import (
+    PIECE_BYTES,
+    convert_array,
+    convert_experts,
+    convert_linear,
+)
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
-from mpjax.models import LinearPlace
+from mpjax.models import ExpertPlace, LinearPlace
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32
@@ -216,6 +222,47 @@ def test_float32_scales_are_rounded_to_the_better_of_16_bits(factor, dtype, most
     expected = dequantized(codes, scales, zeros)
     error = abs(kernel_of(part).dequantize() - expected) / np.maximum(abs(expected), 2.0**-126)
     assert 0 < error.max() <= most
+
+
+SMALL_SCALE = 1.3e-6  # below float16's normal numbers
+
+
+def sources_with_a_small_scale(files, rng):
+    """Two maps with float32 scales; those of the first alone would be float16."""
+    modules = [random_codes(rng, np.float32) for _ in range(2)]
+    modules[1][1][1, 2] = SMALL_SCALE
+    sources = [
+        files.source(name, pack_awq(*module), AWQ, UINT4)
+        for name, module in zip("ab", modules, strict=True)
+    ]
+    return sources, [dequantized(*module) for module in modules]
+
+
+@pytest.mark.filterwarnings("ignore:scales in float32 are rounded to bfloat16")
+def test_float32_scales_of_a_place_get_one_dtype(rng):
+    files = Files()
+    sources, expected = sources_with_a_small_scale(files, rng)
+    [part] = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
+    assert kernel_of(part).scale_dtype == "bfloat16"
+    joined = np.concatenate(expected, 1)
+    np.testing.assert_allclose(kernel_of(part).dequantize(), joined, rtol=2**-8)
+
+
+@pytest.mark.filterwarnings("ignore:scales in float32 are rounded to bfloat16")
+@pytest.mark.parametrize("piece", [0, PIECE_BYTES])
+def test_float32_scales_of_experts_get_one_dtype(piece, rng, monkeypatch):
+    """Also where experts come one by one."""
+    monkeypatch.setattr(convert, "PIECE_BYTES", piece)
+    files = Files()
+    sources, expected = sources_with_a_small_scale(files, rng)
+    experts = ExpertPlace("path", ("a", "b"), (SHAPE,) * 2, False, experts=2)
+    stacks = [
+        kernel_of(stack) for stack in convert_experts(experts, sources, "bfloat16", files.read)
+    ]
+    assert len(stacks) == (1 if piece else 2)
+    assert {stack.scale_dtype for stack in stacks} == {"bfloat16"}
+    found = np.concatenate([stack.dequantize() for stack in stacks])
+    np.testing.assert_allclose(found, np.stack(expected), rtol=2**-8)
 
 
 def test_scales_that_no_16_bits_hold_are_refused(rng):

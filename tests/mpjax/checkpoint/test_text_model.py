@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import mpjax
 from mpjax.checkpoint import huggingface
-from mpjax.checkpoint.text_model import text_config
+from mpjax.checkpoint.text_model import matches, text_config, written_names
 from mpjax.errors import CheckpointError
 from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
@@ -52,6 +54,29 @@ def test_the_text_model_is_that_of_its_own_files(rename, prefix, tmp_path, rng):
         hf = huggingface.read_config(tmp_path / "out")
         assert hf["architectures"] == ["MistralForCausalLM"]
         require_same_bits(mpjax.load(tmp_path / "out"), alone)
+
+
+@pytest.mark.parametrize("rename", [older, newer])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head.weight"])
+def test_names_in_files_are_known_by_those_of_the_text_model(rename, name):
+    assert rename(name) in written_names(name)
+    assert name in written_names(name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r".*language_model\.(model\.)?layers", True),
+        (r"language_model\.model\.layers\.1\.", True),
+        (r"model\.language_model\.layers\.1\.", True),
+        (r"model\.layers\.1\.", True),
+        (r".*language_model\.model\.layers\.2\.", False),
+        (r"(?!model\.layers)", False),  # which the name in the files would match
+        (r"vision_tower", False),
+    ],
+)
+def test_patterns_match_names_in_files(pattern, expected):
+    assert matches(re.compile(pattern), "model.layers.1.mlp.up_proj") is expected
 
 
 def test_keys_that_gemma_3_leaves_out():

@@ -76,6 +76,14 @@ def test_every_name_of_a_family_has_one_in_the_file(name):
     assert architecture.translate("blk.0.other") == "blk.0.other"
 
 
+def test_modules_of_experts_alone_have_a_number():
+    mixture = architectures.MIXTURES["qwen3moe"]
+    expert = "model.layers.0.mlp.experts.3.gate_proj"
+    assert mixture.translate("blk.0.ffn_gate_exps.3") == expert
+    for name in ("blk.0.ffn_gate_exps", "blk.0.attn_q.3", "blk.0.ffn_gate_shexp.3"):
+        assert mixture.translate(name) == name
+
+
 def test_the_rows_of_queries_and_keys_are_separated():
     """llama.cpp's converter interleaves the halves of each head; `change` undoes that."""
     config = {"num_attention_heads": 4, "num_key_value_heads": 2}

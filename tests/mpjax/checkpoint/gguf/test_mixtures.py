@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,7 @@ from tests.mpjax.checkpoint.gguf.write_gguf import (
 from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import write_checkpoint
 
+FILE = Path("m.gguf")
 HEADS = {"attn_q": SIZES["heads"], "attn_k": SIZES["kv_heads"]}
 NAMES = {
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
@@ -105,12 +108,12 @@ def stack(*shape, name="blk.0.ffn_up_exps.weight"):
 
 
 def test_experts_are_runs_of_bytes():
-    found = split_experts(stack(3, 16, 32))
+    found = split_experts(stack(3, 16, 32), FILE)
     assert [*found] == [f"blk.0.ffn_up_exps.{expert}.weight" for expert in range(3)]
     assert [(t.shape, t.begin, t.end) for t in found.values()] == [
         ((16, 32), 100 + 2048 * expert, 2148 + 2048 * expert) for expert in range(3)
     ]
-    gate = split_experts(stack(8, name="blk.0.ffn_gate_inp_shexp.weight"))
+    gate = split_experts(stack(8, name="blk.0.ffn_gate_inp_shexp.weight"), FILE)
     assert [tensor.shape for tensor in gate.values()] == [(1, 8)]
 
 
@@ -118,7 +121,16 @@ def test_experts_are_runs_of_bytes():
     "shape", [(64, 64), (0, 64, 64), (4097, 16, 16), (4096, 0, 64), (4, 15, 16)]
 )
 def test_what_is_no_stack_of_experts_stays(shape):
-    assert split_experts(stack(*shape)) == stack(*shape)
+    assert split_experts(stack(*shape), FILE) == stack(*shape)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_expert_has_one_tensor(is_first):
+    one = stack(16, 32, name="blk.0.ffn_up.2.weight")
+    both = one | stack(3, 16, 32) if is_first else stack(3, 16, 32) | one
+    with pytest.raises(CheckpointError, match=r"^m\.gguf: .* second tensor for .*up_exps\.2\.wei"):
+        split_experts(both, FILE)
+    assert len(split_experts(stack(2, 16, 32) | one, FILE)) == 3
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,10 @@ def test_what_is_no_stack_of_experts_stays(shape):
         (lambda m, t: m.update({"llama.expert_count": 5}), "lacks|the model expects"),
         (lambda m, t: m.pop("llama.expert_used_count"), "has no 'llama.expert_used_count'"),
         (lambda m, t: t.pop("blk.1.ffn_up_exps.weight"), "lacks 4 tensors|has no tensor"),
+        (
+            lambda m, t: t.update({"blk.1.ffn_up_exps.weight": ("F16", (64, 64), bytes(8192))}),
+            r"lacks 4 tensors|has no tensor|\(blk\.1\.ffn_up_exps\.weight\)",
+        ),
         (
             lambda m, t: m.update({"general.architecture": "gemma", "gemma.expert_count": 4}),
             "'gemma' with experts: expected one of .*with experts llama, qwen2moe, qwen3moe",

@@ -183,6 +183,16 @@ def test_llama_3_factors(tmp_path, rng):
             r"holds 1 tensor \(blk.0.new.weight\) that the model has no place for",
         ),
         (
+            lambda tensors: tensors.update(
+                {"blk.0.attn_q.3.weight": tensors["blk.0.attn_q.weight"]}
+            ),
+            r"holds 1 tensor \(blk\.0\.attn_q.*\.3\.weight\) that the model has no place for",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": tensors["output_norm.weight"]}),
+            r"m\.gguf: model\.norm\.weight is the second tensor for model\.norm\.weight of ",
+        ),
+        (
             lambda tensors: tensors.update({"output_norm.weight": ("F32", (2,), bytes(8))}),
             r"model\.norm\.weight is float32 \[2\]: expected",
         ),

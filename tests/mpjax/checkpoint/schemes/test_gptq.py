@@ -157,6 +157,12 @@ def test_zero_points_that_contradict_a_symmetric_config(said, bits):
         )
 
 
+def test_a_dynamic_rule_has_the_names_in_files_that_also_read_images():
+    parsed = config(dynamic={r"-:model\.language_model\.layers\.1\.": {}})
+    assert parsed.for_module("model.layers.1.mlp.up_proj") is None
+    assert parsed.for_module("model.layers.0.mlp.up_proj") is parsed
+
+
 def test_a_dynamic_rule_says_that_a_module_is_not_symmetric():
     parsed = config(sym=True, dynamic={"+:.*down_proj": {"sym": False}})
     tensors = random_module()

@@ -91,6 +91,20 @@ def test_a_module_has_the_scheme_of_its_group():
     assert found == {("uint4:g32", "int8:gK/int8"), ("uint4:g32", "uint8:gK")}
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        r"re:.*language_model\.layers.*mlp",
+        r"re:language_model\.model\.layers\..*mlp",
+        "model.language_model.layers.0.mlp.up_proj",
+    ],
+)
+def test_targets_have_the_names_in_files_that_also_read_images(target):
+    scheme = registry.read(mixture(group(PACKED, ["Linear"]), group(INTEGERS, [target])))
+    assert type(scheme.of_module("model.layers.0.mlp.up_proj")) is IntQuantizedScheme
+    assert type(scheme.of_module("model.layers.0.self_attn.q_proj")) is PackQuantizedScheme
+
+
 def test_logits_are_those_of_the_dequantised_model(stored, tmp_path):
     quantized, plain = stored
     folder = write_checkpoint(tmp_path / "q", LLAMA | {"quantization_config": TWO}, quantized)

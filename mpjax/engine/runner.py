@@ -102,6 +102,17 @@ class Runner:
             before.is_measured = False
         return self.clock.start(is_free=before is None or is_late)
 
+    def _await(self, pending: _Pending) -> None:
+        """Measures a program before the next one, which holds the host until it has ended itself.
+
+        The end of this program is not known later. The next one is launched late by that, which
+        costs little, since the device waits for the host in it anyway.
+        """
+        if not pending.drawn.tokens.is_ready():
+            pending.drawn.tokens.block_until_ready()
+            self._measure(pending)
+            pending.is_measured = False
+
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
         """Ends a request before the device has, so that it may leave NaN behind in the cache."""
         self._end(request, reason, error, is_finite=False)
@@ -137,6 +148,8 @@ class Runner:
         slots, entries = self._state.tables.shape
         size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
+        if self.programs.holds_host and self._pending is not None:
+            self._await(self._pending)
         begin = self._begin()
         self._state, drawn = self.programs.decode(self._state, stepping, plan)
         drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))

@@ -201,7 +201,9 @@ class Runner:
         if not pending.is_measured:
             return
         if isinstance(plan, Decode):
-            pace.learn_step(seconds / plan.steps)
+            steps = _steps(pending)
+            if steps:
+                pace.learn_step(seconds / steps)
         elif not plan.scored:
             pace.learn_reading(pending.size, plan.work, seconds)
 
@@ -291,3 +293,13 @@ class _Pending:
     begin: float
     size: int
     is_measured: bool = True
+
+
+def _steps(pending: _Pending) -> int:
+    """The steps of a program that has decoded; with speculation, those of its longest row.
+
+    There the loop ends early where a row has got the most tokens, or where all rows end.
+    """
+    assert isinstance(pending.plan, Decode)
+    done = pending.drawn.speculated
+    return pending.plan.steps if done is None else int(np.asarray(done.steps).max())

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mpjax import Sampling
+from mpjax import Ngram, Sampling
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.planner import Decode
@@ -153,6 +153,28 @@ def test_a_program_that_holds_the_host_does_not_hide_the_end_of_the_one_before(t
     assert len(readings) > 3
     assert readings == pytest.approx([0.045] * len(readings))
     assert {round(seconds, 9) for seconds in steps} <= {0.01, 0.0025}
+
+
+def test_a_speculating_step_is_measured_by_the_steps_that_ran(tiny, monkeypatch):
+    """Proposals that are all accepted end a program of eight steps at a page of tokens."""
+    with make_engine(tiny, steps=8, speculate=Ngram(k=31, n=1)) as engine:
+        runner, clock, learned, expected = engine._runner, Clock(), [], []
+        monkeypatch.setattr(clock, "end", lambda start: 0.24)
+        runner.clock = clock
+        monkeypatch.setattr(runner.planner.pace, "learn_step", learned.append)
+        read = runner._read
+
+        def watch(pending):
+            if isinstance(pending.plan, Decode) and pending.is_measured:
+                steps = int(np.asarray(pending.drawn.speculated.steps).max())
+                expected.extend([0.24 / steps] if steps else [])
+            return read(pending)
+
+        monkeypatch.setattr(runner, "_read", watch)
+        monkeypatch.setattr(runner, "_begin", lambda: 0.0)  # no step is late
+        engine.submit([5] * 40, max_new_tokens=100).result()
+    assert learned == expected
+    assert max(learned) > 0.24 / 8
 
 
 def test_a_stop_string_lets_the_device_go_on_and_so_is_cleared(tiny):

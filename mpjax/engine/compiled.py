@@ -13,7 +13,7 @@ import jax
 from mpjax.decoding import has_warpgroups
 from mpjax.engine import filling
 from mpjax.engine.histories import begin_history
-from mpjax.engine.planner import NOBODY, Decode, Sizes, middle_chunk, scored_chunk, small_chunk
+from mpjax.engine.planner import NOBODY, Decode, Sizes
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
@@ -105,22 +105,16 @@ class Programs:
     """
 
     def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
-        chunk, slots, steps = limits.chunk, limits.slots, limits.steps
+        slots, steps = limits.slots, limits.steps
         self._waits, self._proposer, self._limits = not device.on_gpu(), proposer, limits
-        self.scored_size = scored_chunk(chunk)
-        small, middle = small_chunk(chunk), middle_chunk(chunk)
         # By whether all rows are greedy, and whether there are places for rows that ride along.
-        # These programs read a middle chunk. Where not all rows are greedy, places may be empty.
+        # Where not all rows are greedy, places may be empty.
+        kinds = [(True, False), (False, limits.rides), *([(True, True)] if limits.rides else [])]
         self.reading_sizes = {
-            (True, False): sorted({small, middle, chunk}),
-            (False, False): sorted({middle, chunk}),
+            (greedy, riders): limits.reading_sizes(greedy=greedy, scored=False, riders=riders)
+            for greedy, riders in kinds
         }
-        if limits.rides:
-            self.reading_sizes = {
-                (True, False): sorted({small, chunk}),
-                (True, True): [middle],
-                (False, True): sorted({middle, chunk}),
-            }
+        [self.scored_size] = limits.reading_sizes(greedy=False, scored=True)
         few = sorted({-(-slots // 4), slots})
         self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
         parts = {-(-slots // 8), slots}

@@ -251,8 +251,10 @@ class Planner:
     def _may_read_on(self) -> bool:
         """Whether rows that decode may wait for a program of middle size beside those before."""
         gap = self._gap(len(self._decoding()))
-        if self.sizes.rides or gap == math.inf:
-            return not self.sizes.rides
+        if gap == math.inf:
+            return True
+        if self.sizes.rides:
+            return False
         seconds = self.pace.seconds(middle_chunk(self.sizes.chunk), 0)
         return self._waited + seconds + self.pace.step_seconds <= gap
 

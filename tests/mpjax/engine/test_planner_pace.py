@@ -125,3 +125,11 @@ def test_short_prompts_of_random_rows_count_as_the_programs_that_read_them():
     plans = [planner.plan() for _ in range(12)]
     kinds = "".join("D" if isinstance(plan, Decode) else "E" for plan in plans)
     assert kinds == "EED" * 4
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_rows_that_may_wait_for_ever_wait_for_all_prompts(rides):
+    sizes = dataclasses.replace(TIMED, max_gap=math.inf, rides=rides, sequences=1)
+    rows = [row(number, prompt=100, most=3, text=1000 * number) for number in range(5)]
+    plans, _ = run_timed(sizes, rows)
+    assert "".join("D" if isinstance(plan, Decode) else "E" for plan in plans) == "EEEEEDD"

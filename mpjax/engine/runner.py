@@ -161,12 +161,9 @@ class Runner:
             return
         for row in [piece.row for piece in pieces if piece.is_first]:
             assert row.slot is not None
-            histories = self._state.speculation
-            tokens = filling.history(row, histories.history.shape[1])
-            slot = np.int32(row.slot)
-            count = np.int32(len(row.tokens))
-            histories = self.programs.begin_history(histories, slot, tokens, count)
-            self._state = dataclasses.replace(self._state, speculation=histories)
+            tokens = filling.history(row, self._state.speculation.history.shape[1])
+            slot, count = np.int32(row.slot), np.int32(len(row.tokens))
+            self._state = self.programs.begin_history(self._state, slot, tokens, count)
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""

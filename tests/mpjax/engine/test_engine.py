@@ -216,19 +216,6 @@ def test_programs_are_compiled_ahead(engine, alone):
         engine.compile(greedy_only=1)
 
 
-def test_beginning_with_a_proposer_and_cancelling_are_compiled_ahead(tiny):
-    with make_engine(tiny, slots=2, speculate=mpjax.Ngram(k=3, n=2)) as engine:
-        engine.compile(greedy_only=True)
-        before, programs = compiled.count(), engine.statistics()["programs"]
-        handle = engine.submit(PROMPTS[0], max_new_tokens=NEW)
-        for _ in range(2):
-            engine.step()
-        handle.cancel()
-        engine.submit(PROMPTS[1], max_new_tokens=2).result()
-        assert handle.finish_reason == "cancelled"
-        assert (compiled.count(), engine.statistics()["programs"]) == (before, programs)
-
-
 def test_a_prompt_that_was_read_before_is_found(engine):
     prompt = list(range(1, 100))
     resize(engine)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mpjax.decoding import has_warpgroups
 from mpjax.engine import filling
 from mpjax.engine.histories import begin_history
-from mpjax.engine.planner import NOBODY, Decode, Sizes, middle_chunk, scored_chunk, small_chunk
+from mpjax.engine.pages import NOWHERE
+from mpjax.engine.planner import NOBODY, Decode, Sizes
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
 from mpjax.models import Decoder
-from mpjax.speculation.proposer import Proposer, Speculation
+from mpjax.speculation.proposer import Proposer
 
 FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 
@@ -66,10 +69,17 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
     )
 
 
+def _begin(proposer: Proposer, state: EngineState, *row: Any) -> EngineState:
+    """The state in which a slot has the tokens of its next row; see `begin_history`."""
+    assert state.speculation is not None
+    histories = begin_history(proposer, state.speculation, *row)
+    return dataclasses.replace(state, speculation=histories)
+
+
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate, begin_history)
+    for function in (extend, decode, speculate, _begin)
     for in_turn in (False, True)
 }
 _jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
@@ -83,13 +93,13 @@ def count() -> int:
 class _Call(NamedTuple):
     """A call of a jitted function.
 
-    name: as `Programs.used` has it. modules: what is behind the function, as `_flat` gives it.
-    arguments: behind the state.
+    name: as `Programs.used` has it. modules: what is behind the function, as `_flat` gives it;
+    empty for no module. arguments: behind the state.
     """
 
     name: tuple[Any, ...]
     run: Any
-    modules: tuple[Any, Any]
+    modules: tuple[Any, ...]
     arguments: tuple[Any, ...]
     how: dict[str, Any]
 
@@ -105,22 +115,16 @@ class Programs:
     """
 
     def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
-        chunk, slots, steps = limits.chunk, limits.slots, limits.steps
+        slots, steps = limits.slots, limits.steps
         self._waits, self._proposer, self._limits = not device.on_gpu(), proposer, limits
-        self.scored_size = scored_chunk(chunk)
-        small, middle = small_chunk(chunk), middle_chunk(chunk)
         # By whether all rows are greedy, and whether there are places for rows that ride along.
-        # These programs read a middle chunk. Where not all rows are greedy, places may be empty.
+        # Where not all rows are greedy, places may be empty.
+        kinds = [(True, False), (False, limits.rides), *([(True, True)] if limits.rides else [])]
         self.reading_sizes = {
-            (True, False): sorted({small, middle, chunk}),
-            (False, False): sorted({middle, chunk}),
+            (greedy, riders): limits.reading_sizes(greedy=greedy, scored=False, riders=riders)
+            for greedy, riders in kinds
         }
-        if limits.rides:
-            self.reading_sizes = {
-                (True, False): sorted({small, chunk}),
-                (True, True): [middle],
-                (False, True): sorted({middle, chunk}),
-            }
+        [self.scored_size] = limits.reading_sizes(greedy=False, scored=True)
         few = sorted({-(-slots // 4), slots})
         self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
         parts = {-(-slots // 8), slots}
@@ -146,23 +150,25 @@ class Programs:
         return self._proposer is not None and device.on_gpu()
 
     def compile(self, state: EngineState, *, greedy_only: bool) -> EngineState:
-        """Compiles the programs of the model, several at a time; see Engine.compile.
+        """Compiles all programs, several at a time; see Engine.compile.
 
         Each is then run without rows. The state is donated; the one that is returned has the same
         rows and pages.
         """
         calls = [*self._calls(*state.tables.shape, greedy_only=greedy_only)]
+        calls += self._calls_of_slots(state)
         lowered = [
             call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
         ]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             [*pool.map(lambda each: each.compile(), lowered)]
         for call in calls * 2:  # the second run of a program records its launches
-            state, *_ = self._run(call, state)
+            found = self._run(call, state)
+            state = found if isinstance(found, EngineState) else found[0]
         return state
 
     def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
-        """All calls that there are, without rows."""
+        """All calls of the model that there are, without rows."""
         size, pieces = {"slots": slots, "entries": entries}, self._limits.sequences
         for (greedy, rides), sizes in self.reading_sizes.items():
             if greedy_only and not greedy:
@@ -181,6 +187,14 @@ class Programs:
         if not greedy_only:
             reading = filling.reading([], tokens=self.scored_size, rows=pieces, **size)
             yield self._extend_call(reading, None, greedy=False, scored=True)
+
+    def _calls_of_slots(self, state: EngineState) -> Iterator[_Call]:
+        """All calls that change a slot between programs of the model, with a slot too high."""
+        slots, entries = state.tables.shape
+        yield self._clear_call(np.full(entries, NOWHERE, np.int32), np.int32(slots))
+        if state.speculation is not None:
+            tokens = np.zeros(state.speculation.history.shape[1], np.int32)
+            yield self._begin_call(np.int32(slots), tokens, np.int32(0))
 
     def _run(self, call: _Call, state: EngineState) -> Any:
         self.used.add(call.name)
@@ -204,6 +218,12 @@ class Programs:
         name, run = (speculate, rows, *how.values()), _JITTED[speculate, in_turn]
         return _Call(name, run, self._both, (stepping,), how | {"most": plan.most})
 
+    def _begin_call(self, *row: Any) -> _Call:
+        return _Call((begin_history,), _JITTED[_begin, False], self._alone, row, {})
+
+    def _clear_call(self, pages: Any, slot: Any) -> _Call:
+        return _Call((clear,), _jit_clear, (), (pages, slot, self._mesh), {})
+
     def extend(
         self,
         state: EngineState,
@@ -222,16 +242,15 @@ class Programs:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
         return self._run(self._decode_call(stepping, plan), state)
 
-    def begin_history(self, histories: Speculation, *row: Any) -> Speculation:
-        """Runs `begin_history`; the histories are donated."""
-        self.used.add((begin_history,))
-        begun: Speculation = _JITTED[begin_history, False](*self._alone, histories, *row)
+    def begin_history(self, state: EngineState, *row: Any) -> EngineState:
+        """Runs `begin_history`; the state is donated."""
+        begun: EngineState = self._run(self._begin_call(*row), state)
         return begun
 
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""
-        self.used.add((clear,))
-        return _jit_clear(state, pages, slot, self._mesh)
+        cleared: EngineState = self._run(self._clear_call(pages, slot), state)
+        return cleared
 
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
         """The number of rows to which rows are padded."""

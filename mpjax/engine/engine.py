@@ -155,7 +155,8 @@ class Engine:
         new_tokens: drawn.
         preemptions: how often a request gave up its pages. programs: that were compiled.
         proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.
-        steps: of the engine. late_steps: of them, those before which the device had nothing to do.
+        steps: of the engine. late_steps: of them, those before which the device had nothing to do;
+        with speculation on a GPU most are, since the host waits for programs that decode.
         work_seconds: in which there were requests, but for compiling. idle_seconds: of them, those
         in which the device had nothing to do, at most.
         """

@@ -31,10 +31,11 @@ def begin_history(
 ) -> Speculation:
     """Gives a slot the tokens of its next row, and lets the proposer read them.
 
-    slot, count: int32 scalars. tokens: int32 [tokens], of which `count` are the row's.
+    slot, count: int32 scalars; with a slot too high nothing changes. tokens: int32 [tokens], of
+    which `count` are the row's.
     """
     own = proposer.begin(histories.own, slot, tokens, count)
-    history = histories.history.at[slot].set(tokens)
+    history = histories.history.at[slot].set(tokens, mode="drop")
     return dataclasses.replace(histories, history=history, own=own)
 
 

@@ -14,9 +14,11 @@ USUAL_GAP = 0.05  # seconds
 CROWD = 4  # at most so many times as long, where more rows wait for their first token than decode
 # A token of a prompt costs twice as much at this position as at the first: it attends to more.
 CONTEXT = 8192
-KEPT = 32  # programs whose seconds are remembered
 LEAST_SECONDS = 1e-6  # of a program, by which others are divided
 NEWEST = 3  # of one size, whose median counts: one that something held up changes nothing
+# A larger program takes at most so many times as long per token as a smaller one. Where it was
+# measured as slower, something held it up several times, and it is tried again.
+SLOWER = 1.5
 
 
 def context_work(start: int, count: int) -> float:
@@ -45,17 +47,21 @@ class Pace:
     """The seconds that programs take, as far as they were measured.
 
     The seconds of a program that reads are predicted as a rate times its size and the context work
-    of its tokens. The rate is that of the newest programs of the size; for a size without any, the
-    least rate of other sizes.
+    of its tokens. The rate is that of the newest programs of the size. For a size without any, the
+    seconds grow with the square root of the size from the next smaller one on: between those of
+    reading the weights, which are constant, and those of products, which grow with it. Without a
+    smaller one, the rate is that of the next larger one. So a size is taken for a little faster
+    than it may be, and is measured when it is tried.
     """
 
     def __init__(self) -> None:
-        self._rates: collections.deque[tuple[int, float]] = collections.deque(maxlen=KEPT)
+        self._rates: dict[int, collections.deque[float]] = {}  # of the newest, by size
         self._steps: collections.deque[float] = collections.deque(maxlen=NEWEST)
 
     def learn_reading(self, size: int, work: float, seconds: float) -> None:
         """Adds a program that has read. size: its tokens, with padding. work: of their context."""
-        self._rates.append((size, max(seconds, LEAST_SECONDS) / (size + work)))
+        newest = self._rates.setdefault(size, collections.deque(maxlen=NEWEST))
+        newest.append(max(seconds, LEAST_SECONDS) / (size + work))
 
     def learn_step(self, seconds: float) -> None:
         """Adds the seconds of a decoding step."""
@@ -68,11 +74,13 @@ class Pace:
 
     def rate(self, size: int) -> float:
         """Seconds per token at the first position. A program has to have been measured."""
-        by_size: dict[int, list[float]] = {}
-        for measured, rate in self._rates:
-            by_size.setdefault(measured, []).append(rate)
-        medians = {each: statistics.median(rates[-NEWEST:]) for each, rates in by_size.items()}
-        return medians[size] if size in medians else min(medians.values())
+        medians = {each: statistics.median(rates) for each, rates in self._rates.items()}
+        smaller = [each for each in medians if each < size]
+        if size in medians:
+            return min([medians[size], *(SLOWER * medians[each] for each in smaller)])
+        if smaller:
+            return self.rate(max(smaller)) * math.sqrt(max(smaller) / size)
+        return medians[min(medians)]
 
     def seconds(self, size: int, work: float) -> float:
         """The seconds of a program that reads; inf before any was measured."""

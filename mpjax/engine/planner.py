@@ -75,6 +75,22 @@ class Sizes:
         """The fewest tokens that so many decoding steps draw of a row which goes on."""
         return 1 if self.proposed else steps
 
+    def reading_sizes(self, *, greedy: bool, scored: bool, riders: bool = False) -> list[int]:
+        """The tokens of prompts to which programs that read are padded, ascending.
+
+        greedy: whether all tokens that are drawn are the likeliest ones. scored: whether prompts
+        are scored. riders: whether there are places for rows that ride along; in programs that
+        draw at random there are, where rows ride, and they may be empty.
+        """
+        small, middle = small_chunk(self.chunk), middle_chunk(self.chunk)
+        if scored:
+            return [scored_chunk(self.chunk)]
+        if not greedy:
+            return sorted({middle, self.chunk})
+        if riders:
+            return [middle]
+        return sorted({small, self.chunk} if self.rides else {small, middle, self.chunk})
+
     @property
     def unit(self) -> int:
         """Tokens of the smallest prefix that can be shared: whole pages and whole blocks."""
@@ -214,7 +230,7 @@ class Planner:
             riders = extend.riders.rows if extend.riders else []
             self._has_left = len(riders) < len(decoding) or not self.sizes.rides
             if not self.sizes.rides:
-                self._waited += self.pace.seconds(self._padded(extend.tokens), extend.work)
+                self._waited += self.pace.seconds(self._padded(extend), extend.work)
             return extend
         self._has_left, self._waited = False, 0.0
         return self._plan_decode()
@@ -235,16 +251,18 @@ class Planner:
     def _may_read_on(self) -> bool:
         """Whether rows that decode may wait for a program of middle size beside those before."""
         gap = self._gap(len(self._decoding()))
-        if self.sizes.rides or gap == math.inf:
-            return not self.sizes.rides
+        if gap == math.inf:
+            return True
+        if self.sizes.rides:
+            return False
         seconds = self.pace.seconds(middle_chunk(self.sizes.chunk), 0)
         return self._waited + seconds + self.pace.step_seconds <= gap
 
-    def _padded(self, tokens: int) -> int:
-        """The size of a program that reads so many tokens."""
-        chunk = self.sizes.chunk
-        sizes = small_chunk(chunk), middle_chunk(chunk), chunk
-        return next(size for size in sizes if size >= tokens)
+    def _padded(self, extend: Extend) -> int:
+        """The size of a program that reads, without riders."""
+        greedy = all(piece.row.is_greedy for piece in extend.pieces)
+        sizes = self.sizes.reading_sizes(greedy=greedy, scored=extend.scored)
+        return next(size for size in sizes if size >= extend.tokens)
 
     def _plan_extend(self) -> Extend | None:
         pieces: list[Piece] = []
@@ -270,14 +288,13 @@ class Planner:
 
         first: the row with the first tokens to read.
         """
-        chunk, decoding = self.sizes.chunk, self._decoding()
-        sizes = sorted({small_chunk(chunk), middle_chunk(chunk), chunk})
-        if first.scored:
-            sizes = [scored_chunk(chunk)]
-        elif not all(row.is_greedy for row in [first, *decoding]):
-            sizes = [size for size in sizes if size >= middle_chunk(chunk)]  # no small program
+        decoding = self._decoding()
+        kind = {"greedy": all(row.is_greedy for row in [first, *decoding]), "scored": first.scored}
+        sizes = self.sizes.reading_sizes(**kind)
         if self.sizes.rides and decoding and not first.scored:
-            sizes = [size for size in sizes if size <= middle_chunk(chunk)]
+            most = middle_chunk(self.sizes.chunk)
+            sizes = sorted({*sizes, *self.sizes.reading_sizes(**kind, riders=True)})
+            sizes = [size for size in sizes if size <= most]
         if not decoding:
             return sizes[-1], math.inf
         gap = self._gap(len(decoding))

@@ -329,8 +329,8 @@ def clear(
 ) -> EngineState:
     """Sets pages and the residual of a slot to zero, in which a row may have left NaN.
 
-    pages: int32 [any number]. slot: int32 scalar. mesh: the devices among which the KV heads are
-        divided (static).
+    pages: int32 [any number]. slot: int32 scalar, too high for none. mesh: the devices among
+        which the KV heads are divided (static).
     """
     run = _clear_layers
     if mesh is not None:
@@ -353,8 +353,8 @@ def _clear_layers(
         if residual is not None:
             residual = dataclasses.replace(
                 residual,
-                keys=residual.keys.at[slot].set(0),
-                values=residual.values.at[slot].set(0),
+                keys=residual.keys.at[slot].set(0, mode="drop"),
+                values=residual.values.at[slot].set(0, mode="drop"),
             )
         changed: dict[str, Any] = {"residual": residual}
         for name, codes in (

@@ -102,6 +102,17 @@ class Runner:
             before.is_measured = False
         return self.clock.start(is_free=before is None or is_late)
 
+    def _await(self, pending: _Pending) -> None:
+        """Measures a program before the next one, which holds the host until it has ended itself.
+
+        The end of this program is not known later. The next one is launched late by that, which
+        costs little, since the device waits for the host in it anyway.
+        """
+        if not pending.drawn.tokens.is_ready():
+            pending.drawn.tokens.block_until_ready()
+            self._measure(pending)
+            pending.is_measured = False
+
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
         """Ends a request before the device has, so that it may leave NaN behind in the cache."""
         self._end(request, reason, error, is_finite=False)
@@ -137,6 +148,8 @@ class Runner:
         slots, entries = self._state.tables.shape
         size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
+        if self.programs.holds_host and self._pending is not None:
+            self._await(self._pending)
         begin = self._begin()
         self._state, drawn = self.programs.decode(self._state, stepping, plan)
         drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
@@ -148,12 +161,9 @@ class Runner:
             return
         for row in [piece.row for piece in pieces if piece.is_first]:
             assert row.slot is not None
-            histories = self._state.speculation
-            tokens = filling.history(row, histories.history.shape[1])
-            slot = np.int32(row.slot)
-            count = np.int32(len(row.tokens))
-            histories = self.programs.begin_history(histories, slot, tokens, count)
-            self._state = dataclasses.replace(self._state, speculation=histories)
+            tokens = filling.history(row, self._state.speculation.history.shape[1])
+            slot, count = np.int32(row.slot), np.int32(len(row.tokens))
+            self._state = self.programs.begin_history(self._state, slot, tokens, count)
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""
@@ -188,7 +198,9 @@ class Runner:
         if not pending.is_measured:
             return
         if isinstance(plan, Decode):
-            pace.learn_step(seconds / plan.steps)
+            steps = _steps(pending)
+            if steps:
+                pace.learn_step(seconds / steps)
         elif not plan.scored:
             pace.learn_reading(pending.size, plan.work, seconds)
 
@@ -278,3 +290,13 @@ class _Pending:
     begin: float
     size: int
     is_measured: bool = True
+
+
+def _steps(pending: _Pending) -> int:
+    """The steps of a program that has decoded; with speculation, those of its longest row.
+
+    There the loop ends early where a row has got the most tokens, or where all rows end.
+    """
+    assert isinstance(pending.plan, Decode)
+    done = pending.drawn.speculated
+    return pending.plan.steps if done is None else int(np.asarray(done.steps).max())

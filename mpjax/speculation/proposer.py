@@ -129,7 +129,8 @@ class Proposer:
     def begin(self, own: Any, slot: jax.Array, tokens: jax.Array, count: jax.Array) -> Any:
         """The state of an engine's slots after another row has begun in one of them.
 
-        slot, count: int32 scalars. tokens: int32 [tokens], of which `count` are the row's.
+        slot, count: int32 scalars. tokens: int32 [tokens], of which `count` are the row's. With a
+        slot too high, and a count of 0, the state stays.
         """
         return self.put_rows(own, slot[None], self.create(1, len(tokens)))
 

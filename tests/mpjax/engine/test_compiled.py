@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from mpjax import Ngram
+from mpjax.engine import compiled
 from mpjax.engine.compiled import Programs
 from mpjax.engine.planner import Sizes, middle_chunk, small_chunk
+from tests.mpjax.engine.conftest import make_engine
 
 pytestmark = pytest.mark.any_version
 
@@ -62,3 +65,17 @@ def test_calls_without_rows_are_all_that_there_can_be(rides, tiny):
     assert few < every
     assert len(every) <= 15 - 1  # and one clears pages
     assert few == {name for name in every if name[3]}  # of greedy rows
+
+
+def test_beginning_with_a_proposer_and_cancelling_are_compiled_ahead(tiny):
+    few = {"slots": 1, "steps": 1, "chunk_tokens": 16}
+    with make_engine(tiny, speculate=Ngram(k=3, n=2), **few) as engine:
+        engine.compile(greedy_only=True)
+        before, programs = compiled.count(), engine.statistics()["programs"]
+        handle = engine.submit([1, 2, 3], max_new_tokens=20)
+        for _ in range(2):
+            engine.step()
+        handle.cancel()
+        engine.submit([4, 5], max_new_tokens=2).result()
+        assert handle.finish_reason == "cancelled"
+        assert (compiled.count(), engine.statistics()["programs"]) == (before, programs)

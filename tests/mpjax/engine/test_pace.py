@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.engine.pace import CONTEXT, KEPT, Pace, context_work, tokens_within, usual_gap
+from mpjax.engine.pace import CONTEXT, SLOWER, Pace, context_work, tokens_within, usual_gap
 
 pytestmark = pytest.mark.any_version
 
@@ -86,14 +86,34 @@ def test_one_program_that_was_held_up_changes_nothing():
     assert pace.choose(SIZES, 0, 0.05)[0] == 256
 
 
-def test_what_is_long_ago_is_forgotten_and_tried_again():
+def test_a_size_that_was_held_up_several_times_is_tried_again():
     pace = measured()
     for _ in range(3):
         pace.learn_reading(1024, 0, 0.9)
-    for _ in range(KEPT):
+    assert pace.rate(1024) == SLOWER * pace.rate(256)
+    for _ in range(3):
         pace.learn_reading(256, 0, 0.006)
-    assert pace.rate(1024) == pace.rate(256)
     assert pace.choose(SIZES, 0, 0.05)[0] == 1024
+
+
+def test_many_programs_of_one_size_leave_what_others_have_taken():
+    pace = measured()
+    for _ in range(100):
+        pace.learn_reading(256, 0, SECONDS[256])
+    assert pace.rate(1024) == SECONDS[1024] / 1024
+    assert pace.choose(SIZES, 0, 0.05)[0] == 1024
+
+
+def test_sizes_without_programs_are_tried():
+    pace = Pace()
+    pace.learn_reading(256, 0, 0.01)
+    pace.learn_step(0.015)
+    assert pace.seconds(1024, 0) == pytest.approx(0.02)
+    assert pace.choose(SIZES, 0, 0.05)[0] == 1024
+    pace.learn_reading(1024, 0, 0.025)
+    assert pace.seconds(4096, 0) == pytest.approx(0.05)
+    assert pace.choose(SIZES, 0, 0.05)[0] == 1024
+    assert pace.seconds(16, 0) == pytest.approx(0.01 / 16)
 
 
 def test_the_work_of_the_context_is_part_of_the_seconds():

@@ -110,3 +110,26 @@ def test_random_rows_have_no_small_program():
     rows = [row(0, prompt=8, most=300, greedy_from=None), row(1, prompt=3000, most=1, text=99)]
     plans, _ = run_timed(sizes, rows, as_on_a_gpu)
     assert max(plan.tokens for plan in plans[1:] if isinstance(plan, Extend)) > 256
+
+
+def test_short_prompts_of_random_rows_count_as_the_programs_that_read_them():
+    """Each takes a middle program, of which two fit in the gap."""
+    sizes = dataclasses.replace(TIMED, max_gap=0.05, sequences=1)
+    planner = Planner(sizes)
+    for size, seconds in ((256, 0.0083), (1024, 0.0203), (4096, 0.09)):
+        planner.pace.learn_reading(size, 0, seconds)
+    planner.pace.learn_step(0.008)
+    for number in range(9):
+        how = {"text": 1000 * number, "greedy_from": None}
+        planner.submit(row(number, prompt=100, most=300, **how))
+    plans = [planner.plan() for _ in range(12)]
+    kinds = "".join("D" if isinstance(plan, Decode) else "E" for plan in plans)
+    assert kinds == "EED" * 4
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_rows_that_may_wait_for_ever_wait_for_all_prompts(rides):
+    sizes = dataclasses.replace(TIMED, max_gap=math.inf, rides=rides, sequences=1)
+    rows = [row(number, prompt=100, most=3, text=1000 * number) for number in range(5)]
+    plans, _ = run_timed(sizes, rows)
+    assert "".join("D" if isinstance(plan, Decode) else "E" for plan in plans) == "EEEEEDD"

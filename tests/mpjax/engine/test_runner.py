@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from mpjax import Sampling
+from mpjax import Ngram, Sampling
+from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.planner import Decode
 from tests.mpjax.engine.conftest import make_engine
@@ -91,6 +94,87 @@ def test_programs_that_hold_the_host_are_measured_when_they_return(tiny, monkeyp
         assert isinstance(pending.plan, Decode)
         assert not pending.is_measured
         assert runner.planner.pace.step_seconds > 0
+
+
+class Device:
+    """A device whose programs take given seconds, and a host whose own work takes none."""
+
+    def __init__(self):
+        self.now = self.end = 0.0  # when the last program ends
+
+    def slow(self, program, seconds, *, holds_host):
+        def run(*arguments, **how):
+            state, drawn, *rest = program(*arguments, **how)
+            self.end = max(self.end, self.now) + seconds
+            if holds_host:
+                self.now = self.end
+            return state, dataclasses.replace(drawn, tokens=Result(self, drawn.tokens)), *rest
+
+        return run
+
+
+class Result:
+    """An array that is known when the program has ended which the device was given last."""
+
+    def __init__(self, device, array):
+        self.device, self.array, self.end = device, array, device.end
+
+    def is_ready(self):
+        return self.device.now >= self.end
+
+    def block_until_ready(self):
+        self.device.now = max(self.device.now, self.end)
+
+    def __array__(self, *arguments, **how):
+        self.block_until_ready()
+        return np.asarray(self.array)
+
+
+def test_a_program_that_holds_the_host_does_not_hide_the_end_of_the_one_before(tiny, monkeypatch):
+    monkeypatch.setattr(Programs, "holds_host", True)
+    device, readings, steps = Device(), [], []
+    with make_engine(tiny, max_gap=0.001) as engine:
+        runner = engine._runner
+        programs, pace = runner.programs, runner.planner.pace
+        runner.clock = Clock(lambda: device.now)
+        extend = device.slow(programs.extend, 0.045, holds_host=False)
+        monkeypatch.setattr(programs, "extend", extend)
+        monkeypatch.setattr(programs, "decode", device.slow(programs.decode, 0.01, holds_host=True))
+        monkeypatch.setattr(pace, "learn_reading", lambda *found: readings.append(found[-1]))
+        monkeypatch.setattr(pace, "learn_step", steps.append)
+        for token in (1, 2):  # at first, programs are compiled
+            readings.clear()
+            steps.clear()
+            engine.submit([token], max_new_tokens=30)
+            engine.step()
+            engine.submit([token + 2] * 150, max_new_tokens=2).result()
+            for _ in engine:
+                pass
+    assert len(readings) > 3
+    assert readings == pytest.approx([0.045] * len(readings))
+    assert {round(seconds, 9) for seconds in steps} <= {0.01, 0.0025}
+
+
+def test_a_speculating_step_is_measured_by_the_steps_that_ran(tiny, monkeypatch):
+    """Proposals that are all accepted end a program of eight steps at a page of tokens."""
+    with make_engine(tiny, steps=8, speculate=Ngram(k=31, n=1)) as engine:
+        runner, clock, learned, expected = engine._runner, Clock(), [], []
+        monkeypatch.setattr(clock, "end", lambda start: 0.24)
+        runner.clock = clock
+        monkeypatch.setattr(runner.planner.pace, "learn_step", learned.append)
+        read = runner._read
+
+        def watch(pending):
+            if isinstance(pending.plan, Decode) and pending.is_measured:
+                steps = int(np.asarray(pending.drawn.speculated.steps).max())
+                expected.extend([0.24 / steps] if steps else [])
+            return read(pending)
+
+        monkeypatch.setattr(runner, "_read", watch)
+        monkeypatch.setattr(runner, "_begin", lambda: 0.0)  # no step is late
+        engine.submit([5] * 40, max_new_tokens=100).result()
+    assert learned == expected
+    assert max(learned) > 0.24 / 8
 
 
 def test_a_stop_string_lets_the_device_go_on_and_so_is_cleared(tiny):

@@ -254,8 +254,23 @@ def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, 
     for dtype, positions in (("float32", 9), ("float16", 9), ("float32", 8), ("float32", 9)):
         config = SimpleNamespace(dtype=dtype, max_position_embeddings=positions)
         lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
-        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl")
+        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl", overwrite=False)
     assert len(jobs) == 3
+
+
+def test_a_file_that_is_written_while_the_model_is_loaded_is_kept(run, tiny, tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        written.write_text("by another process")
+        return tiny
+
+    written = tmp_path / "results.jsonl"
+    monkeypatch.setattr(mpjax, "load", load)
+    monkeypatch.delattr(mpjax, "Engine")
+    result = run("x", "--output", str(written))
+    assert result.exit_code == 2
+    assert "is there already: choose another file" in result.stderr
+    assert written.read_text() == "by another process"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
 def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(

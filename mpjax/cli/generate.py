@@ -158,15 +158,15 @@ def command(
     begin = time.perf_counter()
     engine = {"slots": batch_size, "speculate": proposer}
     if output_file is not None:
-        results = _complete_to_file(lm, requests, engine, common, output_file, overwrite=overwrite)
+        made = _complete_to_file(lm, requests, engine, common, output_file, overwrite=overwrite)
     else:
-        results = batch.complete(lm, requests, engine, common)
-    if output_file is None and as_json:
-        for result in results:
-            output.print_json(result, indent=None)
-    elif output_file is None:
-        _show_several(requests, results, echo)
-    output.note(batch.summary(results, begin))
+        made = batch.complete(lm, requests, engine, common)
+        if as_json:
+            for result in made:
+                output.print_json(result, indent=None)
+        else:
+            _show_several(requests, made, echo)
+    output.note(batch.summary(made, begin))
 
 
 def _complete_to_file(
@@ -183,6 +183,8 @@ def _complete_to_file(
     After an interruption, the same command goes on with the results that it had.
 
     overwrite: whether the file, and kept results of another command, may be replaced.
+
+    Returns the results of this run, without those that an earlier one had.
     """
     from mpjax.atomic_write import atomic_write, is_special
 
@@ -198,15 +200,14 @@ def _complete_to_file(
         # Another process may have written the file while the model was loaded.
         _require_new(file, overwrite=overwrite)
         if kept.results:
-            count = len(kept.results)
-            output.note(f"{count} results of an earlier run were kept: going on with them")
+            output.note(f"results kept of an earlier run: {len(kept.results)}; going on with them")
         results = batch.complete(lm, requests, engine, options, kept)
         atomic_write(file, _as_lines(results))
     except BaseException:
         kept.close(is_done=False)
         raise
     kept.close(is_done=True)
-    return results
+    return [result for index, result in enumerate(results) if index not in kept.results]
 
 
 def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:

@@ -258,6 +258,24 @@ def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, 
     assert len(jobs) == 3
 
 
+def test_a_resumed_run_counts_what_it_generates(run, tiny, tmp_path, monkeypatch):
+    def complete(lm, requests, engine, options, kept):
+        if not kept.results:
+            kept.add(1, result)
+            raise KeyboardInterrupt
+        return [result] * len(requests)
+
+    result = {"prompt_tokens": 2, "tokens": [1, 2, 3]}
+    monkeypatch.setattr(mpjax, "load", lambda *arguments, **options: tiny)
+    monkeypatch.setattr("mpjax.cli.batch.complete", complete)
+    arguments = ("a b", "c", "d", "--output", str(tmp_path / "results.jsonl"))
+    assert run(*arguments).exit_code == 130
+    kept, summary = run(*arguments).stderr.splitlines()
+    assert kept == "results kept of an earlier run: 1; going on with them"
+    assert summary.startswith("2 prompts, 4 tokens, 6 new: ")
+    assert len(lines((tmp_path / "results.jsonl").read_text())) == 3
+
+
 def test_a_file_that_is_written_while_the_model_is_loaded_is_kept(run, tiny, tmp_path, monkeypatch):
     def load(*arguments, **options):
         written.write_text("by another process")

@@ -132,6 +132,11 @@ def command(
         )
     if str(output_file) == "-":
         output_file = None
+    if json and output_file is not None:
+        raise typer.BadParameter(
+            "--json prints results to stdout, and --output writes them to a file: give one of them",
+            param_hint="--json",
+        )
     if output_file is not None:
         _check_output(output_file, input, overwrite=overwrite)
     requests = gather(prompt or [], prompt_file, input, max_new_tokens, seed)

@@ -145,6 +145,7 @@ def test_compiling_is_not_in_the_figures(run, tiny, monkeypatch):
         (["x", "--max-new-tokens", "0"], None),
         (["x", "--min-new-tokens", "30"], None),
         (["x", "--json", "--echo"], None),
+        (["x", "--json", "--output", "results.jsonl"], None),
         (["x", "--batch", "0"], None),
     ],
 )

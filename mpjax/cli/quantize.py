@@ -63,7 +63,7 @@ A recipe for a budget of bits needs the whole 16-bit model on the device, to mea
 error of each linear map costs. Otherwise one layer at a time is read and quantised, so that the
 16-bit model needs no room on the device. With --devices, each device keeps its share of the layers
 that are done. An interrupted run goes on with the layer where it was,
-when the same command is given again.
+when the same command is given again; another one is refused without --overwrite.
 """
 
 
@@ -144,7 +144,12 @@ def command(
     dtype: options.ComputeDtype = None,
     devices: options.DeviceCount = 1,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model saved there before.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a model saved there before, and discard the finished layers of another "
+            "command.",
+        ),
     ] = False,
 ) -> None:
     """Quantise a checkpoint with statistics of a text, and save it."""
@@ -182,6 +187,7 @@ def command(
             calibration=calibration,
             dtype=None if dtype is None else dtype.value,
             work=work,
+            overwrite=overwrite,
             devices=devices,
         )
         if learn:

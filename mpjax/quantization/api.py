@@ -38,6 +38,7 @@ class Running(TypedDict, total=False):
     """Arguments of `quantize` about its run."""
 
     work: str | os.PathLike[str] | None
+    overwrite: bool
     devices: Devices | None
     progress: bool | None
 
@@ -81,14 +82,15 @@ def quantize(
     work: a folder for finished layers. After an interruption, the same call goes on with the first
         layer that is not there. Only if the source is a folder or hub id; delete `work` when the
         result is saved. A call that raises ValueError deletes its layers.
+    overwrite: whether finished layers of another call in `work` are deleted.
     devices: among which the result is divided, as `load` takes them. Layers are quantised one by
         one on the default device, and each device gets its share of one before the next is read.
         Only if the source is a folder or hub id.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a recipe that does not fit the model, a method without text, devices that
-    the result can't be divided among, and hidden states that are NaN or infinite; CheckpointError
-    for a folder that can't be loaded.
+    the result can't be divided among, layers in `work` that may not be deleted, and hidden states
+    that are NaN or infinite; CheckpointError for a folder that can't be loaded.
     """
     if unknown := running.keys() - Running.__annotations__.keys():
         raise TypeError(f"quantize() got an unexpected keyword argument {unknown.pop()!r}")
@@ -161,7 +163,7 @@ def _from_folder(
     finished, divided = None, None
     if work is not None:
         run = describe_run(folder, recipe, batches, model.config.dtype)
-        finished = FinishedLayers.open(Path(work), run)
+        finished = FinishedLayers.open(Path(work), run, overwrite=running.get("overwrite", False))
     with contextlib.nullcontext() if finished is None else finished:
         huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith(LAYERS))
 

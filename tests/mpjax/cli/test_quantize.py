@@ -128,19 +128,24 @@ def test_layers_that_are_kept_are_told_of(tiny_folder, tmp_path, monkeypatch):
     """After an interruption; an error that would come again leaves none."""
     save = FinishedLayers.save
 
-    def run(error):
+    def run(error, *more):
         def fail(self, model, number):
             save(self, model, number)
             raise error
 
         monkeypatch.setattr(FinishedLayers, "save", fail)
         options = ("--precision", "W4A16KV16", "--method", "rtn")
-        return quantize(tiny_folder, tmp_path / "target", *options)
+        return quantize(tiny_folder, tmp_path / "target", *options, *more)
 
     work = tmp_path / ".target.layers"
     result = run(KeyboardInterrupt())
     assert f"{work} keeps 1 finished layer: the same command goes on there" in result.stderr
     assert work.exists()
-    result = run(ValueError("layer 0: it is damaged"))
+    result = run(KeyboardInterrupt(), "--precision", "W8A16KV16")
+    assert result.exit_code == 1
+    assert "holds 1 finished layer of another command: run that command again" in result.stderr
+    result = run(KeyboardInterrupt(), "--precision", "W8A16KV16", "--overwrite")
+    assert f"{work} keeps 1 finished layer: the same command goes on there" in result.stderr
+    result = run(ValueError("layer 0: it is damaged"), "--precision", "W8A16KV16")
     assert (result.exit_code, result.stderr) == (1, "mpjax: layer 0: it is damaged\n")
     assert list(tmp_path.iterdir()) == []

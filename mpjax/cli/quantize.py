@@ -278,7 +278,7 @@ def _fit(
         documents,
         choices=[choice.strip() for choice in asked.choices],
         precision=asked.precision,
-        method=asked.method or DEFAULT_METHOD,
+        method=DEFAULT_METHOD if asked.method is None else asked.method,
     )
     atomic_write(path, f"{MARK} {asked.bits:g}\n{found.recipe.to_toml()}")
     typer.echo(
@@ -339,7 +339,7 @@ def _recipe(precision: str | None, method: str | None, recipe: Path | None) -> R
     assert precision is not None
     parsed = options.parse_precision(precision)
     try:
-        return Recipe.of(parsed, method or DEFAULT_METHOD)
+        return Recipe.of(parsed, DEFAULT_METHOD if method is None else method)
     except ValueError as error:
         hint = "--method" if parsed.weights else "--precision"
         raise typer.BadParameter(str(error), param_hint=hint) from error

@@ -105,6 +105,7 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         (("--method", "rtn", "--recipe", __file__), 2, "--method or --recipe, not both"),
         (("--precision", "W4A16KV8", "--method", "hadamard+rotate+rtn"), 2, "in this order"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
+        (("--precision", "W4A16KV8", "--method", ""), 2, "the method is ''"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),
         (("--precision", "nonsense"), 2, "nonsense"),
     ],

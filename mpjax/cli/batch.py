@@ -120,12 +120,12 @@ def _result(request: Request, handle: Handle) -> dict[str, Any]:
 def summary(results: Sequence[Mapping[str, Any]], begin: float) -> str:
     """A line with the numbers of prompts and tokens, and the seconds since `begin`.
 
-    begin: from `time.perf_counter()`.
+    results: those that this run has generated. begin: from `time.perf_counter()`.
     """
     seconds = time.perf_counter() - begin
     read = sum(result["prompt_tokens"] for result in results)
     new = sum(len(result["tokens"]) for result in results)
     return (
-        f"{len(results)} prompt{'s' if len(results) > 1 else ''}, {read:,} tokens, {new:,} new: "
+        f"{len(results)} prompt{'' if len(results) == 1 else 's'}, {read:,} tokens, {new:,} new: "
         f"{seconds:.1f} s with compiling"
     )

@@ -55,7 +55,7 @@ prompts, and stdout has nothing else. The keys of a result:
 The --output file is written when all results are there; a file that is there
 already is refused, unless --overwrite lets it be replaced. Until then results
 are kept in a hidden file beside it: if the command is interrupted, the same
-command goes on where it was.
+command goes on where it was, and another one is refused without --overwrite.
 """
 
 
@@ -132,6 +132,11 @@ def command(
         )
     if str(output_file) == "-":
         output_file = None
+    if json and output_file is not None:
+        raise typer.BadParameter(
+            "--json prints results to stdout, and --output writes them to a file: give one of them",
+            param_hint="--json",
+        )
     if output_file is not None:
         _check_output(output_file, input, overwrite=overwrite)
     requests = gather(prompt or [], prompt_file, input, max_new_tokens, seed)
@@ -158,15 +163,15 @@ def command(
     begin = time.perf_counter()
     engine = {"slots": batch_size, "speculate": proposer}
     if output_file is not None:
-        results = _complete_to_file(lm, requests, engine, common, output_file)
+        made = _complete_to_file(lm, requests, engine, common, output_file, overwrite=overwrite)
     else:
-        results = batch.complete(lm, requests, engine, common)
-    if output_file is None and as_json:
-        for result in results:
-            output.print_json(result, indent=None)
-    elif output_file is None:
-        _show_several(requests, results, echo)
-    output.note(batch.summary(results, begin))
+        made = batch.complete(lm, requests, engine, common)
+        if as_json:
+            for result in made:
+                output.print_json(result, indent=None)
+        else:
+            _show_several(requests, made, echo)
+    output.note(batch.summary(made, begin))
 
 
 def _complete_to_file(
@@ -175,10 +180,16 @@ def _complete_to_file(
     engine: Mapping[str, Any],
     options: Mapping[str, Any],
     file: Path,
+    *,
+    overwrite: bool,
 ) -> list[dict[str, Any]]:
     """Generates results and writes them to a file when all are there.
 
     After an interruption, the same command goes on with the results that it had.
+
+    overwrite: whether the file, and kept results of another command, may be replaced.
+
+    Returns the results of this run, without those that an earlier one had.
     """
     from mpjax.atomic_write import atomic_write, is_special
 
@@ -189,17 +200,19 @@ def _complete_to_file(
     asked = [dataclasses.replace(request, place="") for request in requests]
     model = str(lm.source.resolve()), lm.precision, lm.config.dtype
     positions = lm.config.max_position_embeddings  # which some rotary frequencies depend on
-    kept = Unfinished(file, job_name(model, positions, asked, options))
-    if kept.results:
-        output.note(f"{len(kept.results)} results of an earlier run were kept: going on with them")
+    kept = Unfinished(file, job_name(model, positions, asked, options), discards=overwrite)
     try:
+        # Another process may have written the file while the model was loaded.
+        _require_new(file, overwrite=overwrite)
+        if kept.results:
+            output.note(f"results kept of an earlier run: {len(kept.results)}; going on with them")
         results = batch.complete(lm, requests, engine, options, kept)
         atomic_write(file, _as_lines(results))
     except BaseException:
         kept.close(is_done=False)
         raise
     kept.close(is_done=True)
-    return results
+    return [result for index, result in enumerate(results) if index not in kept.results]
 
 
 def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
@@ -217,12 +230,17 @@ def _check_output(file: Path, input: Path | None, *, overwrite: bool) -> None:
         raise typer.BadParameter(
             f"{file} is also --input: choose another file", param_hint="--output"
         )
+    _require_new(file, overwrite=overwrite)
+    require_writable(file)
+
+
+def _require_new(file: Path, *, overwrite: bool) -> None:
+    """Raises for a file with anything in it that may not be replaced."""
     if not overwrite and file.is_file() and file.stat().st_size:
         raise typer.BadParameter(
             f"{file} is there already: choose another file, or replace it with --overwrite",
             param_hint="--output",
         )
-    require_writable(file)
 
 
 def _show_one(pieces: Callable[[], Generator[str, None, Generation]], prompt: str) -> None:

@@ -63,7 +63,7 @@ A recipe for a budget of bits needs the whole 16-bit model on the device, to mea
 error of each linear map costs. Otherwise one layer at a time is read and quantised, so that the
 16-bit model needs no room on the device. With --devices, each device keeps its share of the layers
 that are done. An interrupted run goes on with the layer where it was,
-when the same command is given again.
+when the same command is given again; another one is refused without --overwrite.
 """
 
 
@@ -144,7 +144,12 @@ def command(
     dtype: options.ComputeDtype = None,
     devices: options.DeviceCount = 1,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model saved there before.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a model saved there before, and discard the finished layers of another "
+            "command.",
+        ),
     ] = False,
 ) -> None:
     """Quantise a checkpoint with statistics of a text, and save it."""
@@ -182,6 +187,7 @@ def command(
             calibration=calibration,
             dtype=None if dtype is None else dtype.value,
             work=work,
+            overwrite=overwrite,
             devices=devices,
         )
         if learn:
@@ -272,7 +278,7 @@ def _fit(
         documents,
         choices=[choice.strip() for choice in asked.choices],
         precision=asked.precision,
-        method=asked.method or DEFAULT_METHOD,
+        method=DEFAULT_METHOD if asked.method is None else asked.method,
     )
     atomic_write(path, f"{MARK} {asked.bits:g}\n{found.recipe.to_toml()}")
     typer.echo(
@@ -333,7 +339,7 @@ def _recipe(precision: str | None, method: str | None, recipe: Path | None) -> R
     assert precision is not None
     parsed = options.parse_precision(precision)
     try:
-        return Recipe.of(parsed, method or DEFAULT_METHOD)
+        return Recipe.of(parsed, DEFAULT_METHOD if method is None else method)
     except ValueError as error:
         hint = "--method" if parsed.weights else "--precision"
         raise typer.BadParameter(str(error), param_hint=hint) from error

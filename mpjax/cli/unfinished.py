@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mpjax.cli import output
 
@@ -18,29 +19,32 @@ def job_name(*what: Any) -> str:
 class Unfinished:
     """A hidden file beside the output with the results so far, in the order in which they came.
 
-    target: the output. job: of `job_name`; the results of another job are dropped.
+    target: the output. job: of `job_name`. discards: whether results of another job are dropped.
 
-    Raises ValueError while another process writes results for the same target.
+    Raises ValueError while another process writes results for the same target, and for results of
+    another job that may not be dropped.
 
     Attributes:
       results: by the number of the request, those of an earlier run of the same job.
     """
 
-    def __init__(self, target: Path, job: str) -> None:
-        from mpjax.checkpoint.staging import try_to_lock  # imports JAX
-
+    def __init__(self, target: Path, job: str, *, discards: bool = False) -> None:
         target = target.resolve()
         self.path = target.with_name(f".{target.name}.unfinished")
         self._job = job
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
-        if try_to_lock(self._file.fileno()) is False:
+        self._file = _open_locked(self.path, target)
+        self._has_begun = False
+        self.results: dict[int, dict[str, Any]] = {}
+        found_job, results = self._read()
+        if found_job == job:
+            self.results = results
+        elif results and not discards:
             self._file.close()
             raise ValueError(
-                f"{target} is the output of another process, which is still running: choose "
-                "another file, or wait"
+                f"{self.path} holds {len(results)} finished result{'s' * (len(results) > 1)} of "
+                "another command: run that command again to go on, or give --overwrite to discard "
+                "them"
             )
-        self._has_begun = False
-        self.results: dict[int, dict[str, Any]] = self._read()
 
     def add(self, number: int, result: dict[str, Any]) -> None:
         """Keeps the result of a request."""
@@ -63,19 +67,37 @@ class Unfinished:
         self._file.writelines(output.to_json(line) + "\n" for line in lines)
         self._has_begun = True
 
-    def _read(self) -> dict[int, dict[str, Any]]:
-        try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return {}
+    def _read(self) -> tuple[Any, dict[int, dict[str, Any]]]:
+        """The job in the file, None if it names none, and its results."""
+        text = self.path.read_text(encoding="utf-8", errors="replace")
         first, *others = text.split("\n")
         results = {}
-        if _parse(first).get("job") == self._job:
-            for line in others:
-                found = _parse(line)
-                if isinstance(found.get("number"), int) and isinstance(found.get("result"), dict):
-                    results[found["number"]] = found["result"]
-        return results
+        for line in others:
+            found = _parse(line)
+            if isinstance(found.get("number"), int) and isinstance(found.get("result"), dict):
+                results[found["number"]] = found["result"]
+        return _parse(first).get("job"), results
+
+
+def _open_locked(path: Path, target: Path) -> TextIO:
+    """The hidden file of a target, open for appending, and locked while it is open.
+
+    Raises ValueError, which names the target, if another process has locked it.
+    """
+    from mpjax.checkpoint.staging import try_to_lock  # imports JAX
+
+    while True:
+        file = path.open("a", encoding="utf-8", newline="\n")
+        if try_to_lock(file.fileno()) is False:
+            file.close()
+            raise ValueError(
+                f"{target} is the output of another process, which is still running: choose "
+                "another file, or wait"
+            )
+        # Another process may have removed the file between its opening and its locking.
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        file.close()
 
 
 def _parse(line: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -23,10 +23,11 @@ from mpjax.devices import Devices, read_devices
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
-from mpjax.models import Decoder, DecoderLayer, ExpertPlace
+from mpjax.models import Decoder, DecoderLayer, ExpertPlace, LinearPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
 from mpjax.quantization.hadamard import check_blocks
+from mpjax.quantization.methods import HADAMARD
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.placing import LAYERS, divided_decoder, move_layer, move_rest
 from mpjax.quantization.recipe import Recipe, Rule
@@ -38,6 +39,7 @@ class Running(TypedDict, total=False):
     """Arguments of `quantize` about its run."""
 
     work: str | os.PathLike[str] | None
+    overwrite: bool
     devices: Devices | None
     progress: bool | None
 
@@ -81,14 +83,15 @@ def quantize(
     work: a folder for finished layers. After an interruption, the same call goes on with the first
         layer that is not there. Only if the source is a folder or hub id; delete `work` when the
         result is saved. A call that raises ValueError deletes its layers.
+    overwrite: whether finished layers of another call in `work` are deleted.
     devices: among which the result is divided, as `load` takes them. Layers are quantised one by
         one on the default device, and each device gets its share of one before the next is read.
         Only if the source is a folder or hub id.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a recipe that does not fit the model, a method without text, devices that
-    the result can't be divided among, and hidden states that are NaN or infinite; CheckpointError
-    for a folder that can't be loaded.
+    the result can't be divided among, layers in `work` that may not be deleted, and hidden states
+    that are NaN or infinite; CheckpointError for a folder that can't be loaded.
     """
     if unknown := running.keys() - Running.__annotations__.keys():
         raise TypeError(f"quantize() got an unexpected keyword argument {unknown.pop()!r}")
@@ -161,7 +164,7 @@ def _from_folder(
     finished, divided = None, None
     if work is not None:
         run = describe_run(folder, recipe, batches, model.config.dtype)
-        finished = FinishedLayers.open(Path(work), run)
+        finished = FinishedLayers.open(Path(work), run, overwrite=running.get("overwrite", False))
     with contextlib.nullcontext() if finished is None else finished:
         huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith(LAYERS))
 
@@ -202,6 +205,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         _check_rotation(model)
     if recipe.hadamard:
         check_blocks(model.config)
+        _warn_of_plain_inputs(recipe, places)
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)
@@ -243,6 +247,18 @@ def _check_rotation(model: Decoder) -> None:
             f"{model.family_name} models can't be rotated, because the outputs of attention and "
             "MLP have norms, whose weights scale channels before they are added to the residual "
             "stream: leave `rotate` out of the method"
+        )
+
+
+def _warn_of_plain_inputs(recipe: Recipe, places: Sequence[LinearPlace]) -> None:
+    """Warns of Hadamard's transform where no down projection reads rounded activations."""
+    formats = [recipe.rule_of(it.path).weights for it in places if it.path.endswith(".down")]
+    if not any(format.operand for format in formats):
+        warnings.warn(
+            f"the method has {HADAMARD}, which is for down projections with activations of 4 or 8 "
+            "bits, and here all have 16: the transform takes time in every step, and the model "
+            f"can't be exported; leave {HADAMARD} out, or choose a precision such as W4A8KV8",
+            stacklevel=5,
         )
 
 

@@ -22,6 +22,7 @@ from mpjax.language_model import LanguageModel, stored_bits
 from mpjax.models import LinearPlace
 from mpjax.precision import Precision
 from mpjax.quantization.costs import plain_places, rounding_costs
+from mpjax.quantization.methods import read_method
 from mpjax.quantization.recipe import DEFAULT_METHOD, Recipe, Rule
 
 CHOICES = ("WNF2", "WNF3", "W4", "W8")
@@ -72,6 +73,7 @@ def recipe_for_budget(
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("choosing formats for")
     require_documents(documents)
+    read_method(method)  # raises an error for an unknown one, before costs are measured
     rest = Precision.of(precision)
     if rest.formats:
         raise ValueError(f"precision is {rest}: the budget decides about W, so leave it out")

@@ -38,11 +38,12 @@ class FinishedLayers:
     lock: int | None = None
 
     @classmethod
-    def open(cls, folder: Path, run: str) -> FinishedLayers:
-        """The layers of a run in a folder; layers of another run are deleted first.
+    def open(cls, folder: Path, run: str, *, overwrite: bool = False) -> FinishedLayers:
+        """The layers of a run in a folder.
 
-        run: a text that tells runs apart, as `describe_run` makes it. Raises ValueError for a
-        folder that holds anything else, or that another process writes.
+        run: a text that tells runs apart, as `describe_run` makes it. overwrite: whether finished
+        layers of another run are deleted. Raises ValueError for them otherwise, and for a folder
+        that holds anything else, or that another process writes.
         """
         path = folder / RUN_NAME
         if folder.exists() and not folder.is_dir():
@@ -61,6 +62,13 @@ class FinishedLayers:
             )
         found = cls(folder, lock)
         if not path.is_file() or path.read_text(encoding="utf-8") != run:
+            if found.count and not overwrite:
+                found.close()
+                raise ValueError(
+                    f"{folder} holds {found.count} finished layer{'s' * (found.count > 1)} of "
+                    "another command: run that command again to go on, or give --overwrite "
+                    "(overwrite=True) to discard them"
+                )
             found._delete_layers()
             path.write_text(run, encoding="utf-8")
         return found

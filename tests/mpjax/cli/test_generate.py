@@ -145,6 +145,7 @@ def test_compiling_is_not_in_the_figures(run, tiny, monkeypatch):
         (["x", "--max-new-tokens", "0"], None),
         (["x", "--min-new-tokens", "30"], None),
         (["x", "--json", "--echo"], None),
+        (["x", "--json", "--output", "results.jsonl"], None),
         (["x", "--batch", "0"], None),
     ],
 )
@@ -254,8 +255,41 @@ def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, 
     for dtype, positions in (("float32", 9), ("float16", 9), ("float32", 8), ("float32", 9)):
         config = SimpleNamespace(dtype=dtype, max_position_embeddings=positions)
         lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
-        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl")
+        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl", overwrite=False)
     assert len(jobs) == 3
+
+
+def test_a_resumed_run_counts_what_it_generates(run, tiny, tmp_path, monkeypatch):
+    def complete(lm, requests, engine, options, kept):
+        if not kept.results:
+            kept.add(1, result)
+            raise KeyboardInterrupt
+        return [result] * len(requests)
+
+    result = {"prompt_tokens": 2, "tokens": [1, 2, 3]}
+    monkeypatch.setattr(mpjax, "load", lambda *arguments, **options: tiny)
+    monkeypatch.setattr("mpjax.cli.batch.complete", complete)
+    arguments = ("a b", "c", "d", "--output", str(tmp_path / "results.jsonl"))
+    assert run(*arguments).exit_code == 130
+    kept, summary = run(*arguments).stderr.splitlines()
+    assert kept == "results kept of an earlier run: 1; going on with them"
+    assert summary.startswith("2 prompts, 4 tokens, 6 new: ")
+    assert len(lines((tmp_path / "results.jsonl").read_text())) == 3
+
+
+def test_a_file_that_is_written_while_the_model_is_loaded_is_kept(run, tiny, tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        written.write_text("by another process")
+        return tiny
+
+    written = tmp_path / "results.jsonl"
+    monkeypatch.setattr(mpjax, "load", load)
+    monkeypatch.delattr(mpjax, "Engine")
+    result = run("x", "--output", str(written))
+    assert result.exit_code == 2
+    assert "is there already: choose another file" in result.stderr
+    assert written.read_text() == "by another process"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
 def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(

@@ -105,6 +105,7 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         (("--method", "rtn", "--recipe", __file__), 2, "--method or --recipe, not both"),
         (("--precision", "W4A16KV8", "--method", "hadamard+rotate+rtn"), 2, "in this order"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
+        (("--precision", "W4A16KV8", "--method", ""), 2, "the method is ''"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),
         (("--precision", "nonsense"), 2, "nonsense"),
     ],
@@ -128,19 +129,24 @@ def test_layers_that_are_kept_are_told_of(tiny_folder, tmp_path, monkeypatch):
     """After an interruption; an error that would come again leaves none."""
     save = FinishedLayers.save
 
-    def run(error):
+    def run(error, *more):
         def fail(self, model, number):
             save(self, model, number)
             raise error
 
         monkeypatch.setattr(FinishedLayers, "save", fail)
         options = ("--precision", "W4A16KV16", "--method", "rtn")
-        return quantize(tiny_folder, tmp_path / "target", *options)
+        return quantize(tiny_folder, tmp_path / "target", *options, *more)
 
     work = tmp_path / ".target.layers"
     result = run(KeyboardInterrupt())
     assert f"{work} keeps 1 finished layer: the same command goes on there" in result.stderr
     assert work.exists()
-    result = run(ValueError("layer 0: it is damaged"))
+    result = run(KeyboardInterrupt(), "--precision", "W8A16KV16")
+    assert result.exit_code == 1
+    assert "holds 1 finished layer of another command: run that command again" in result.stderr
+    result = run(KeyboardInterrupt(), "--precision", "W8A16KV16", "--overwrite")
+    assert f"{work} keeps 1 finished layer: the same command goes on there" in result.stderr
+    result = run(ValueError("layer 0: it is damaged"), "--precision", "W8A16KV16")
     assert (result.exit_code, result.stderr) == (1, "mpjax: layer 0: it is damaged\n")
     assert list(tmp_path.iterdir()) == []

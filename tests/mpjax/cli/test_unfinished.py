@@ -45,12 +45,39 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "null", "[1]", "{", '{"job": "other"}', "\x00\xff"])
-def test_another_job_begins_anew(tmp_path, text):
+def test_results_of_another_job_are_discarded_only_where_asked(tmp_path, text):
     target = tmp_path / "out.jsonl"
-    first = Unfinished(target, "job")
-    first.close(is_done=False)
-    first.path.write_text(text + '\n{"number": 0, "result": {"text": "a"}}\n')
-    assert results_of(target) == {}
+    path = tmp_path / ".out.jsonl.unfinished"
+    path.write_text(text + '\n{"number": 0, "result": {"text": "a"}}\n')
+    message = r"unfinished holds 1 finished result of another command: .* or give --overwrite"
+    for _ in range(2):  # the results stay
+        with pytest.raises(ValueError, match=message):
+            Unfinished(target, "job")
+    kept = Unfinished(target, "job", discards=True)
+    assert kept.results == {}
+    kept.add(1, {"text": "b"})
+    kept.close(is_done=False)
+    assert results_of(target) == {1: {"text": "b"}}
+
+
+def test_another_job_without_results_is_no_obstacle(tmp_path):
+    (tmp_path / ".out.jsonl.unfinished").write_text('{"job": "other"}\n')
+    assert results_of(tmp_path / "out.jsonl") == {}
+
+
+def test_a_file_that_was_removed_before_its_lock_is_opened_again(tmp_path, monkeypatch):
+    def lock(descriptor):
+        if not locked:
+            (tmp_path / ".out.jsonl.unfinished").unlink()
+        locked.append(descriptor)
+        return True
+
+    locked = []
+    monkeypatch.setattr("mpjax.checkpoint.staging.try_to_lock", lock)
+    kept = Unfinished(tmp_path / "out.jsonl", "job")
+    kept.add(0, {"text": "a"})
+    kept.close(is_done=False)
+    assert results_of(tmp_path / "out.jsonl") == {0: {"text": "a"}}
 
 
 def test_two_processes_do_not_share_an_output(tmp_path):

@@ -93,6 +93,7 @@ def test_choices_are_w_parts():
         ),
         ("four", {}, "bits is 'four': expected bits per weight"),
         (4.5, {"precision": "W4A16KV8"}, "the budget decides about W, so leave it out"),
+        (4.5, {"method": ""}, "the method is ''"),
         (4.5, {"choices": []}, "choices is empty"),
         (4.5, {"choices": "W4"}, "choices is 'W4': expected a list"),
         (4.5, {"choices": ["W4g256"]}, "W4g256"),
@@ -103,7 +104,8 @@ def test_choices_are_w_parts():
         ),
     ],
 )
-def test_what_can_not_be_chosen(tiny, bits, options, message):
+def test_what_can_not_be_chosen(tiny, monkeypatch, bits, options, message):
+    monkeypatch.setattr("mpjax.quantization.budget.rounding_costs", None)  # not reached
     with pytest.raises(ValueError, match=message):
         recipe_for_budget(tiny, bits, TEXTS, **options)
 

@@ -47,11 +47,21 @@ def test_layers_come_back_bit_for_bit(model, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_another_run_starts_anew(model, tmp_path):
+def test_layers_of_another_run_are_deleted_only_where_asked(model, tmp_path):
     finished = FinishedLayers.open(tmp_path, "run")
     finished.save(model, 0)
     finished.close()
-    assert not FinishedLayers.open(tmp_path, "another").load(small_model(CONFIG), 0, RECIPE)
+    other = small_model(CONFIG)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="holds 1 finished layer of another command: run that"):
+            FinishedLayers.open(tmp_path, "another")
+    again = FinishedLayers.open(tmp_path, "run")
+    assert again.load(other, 0, RECIPE)
+    again.close()
+    another = FinishedLayers.open(tmp_path, "another", overwrite=True)
+    assert not another.load(other, 0, RECIPE)
+    another.close()
+    FinishedLayers.open(tmp_path, "run").close()  # no layer is lost
 
 
 def test_a_folder_of_other_files_is_left_alone(model, tmp_path):

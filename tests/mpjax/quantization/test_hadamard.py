@@ -147,6 +147,18 @@ def test_a_mixture_is_saved_and_generates(tiny, tmp_path):
         mpjax.export(restored, tmp_path / "exported")
 
 
+def test_activations_of_16_bits_are_warned_of(tiny, monkeypatch):
+    """Where one down projection at least reads rounded activations, nothing is said."""
+    monkeypatch.setattr("mpjax.quantization.api.quantize_decoder", lambda *arguments: None)
+    message = "hadamard, which is for down projections with activations of 4 or 8 bits, and here"
+    with pytest.warns(UserWarning, match=message) as found:
+        mpjax.quantize(tiny, Recipe.of("W4g32A16KV8", "rotate+hadamard+rtn"))
+    assert found[0].filename == __file__
+    rules = [{"modules": "layers.1.mlp.down", "precision": "W8A8KV8"}]
+    content = {"precision": "W4g32A16KV8", "method": "hadamard+rtn", "rules": rules}
+    mpjax.quantize(tiny, Recipe.parse(content))
+
+
 def leaves_of(lm):
     return jax.tree.leaves(nnx.state(lm.model))
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.kernels import QuantizedTensor
 from mpjax.models import Decoder, Linear
-from mpjax.precision import Precision
+from mpjax.precision import DEFAULT_WIDE_BLOCKS, Precision
 
 
 class BlockCount(NamedTuple):
@@ -27,15 +28,69 @@ class BlockCount(NamedTuple):
 
 def count_blocks(model: Decoder) -> BlockCount | None:
     """The blocks of a model's `int4` linear maps; None if there are none, or only their shapes."""
-    wide = total = 0
-    for linear in _mixed(model):
+    layers = count_by_layer(model)
+    return BlockCount(*map(sum, zip(*layers, strict=True))) if layers else None
+
+
+def count_by_layer(model: Decoder) -> list[BlockCount]:
+    """The blocks of each layer with `int4` linear maps; none of a model that has only shapes.
+
+    Of a model that several processes share, the blocks on this process's devices.
+    """
+    layers: dict[str, BlockCount] = {}
+    for path, linear in _mixed(model):
         kernel: Any = linear.kernel.get_value()
-        bits, count = kernel.activation_bits, math.prod(kernel.parameters.shape[:-1])
+        bits = kernel.activation_bits
         if bits is not None and not hasattr(bits, "__array__"):
-            return None
-        wide += count if bits is None else int((np.asarray(bits) == 8).sum())
-        total += count
-    return BlockCount(wide, total) if total else None
+            return []
+        wide = total = math.prod(kernel.parameters.shape[:-1])
+        if bits is not None:
+            own = _own(bits)
+            wide, total = int((own == 8).sum()), own.size
+        layer = ".".join(path.split(".")[:2])
+        before = layers.get(layer, BlockCount(0, 0))
+        layers[layer] = BlockCount(before.wide + wide, before.total + total)
+    return list(layers.values())
+
+
+def blocks_of_share(share: Fraction) -> int:
+    """The blocks in 8 bits that a layer has if this many are its share: rounded, at least one."""
+    return max(1, int(share + Fraction(1, 2)))
+
+
+def has_share(model: Decoder, one_in: int) -> bool:
+    """Whether each layer has as many blocks in 8 bits as quantisation gives it.
+
+    one_in: as `Precision.wide_blocks`. Several shares may round to the same blocks. The default,
+    which W4Ax alone stands for, is that of all models in which some blocks have 8 bits and others
+    4, since an error of outputs, or rules for single maps, may have chosen them.
+    """
+    layers = count_by_layer(model)
+    if one_in == DEFAULT_WIDE_BLOCKS:
+        return not layers or not (_have_share(layers, 0) or _have_share(layers, 1))
+    return _have_share(layers, one_in)
+
+
+def find_share(model: Decoder) -> int:
+    """The share of blocks in 8 bits, as `Precision.wide_blocks`: one that each layer has.
+
+    It is DEFAULT_WIDE_BLOCKS where no single number gives the blocks of all layers. So it is, too,
+    of a model on several devices with blocks of both widths, as devices repeat blocks.
+    """
+    layers = count_by_layer(model)
+    most = max((count.total for count in layers), default=0)
+    others = range(2, 2 * most + 1) if model.mesh is None else ()
+    for one_in in (0, 1, DEFAULT_WIDE_BLOCKS, *others):
+        if layers and _have_share(layers, one_in):
+            return one_in
+    return DEFAULT_WIDE_BLOCKS
+
+
+def _have_share(layers: list[BlockCount], one_in: int) -> bool:
+    return all(
+        count.wide == (blocks_of_share(Fraction(count.total, one_in)) if one_in else 0)
+        for count in layers
+    )
 
 
 def set_uncalibrated(model: Decoder, precision: Precision) -> None:
@@ -44,7 +99,7 @@ def set_uncalibrated(model: Decoder, precision: Precision) -> None:
     With A4 all blocks have 4 bits, with Ax1 all have 8. Any other share needs statistics of a text
     to say which blocks can do with 4 bits, so that all have 8, with a warning.
     """
-    linears = list(_mixed(model))
+    linears = [linear for _, linear in _mixed(model)]
     if linears and precision.wide_blocks > 1:
         warnings.warn(
             f"{precision}: without a text nothing says which blocks of activations can have 4 "
@@ -62,10 +117,17 @@ def set_uncalibrated(model: Decoder, precision: Precision) -> None:
         linear.kernel.set_value(dataclasses.replace(kernel, activation_bits=bits))
 
 
-def _mixed(model: Decoder) -> Iterator[Linear]:
-    """The linear maps whose activations are rounded in blocks."""
+def _own(bits: Any) -> np.ndarray:
+    """The widths of blocks on this process's devices."""
+    if isinstance(bits, jax.Array) and not bits.is_fully_addressable:
+        return np.concatenate([np.asarray(shard.data) for shard in bits.addressable_shards])
+    return np.asarray(bits)
+
+
+def _mixed(model: Decoder) -> Iterator[tuple[str, Linear]]:
+    """The linear maps whose activations are rounded in blocks, and the paths of their places."""
     for place in model.linear_places(model.config):
         for linear in place.parts(model):
             kernel = linear.kernel.get_value()
             if isinstance(kernel, QuantizedTensor) and kernel.format.codes == "int4":
-                yield linear
+                yield place.path, linear

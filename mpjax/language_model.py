@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.activation_widths import count_blocks
+from mpjax.activation_widths import count_blocks, find_share
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
@@ -110,9 +110,7 @@ class LanguageModel:
         It comes from the weights themselves. `load(path, precision=...)` accepts it for the
         checkpoint that the model came from.
         """
-        bits = jnp.dtype(self.config.dtype).itemsize * 8
-        precision = Precision.mixed(weight_formats(self.model), self.kv_format, bits)
-        return str(precision.with_tables(packed_tables(self.model)))
+        return str(find_precision(self.model, self.kv_format))
 
     def summary(self) -> dict[str, Any]:
         """Facts about the model in JSON's types, as `mpjax info --json` prints them.
@@ -206,6 +204,14 @@ def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
         return 16 * count
     groups = count // channels * format.groups(channels)
     return count * format.bits + PARAMETER_BITS * groups
+
+
+def find_precision(model: Decoder, kv_format: KVFormat) -> Precision:
+    """The precision that a model's weights have, with a format of the KV cache."""
+    bits = jnp.dtype(model.config.dtype).itemsize * 8
+    found = Precision.mixed(weight_formats(model), kv_format, bits)
+    found = dataclasses.replace(found, wide_blocks=find_share(model))
+    return found.with_tables(packed_tables(model))
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:

@@ -65,7 +65,7 @@ def load(
         are multiplied by activations in the checkpoint's own format, mostly FP8 too; a precision
         with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`. With `W4Ax`, of a 16-bit
         checkpoint, all blocks of activations get 8 bits, with a warning; `quantize` measures which
-        can have 4. A saved model keeps its blocks.
+        can have 4. A saved model keeps its blocks, which the precision must agree with.
     dtype: of 16-bit weights and activations: bfloat16, float16 or float32, also as bf16, fp16 and
         fp32 or as a dtype of NumPy, JAX or PyTorch. By default float32 if the precision has A32,
         else the checkpoint's.

@@ -58,7 +58,7 @@ class Precision:
         model in float32.
     wide_blocks: of `int4` weights, whose activations have 4 or 8 bits in each block of 128
         channels: one block in so many has 8 bits, 0 for none. DEFAULT_WIDE_BLOCKS without such
-        weights, and where it is the model's blocks that say it.
+        weights, and for a model with blocks of both widths in no single share.
     head, embedding: the formats of these tables of the vocabulary, each a matrix [hidden,
         vocabulary]; None keeps the checkpoint's. A tied table is both, and has one format.
 
@@ -181,14 +181,19 @@ class Precision:
             format for format in asked if format.is_packed
         }
 
-    def __str__(self) -> str:
+    @property
+    def names(self) -> list[str]:
+        """The W part of each format of linear maps, with its A part if that is not A16 or A32."""
         names = sorted(describe_weights(format, self.bits) for format in self.formats)
-        rest = f"A{self.bits}"
+        if self.wide_blocks == DEFAULT_WIDE_BLOCKS:
+            return names
+        written = f"Ax{self.wide_blocks}" if self.wide_blocks else "A4"
+        return [name.replace("Ax", written) for name in names]
+
+    def __str__(self) -> str:
+        names, rest = self.names, f"A{self.bits}"
         if any("A" in name for name in names):
             names, rest = [name if "A" in name else name + rest for name in names], ""
-        if self.wide_blocks != DEFAULT_WIDE_BLOCKS:
-            written = f"Ax{self.wide_blocks}" if self.wide_blocks else "A4"
-            names = [name.replace("Ax", written) for name in names]
         tables = (table[0].upper() + describe_table(it) for table, it in self.tables.items())
         return f"{'+'.join(names)}{rest}{self.kv}{''.join(tables)}"
 

@@ -263,7 +263,8 @@ def _cut_codes(tensor: QuantizedTensor, run: Run, size: int | None) -> Quantized
 def _cut_widths(tensor: QuantizedTensor, run: Run) -> Any:
     """The activation bits of a run of whole groups; None for a tensor without any.
 
-    Groups of zeros behind the run have 8 bits.
+    Groups of zeros behind the run have the fewest bits of any group, so that those of a tensor
+    whose groups are alike stay alike.
     """
     bits, size = tensor.activation_bits, tensor.format.group_size
     if bits is None or size is None:
@@ -272,7 +273,7 @@ def _cut_widths(tensor: QuantizedTensor, run: Run) -> Any:
     if not run.length:
         groups = Run(0, 0, groups.size)
     found = take_runs(bits, [groups], -1)
-    return _namespace(found).where(found == 0, 8, found).astype("uint8")
+    return _namespace(found).where(found == 0, bits.min(), found).astype("uint8")
 
 
 def _regrouped(plain: PlainCodes, size: int) -> PlainCodes:
@@ -305,9 +306,16 @@ def _group_size(format: WeightFormat, runs: Runs) -> int | None:
             return smaller
     raise ValueError(
         f"{max(run.end for run in runs)} input channels of a {format} tensor can't be divided into "
-        f"{len(runs)} parts of {runs[0].size}, which are no whole groups: choose fewer parts, or a "
-        "weight format with smaller groups, or with one group for all channels (gK)"
+        f"{len(runs)} parts of {runs[0].size}, which are no whole groups: choose "
+        f"fewer parts (devices), or {_other_formats(format)}"
     )
+
+
+def _other_formats(format: WeightFormat) -> str:
+    """Weight formats, for messages, that can be cut where whole groups of this one can't."""
+    if len(group_sizes(format.codes)) == 1:
+        return f"another weight format, as {format.codes} has groups of {format.group_size} alone"
+    return "a weight format with smaller groups, or with one group for all channels (gK)"
 
 
 def _namespace(array: Any) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
+from mpjax.activation_widths import has_share
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import array_file, model_arrays
 from mpjax.checkpoint.agreement import require_equal_tables
@@ -19,13 +19,13 @@ from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import TensorInfo, read_header
 from mpjax.errors import CheckpointError
 from mpjax.kernels.device import default_device
-from mpjax.language_model import LanguageModel, packed_tables, weight_formats
+from mpjax.language_model import LanguageModel, find_precision, packed_tables
 from mpjax.memory import require_free_on
 from mpjax.models import Decoder
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
-from mpjax.precision import Precision, describe_weights
+from mpjax.precision import Precision
 
 WIDTHS = ".activation_bits"  # where the names of arrays with widths of blocks end
 
@@ -161,12 +161,16 @@ def _require_agreement(
     if precision is None:
         return
     require_equal_tables(folder, packed_tables(model), precision.tables)
-    if precision.agrees_with(found := weight_formats(model)):
-        return
-    bits = jnp.dtype(saved).itemsize * 8
-    names = sorted(describe_weights(format, bits) for format in found)
+    found = find_precision(model, precision.kv)
+    if precision.agrees_with(found.formats):
+        if not any(format.codes == "int4" for format in precision.formats):
+            return
+        model = abstract(folder).model  # with the widths of blocks
+        if has_share(model, precision.wide_blocks):
+            return
+        found = find_precision(model, precision.kv)
     raise ValueError(
-        f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
-        f"A{bits}{precision.kv}, which leaves them as they are, or convert the original checkpoint "
-        "again"
+        f"precision is {precision}, but the weights in {folder} are {'+'.join(found.names)}: ask "
+        f"for A{found.bits}{precision.kv}, which leaves them as they are, or convert the original "
+        "checkpoint again"
     )

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.activation_widths import blocks_of_share
 from mpjax.kernels import ActivationBlocks, quantize_activations
 from mpjax.kernels.activation_blocks import BLOCK, WIDTHS
 from mpjax.kernels.checks import shown
@@ -159,13 +161,13 @@ def choose_widths(
         for path, found in errors.items()
     }
     pooled = [path for path in errors if rules[path].error is None and rules[path].one_in]
-    budget, gains = 0.0, []
+    budget, gains = Fraction(0), []
     for path in pooled:
         found = errors[path][0] - errors[path][1]
         known = np.argwhere(~np.isnan(found))
-        budget += len(known) / rules[path].one_in
+        budget += Fraction(len(known), rules[path].one_in)
         gains += [(found[tuple(block)], path, tuple(block)) for block in known]
-    most = max(1, int(budget + 0.5)) if gains else 0
+    most = blocks_of_share(budget) if gains else 0
     for _, path, block in sorted(gains, key=lambda each: -each[0])[:most]:
         widths[path][block] = WIDTHS[1]
     for path, found in errors.items():

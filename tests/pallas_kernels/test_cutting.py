@@ -137,6 +137,15 @@ def test_blocks_of_activations_keep_their_bits(size, is_ordered):
     require_equal(join_inputs(parts, runs, whole.format), whole)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_parts_of_blocks_that_are_alike_are_alike(bits):
+    """Groups behind a run have the same bits, so that a share tells what the whole has."""
+    whole = dataclasses.replace(in_blocks(256), activation_bits=jnp.full(2, bits, jnp.uint8))
+    runs = [Run(0, 256, 384), Run(256, 256, 384)]
+    parts = [cut_inputs(whole, runs, number) for number in range(2)]
+    assert [part.activation_bits.tolist() for part in parts] == [[bits] * 3] * 2
+
+
 def test_parts_that_are_no_whole_blocks_of_activations_are_refused():
     with pytest.raises(ValueError, match=r"640 input channels .* no whole groups: choose fewer"):
         require_cuttable(WeightFormat("int4", 128), [Run(0, 320, 320), Run(320, 640, 320)])
@@ -176,9 +185,18 @@ def test_a_plain_matrix_is_cut_anywhere():
     require_cuttable(WeightFormat("bfloat16"), [Run(0, 1, 1), Run(1, 2, 1)])
 
 
-@pytest.mark.parametrize("text", ["uint4:g128", "liquid4:g64/int8", "float8:g128"])
-def test_parts_without_whole_groups_are_refused(text):
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("uint4:g128", "a weight format with smaller groups"),
+        ("liquid4:g64/int8", "another weight format, as liquid4 has groups of 64 alone"),
+        ("int4:g128/int8", "another weight format, as int4 has groups of 128 alone"),
+        ("float8:g128", "a weight format with smaller groups"),
+    ],
+)
+def test_parts_without_whole_groups_are_refused(text, advice):
     runs = [Run(0, 80, 80), Run(80, 160, 80)]
     format = WeightFormat.parse(text)
-    with pytest.raises(ValueError, match=r"160 input channels .* 2 parts of 80, .* smaller groups"):
+    message = rf"160 input channels .* 2 parts of 80, .* fewer parts \(devices\), or {advice}"
+    with pytest.raises(ValueError, match=message):
         require_cuttable(format, runs)

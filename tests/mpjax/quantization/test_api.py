@@ -123,6 +123,8 @@ def test_blocks_are_calibrated_saved_and_described(tiny_folder, tmp_path):
     found = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE)
     assert count_blocks(found.model) == (2, 8)  # of each layer one of four
     mpjax.save(found, tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"precision is W4A4KV4, but .* are W4Ax: ask for A"):
+        mpjax.load(tmp_path / "saved", precision="W4A4KV4")
     loaded = mpjax.load(tmp_path / "saved", precision="W4AxKV4")
     for leaves in zip(leaves_of(found), leaves_of(loaded), strict=True):
         np.testing.assert_array_equal(*leaves)

@@ -39,6 +39,8 @@ def most_new_tokens(maximum: Any, minimum: Any = None) -> int:
 
 def _whole(name: str, value: Any) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError("Python counts True as 1, but it is not a number of things")
         return operator.index(value)
     except TypeError as error:
         raise ValueError(f"{name} is {value!r}: expected a whole number") from error

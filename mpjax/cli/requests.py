@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from mpjax.cli import output
+from mpjax.json_text import json_text
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
@@ -63,7 +64,9 @@ def gather(
         )
     if input is not None:
         if str(input) != "-" and not input.is_file():
-            raise typer.BadParameter(f"there is no file {input}", param_hint="--input")
+            is_folder = input.is_dir()
+            found = f"{input} is a folder" if is_folder else f"there is no file {input}"
+            raise typer.BadParameter(f"{found}: expected JSON Lines", param_hint="--input")
         return read_lines(input, max_new_tokens, seed)
     texts = list(prompts) if prompt_file is None else [_read_file(prompt_file)]
     if prompt_file is None and texts == ["-"]:
@@ -145,21 +148,21 @@ def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{place} holds a {type(found).__name__}: expected a JSON object")
+        raise ValueError(f"{place} holds {json_text(found)}: expected a JSON object")
     if unknown := [key for key in found if key not in KEYS]:
         raise ValueError(
-            f"{place} has the key {unknown[0]!r}; there are {', '.join(KEYS)}: what else holds for "
-            "a prompt is an option of all, such as --temperature, and its id may be an object"
+            f"{place} has the key {json_text(unknown[0])}; there are {', '.join(KEYS)}: what else "
+            "holds for a prompt is an option of all, such as --temperature, and its id may be an object"
         )
     if "prompt" in found and "messages" in found:
         raise ValueError(f'{place} has both a "prompt" and "messages": leave one of them out')
     if "prompt" not in found and "messages" not in found:
         raise ValueError(f'{place} has neither a "prompt" nor "messages": it needs one of them')
     if not isinstance(found.get("prompt", ""), str):
-        raise ValueError(f'{place}: "prompt" is {found["prompt"]!r:.40}, not a text')
+        raise ValueError(f'{place}: "prompt" is {json_text(found["prompt"])}, not a text')
     messages = found.get("messages", [{}])
     if not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
-        raise ValueError(f'{place}: "messages" is {messages!r:.40}, not a list of objects')
+        raise ValueError(f'{place}: "messages" is {json_text(messages)}, not a list of objects')
     return Request(
         found.get("id", number),
         found.get("prompt", messages),
@@ -183,7 +186,9 @@ def _integer(
     value = found.get(key, default)
     if type(value) is not int or value < least or (most is not None and value > most):
         bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise ValueError(f'{place}: "{key}" is {value!r:.40}: expected a whole number {bounds}')
+        raise ValueError(
+            f'{place}: "{key}" is {json_text(value)}: expected a whole number {bounds}'
+        )
     return value
 
 

@@ -18,18 +18,17 @@ from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
+from mpjax.engine.options import EngineOptions, RequestOptions
 from mpjax.engine.planner import Sizes
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
-from mpjax.engine.state import CANDIDATES
 from mpjax.generation import Generation
-from mpjax.kernels.checks import did_you_mean, nearest, require_type
+from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
-from mpjax.speculation.proposer import Proposer, read_speculate
 from mpjax.speculation.report import SpeculationReport
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
@@ -90,12 +89,14 @@ class Engine:
         steps: int = 8,
         **how: Any,
     ) -> None:
-        rarer = _Rarer.of(how)
+        rarer = EngineOptions.of(how)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         slots = positive_whole("slots", slots)
         chunk, steps = positive_whole("chunk_tokens", chunk_tokens), positive_whole("steps", steps)
         positions = lm.config.max_position_embeddings
         most = positions if max_tokens is None else positive_whole("max_tokens", max_tokens)
+        if most < 2:
+            raise ValueError(f"max_tokens is {most}: expected 2 or more, a prompt's and a new one")
         if most > positions:
             raise ValueError(
                 f"max_tokens is {most}, and the model has {positions} positions: ask for fewer, or "
@@ -200,10 +201,11 @@ class Engine:
             likeliest tokens to tell beside each token, with their log-probabilities, 0 to 20; rows
             that decode with such a request take a step at a time), chat_template.
 
-        Raises ValueError for arguments that don't fit, and for a request that the cache or the
-        model can never hold.
+        Raises ValueError for arguments that don't fit, for a request that the cache or the model
+        can never hold, and for an engine that is closed.
         """
-        options = _Options.of(how)
+        options = RequestOptions.of(how)
+        self._require_open()
         ids = encode_one(self.lm, prompt, options.chat_template)
         settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
         settings.row.candidates[0] = options.logprobs
@@ -316,12 +318,17 @@ class Engine:
     def step(self) -> list[Event]:
         """Starts the next program, and reads what the one before has drawn.
 
-        Returns an event for each request with new tokens or an end; none if the engine is closed.
+        Returns an event for each request with new tokens or an end.
 
-        An error of the device, such as of lacking memory, ends all requests and closes the engine:
-        the program that failed has taken the cache over. So does an interruption, which would lose
-        tokens.
+        Raises ValueError for an engine that is closed. An error of the device, such as of lacking
+        memory, ends all requests and closes the engine: the program that failed has taken the cache
+        over. So does an interruption, which would lose tokens.
         """
+        self._require_open()
+        return self._step()
+
+    def _step(self) -> list[Event]:
+        """A step; nothing where another thread has closed the engine since the caller looked."""
         with self._turn:
             if self._is_closed:
                 return []
@@ -335,9 +342,16 @@ class Engine:
                 raise
 
     def __iter__(self) -> Iterator[Event]:
-        """Events of all requests, until all have ended."""
+        """Events of all requests, until all have ended.
+
+        Raises ValueError for an engine that is closed.
+        """
+        self._require_open()
+        return self._events()
+
+    def _events(self) -> Iterator[Event]:
         while self.has_work:
-            yield from self.step()
+            yield from self._step()
 
     def wait(self, handle: Handle, version: int) -> None:
         """Runs a step, or waits for the thread to report of a handle after report `version`."""
@@ -345,7 +359,7 @@ class Engine:
         if runs_elsewhere or self._is_closed:  # whoever closes an engine ends its requests
             handle.wait(version)
         elif not handle.is_finished:
-            self.step()
+            self._step()
 
     def start(self) -> None:
         """Runs steps in a thread, as long as there are requests, until `stop`.
@@ -381,6 +395,8 @@ class Engine:
         self.stop()
 
     def __enter__(self) -> Engine:
+        """Itself. Raises ValueError for an engine that is closed."""
+        self._require_open()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -395,7 +411,7 @@ class Engine:
                     self._wake.wait()
                 continue
             try:
-                self.step()
+                self._step()
             except Exception:  # which all requests have been told
                 return
 
@@ -440,58 +456,3 @@ def _cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
         for handle in handles:
             handle.cancel()
         raise
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rarer:
-    """Rarer arguments of `Engine`."""
-
-    max_gap: float | None = None
-    share_prefixes: bool = True
-    ride: bool = False
-    speculate: Proposer | None = None
-
-    @classmethod
-    def of(cls, how: Mapping[str, Any]) -> _Rarer:
-        _require_known("Engine", cls, how)
-        rarer = cls(**how)
-        for name in ("share_prefixes", "ride"):
-            require_type(name, getattr(rarer, name), bool)
-        read_speculate(rarer.speculate)
-        gap: Any = rarer.max_gap
-        is_number = isinstance(gap, int | float) and not isinstance(gap, bool)
-        if gap is not None and not (is_number and gap > 0):
-            raise ValueError(f"max_gap is {gap!r}: expected seconds above 0, inf, or None")
-        return rarer
-
-
-def _require_known(function: str, options: type, how: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that are no fields of a dataclass."""
-    known = {field.name for field in dataclasses.fields(options)}
-    if unknown := sorted(set(how) - known):
-        hint = did_you_mean(nearest(unknown[0], sorted(known)))
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """Rarer arguments of `submit`."""
-
-    priority: int = 0
-    prompt_logprobs: bool = False
-    logprobs: int = 0
-    chat_template: str | None = None
-
-    @classmethod
-    def of(cls, how: Mapping[str, Any]) -> _Options:
-        _require_known("submit", cls, how)
-        options = cls(**how)
-        if isinstance(options.priority, bool) or not isinstance(options.priority, int):
-            raise ValueError(f"priority is {options.priority!r}: expected a whole number")
-        require_type("prompt_logprobs", options.prompt_logprobs, bool)
-        number = options.logprobs
-        if type(number) is not int or not 0 <= number <= CANDIDATES:
-            raise ValueError(
-                f"logprobs is {number!r}: expected how many candidates to tell, 0 to {CANDIDATES}"
-            )
-        return options

@@ -24,10 +24,12 @@ from mpjax.sampling import Sampling
 class Settings:
     """How a request is generated.
 
-    row: its RowSettings, of one row. stop: strings that end it. stop_ids: tokens that end it.
+    row: its RowSettings, of one row. most: the most new tokens, of which the row has no more than
+    an int32. stop: strings that end it. stop_ids: tokens that end it.
     """
 
     row: RowSettings
+    most: int
     stop: list[str]
     stop_ids: tuple[int, ...]
 
@@ -55,12 +57,7 @@ class Settings:
         row.most[0] = min(most, np.iinfo(np.int32).max)  # more than any request may have
         row.stop_ids[0, : len(stop_ids)] = stop_ids
         row.key_words[:] = np.asarray(key_words([seed]))
-        return cls(row, strings, stop_ids)
-
-    @property
-    def most(self) -> int:
-        """The most new tokens."""
-        return int(self.row.most[0])
+        return cls(row, most, strings, stop_ids)
 
     @property
     def greedy_from(self) -> int | None:
@@ -113,6 +110,8 @@ class Request:
 
 def encode_one(lm: LanguageModel, prompt: Any, chat_template: str | None) -> list[int]:
     """The ids of a single prompt. Raises ValueError for anything else, as `generate` does."""
+    if isinstance(prompt, list | tuple) and not prompt:
+        raise ValueError("the prompt is empty: expected at least one token")
     if not is_single(prompt):
         raise ValueError(f"prompt is not a single prompt: expected {EXPECTED}")
     if lm.tokenizer is None and isinstance(prompt, str):

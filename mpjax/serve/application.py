@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import Handle
+from mpjax.json_text import json_text
 from mpjax.language_model import LanguageModel
 from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
 from mpjax.serve.metrics import exposition
@@ -151,7 +152,10 @@ class _Server:
     def _require_model(self, name: Any, key: str) -> None:
         if name != self.name:
             raise RequestError(
-                f"there is no model {name!r:.80}: this server has {self.name!r}", key, 404
+                f"there is no model {json_text(name, 80)}: this server has "
+                f"{json_text(self.name, 80)}",
+                key,
+                404,
             )
 
     def _authorise(self, request: Request) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mpjax.engine.state import CANDIDATES
+from mpjax.json_text import json_text
 from mpjax.kernels.checks import did_you_mean, nearest
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import encode, is_single
+from mpjax.serve.messages import read_messages
+from mpjax.tokenizer import Tokenizer
 
 SEEDS = 2**32
 MOST_CHOICES = 128
@@ -132,16 +135,8 @@ def read_completion(lm: LanguageModel, body: Any) -> Asked:
 def read_chat(lm: LanguageModel, body: Any) -> Asked:
     """Reads the body of /v1/chat/completions. Raises RequestError, which names the key."""
     _require_known(body, CHAT)
-    variables = body.get("chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise RequestError("chat_template_kwargs is not an object", "chat_template_kwargs")
     tokenizer = lm.require_tokenizer()
-    # A client may choose a template, but not bring a program, which could run for ever.
-    if variables.get("chat_template") not in (None, *tokenizer.chat_templates):
-        raise RequestError(
-            "chat_template of chat_template_kwargs is not the name of a template of the model",
-            "chat_template_kwargs",
-        )
+    variables = _variables(body, tokenizer)
     if not tokenizer.chat_templates:
         raise RequestError(
             "the model has no chat template, like most base models: send a prompt to "
@@ -149,8 +144,7 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
             "messages",
         )
     try:
-        messages = [_message(message) for message in _list(body, "messages")]
-        ids = tokenizer.encode_chat(messages, **variables)
+        ids = tokenizer.encode_chat(read_messages(body.get("messages")), **variables)
     except (ValueError, TypeError) as error:
         message = str(error).replace(tokenizer.name, "the model")  # the name is the server's path
         raise RequestError(message, "messages") from error
@@ -159,46 +153,66 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
         maximum = _whole(body, "max_tokens", None, 1, None)
     wanted = _bool(body, "logprobs")
     top = _whole(body, "top_logprobs", 0, 0, CANDIDATES) or 0
-    return _shared(
-        lm, body, [ids], max_new_tokens=maximum, logprobs=wanted, top=top if wanted else 0
-    )
+    if top and not wanted:
+        raise RequestError(
+            f"top_logprobs is {top}, and logprobs is not true: set logprobs to true, or leave "
+            "top_logprobs out",
+            "top_logprobs",
+        )
+    return _shared(lm, body, [ids], max_new_tokens=maximum, logprobs=wanted, top=top)
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is one text. Raises ValueError for other content than text."""
-    if not isinstance(message, Mapping):
-        raise ValueError("messages has something else than objects with a role and a content")
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-    if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("the content of a message has something else than texts")
-    return dict(message) | {"content": "".join(map(str, parts))}
+def _variables(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Further variables of the chat template. Raises RequestError for those of the server."""
+    key = "chat_template_kwargs"
+    variables = _object(body, key)
+    for name in ("messages", "self"):
+        if name in variables:
+            raise RequestError(f"{key} has {name!r}, which may not be among its keys", key)
+    # A client may choose a template, but not bring a program, which could run for ever.
+    if variables.get("chat_template") not in (None, *tokenizer.chat_templates):
+        raise RequestError(
+            f"chat_template of {key} is not the name of a template of the model", key
+        )
+    return variables
 
 
 def _shared(
     lm: LanguageModel, body: Mapping[str, Any], prompts: list[list[int]], **found: Any
 ) -> Asked:
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError("stream_options is not an object", "stream_options")
-    stop = body.get("stop")
-    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise RequestError("stop is not a text, or a list of texts", "stop")
-    seed = _whole(body, "seed", None, -(2**63), 2**64)
+    options, stream = _object(body, "stream_options"), _bool(body, "stream")
+    if body.get("stream_options") is not None and not stream:
+        raise RequestError(
+            "stream_options is given, and stream is not true: set stream to true, or leave "
+            "stream_options out",
+            "stream_options",
+        )
+    seed = _whole(body, "seed", None, 0, SEEDS - 1)
     return Asked(
         prompts=prompts,
         sampling=_sampling(body, lm.config.vocab_size),
-        stop=stop,
-        seed=secrets.randbelow(SEEDS) if seed is None else seed % SEEDS,
+        stop=_stop(body.get("stop")),
+        seed=secrets.randbelow(SEEDS) if seed is None else seed,
         choices=_whole(body, "n", 1, 1, MOST_CHOICES) or 1,
-        stream=_bool(body, "stream"),
+        stream=stream,
         with_usage=options.get("include_usage") is True,
         priority=_whole(body, "priority", 0, -(2**31), 2**31) or 0,
         **found,
     )
+
+
+def _stop(stop: Any) -> list[str]:
+    """The strings that end a text. Raises RequestError for anything else."""
+    texts = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    for text in texts:
+        if not isinstance(text, str):
+            found = f"stop {'has' if text is not stop else 'is'} {json_text(text)}"
+            raise RequestError(f"{found}: expected a text, or a list of texts", "stop")
+        if not text:
+            raise RequestError(
+                "stop has an empty string, which would end every text: leave it out", "stop"
+            )
+    return texts
 
 
 def _sampling(body: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
@@ -220,10 +234,10 @@ def _stop_ids(ids: Any, vocabulary: int) -> list[int]:
     """Ids of a body. Raises RequestError for others than the model's, which could end nothing."""
     expected = f"expected a list of token ids from 0 to {vocabulary - 1}"
     if not isinstance(ids, list):
-        raise RequestError(f"stop_token_ids is {ids!r:.40}: {expected}", "stop_token_ids")
+        raise RequestError(f"stop_token_ids is {json_text(ids)}: {expected}", "stop_token_ids")
     for one in ids:
         if type(one) is not int or not 0 <= one < vocabulary:
-            raise RequestError(f"stop_token_ids has {one!r:.40}: {expected}", "stop_token_ids")
+            raise RequestError(f"stop_token_ids has {json_text(one)}: {expected}", "stop_token_ids")
     return ids
 
 
@@ -233,22 +247,28 @@ def _require_known(body: Any, known: set[str]) -> None:
     for key, value in body.items():
         if key in NEUTRAL:
             if value not in NEUTRAL[key]:
-                message = f"{key} is {value!r:.60}, and this server does not offer it"
+                message = f"{key} is {json_text(value, 60)}, and this server does not offer it"
                 raise RequestError(message, key)
         elif key not in known | IGNORED:
             hint = did_you_mean(nearest(key, sorted(known)))
             raise RequestError(f"{key!r} is no key of this request{hint}", key)
 
 
-def _list(body: Mapping[str, Any], key: str) -> Sequence[Any]:
-    if not isinstance(found := body.get(key), list) or not found:
-        raise RequestError(f"{key} is not a list of at least one", key)
+def _object(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object; an empty one where it is missing or null."""
+    if (found := body.get(key)) is None:
+        return {}
+    if not isinstance(found, dict):
+        raise RequestError(f"{key} is {json_text(found)}: expected an object", key)
     return found
 
 
 def _bool(body: Mapping[str, Any], key: str) -> bool:
-    if not isinstance(found := body.get(key) or False, bool):
-        raise RequestError(f"{key} is {found!r:.40}: expected true or false", key)
+    """True or false; false where it is missing or null."""
+    if (found := body.get(key)) is None:
+        return False
+    if not isinstance(found, bool):
+        raise RequestError(f"{key} is {json_text(found)}: expected true or false", key)
     return found
 
 
@@ -260,7 +280,7 @@ def _whole(
         return default
     if type(found) is not int or found < least or (most is not None and found > most):
         limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
-        raise RequestError(f"{key} is {found!r:.40}: expected a whole number {limits}", key)
+        raise RequestError(f"{key} is {json_text(found)}: expected a whole number {limits}", key)
     return found
 
 
@@ -272,5 +292,5 @@ def _number(
     is_number = isinstance(found, int | float) and not isinstance(found, bool)
     if not is_number or (least is not None and found < least):
         limit = "" if least is None else f" of {least:g} or more"
-        raise RequestError(f"{key} is {found!r:.40}: expected a number{limit}", key)
+        raise RequestError(f"{key} is {json_text(found)}: expected a number{limit}", key)
     return found

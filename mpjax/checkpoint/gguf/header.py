@@ -82,6 +82,8 @@ def read_header(path: Path) -> Header:
         size = os.fstat(stream.fileno()).st_size
         start = stream.read(files.LONGEST_PREFIX)
         files.require_content(start, path, CheckpointError)
+        if not start:
+            raise CheckpointError(f"{path} is empty: fetch it again")
         if not start.startswith(MAGIC):
             raise CheckpointError(
                 f"{path} is not a GGUF file: it begins with {start[:4]!r} instead of {MAGIC!r}"

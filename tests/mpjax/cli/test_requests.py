@@ -34,6 +34,8 @@ def test_prompts_come_from_one_place(tmp_path, monkeypatch):
         texts("x", file=file)
     with pytest.raises(typer.BadParameter, match="there is no file /nowhere"):
         texts(input=Path("/nowhere"))
+    with pytest.raises(typer.BadParameter, match="is a folder: expected JSON Lines"):
+        texts(input=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,21 +98,21 @@ DEEP = '{"id": ' + "[" * 99_999 + "]" * 99_999 + ', "prompt": "a"}'
         ('{"prompt": "a"', "is not valid JSON"),
         ('{"prompt": "a", "id": NaN}', "NaN is not a number in JSON"),
         (DEEP, "is nested too deeply"),
-        ('"a"', "holds a str: expected a JSON object"),
+        ('"a"', 'holds "a": expected a JSON object'),
         (
             '{"prompt": "a", "temperature": 1}',
-            "has the key 'temperature'; there are id, prompt.* such as --temperature",
+            'has the key "temperature"; there are id, prompt.* such as --temperature',
         ),
         ('{"id": 1}', 'has neither a "prompt" nor "messages"'),
         ('{"prompt": "a", "messages": []}', 'has both a "prompt" and "messages"'),
-        ('{"prompt": null}', '"prompt" is None, not a text'),
+        ('{"prompt": null}', '"prompt" is null, not a text'),
         ('{"messages": []}', r'"messages" is \[\], not a list of objects'),
-        ('{"messages": ["a"]}', r"\"messages\" is \['a'\], not a list of objects"),
-        ('{"messages": "a"}', "\"messages\" is 'a', not a list of objects"),
+        ('{"messages": ["a"]}', r'"messages" is \["a"\], not a list of objects'),
+        ('{"messages": "a"}', '"messages" is "a", not a list of objects'),
         ('{"prompt": "a", "seed": -1}', '"seed" is -1: expected a whole number from 0 to'),
         ('{"prompt": "a", "seed": 4294967296}', '"seed" is 4294967296: expected'),
         ('{"prompt": "a", "max_new_tokens": 0}', "is 0: expected a whole number of 1 or more"),
-        ('{"prompt": "a", "max_new_tokens": true}', "is True: expected a whole number"),
+        ('{"prompt": "a", "max_new_tokens": true}', "is true: expected a whole number"),
         ('{"prompt": "a", "max_new_tokens": 1.0}', r"is 1\.0: expected a whole number"),
     ],
     ids=lambda text: text[:40],

@@ -381,7 +381,9 @@ def test_a_closed_engine_says_so(tiny):
         handle.result()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.submit("import")
-    assert engine.step() == []
+    for use in (engine.step, lambda: list(engine), engine.__enter__, lambda: engine.submit(5)):
+        with pytest.raises(ValueError, match="the engine is closed"):
+            use()
     engine.close()
 
 
@@ -461,7 +463,8 @@ def test_a_step_that_fails_closes_the_engine(tiny, monkeypatch, fault, reason, t
                 handle.result()
         assert engine.is_closed
         assert not engine.has_work
-        assert engine.step() == []
+        with pytest.raises(ValueError, match="the engine is closed"):
+            engine.step()
 
 
 def test_a_thread_that_fails_ends_all_requests(tiny, monkeypatch):
@@ -478,7 +481,8 @@ def test_a_thread_that_fails_ends_all_requests(tiny, monkeypatch):
             with pytest.raises(RuntimeError, match="the device is lost"):
                 handle.result()
         assert engine.is_closed
-        assert list(engine) == []
+        with pytest.raises(ValueError, match="the engine is closed"):
+            list(engine)
         with pytest.raises(ValueError, match="the engine is closed"):
             engine.submit("import")
 

@@ -11,7 +11,7 @@ from tests.mpjax.engine.conftest import make_engine, resize
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt": []}, "prompt"),
+        ({"prompt": []}, "the prompt is empty: expected at least one token"),
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": [5000]}, "token id 5000"),
         ({"prompt": [1] * 150, "max_new_tokens": 50}, "150 tokens, and with 50 .* the 192 tokens"),
@@ -19,7 +19,8 @@ from tests.mpjax.engine.conftest import make_engine, resize
         ({"sampling": {"stop_ids": range(20)}}, "there are 20 stop ids: .* at most 16"),
         ({"priority": 1.5}, "priority is 1.5: expected a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"max_new_tokens": 10**30}, "it would pass the 192 tokens of a request"),
+        ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number"),
+        ({"max_new_tokens": 10**30}, f"with {10**30} new ones it would pass the 192"),
         ({"stop": np.array(3)}, "stop has array.3.: expected a string"),
         ({"seed": -1}, "seeds are"),
     ],
@@ -30,6 +31,8 @@ def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message)
     assert not engine.has_work
     with pytest.raises(TypeError, match=r"argument 'prioritty' \(did you mean 'priority'\?\)"):
         engine.submit("import", prioritty=1)
+    with pytest.raises(TypeError, match=r"'temperature': pass sampling=Sampling\(temperature="):
+        engine.submit("import", temperature=1)
     with pytest.raises(ValueError, match="handle is 3: expected a Handle, as submit returns it"):
         engine.cancel(3)
 
@@ -52,6 +55,8 @@ def test_a_request_larger_than_the_cache_is_refused(engine):
 def test_what_an_engine_is_made_with_is_checked(tiny):
     for options, message in (
         ({"slots": 0}, "slots is 0"),
+        ({"slots": True}, "slots is True: expected a whole number"),
+        ({"max_tokens": 1}, "max_tokens is 1: expected 2 or more"),
         ({"steps": 64}, "steps is 64: expected at most 32"),
         ({"max_tokens": 1000}, "max_tokens is 1000, and the model has 256 positions"),
         ({"max_gap": 0}, "max_gap is 0: expected seconds above 0, inf, or None"),

@@ -179,7 +179,7 @@ def test_the_model_health_and_metrics(client, server):
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"prompt": "x", "model": "other"}, 404, "there is no model 'other'"),
+        ({"prompt": "x", "model": "other"}, 404, 'there is no model "other"'),
         ({"prompt": "x", "max_tokens": 5000}, 400, "the 256 tokens of a request"),
         ({"prompt": "x", "min_tokens": 20}, 400, "min_tokens is 20 and max_tokens 16"),
         ({"prompt": "x", "best_of": 3}, 400, "does not offer it"),

@@ -27,7 +27,7 @@ def test_what_is_left_out_is_openais(tiny):
     assert (asked.max_new_tokens, asked.choices, asked.stream) == (16, 1, False)
     assert asked.sampling["temperature"] == 1.0
     assert completion(tiny).seed != completion(tiny).seed
-    assert completion(tiny, seed=-1).seed == 2**32 - 1
+    assert completion(tiny, seed=2**32 - 1).seed == 2**32 - 1
 
 
 def test_what_is_given_is_passed_on(tiny):
@@ -77,17 +77,24 @@ def test_what_is_given_is_passed_on(tiny):
         ({"best_of": 4}, "best_of is 4, and this server does not offer it", "best_of"),
         ({"logprobs": 21}, "logprobs is 21: expected a whole number from 0 to 20", "logprobs"),
         ({"max_tokens": 0}, "which leaves only the prompt", "max_tokens"),
-        ({"max_tokens": "9"}, "max_tokens is '9': expected a whole number", "max_tokens"),
-        ({"temperature": "hot"}, "temperature is 'hot': expected a number of 0", "temperature"),
-        ({"temperature": True}, "temperature is True", "temperature"),
-        ({"stop": [1]}, "stop is not a text", "stop"),
+        ({"max_tokens": "9"}, 'max_tokens is "9": expected a whole number', "max_tokens"),
+        ({"temperature": "hot"}, 'temperature is "hot": expected a number of 0', "temperature"),
+        ({"temperature": True}, "temperature is true", "temperature"),
+        ({"best_of": [None]}, r"best_of is \[null\], and", "best_of"),
+        ({"stop": [1]}, "stop has 1: expected a text, or a list of texts", "stop"),
+        ({"stop": 1}, "stop is 1: expected a text, or a list of texts", "stop"),
+        ({"stop": ["", "a"]}, "stop has an empty string, which would end every text", "stop"),
+        ({"seed": 2**32}, "seed is 4294967296: .* from 0 to 4294967295", "seed"),
+        ({"seed": -1}, "seed is -1: .* from 0 to 4294967295", "seed"),
         ({"stream": 1}, "stream is 1: expected true or false", "stream"),
-        ({"stream_options": 1}, "stream_options is not an object", "stream_options"),
+        ({"stream_options": 1}, "stream_options is 1: expected an object", "stream_options"),
+        ({"stream_options": {}}, "stream_options is given, and stream is not", "stream_options"),
+        ({"stream": 0}, "stream is 0: expected true or false", "stream"),
         ({"echo": True, "logprobs": 1, "stream": True}, "come whole", "stream"),
         ({"n": 0}, "n is 0", "n"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5: expected a list", "stop_token_ids"),
         ({"stop_token_ids": [2, 99999]}, "has 99999: .* from 0 to 2047", "stop_token_ids"),
-        ({"stop_token_ids": [True]}, "stop_token_ids has True", "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids has true", "stop_token_ids"),
     ],
 )
 def test_what_is_wrong_is_named(tiny, body, message, parameter):
@@ -124,10 +131,18 @@ def test_chats_go_through_the_template(chat_folder):
         with pytest.raises(RequestError, match="is not the name of a template") as error:
             read_chat(lm, {"messages": plain, "chat_template_kwargs": {"chat_template": template}})
         assert error.value.parameter == "chat_template_kwargs"
-    for wrong in ([], [1], [{"role": "user", "content": [{"type": "image_url"}]}], "x"):
-        with pytest.raises(RequestError) as error:
-            read_chat(lm, {"messages": wrong})
-        assert error.value.parameter == "messages"
+    with pytest.raises(RequestError, match=r"the role of messages\[0\] is null") as error:
+        read_chat(lm, {"messages": [{}]})
+    assert error.value.parameter == "messages"
+    for key, value, message in (
+        ("chat_template_kwargs", {"messages": []}, "has 'messages', which may not be among its"),
+        ("chat_template_kwargs", {"self": 1}, "has 'self', which may not be among its keys"),
+        ("chat_template_kwargs", [], r"chat_template_kwargs is \[\]: expected an object"),
+        ("top_logprobs", 2, "top_logprobs is 2, and logprobs is not true: set logprobs"),
+    ):
+        with pytest.raises(RequestError, match=message) as error:
+            read_chat(lm, {"messages": plain, key: value})
+        assert error.value.parameter == key
 
 
 def test_messages_for_a_model_without_a_template(tiny):

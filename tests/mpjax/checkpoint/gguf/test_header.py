@@ -63,7 +63,7 @@ def tensor(*, dimensions=(32,), kind=8, offset=0, name="t", given=None) -> bytes
 
 HUGE = 2**63
 LIES = [
-    (b"", "is not a GGUF file: it begins with b''"),
+    (b"", "is empty: fetch it again"),
     (b"PK\3\4", "is not a GGUF file: it begins with b'PK"),
     (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
     (b"GGUF\0\0", "ends inside its version, at byte 4 of 6"),

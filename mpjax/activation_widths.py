@@ -74,13 +74,15 @@ def has_share(model: Decoder, one_in: int) -> bool:
 def find_share(model: Decoder) -> int:
     """The share of blocks in 8 bits, as `Precision.wide_blocks`: one that each layer has.
 
+    Of several, it is the default or else the smallest power of two, which is the usual request.
     It is DEFAULT_WIDE_BLOCKS where no single number gives the blocks of all layers. So it is, too,
     of a model on several devices with blocks of both widths, as devices repeat blocks.
     """
     layers = count_by_layer(model)
     most = max((count.total for count in layers), default=0)
-    others = range(2, 2 * most + 1) if model.mesh is None else ()
-    for one_in in (0, 1, DEFAULT_WIDE_BLOCKS, *others):
+    others = range(2, 2 * most + 1) if model.mesh is None else range(0)
+    powers_first = sorted(others, key=lambda one_in: (one_in.bit_count() > 1, one_in))
+    for one_in in (0, 1, DEFAULT_WIDE_BLOCKS, *powers_first):
         if layers and _have_share(layers, one_in):
             return one_in
     return DEFAULT_WIDE_BLOCKS

@@ -10,7 +10,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax.activation_widths import blocks_of_share, count_blocks, find_share, has_share
+from mpjax import activation_widths
+from mpjax.activation_widths import (
+    BlockCount,
+    blocks_of_share,
+    count_blocks,
+    find_share,
+    has_share,
+)
 from mpjax.cli.info import inspect
 from mpjax.precision import Precision
 from tests.models.small import linear_layers
@@ -66,6 +73,14 @@ def test_the_share_is_that_of_every_layer(tiny_folder, wide, one_in, others):
     assert Precision.parse(lm.precision).wide_blocks == one_in
     agreeing = {share for share in (0, 1, 2, 4, 8, 16) if has_share(lm.model, share)}
     assert agreeing == {one_in, *others}
+
+
+def test_a_power_of_two_names_the_share(monkeypatch, tiny):
+    """Of 12 blocks, shares of 9 and more have one: 16 is what was probably asked for."""
+    for counts, one_in in (([(1, 12)] * 2, 16), ([(4, 12)], 3), ([(2, 12)], 8)):
+        layers = [BlockCount(*count) for count in counts]
+        monkeypatch.setattr(activation_widths, "count_by_layer", lambda model, it=layers: it)
+        assert find_share(tiny.model) == one_in
 
 
 def test_a_share_is_rounded_to_one_block_at_least():

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -152,7 +153,8 @@ def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -
     if unknown := [key for key in found if key not in KEYS]:
         raise ValueError(
             f"{place} has the key {json_text(unknown[0])}; there are {', '.join(KEYS)}: what else "
-            "holds for a prompt is an option of all, such as --temperature, and its id may be an object"
+            "holds for a prompt is an option of all, such as --temperature, and its id may be an "
+            "object"
         )
     if "prompt" in found and "messages" in found:
         raise ValueError(f'{place} has both a "prompt" and "messages": leave one of them out')
@@ -160,9 +162,12 @@ def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -
         raise ValueError(f'{place} has neither a "prompt" nor "messages": it needs one of them')
     if not isinstance(found.get("prompt", ""), str):
         raise ValueError(f'{place}: "prompt" is {json_text(found["prompt"])}, not a text')
-    messages = found.get("messages", [{}])
-    if not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
-        raise ValueError(f'{place}: "messages" is {json_text(messages)}, not a list of objects')
+    messages = found.get("messages", [{"role": "user"}])
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise ValueError(
+            f'{place}: "messages" is {json_text(messages, 80)}, not a list of objects with a role '
+            "and a content"
+        )
     return Request(
         found.get("id", number),
         found.get("prompt", messages),
@@ -176,8 +181,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is_message(value: Any) -> bool:
+    """Whether a value is a message of a chat; templates say whether it needs a content."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list | types.NoneType)
 
 
 def _integer(

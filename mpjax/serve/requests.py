@@ -105,15 +105,7 @@ class Asked:
 def read_completion(lm: LanguageModel, body: Any) -> Asked:
     """Reads the body of /v1/completions. Raises RequestError, which names the key."""
     _require_known(body, COMPLETION)
-    if "prompt" not in body:
-        raise RequestError("prompt is missing: expected a text, token ids, or a list of them")
-    found = body["prompt"]
-    try:
-        prompts = encode(
-            lm.require_tokenizer(), [found] if is_single(found) else found, lm.config.vocab_size
-        )
-    except ValueError as error:
-        raise RequestError(str(error), "prompt") from error
+    prompts = _prompts(lm, body)
     wanted = _whole(body, "logprobs", None, 0, CANDIDATES)
     maximum = _whole(body, "max_tokens", 16, 0, None)
     echo = _bool(body, "echo")
@@ -130,6 +122,26 @@ def read_completion(lm: LanguageModel, body: Any) -> Asked:
         logprobs=wanted is not None,
         top=wanted or 0,
     )
+
+
+def _prompts(lm: LanguageModel, body: Mapping[str, Any]) -> list[list[int]]:
+    """The ids of each prompt. Raises RequestError for anything but texts and token ids."""
+    expected = "expected a text, token ids, or a list of them"
+    if "prompt" not in body:
+        raise RequestError(f"prompt is missing: {expected}", "prompt")
+    found = body["prompt"]
+    batch = [found] if is_single(found) else found
+    if not isinstance(batch, list) or not all(map(_is_prompt, batch)):
+        raise RequestError(f"prompt is {json_text(found)}: {expected}", "prompt")
+    try:
+        return encode(lm.require_tokenizer(), batch, lm.config.vocab_size)
+    except ValueError as error:
+        raise RequestError(str(error), "prompt") from error
+
+
+def _is_prompt(value: Any) -> bool:
+    is_ids = isinstance(value, list) and all(type(one) is int for one in value)
+    return is_ids or isinstance(value, str)
 
 
 def read_chat(lm: LanguageModel, body: Any) -> Asked:

@@ -108,6 +108,11 @@ DEEP = '{"id": ' + "[" * 99_999 + "]" * 99_999 + ', "prompt": "a"}'
         ('{"prompt": null}', '"prompt" is null, not a text'),
         ('{"messages": []}', r'"messages" is \[\], not a list of objects'),
         ('{"messages": ["a"]}', r'"messages" is \["a"\], not a list of objects'),
+        (
+            '{"messages": [{"role": null}]}',
+            r'is \[\{"role": null\}\], not a list of objects with a',
+        ),
+        ('{"messages": [{"role": "user", "content": 5}]}', "not a list of objects with a role and"),
         ('{"messages": "a"}', '"messages" is "a", not a list of objects'),
         ('{"prompt": "a", "seed": -1}', '"seed" is -1: expected a whole number from 0 to'),
         ('{"prompt": "a", "seed": 4294967296}', '"seed" is 4294967296: expected'),

@@ -71,7 +71,11 @@ def test_what_is_given_is_passed_on(tiny):
 @pytest.mark.parametrize(
     ("body", "message", "parameter"),
     [
-        ({"prompt": 5}, "prompts are a int", "prompt"),
+        ({"prompt": 5}, "prompt is 5: expected a text, token ids, or a list of them", "prompt"),
+        ({"prompt": None}, "prompt is null: expected a text, token ids", "prompt"),
+        ({"prompt": ["a", True]}, r'prompt is \["a", true\]: expected a text', "prompt"),
+        ({"prompt": [{"role": "user"}]}, r'prompt is \[\{"role": "user"\}\]: expected', "prompt"),
+        ({"prompt": []}, "prompts are empty", "prompt"),
         ({"prompt": [99999]}, "token id 99999", "prompt"),
         ({"max_token": 5}, r"'max_token' is no key of this request \(did you mean", "max_token"),
         ({"best_of": 4}, "best_of is 4, and this server does not offer it", "best_of"),

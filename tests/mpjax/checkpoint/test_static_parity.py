@@ -15,6 +15,17 @@ import mpjax
 from mpjax.checkpoint.huggingface import open_headers
 from mpjax.checkpoint.outlook import look
 from tests.mpjax.checkpoint.saved_models import require_same_bits
+from tests.mpjax.checkpoint.write_checkpoint import (
+    compressed_fp8,
+    compressed_integers,
+    replace_module,
+)
+from tests.sweeps import in_sweep
+
+# Asked for here, too: a module whose import was skipped once can't be imported again.
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     VOCABULARY,
     as_transformers_reads,
@@ -23,12 +34,6 @@ from tests.mpjax.checkpoint.test_huggingface_parity import (
     reference_logits,
     torch,
 )
-from tests.mpjax.checkpoint.write_checkpoint import (
-    compressed_fp8,
-    compressed_integers,
-    replace_module,
-)
-from tests.sweeps import in_sweep
 
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 20))
 LARGEST = {"int": 127.0, "float": 448.0}

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.bench import measure
-from mpjax.kernels import ActivationBlocks, ActivationFormat, add_rms_norm
+from mpjax.kernels import ActivationBlocks, ActivationFormat, add_rms_norm, device
 from mpjax.kernels.activation_blocks import BLOCK
 from mpjax.kernels.rowwise import block_norm
 
@@ -76,7 +76,7 @@ def run(
         }
         for name, programs in ways.items():
             jax.clear_caches()  # which have the kernels of another way
-            with mock.patch.object(block_norm, "MOST_PROGRAMS", programs):
+            with mock.patch.object(device, "multiprocessors", return_value=programs):
                 rounded = functools.partial(_norm, format=blocks)
                 times[name] = measure.microseconds(rounded, *arrays)
         chosen = block_norm.blocks_per_program(count, of_row)

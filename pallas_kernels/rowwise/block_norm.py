@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mpjax.kernels import device
 from mpjax.kernels.activation_blocks import BLOCK, ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.launch import Settings, launch, store
@@ -31,8 +32,7 @@ from mpjax.kernels.rowwise.blocks import (
 )
 from mpjax.kernels.rowwise.triton import NEIGHBOURS
 
-# A multiprocessor has one program at a time, with a thread for each channel that it rounds.
-MOST_PROGRAMS, MOST_BLOCKS = 132, 2
+MOST_BLOCKS = 2  # of a program, which has a thread for each channel that it rounds
 WARPS_PER_BLOCK = BLOCK // 32
 
 
@@ -88,9 +88,12 @@ def add_rms_norm(
 
 
 def blocks_per_program(rows: int, blocks: int) -> int | None:
-    """The blocks that each program rounds in one kernel with the norm; None for two kernels."""
+    """The blocks that each program rounds in one kernel with the norm; None for two kernels.
+
+    A multiprocessor has one program at a time, so that there are no more programs than these.
+    """
     count = 1
-    while rows * pl.cdiv(blocks, count) > MOST_PROGRAMS:
+    while rows * pl.cdiv(blocks, count) > device.multiprocessors():
         count *= 2
         if count > MOST_BLOCKS or count >= 2 * blocks:
             return None

@@ -108,7 +108,7 @@ class State(NamedTuple):
     fetched: jax.Array
 
 
-# Of 128 or 96 programs, so that all run at the same time beside the kernel before.
+# Tiles of 128 or 96 programs: all of a product run at once, beside the kernel before it.
 CONFIGS = {
     "qwen3-8b.qkv": WarpgroupConfig(8, 2, 1, 2),
     "qwen3-8b.output": WarpgroupConfig(8, 2, 2, 2),
@@ -262,7 +262,7 @@ def head(way: Way, delay: int, weights: Any, state: State) -> State:
 
 
 def attended(terms: jax.Array, delay: int) -> jax.Array:
-    """What stands for attention: the sum of terms, after a while."""
+    """A stand-in for attention: the sum of terms, after as long as attention takes."""
     return slow_sum(terms, delay or ATTENTION, is_poisoned=delay > 0)
 
 

@@ -157,7 +157,7 @@ def _measure(
 def _measure_engine(
     steps: int, lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
 ) -> tuple[mpjax.Generation, float]:
-    """What `_measure` gives, by an Engine of one slot."""
+    """The results and seconds of `_measure`, with an Engine of one slot."""
     most = MOST + options["max_new_tokens"]
     speculate = options.get("speculate")
     options = {name: value for name, value in options.items() if name != "speculate"}

@@ -39,7 +39,7 @@ FAMILIES: dict[str, type[Decoder]] = {
 }
 
 _PLAIN_MLP = "norms that subtract the mean, and an MLP without a gate"
-# What the decoders here lack of architectures that people ask for.
+# Architectures that people ask for, and the part of each that the decoders here lack.
 LACKING = {
     **dict.fromkeys(("Starcoder2ForCausalLM", "PhiForCausalLM", "GPTNeoXForCausalLM"), _PLAIN_MLP),
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "latent attention"),

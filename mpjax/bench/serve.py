@@ -397,7 +397,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _speculated(row: Mapping[str, Any]) -> str:
-    """What speculation has proposed in a row, as a part of a cell."""
+    """The tokens of a row that speculation proposed, as a part of a cell; empty without it."""
     if not row.get("speculate"):
         return ""
     proposed, accepted = row["proposed_tokens"], row["accepted_tokens"]

@@ -45,7 +45,7 @@ class _Structure:
 
 
 def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
-    """What models are, and their arrays."""
+    """The structure of models, which is static, and their arrays."""
     leaves, structure = jax.tree.flatten(models)
     return _Structure(structure), leaves
 

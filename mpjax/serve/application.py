@@ -87,7 +87,7 @@ def application(
 
 
 def _allowed(origins: Sequence[str]) -> dict[str, Any]:
-    """What scripts of pages may send: the arguments of CORSMiddleware."""
+    """The arguments of CORSMiddleware: the requests that scripts of other pages may send."""
     headers = ["Authorization", "Content-Type"]
     return {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": headers}
 

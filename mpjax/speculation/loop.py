@@ -112,7 +112,7 @@ class _Proposed(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """What a step gives: a Draw of arrays [batch, positions, …], accepted, the cache."""
+    """The results of a step: a Draw of arrays [batch, positions, …], accepted, the cache."""
 
     draw: Draw
     accepted: jax.Array

@@ -176,7 +176,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-# Those whose layers have experts, which a file of `llama` may have, too.
+# Architectures with experts. A file whose architecture is `llama` may have experts, too.
 MIXTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         *("MixtralForCausalLM", "mixtral", {**NAMES, **mixtures.MIXTRAL_NAMES}),

@@ -31,7 +31,7 @@ MIXTRAL_NAMES: Mapping[str, str] = {
         for written, name in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
-# Of an expert's map, so that a file can't ask for more memory for their names than it has bytes.
+# The least bytes of an expert's map: names of experts never take more memory than the file.
 LEAST_BYTES = 1024
 _OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
 _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
 from mpjax.engine.options import EngineOptions, RequestOptions
 from mpjax.engine.planner import Sizes
+from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
@@ -180,6 +181,13 @@ class Engine:
             "idle_seconds": runner.clock.idle_seconds,
             "programs": len(runner.programs.used),
         }
+
+    def observe(self, observer: Callable[[ProgramRun], None] | None) -> None:
+        """Calls `observer` with each program that has ended, in the thread that runs steps.
+
+        None ends that. An error of the observer is one of the step.
+        """
+        self._runner.observer = observer
 
     def submit(
         self,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -14,7 +15,7 @@ def load(**changes):
     return serve.Load(6, Lengths(8, 20), Lengths(3, 9), **changes)
 
 
-def test_an_engine_and_static_batches_do_the_same():
+def test_an_engine_and_static_batches_do_the_same(tmp_path):
     sweep = serve.Sweep(
         ("W16A16KV16",),
         load(rate=400.0, shared=4, late=40),
@@ -23,6 +24,7 @@ def test_an_engine_and_static_batches_do_the_same():
         steps=4,
         static=4,
         config=SMALL_MODEL,
+        trace=tmp_path / "trace.json",
     )
     engine, static = rows = list(serve.run(sweep))
     assert len(rows) == sweep.cases
@@ -35,6 +37,10 @@ def test_an_engine_and_static_batches_do_the_same():
     assert engine["late_steps"] <= engine["steps"]
     assert 0 <= engine["idle_share"] < 1
     assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
+    programs = json.loads(sweep.trace.read_text())["traceEvents"]
+    read = sum(program["args"]["tokens"] for program in programs)
+    assert read == engine["prompt_tokens"] - engine["shared_tokens"]
+    assert programs[0]["ts"] == 0 < programs[-1]["ts"] < engine["seconds"] * 1e6
 
 
 def test_static_batches_may_run_alone(monkeypatch):

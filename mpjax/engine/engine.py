@@ -333,11 +333,12 @@ class Engine:
 
         Returns an event for each request with new tokens or an end.
 
-        Raises ValueError for an engine that is closed. An error of the device, such as of lacking
-        memory, ends all requests and closes the engine: the program that failed has taken the cache
-        over. So does an interruption, which would lose tokens.
+        Raises ValueError for an engine that is closed or that a thread runs. An error of the
+        device, such as of lacking memory, ends all requests and closes the engine: the program that
+        failed has taken the cache over. So does an interruption, which would lose tokens.
         """
         self._require_open()
+        self._require_no_thread()
         return self._step()
 
     def _step(self) -> list[Event]:
@@ -357,19 +358,21 @@ class Engine:
     def __iter__(self) -> Iterator[Event]:
         """Events of all requests, until all have ended.
 
-        Raises ValueError for an engine that is closed.
+        Raises ValueError for an engine that is closed or that a thread runs.
         """
         self._require_open()
+        self._require_no_thread()
         return self._events()
 
     def _events(self) -> Iterator[Event]:
         while self.has_work:
+            self._require_no_thread()
             yield from self._step()
 
     def wait(self, handle: Handle, version: int) -> None:
         """Runs a step, or waits for the thread to report of a handle after report `version`."""
-        runs_elsewhere = self._thread not in (None, threading.current_thread())
-        if runs_elsewhere or self._is_closed:  # whoever closes an engine ends its requests
+        # Whoever closes an engine ends its requests.
+        if self._thread is not None or self._is_closed:
             handle.wait(version)
         elif not handle.is_finished:
             self._step()
@@ -431,6 +434,13 @@ class Engine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("the engine is closed: make another one")
+
+    def _require_no_thread(self) -> None:
+        if self._thread is not None:
+            raise ValueError(
+                "a thread runs the engine and takes its events: read the handles of requests, or "
+                "call stop first"
+            )
 
     def _end_all(self, reason: str, error: Exception) -> None:
         """Lets no more requests in, ends all that there are, and frees the cache.

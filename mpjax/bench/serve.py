@@ -193,18 +193,11 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
         del lm
 
 
-_made: dict[tuple[str, DecoderConfig, int], mpjax.LanguageModel] = {}
-
-
 def _random_lm(text: str, config: DecoderConfig, devices: int) -> mpjax.LanguageModel:
-    """A model of a precision, which is kept until another is made: several runs share it."""
-    key = text, config, devices
-    if key not in _made:
-        _made.clear()  # frees its memory first
-        precision = Precision.parse(text)
-        model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
-        _made[key] = mpjax.LanguageModel(model, None, precision.kv, Path())
-    return _made[key]
+    """A model of a precision, without a tokenizer."""
+    precision = Precision.parse(text)
+    model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
+    return mpjax.LanguageModel(model, None, precision.kv, Path())
 
 
 def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:

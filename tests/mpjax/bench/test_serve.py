@@ -52,16 +52,6 @@ def test_static_batches_may_run_alone(monkeypatch):
     assert sweep.cases == len(made) == 1
 
 
-def test_runs_of_one_precision_share_a_model(monkeypatch):
-    serve._made.clear()
-    made = [serve._random_lm(text, SMALL_MODEL, 1) for text in ("W16A16KV16",) * 2]
-    assert made[0] is made[1]
-    other = serve._random_lm("W16A16KV8", SMALL_MODEL, 1)
-    assert other is not made[0]
-    assert len(serve._made) == 1
-    serve._made.clear()
-
-
 def test_a_sweep_is_a_command():
     lengths = Lengths(1, 512, 64.0, 0.8), Lengths(2, 2)
     assert serve.Sweep(("W4A16KV8", "W8A8KV8"), serve.Load(9, *lengths)).command == (

@@ -6,7 +6,6 @@ A program works on one head of a token, or of several tokens one after another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +99,7 @@ def _rotate(
     pieces = max(2, *(side.codes.planes for side in pages.sides))
     width, half = dim // pieces, pieces // 2
     lane = lanes(width)
-    _, is_real = targets(width)
+    target, is_real = targets(width)
 
     def load_piece(piece: int) -> jax.Array:
         total = jnp.zeros(len(lane), jnp.float32)
@@ -132,36 +131,17 @@ def _rotate(
         return jnp.where(is_value, x[piece], rounded(x[piece] * cosine + other))
 
     x = [turn(piece) for piece in range(pieces)]
-    _store(operands, queries_ref, pages, x, (batch, token, head), slot)
-
-
-def _store(
-    operands: _Operands,
-    queries_ref: Any,  # [batch, tokens, query heads, dim]
-    pages: KVPages,
-    x: Sequence[jax.Array],  # pieces of a head
-    place: tuple[jax.Array, jax.Array, jax.Array],  # the sequence, the token and the head
-    slot: Slot,
-) -> None:
-    """Stores a query as it is, or encodes a key or a value, by the number of the head.
-
-    A program has heads of one kind, and does not do the work of the others.
-    """
-    (batch, token, head), (queries, keys) = place, operands.rotation.heads
-    dtype, dim = queries_ref.dtype, queries_ref.shape[3]
-    is_query, is_value = head < queries, head >= queries + keys
-
-    @pl.when(is_query)
-    def _() -> None:
-        width = dim // len(x)
-        target, is_real = targets(width)
-        is_transformed = operands.rotation.transform_queries and pages.format.key_codes.hadamard
-        query = hadamard.transform_pieces(x, dim, dtype) if is_transformed else x
-        for piece, part in enumerate(query):
-            at = queries_ref.at[batch, token, head, piece * width + target]
-            store(at, part.astype(dtype), mask=is_real)
-
-    for side, first, is_own in zip(
-        pages.sides, (queries, queries + keys), (~is_query & ~is_value, is_value), strict=True
+    is_transformed = rotation.transform_queries and pages.format.key_codes.hadamard
+    query = hadamard.transform_pieces(x, dim, dtype) if is_transformed else x
+    for piece in range(pieces):
+        at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + target]
+        store(at, query[piece].astype(dtype), mask=is_query & is_real)
+    for side, first, chosen in zip(
+        pages.sides,
+        (heads[0], heads[0] + heads[1]),
+        (~is_query & ~is_value, is_value),
+        strict=True,
     ):
-        pl.when(is_own)(functools.partial(write, side, x, dtype, slot, head - first))
+        kv_head = jnp.clip(head - first, 0, heads[1] - 1)
+        where = Slot(slot.page, slot.position, slot.valid & chosen)
+        write(side, x, dtype, where, kv_head)

@@ -5,8 +5,8 @@ python -m benchmarks.persistent --out FOLDER --layers 8
 
 The kernel is that of `benchmarks.persistent_kernel`: an experiment for one token of Qwen3-8B's
 shapes. It is checked against plain jnp, many times, also while programs and the kernels before it
-are slow, and then measured in two chains of layers. Each begins with a norm, which adds the results
-of the layer before.
+are slow. Then two chains of layers are measured. Each begins with a norm, which adds the results of
+the layer before.
 
 - `products`: the products after attention, with their norm and activation.
 - `layer`: that of `benchmarks.early`: the product before attention too, and a kernel that takes
@@ -14,8 +14,12 @@ of the layer before.
 
 Ways: `today` are the kernels as planned, `persistent` is the one kernel in their place, and `early`
 the same, launched before the kernel before has ended. `graph` and `stream`: see `benchmarks.early`.
+A loop on the device runs a chain many times, as decoding does; `microseconds` are those of a layer
+of it. `kernels` are the times of a layer's kernels.
 
-The floor is the time in which an XLA reduction would read the weights at its own bandwidth.
+`parts` has the kernel's time without its products, copies or counters, and the cycles of its
+programs until each of `persistent_kernel.MARKS`. The floor is the time in which an XLA reduction
+would read the weights at its own bandwidth.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import early
 from benchmarks import persistent_kernel as kernel
@@ -43,6 +48,7 @@ CHAINS = "products", "layer"
 GATE = 5e-3  # of a layer, which is rounded to bfloat16 at the same places
 REPEATS, STRESS = 10, 10
 LAG = 2000  # nanoseconds of a step by which programs are late
+ITERATIONS, ROUNDS = 20, 7  # of a loop over a chain, and of calls of the loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +57,12 @@ class Way:
 
     kernel: `today`, `persistent` or `early`.
     graph: whether kernels are launched as command buffers.
+    without: a part that the persistent kernel leaves out.
     """
 
     kernel: str
     graph: bool
+    without: str | None = None
 
     @property
     def name(self) -> str:
@@ -102,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(results["check"]), flush=True)
     results["floor"] = floor(weights[0])
     print(json.dumps(results["floor"]), flush=True)
+    results["parts"] = parts(weights)
+    print(json.dumps(results["parts"]), flush=True)
     are_right = results["check"]["is_right"]
     for chain in given.chains:
         results[chain] = []
@@ -122,6 +132,36 @@ def floor(weights: early.Layer) -> dict[str, float]:
         "megabytes": nbytes / 1e6,
         "bytes_per_second": bandwidth,
         "microseconds": nbytes / bandwidth * 1e6,
+    }
+
+
+def parts(weights: Sequence[early.Layer]) -> dict[str, Any]:
+    """Microseconds of the kernel without each of its parts; cycles until each of MARKS.
+
+    The cycles are those of programs from their begin: the least, the median and the most.
+    """
+    rows = {}
+    state = _start("products", Way("persistent", graph=True), weights)
+    for without in (None, *kernel.PARTS):
+        way = Way("persistent", graph=True, without=without)
+        call = compiled("products", way, weights, state, delay=0)
+        call(weights, state)
+        kernels = measure.kernel_microseconds(call, weights, state)
+        named = {name: each for name, each in kernels.items() if "persistent" in name}
+        rows[f"without {without}"] = sum(named.values()) / len(weights)
+    return {"microseconds": rows, "cycles": cycles(weights)}
+
+
+def cycles(weights: Sequence[early.Layer]) -> dict[str, list[int]]:
+    """The least, median and most cycles of programs from their begin until each of MARKS."""
+    counters = jnp.zeros((kernel.COUNTERS,), jnp.int32)
+    x = jax.random.normal(jax.random.key(4), (1, early.HIDDEN), jnp.bfloat16)
+    clocks = [persistent(x, x, each, counters).clocks for each in weights][-1]
+    found = np.asarray(clocks).astype(np.uint32)
+    elapsed = (found - found[:, kernel.MARKS.index("begin")][:, None]).astype(np.int32)
+    return {
+        mark: [int(np.quantile(elapsed[:, number], part)) for part in (0, 0.5, 1)]
+        for number, mark in enumerate(kernel.MARKS)
     }
 
 
@@ -148,7 +188,9 @@ def check(weights: early.Layer) -> dict[str, Any]:
     """
     keys = jax.random.split(jax.random.key(3), 3)
     inputs = [jax.random.normal(key, (2, 1, early.HIDDEN), jnp.bfloat16) for key in keys]
-    expected = [jax.jit(reference)(x, residual, weights) for x, residual in inputs]
+    # XLA would leave out the rounding to bfloat16 and back.
+    exact = jax.jit(reference, compiler_options={"xla_allow_excess_precision": False})
+    expected = [exact(x, residual, weights) for x, residual in inputs]
     counters = jnp.zeros((kernel.COUNTERS,), jnp.int32)
     errors: list[float] = []
     first: list[bytes] = []
@@ -187,13 +229,10 @@ def persistent(
 
 def run(chain: str, weights: Sequence[early.Layer]) -> Any:
     """A row for each way: microseconds of a layer, and whether its results are those of today."""
-    terms, stream = jax.random.normal(jax.random.key(2), (2, 1, 1, early.HIDDEN), jnp.bfloat16)
-    counters, given_up = jnp.zeros((kernel.COUNTERS,), jnp.int32), jnp.zeros((1,), jnp.int32)
-    start = State(terms, stream[0], counters, given_up)
     expected = None
     for way in WAYS:
         began = time.perf_counter()
-        state = _like_results(chain, way, weights, start)
+        state = _start(chain, way, weights)
         call = compiled(chain, way, weights, state, delay=0)
         row: dict[str, Any] = {"way": way.name, "compile_seconds": time.perf_counter() - began}
         end = call(weights, state)
@@ -202,18 +241,23 @@ def run(chain: str, weights: Sequence[early.Layer]) -> Any:
         row["relative_error"] = max(map(early.relative_error, found, expected))
         row["waits_given_up"] = int(end.given_up[0])
         row["is_right"] = row["relative_error"] < early.GATE and row["waits_given_up"] == 0
-        row |= _times(call, weights, state)
+        row["microseconds"] = _loop_microseconds(chain, way, weights, state)
+        kernels = measure.kernel_microseconds(call, weights, state)
+        row["kernels"] = measure.merge_names(kernels, len(weights))
         if way.kernel != "today" and not way.graph:
             row["stress"] = stress(chain, way, weights, state)
             row["is_right"] &= row["stress"]["different_bits"] == 0
         yield row
 
 
-def _like_results(chain: str, way: Way, weights: Sequence[early.Layer], state: State) -> State:
-    """A state whose terms have the shape of a way's results, with zeros for all but one."""
-    terms = jax.eval_shape(_function(chain, way, 0), weights, state).terms
-    zeros = jnp.zeros(terms.shape, terms.dtype)
-    return state._replace(terms=zeros.at[0].set(state.terms[0].astype(terms.dtype)))
+def _start(chain: str, way: Way, weights: Sequence[early.Layer]) -> State:
+    """A state that a chain begins with: terms of the shape of its results, zeros but for one."""
+    terms, stream = jax.random.normal(jax.random.key(2), (2, 1, 1, early.HIDDEN), jnp.bfloat16)
+    counters, given_up = jnp.zeros((kernel.COUNTERS,), jnp.int32), jnp.zeros((1,), jnp.int32)
+    state = State(terms, stream[0], counters, given_up)
+    like = jax.eval_shape(_function(chain, way, 0), weights, state).terms
+    zeros = jnp.zeros(like.shape, like.dtype)
+    return state._replace(terms=zeros.at[0].set(terms[0].astype(like.dtype)))
 
 
 def compiled(
@@ -241,7 +285,9 @@ def step(chain: str, way: Way, delay: int, weights: early.Layer, state: State) -
         x = early.attended(multiply("qwen3-8b.qkv", x, weights.qkv), delay)
     if way.kernel != "today":
         is_early = way.kernel == "early"
-        found = persistent(x, stream, weights, state.counters, is_early=is_early)
+        found = persistent(
+            x, stream, weights, state.counters, is_early=is_early, without=way.without
+        )
         given_up = state.given_up + found.given_up
         return State(found.out[None], found.stream, state.counters, given_up)
     terms = multiply("qwen3-8b.output", x, weights.output)
@@ -251,26 +297,20 @@ def step(chain: str, way: Way, delay: int, weights: early.Layer, state: State) -
     return state._replace(terms=multiply("qwen3-8b.down", inner, weights.down), stream=stream)
 
 
-def _times(
-    call: jax.stages.Compiled, weights: Sequence[early.Layer], state: State
-) -> dict[str, Any]:
-    """Microseconds of a layer, as `early.times` has them, and those of its kernels."""
-    found, launched = [], []
-    for _ in range(early.ROUNDS):
-        jax.block_until_ready(state)
+def _loop_microseconds(chain: str, way: Way, weights: Sequence[early.Layer], state: State) -> float:
+    """Microseconds of a layer where a loop on the device runs the chain ITERATIONS times."""
+    function = _function(chain, way, 0)
+
+    def loop(weights: Sequence[early.Layer], state: State) -> State:
+        return jax.lax.fori_loop(0, ITERATIONS, lambda _, each: function(weights, each), state)
+
+    call = jax.jit(loop, compiler_options=way.options).lower(weights, state).compile()
+    times = []
+    for _ in range(ROUNDS):
         began = time.perf_counter()
-        for _ in range(early.CALLS):
-            state = call(weights, state)
-        launched.append(time.perf_counter() - began)
-        jax.block_until_ready(state)
-        found.append(time.perf_counter() - began)
-    kernels = measure.kernel_microseconds(call, weights, state)
-    layers = early.CALLS * len(weights)
-    return {
-        "microseconds": statistics.median(found[1:]) / layers * 1e6,
-        "launch_microseconds": statistics.median(launched[1:]) / layers * 1e6,
-        "kernels": measure.merge_names(kernels, len(weights)),
-    }
+        jax.block_until_ready(call(weights, state))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:]) / (ITERATIONS * len(weights)) * 1e6
 
 
 def stress(chain: str, way: Way, weights: Sequence[early.Layer], state: State) -> dict[str, Any]:

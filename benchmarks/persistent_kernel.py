@@ -13,11 +13,14 @@ memory. Words depend on no other program, so that it does not stop between produ
 consumers wait, the next words arrive.
 
 Consumers take slots in turn. A warp multiplies 16 output channels at a time by `mma.sync`, whose
-16 × 8 sums would hold 8 rows of x. There is one. A row of words has 128 bytes; so that a warp's
-loads touch all banks, odd output channels read the half of their row that even ones don't, and the
-columns of x's operand follow: the sum of an even channel is in an even column, of an odd one in an
-odd column. Codes become bfloat16 as 128 + code, which is exact, and 128 + zero point times the sum
-of x is subtracted. A product with ones gives that sum.
+16 × 8 sums would hold 8 rows of x. There is one, so that columns say something else. A row of words
+has 128 bytes; so that a warp's loads touch all banks, odd output channels read the half of their
+row that even ones don't, and odd columns have x of that half. Columns 0 to 3 have x of a block's
+first group, and zeros in place of the other's; columns 4 to 7 are the other way round. So the sums
+of both groups are apart, each in other lanes, and a lane scales one sum in place of four.
+
+Codes become bfloat16 as 128 + code, which is exact, and 128 + zero point times the sum of x is
+subtracted. A product with ones gives that sum.
 
 Waits are bounded: after so many polls, a warp goes on, and the kernel says so in its output.
 """
@@ -45,16 +48,37 @@ HIDDEN, INTERMEDIATE = 4096, 12288
 PROGRAMS = 128
 CONSUMERS = 4  # warpgroups; even ones have the gate's channels, odd ones the up product's
 THREADS = 128 * CONSUMERS  # of consumers
+# What a kernel can leave out, to measure the rest.
+PARTS = "products", "copies", "counters"
 SLOTS = 15  # of the ring: as many as fit
 BLOCK = 256  # input channels of a row of words, which has a nibble of each of four planes
 ROW_BYTES, PLANES, GROUPS = 128, 4, 2  # of a row of words
 WARP_OUTPUTS = 32  # output channels of two pairs of warps; a pair shares 16, with half a row each
+ZEROS = 768  # behind x in shared memory: in place of a group whose column it is not
 POLLS = 1 << 14  # of a wait, until it gives up; each takes about a microsecond
 
 # Counters in global memory. They are zeros between launches.
 _OUTPUT_WRITTEN, _INNER_WRITTEN, _PROGRAMS_DONE, _WAITS_GIVEN_UP = range(4)
 COUNTERS = 4
 _CONSUMERS_BARRIER, _PROGRAM_BARRIER = 14, 15  # named barriers that Mosaic does not use
+
+# Where the clock is read: by the first consumer, and by the producer.
+MARKS = (
+    "begin",
+    "x",
+    "output",
+    "output of all",
+    "norm",
+    "gate_up",
+    "inner of all",
+    "inner",
+    "down",
+    "end",
+    "copies begin",
+    "output copied",
+    "gate_up copied",
+    "down copied",
+)
 
 
 class Phase(NamedTuple):
@@ -87,7 +111,7 @@ class Results(NamedTuple):
 
     out: float32 [1, 4096]. stream: bfloat16 [1, 4096]. given_up: int32 [1], the waits that gave
     up; others are wrong unless it is 0. inner, squares: what programs tell each other: bfloat16
-    [12288], float32 [PROGRAMS].
+    [12288], float32 [PROGRAMS]. clocks: int32 [PROGRAMS, marks], cycles at each of MARKS.
     """
 
     out: Any
@@ -95,9 +119,10 @@ class Results(NamedTuple):
     given_up: Any
     inner: Any
     squares: Any
+    clocks: Any
 
 
-@functools.partial(jax.jit, static_argnames=("epsilon", "is_early", "lag"))
+@functools.partial(jax.jit, static_argnames=("epsilon", "is_early", "lag", "without"))
 def layer(
     x: jax.Array,
     residual: jax.Array,
@@ -110,6 +135,7 @@ def layer(
     epsilon: float,
     is_early: bool = False,
     lag: int = 0,
+    without: str | None = None,
 ) -> Results:
     """The products of a layer after attention.
 
@@ -122,6 +148,7 @@ def layer(
         it waits for x. No kernel may write the weights.
     lag: nanoseconds, times a number of the program below 8, that a program sleeps before it writes
         what others wait for: for tests.
+    without: one of PARTS, which the kernel leaves out; its results are wrong then.
 
     Raises ValueError for other shapes and formats.
     """
@@ -133,13 +160,14 @@ def layer(
             raise ValueError(f"{name}: found {found}: expected {expected}")
     weights = (output, gate_up, down)
     call: Any = plgpu.kernel(
-        functools.partial(_kernel, epsilon, is_early, lag),
+        functools.partial(_kernel, epsilon, is_early, lag, without),
         out_type=Results(
             jax.ShapeDtypeStruct((1, HIDDEN), jnp.float32),
             jax.ShapeDtypeStruct((1, HIDDEN), jnp.bfloat16),
             jax.ShapeDtypeStruct((1,), jnp.int32),
             jax.ShapeDtypeStruct((INTERMEDIATE,), jnp.bfloat16),
             jax.ShapeDtypeStruct((PROGRAMS,), jnp.float32),
+            jax.ShapeDtypeStruct((PROGRAMS, len(MARKS)), jnp.int32),
         ),
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -148,10 +176,9 @@ def layer(
         scratch_types={
             "words": plgpu.SMEM((SLOTS, _ROWS, ROW_BYTES // 2), jnp.uint16),
             "parameters": plgpu.SMEM((SLOTS, GROUPS * _ROWS), jnp.uint32),
-            "x": plgpu.SMEM((INTERMEDIATE,), jnp.bfloat16),
-            "sums": plgpu.SMEM((CONSUMERS * max(p.tiles for p in PHASES) * 64,), jnp.float32),
-            "full": plgpu.SMEM((SLOTS, 2), jnp.uint32),
-            "free": plgpu.SMEM((SLOTS, 2), jnp.uint32),
+            "x": plgpu.SMEM((INTERMEDIATE + ZEROS,), jnp.bfloat16),
+            "sums": plgpu.SMEM((CONSUMERS * max(p.tiles for p in PHASES) * 128,), jnp.float32),
+            "barriers": plgpu.SMEM((2, SLOTS, 2), jnp.uint32),
         },
         kernel_name="persistent_layer",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -161,106 +188,145 @@ def layer(
         return Results(*call(x, residual, norm, *arrays, counters))
 
 
-def _kernel(epsilon: float, is_early: bool, lag: int, *references: Any, **shared: Any) -> None:
+def _kernel(
+    epsilon: float,
+    is_early: bool,
+    lag: int,
+    without: str | None,
+    *references: Any,
+    **shared: Any,
+) -> None:
     x, residual, norm, *arrays = references[:9]
     weights = list(zip(arrays[::2], arrays[1::2], strict=True))
     counters, results = references[9], Results(*references[10:])
-    program = Program(weights, counters, Shared(**shared))
+    own, index = Shared(**shared), jax.lax.axis_index("program")
+    program = Program(weights, counters, own, without)
     warpgroup = jax.lax.axis_index("warpgroup")
-    _run(_initialise(), program.shared.full, program.shared.free)
+
+    def mark(name: str) -> None:
+        _run(_mark(), results.clocks.at[index, pl.ds(MARKS.index(name), 1)])
+
+    _run(_initialise(), own.full, own.free, own.zeros)
 
     @pl.when(warpgroup == CONSUMERS)
     def _produce() -> None:
-        first = 0
-        for number, phase in enumerate(PHASES):
-            produce = functools.partial(program.produce, number, phase, first)
-            jax.lax.fori_loop(first, first + phase.slots, produce, None)
-            first += phase.slots
+        mark("copies begin")
+        program.produce(0, OUTPUT, 0)
+        mark("output copied")
+        program.produce(1, GATE_UP, OUTPUT.slots)
+        mark("gate_up copied")
+        program.produce(2, DOWN, OUTPUT.slots + GATE_UP.slots)
+        mark("down copied")
 
     @pl.when(warpgroup < CONSUMERS)
     def _consume() -> None:
-        own, index = program.shared, jax.lax.axis_index("program")
+        mark("begin")
         if is_early:
             plgpu.griddepcontrol_launch_dependents()
             plgpu.griddepcontrol_wait()
         outputs = pl.ds(index * OUTPUT.outputs, OUTPUT.outputs)
-        _run(_load_x(HIDDEN), x, own.x)
-        program.multiply(warpgroup, OUTPUT, 0)
-        _run(
-            _finish_output(lag),
-            own.sums,
-            residual.at[0, outputs],
-            results.stream.at[0, outputs],
-            results.squares.at[pl.ds(index, 1)],
-            counters,
-        )
-        _run(_wait_for_all(_OUTPUT_WRITTEN, PROGRAMS), counters)
-        _run(_load_norm(epsilon), results.stream, results.squares, norm, own.x)
-        program.multiply(warpgroup, GATE_UP, OUTPUT.slots)
+        stream, squares = results.stream.at[0, outputs], results.squares.at[pl.ds(index, 1)]
         inner = results.inner.at[pl.ds(index * GATE_UP.outputs, GATE_UP.outputs)]
+        counts = without != "counters"
+
+        _run(_load_x(HIDDEN), x, own.x)
+        mark("x")
+        program.multiply(warpgroup, OUTPUT, 0)
+        mark("output")
+        old = residual.at[0, outputs]
+        _run(_finish_output(lag), own.sums, old, stream, squares, counters)
+        _run(_wait_for_all(_OUTPUT_WRITTEN, PROGRAMS if counts else 0), counters)
+        mark("output of all")
+        _run(_load_norm(epsilon), results.stream, results.squares, norm, own.x)
+        mark("norm")
+        program.multiply(warpgroup, GATE_UP, OUTPUT.slots)
+        mark("gate_up")
         _run(_finish_inner(lag), own.sums, inner, counters)
-        _run(_wait_for_all(_INNER_WRITTEN, PROGRAMS * GATE_UP.outputs // 32), counters)
+        warps = PROGRAMS * GATE_UP.outputs // 32
+        _run(_wait_for_all(_INNER_WRITTEN, warps if counts else 0), counters)
+        mark("inner of all")
         _run(_load_x(INTERMEDIATE), results.inner, own.x)
+        mark("inner")
         program.multiply(warpgroup, DOWN, OUTPUT.slots + GATE_UP.slots)
+        mark("down")
         out = results.out.at[0, outputs]
         _run(_finish_down(), own.sums, out, counters, results.given_up)
+        mark("end")
 
 
 class Shared(NamedTuple):
     """References to shared memory.
 
     words: uint16 [SLOTS, rows, 64]. parameters: uint32 [SLOTS, 2 · rows].
-    x: bfloat16 [12288], the operand of the current product.
+    x: bfloat16 [12288 + ZEROS], the operand of the current product, and zeros.
     sums: float32, what warps add up in the end.
-    full, free: barriers [SLOTS], each of two words: a slot's copies have arrived, and its
-        warpgroup has read it.
+    barriers: [2, SLOTS], each of two words: a slot's copies have arrived, and its warpgroup has
+        read it.
     """
 
     words: Any
     parameters: Any
     x: Any
     sums: Any
-    full: Any
-    free: Any
+    barriers: Any
+
+    @property
+    def full(self) -> Any:
+        """The barriers of slots whose copies have arrived."""
+        return self.barriers.at[0]
+
+    @property
+    def free(self) -> Any:
+        """The barriers of slots that have been read."""
+        return self.barriers.at[1]
+
+    @property
+    def zeros(self) -> Any:
+        """The zeros behind x."""
+        return self.x.at[pl.ds(INTERMEDIATE, ZEROS)]
 
 
 class Program(NamedTuple):
     """What a program's warpgroups share.
 
     weights: pairs of words [K blocks, N, 64] and parameters [K / 128, N].
+    without: the part of the kernel that is left out, or None.
     """
 
     weights: Sequence[tuple[Any, Any]]
     counters: Any
     shared: Shared
+    without: str | None
 
-    def produce(self, number: int, phase: Phase, first: int, step: jax.Array, _: None) -> None:
-        """Begins the copies of the step's slot as soon as the slot is free.
+    def produce(self, number: int, phase: Phase, first: int) -> None:
+        """Copies all slots of product `number`, each as soon as it is free.
 
-        number: of the product. first: the step of its first slot.
+        first: the step of the product's first slot.
         """
         words, parameters = self.weights[number]
-        shared, slot = self.shared, jax.lax.rem(step, SLOTS)
-        full = shared.full.at[slot]
-        turn = jax.lax.div(step, SLOTS)
-        is_used = (turn > 0).astype(jnp.int32)
-        _run(_wait(leader=True), shared.free.at[slot], self.counters, scalars=(turn + 1, is_used))
-        block = jax.lax.div(step - first, phase.halves) * phase.blocks
-        output = jax.lax.axis_index("program") * phase.outputs
-        if phase.halves > 1:
-            half = jax.lax.rem(step - first, phase.halves)
-            output += half * (words.shape[1] // phase.halves)
-        outputs, rows = pl.ds(output, phase.outputs), phase.outputs
-        row_bytes = ROW_BYTES + 4 * GROUPS
-        _run(_expect(row_bytes * phase.outputs * phase.blocks), full)
-        for each in range(phase.blocks):
-            source = words.at[block + each, outputs, :]
-            target = shared.words.at[slot, pl.ds(each * rows, rows), :]
-            _run(_copy(ROW_BYTES * rows), target, source, full)
-        for each in range(GROUPS * phase.blocks):
-            source = parameters.at[block * GROUPS + each, outputs]
-            target = shared.parameters.at[slot, pl.ds(each * rows, rows)]
-            _run(_copy(4 * rows), target, source, full)
+        shared, outputs = self.shared, words.shape[1]
+        copy = _copy_slot(phase, outputs, copies=self.without != "copies")
+        first_output = jax.lax.axis_index("program") * phase.outputs
+
+        def go_on(step: jax.Array, _: None) -> None:
+            slot, turn = jax.lax.rem(step, SLOTS), jax.lax.div(step, SLOTS)
+            is_used = (turn > 0).astype(jnp.int32)
+            free = shared.free.at[slot]
+            _run(_wait(warp=True), free, self.counters, scalars=(turn + 1, is_used))
+            block = jax.lax.div(step - first, phase.halves) * phase.blocks
+            output = first_output
+            if phase.halves > 1:
+                output += jax.lax.rem(step - first, phase.halves) * (outputs // phase.halves)
+            _run(
+                copy,
+                words.at[block, pl.ds(output, 1)],
+                parameters.at[block * GROUPS, pl.ds(output, 1)],
+                shared.words.at[slot],
+                shared.parameters.at[slot],
+                shared.full.at[slot],
+            )
+
+        jax.lax.fori_loop(first, first + phase.slots, go_on, None)
 
     def multiply(self, warpgroup: jax.Array, phase: Phase, first: int) -> None:
         """Multiplies a warpgroup's slots of a product, and leaves its sums in shared memory.
@@ -273,27 +339,25 @@ class Program(NamedTuple):
             own = number * CONSUMERS + warpgroup
             step = first + own
             slot, turn = jax.lax.rem(step, SLOTS), jax.lax.div(step, SLOTS)
-            one = jnp.int32(1)
-            _run(_wait(leader=False), shared.full.at[slot], self.counters, scalars=(turn, one))
+            full, one = shared.full.at[slot], jnp.int32(1)
+            _run(_wait(warp=False), full, self.counters, scalars=(turn, one))
             channel = jax.lax.div(own, phase.halves) * (phase.blocks * BLOCK)
             references = (
                 shared.words.at[slot],
                 shared.parameters.at[slot],
                 shared.x.at[pl.ds(channel, phase.blocks * BLOCK)],
+                shared.zeros,
             )
-            sums = _run(_multiply(phase), *references, sums=sums)
+            if self.without != "products":
+                sums = _run(_multiply(phase), *references, sums=sums)
             _run(_arrive(), shared.free.at[slot])
             return sums
 
-        sums = memory_row_zeros(phase.tiles * 64)
+        # Two values in each thread, of which one for each tile is used.
+        zeros = jnp.zeros((-(-phase.tiles // 2) * 64,), jnp.float32)
+        sums = plgpu.layout_cast(zeros, _SUMS_LAYOUT)
         sums = jax.lax.fori_loop(0, phase.slots // CONSUMERS, go_on, sums)
         _run(_store_sums(phase), shared.sums, sums=sums, returns=False)
-
-
-def memory_row_zeros(count: int) -> jax.Array:
-    """Zeros [count], two for each thread and 64, in the layout of a row of sums."""
-    zeros = jnp.zeros((count,), jnp.float32)
-    return plgpu.layout_cast(zeros, _SUMS_LAYOUT)
 
 
 _SUMS_LAYOUT = memory.layouts.WGMMA.reduce(1)
@@ -390,7 +454,7 @@ def _list(prefix: str, numbers: Iterable[int]) -> str:
 
 
 def _initialise() -> Assembly:
-    """Sets up the barriers `{0}` (full) and `{1}` (free), for all warpgroups."""
+    """Sets up the barriers `{0}` (full) and `{1}` (free), and zeros `{2}`, for all warpgroups."""
     return Assembly(f"""
         .reg .b32 thread, place;
         .reg .pred first;
@@ -400,23 +464,26 @@ def _initialise() -> Assembly:
         @first mbarrier.init.shared::cta.b64 [place], 1;
         mad.lo.u32 place, thread, 8, {{1}};
         @first mbarrier.init.shared::cta.b64 [place], 4;
+        setp.lt.u32 first, thread, {ZEROS // 2};
+        mad.lo.u32 place, thread, 4, {{2}};
+        @first st.shared.u32 [place], 0;
         fence.mbarrier_init.release.cluster;
         fence.proxy.async.shared::cta;
         bar.sync {_PROGRAM_BARRIER}, {THREADS + 128};""")
 
 
-def _wait(*, leader: bool) -> Assembly:
+def _wait(*, warp: bool) -> Assembly:
     """Waits for the phase of barrier `{0}` with the parity of `{2}`, if `{3}`; `{1}`: counters.
 
-    leader: whether only the warpgroup's first thread waits.
+    warp: whether only the warpgroup's first warp waits.
     """
     skip = (
         """
         mov.u32 polls, %tid.x;
         and.b32 polls, polls, 127;
-        setp.ne.u32 done, polls, 0;
+        setp.ge.u32 done, polls, 32;
         @done bra end;"""
-        if leader
+        if warp
         else ""
     )
     return Assembly(f"""
@@ -448,87 +515,121 @@ def _arrive() -> Assembly:
         @first mbarrier.arrive.shared::cta.b64 state, [{0}];""")
 
 
-_LEADER = """
-        .reg .b32 thread;
-        .reg .pred first;
+def _copy_slot(phase: Phase, outputs: int, *, copies: bool) -> Assembly:
+    """Begins the copies of a slot, whose barrier `{4}` ends a phase when all have arrived.
+
+    `{0}`, `{1}`: the first row of words, and the first parameter, in a matrix of so many output
+    channels; `{2}`, `{3}`: the slot's words and parameters. Each of some threads begins a copy.
+
+    copies: whether there are any.
+    """
+    rows = phase.outputs
+    nbytes = (ROW_BYTES + 4 * GROUPS) * rows * phase.blocks
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    begin = f"@!is_other {copy} [to], [from], nbytes, [{{4}}];" if copies else ""
+    return Assembly(f"""
+        .reg .b32 thread, to, place, nbytes;
+        .reg .b64 from, other, state;
+        .reg .pred is_other, is_first, is_words;
         mov.u32 thread, %tid.x;
         and.b32 thread, thread, 127;
-        setp.eq.u32 first, thread, 0;"""
+        setp.eq.u32 is_first, thread, 0;
+        @is_first mbarrier.arrive.expect_tx.shared::cta.b64 state, [{{4}}], {nbytes * copies};
+        bar.warp.sync 0xffffffff;
+        setp.ge.u32 is_other, thread, {(1 + GROUPS) * phase.blocks};
+        setp.lt.u32 is_words, thread, {phase.blocks};
+        mad.lo.u32 to, thread, {ROW_BYTES * rows}, {{2}};
+        mad.wide.u32 from, thread, {ROW_BYTES * outputs}, {{0}};
+        sub.u32 thread, thread, {phase.blocks};
+        mad.lo.u32 place, thread, {4 * rows}, {{3}};
+        mad.wide.u32 other, thread, {4 * outputs}, {{1}};
+        selp.b32 to, to, place, is_words;
+        selp.b64 from, from, other, is_words;
+        selp.b32 nbytes, {ROW_BYTES * rows}, {4 * rows}, is_words;
+        {begin}""")
 
 
-def _expect(nbytes: int) -> Assembly:
-    """Arrives at barrier `{0}`, whose phase ends when so many bytes have arrived, too."""
-    return Assembly(f"""
-        .reg .b64 state;{_LEADER}
-        @first mbarrier.arrive.expect_tx.shared::cta.b64 state, [{{0}}], {nbytes};""")
-
-
-def _copy(nbytes: int) -> Assembly:
-    """Begins a copy to `{0}` in shared memory from `{1}`, which arrives at barrier `{2}`."""
-    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    return Assembly(f"""{_LEADER}
-        @first {copy} [{{0}}], [{{1}}], {nbytes}, [{{2}}];""")
+def _mark() -> Assembly:
+    """Writes the clock to `{0}`, by the first consumer and by the producer."""
+    return Assembly("""
+        .reg .b32 thread, now;
+        .reg .pred first;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 511;
+        setp.eq.u32 first, thread, 0;
+        mov.u32 now, %clock;
+        @first st.global.u32 [{0}], now;""")
 
 
 # ---- products -------------------------------------------------------------------------------
 
 
 def _multiply(phase: Phase) -> Assembly:
-    """Adds a slot's products to the sums, two for each tile.
+    """Adds a slot's products to the sums, one for each tile.
 
-    `{0}`: words; `{1}`: parameters; `{2}`: x.
+    `{0}`: words; `{1}`: parameters; `{2}`: x; `{3}`: zeros. A lane has a channel's sum over one of
+    the groups of each block, and over one half of the lanes of words.
     """
-    rows, tiles, blocks = phase.outputs, range(phase.tiles), range(phase.blocks)
-    text = """
-        .reg .b32 lane, warp, quad, place, row, odd, words, parameters, x;
-        .reg .pred is_odd;
+    rows = phase.outputs
+    # quad, part: the lane's row of the operands in registers, and its place in a row. Its column of
+    # x's operand has the same number as its row.
+    parts = [
+        """
+        .reg .b32 lane, warp, quad, part, place, row, words, parameters, first_x, second_x;
+        .reg .pred is_odd, is_lower, is_second;
         .reg .b32 x<16>, w<8>, a<4>, u, ones;
-        .reg .f32 d<4>, t<4>, scale, offset, total, total0, total1;
+        .reg .f32 d<4>, t<4>, scale, offset, total;
         .reg .b16 low, high;
         mov.b32 ones, 0x3F803F80;
         mov.u32 lane, %laneid;
         mov.u32 warp, %tid.x;
         shr.u32 warp, warp, 5;
         shr.u32 quad, lane, 2;
+        and.b32 part, lane, 3;
         and.b32 row, warp, 1;
         mad.lo.u32 row, row, 16, quad;
         bfe.u32 place, warp, 1, 1;
         add.u32 place, place, quad;
         and.b32 place, place, 1;
-        shl.b32 place, place, 2;
-        and.b32 lane, lane, 3;
-        add.u32 place, place, lane;
+        mad.lo.u32 place, place, 4, part;
         shl.b32 place, place, 4;
-        add.u32 x, {2}, place;
         mad.lo.u32 words, row, 128, {0};
         add.u32 words, words, place;
-        mad.lo.u32 parameters, row, 4, {1};
-        and.b32 odd, quad, 1;
-        setp.ne.u32 is_odd, odd, 0;"""
-    parts = [text]
-    for block in blocks:
+        setp.ge.u32 is_second, quad, 4;
+        add.u32 place, place, {2};
+        selp.b32 first_x, {3}, place, is_second;
+        selp.b32 second_x, place, {3}, is_second;
+        and.b32 place, part, 1;
+        setp.ne.u32 is_lower, place, 0;
+        mad.lo.u32 row, place, 8, row;""",
+        f"""
+        shr.u32 place, part, 1;
+        mad.lo.u32 row, place, {rows}, row;
+        mad.lo.u32 parameters, row, 4, {{1}};
+        and.b32 place, quad, 1;
+        setp.ne.u32 is_odd, place, 0;""",
+    ]
+    for block in range(phase.blocks):
         for plane in range(PLANES):
-            to = _list("x", range(4 * plane, 4 * plane + 4))
-            parts.append(f"ld.shared.v4.b32 {to}, [x + {2 * BLOCK * block + 128 * plane}];")
-        for group in range(GROUPS):
-            parts += [_zero("t")]
-            parts += [_mma("t", ["ones"] * 4, group, word) for word in range(4)]
-            parts.append(f"selp.f32 total{group}, t1, t0, is_odd;")
-        for tile in tiles:
+            to, x = _list("x", range(4 * plane, 4 * plane + 4)), ("first_x", "second_x")[plane // 2]
+            parts.append(f"ld.shared.v4.b32 {to}, [{x} + {2 * BLOCK * block + 128 * plane}];")
+        words = [(group, word) for group in range(GROUPS) for word in range(4)]
+        parts.append(_zero("t"))
+        parts += [_mma("t", ["ones"] * 4, *each) for each in words]
+        parts.append("selp.f32 t0, t1, t0, is_odd;")
+        for tile in range(phase.tiles):
             first = ROW_BYTES * (rows * block + WARP_OUTPUTS * tile)
-            for eighth in range(2):
-                to = _list("w", range(4 * eighth, 4 * eighth + 4))
-                parts.append(f"ld.shared.v4.b32 {to}, [words + {first + 8 * ROW_BYTES * eighth}];")
-            for group in range(GROUPS):
-                parts.append(_zero("d"))
-                for word in range(4):
-                    for part in range(4):
-                        plane, eighth = 2 * group + part // 2, part % 2
-                        parts.append(_decode(f"a{part}", f"w{4 * eighth + word}", plane))
-                    parts.append(_mma("d", [f"a{part}" for part in range(4)], group, word))
-                for eighth in range(2):
-                    place = 4 * (rows * (GROUPS * block + group) + WARP_OUTPUTS * tile + 8 * eighth)
-                    parts.append(_scale(f"{{s{2 * tile + eighth}}}", eighth, group, place))
+            for lower in range(2):
+                to = _list("w", range(4 * lower, 4 * lower + 4))
+                parts.append(f"ld.shared.v4.b32 {to}, [words + {first + 8 * ROW_BYTES * lower}];")
+            parts.append(_zero("d"))
+            for group, word in words:
+                for number in range(4):
+                    plane, lower = 2 * group + number // 2, number % 2
+                    parts.append(_decode(f"a{number}", f"w{4 * lower + word}", plane))
+                parts.append(_mma("d", [f"a{number}" for number in range(4)], group, word))
+            place = 4 * (rows * GROUPS * block + WARP_OUTPUTS * tile)
+            parts.append(_scale(f"{{s{tile}}}", place))
     return Assembly(_lines(parts))
 
 
@@ -553,49 +654,62 @@ def _mma(sums: str, left: Sequence[str], group: int, word: int) -> str:
     )
 
 
-def _scale(sums: str, eighth: int, group: int, place: int) -> str:
-    """Adds scale · (sum − (128 + zero) · total) of a channel's group to its sums."""
-    # A zero point below 2**23 becomes a float by the bits of 2**23.
+def _scale(sums: str, place: int) -> str:
+    """Adds scale · (sum − (128 + zero) · total of x) of a channel's group to its sums."""
+    # The zero point below 2**16 becomes a float as the last bits of 2**23.
     return f"""
         ld.shared.b32 u, [parameters + {place}];
         mov.b32 {{{{low, high}}}}, u;
         cvt.f32.f16 scale, low;
-        shr.u32 u, u, 16;
-        or.b32 u, u, 0x4B000000;
+        prmt.b32 u, u, 0x4B00, 0x5432;
         mov.b32 offset, u;
         sub.f32 offset, {_float(2.0**23 - 128)}, offset;
-        selp.f32 total, d{2 * eighth + 1}, d{2 * eighth}, is_odd;
-        fma.rn.f32 total, offset, total{group}, total;
+        selp.f32 total, d2, d0, is_lower;
+        selp.f32 d3, d3, d1, is_lower;
+        selp.f32 total, d3, total, is_odd;
+        fma.rn.f32 total, offset, t0, total;
         fma.rn.f32 {sums}, scale, total, {sums};"""
 
 
 def _store_sums(phase: Phase) -> Assembly:
-    """Writes the sums to `{0}` [consumers, tiles, warps, 16]. Then consumers meet."""
-    tiles = range(phase.tiles)
+    """Writes the sums to `{0}` [consumers, tiles, warps, groups, 16]. Then consumers meet."""
     stores = _lines(
-        f"@first st.shared.f32 [place + {256 * tile + 32 * eighth}], {{s{2 * tile + eighth}}};"
-        for tile in tiles
-        for eighth in range(2)
+        f"st.shared.f32 [place + {512 * tile}], {{s{tile}}};" for tile in range(phase.tiles)
     )
     return Assembly(f"""
         .reg .b32 thread, part, place;
-        .reg .pred first;
         mov.u32 thread, %tid.x;
-        and.b32 part, thread, 3;
-        setp.eq.u32 first, part, 0;
         shr.u32 part, thread, 7;
-        mad.lo.u32 place, part, {256 * phase.tiles}, {{0}};
+        mad.lo.u32 place, part, {512 * phase.tiles}, {{0}};
         bfe.u32 part, thread, 5, 2;
+        mad.lo.u32 place, part, 128, place;
+        bfe.u32 part, thread, 1, 1;
         mad.lo.u32 place, part, 64, place;
+        and.b32 part, thread, 1;
+        mad.lo.u32 place, part, 32, place;
         bfe.u32 part, thread, 2, 3;
         mad.lo.u32 place, part, 4, place;
         {stores}
         bar.sync {_CONSUMERS_BARRIER}, {THREADS};""")
 
 
+_PLACE = """
+        shr.u32 place, thread, 5;
+        mad.lo.u32 place, place, 512, {0};
+        bfe.u32 lane, thread, 4, 1;
+        mad.lo.u32 place, lane, 128, place;
+        and.b32 lane, thread, 15;
+        mad.lo.u32 place, lane, 4, place;"""  # of a channel, the number of a thread, in the sums
+
+
 def _add_sums(phase: Phase, to: str, consumers: Iterable[int]) -> str:
-    """Adds what warps have written of the channel of a thread, whose place is in `place`."""
-    places = [256 * phase.tiles * c + 128 * half for c in consumers for half in range(2)]
+    """Adds what warps have written of the channel at `place`."""
+    places = [
+        512 * phase.tiles * consumer + 256 * half + 64 * group
+        for consumer in consumers
+        for half in range(2)
+        for group in range(GROUPS)
+    ]
     loads = [
         f"ld.shared.f32 value, [place + {place}];\nadd.f32 {to}, {to}, value;" for place in places
     ]
@@ -647,7 +761,7 @@ def _finish_output(lag: int) -> Assembly:
         mov.u32 thread, %tid.x;
         setp.ge.u32 first, thread, 32;
         @first bra end;{_sleep(lag)}
-        mad.lo.u32 place, thread, 4, {{0}};
+        {_PLACE}
         {_add_sums(OUTPUT, "total", range(CONSUMERS))}
         mul.wide.u32 offset, thread, 2;
         add.u64 at, {{1}}, offset;
@@ -680,10 +794,7 @@ def _finish_inner(lag: int) -> Assembly:
         mov.u32 thread, %tid.x;
         setp.ge.u32 first, thread, {GATE_UP.outputs};
         @first bra end;{_sleep(lag)}
-        shr.u32 place, thread, 5;
-        mad.lo.u32 place, place, 256, {{0}};
-        and.b32 lane, thread, 31;
-        mad.lo.u32 place, lane, 4, place;
+        {_PLACE}
         {_add_sums(GATE_UP, "gate", range(0, CONSUMERS, 2))}
         {_add_sums(GATE_UP, "up", range(1, CONSUMERS, 2))}
         mul.f32 power, gate, {_float(-1.4426950408889634)};
@@ -707,14 +818,14 @@ def _finish_down() -> Assembly:
     """
     zeros = _lines(f"st.global.u32 [{{2}} + {4 * number}], 0;" for number in range(COUNTERS))
     return Assembly(f"""
-        .reg .b32 thread, place, count;
+        .reg .b32 thread, place, lane, count;
         .reg .b64 at, offset;
         .reg .f32 value, total;
         .reg .pred first;
         mov.u32 thread, %tid.x;
         setp.ge.u32 first, thread, 32;
         @first bra end;
-        mad.lo.u32 place, thread, 4, {{0}};
+        {_PLACE}
         {_add_sums(DOWN, "total", range(CONSUMERS))}
         mul.wide.u32 offset, thread, 4;
         add.u64 at, {{1}}, offset;

@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks import early, persistent
 from benchmarks import persistent_kernel as kernel
-from mpjax.kernels import device
+from mpjax.kernels import add_rms_norm, device, gated, matmul_terms
+from mpjax.kernels.gemm.shapes import GemmShape
 
 pytestmark = pytest.mark.any_version
 
@@ -70,3 +71,63 @@ def test_a_chain_has_one_kernel_in_place_of_five(lower_for_cuda):
         assert ("persistent_layer" in text) != is_today
         assert text.count("matmul_uint4") >= (4 if is_today else 1)
         assert text.count("uses_pdl") == (1 if is_early and HAS_EARLY_LAUNCHES else 0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Weights of small matrices, and plain jnp in place of the persistent kernel."""
+    matrices = {"qkv": (256, 320), "output": (256, 256), "gate_up": (256, 512), "down": (256, 256)}
+    named = [GemmShape(f"qwen3-8b.{name}", *shape) for name, shape in matrices.items()]
+    monkeypatch.setattr(early, "HIDDEN", 256)
+    monkeypatch.setattr(early, "QWEN3_8B", named)
+    monkeypatch.setattr(persistent, "persistent", fake)
+    [weights] = early.layers_of(1)
+    return weights
+
+
+def fake(x, residual, weights, counters, **options):
+    out, stream = persistent.reference(x, residual, weights)
+    nothing = jnp.zeros((1,), jnp.int32)
+    clocks = jnp.zeros((2, len(kernel.MARKS)), jnp.int32)
+    return kernel.Results(out, stream, nothing, nothing, nothing, clocks)
+
+
+def test_the_reference_is_the_chain_of_functions(small):
+    x, residual = jax.random.normal(jax.random.key(0), (2, 1, 256), jnp.bfloat16)
+    [terms] = matmul_terms(x, small.output)
+    stream, rows = add_rms_norm(terms[None], residual, small.norms[1], early.EPSILON)
+    inner = gated(matmul_terms(rows, small.gate_up), "silu", dtype=x.dtype)
+    [expected] = matmul_terms(inner, small.down)
+    found, found_stream = persistent.reference(x, residual, small)
+    assert early.relative_error(found, expected) < early.GATE
+    assert early.relative_error(found_stream, stream) < persistent.GATE
+
+
+def test_a_check_finds_what_is_wrong(small, monkeypatch):
+    result = persistent.check(small)
+    assert result["is_right"]
+    assert result["calls"] == 30
+    assert result["relative_error"] < 1e-3
+
+    def late(*arguments, lag, **options):
+        results = fake(*arguments)
+        return results._replace(out=results.out * (1 + 1e-4 * (lag > 0)))
+
+    monkeypatch.setattr(persistent, "persistent", late)
+    result = persistent.check(small)
+    assert not result["is_right"]
+    assert result["different_bits"] == 15
+
+    def gives_up(*arguments, **options):
+        return fake(*arguments)._replace(given_up=jnp.ones((1,), jnp.int32))
+
+    monkeypatch.setattr(persistent, "persistent", gives_up)
+    assert not persistent.check(small)["is_right"]
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_right_while_programs_are_late():
+    if device.compute_capability() != 9.0:
+        pytest.skip("the kernel is for compute capability 9.0")
+    [weights] = early.layers_of(1)
+    assert persistent.check(weights)["is_right"]

@@ -17,8 +17,9 @@ the same, launched before the kernel before has ended. `graph` and `stream`: see
 A loop on the device runs a chain many times, as decoding does; `microseconds` are those of a layer
 of it. `kernels` are the times of a layer's kernels.
 
-`parts` has the kernel's time without its products, copies or counters, and the cycles of its
-programs until each of `persistent_kernel.MARKS`. The floor is the time in which an XLA reduction
+`parts` has the kernel's time by the slots that are copied at a time, and without its products,
+copies or counters; and the cycles of its programs until each of `persistent_kernel.MARKS`. The
+floor is the time in which an XLA reduction
 would read the weights at its own bandwidth.
 """
 
@@ -39,8 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import early
-from benchmarks import persistent_kernel as kernel
+from benchmarks import early, persistent_kernel
 from mpjax.bench import measure
 from mpjax.kernels import gated, rms_norm
 
@@ -48,6 +48,7 @@ CHAINS = "products", "layer"
 GATE = 5e-3  # of a layer, which is rounded to bfloat16 at the same places
 REPEATS, STRESS = 10, 10
 LAG = 2000  # nanoseconds of a step by which programs are late
+IN_FLIGHT = 2, 3, 4, 6, 8, persistent_kernel.SLOTS
 ITERATIONS, ROUNDS = 20, 7  # of a loop over a chain, and of calls of the loop
 
 
@@ -57,11 +58,12 @@ class Way:
 
     kernel: `today`, `persistent` or `early`.
     graph: whether kernels are launched as command buffers.
-    without: a part that the persistent kernel leaves out.
+    in_flight, without: of the persistent kernel.
     """
 
     kernel: str
     graph: bool
+    in_flight: int = persistent_kernel.IN_FLIGHT
     without: str | None = None
 
     @property
@@ -79,7 +81,6 @@ WAYS = (
     Way("today", graph=True),
     Way("persistent", graph=True),
     Way("today", graph=False),
-    Way("persistent", graph=False),
     Way("early", graph=False),
 )
 _TODAY = early.Way("today", None, graph=True)
@@ -136,32 +137,35 @@ def floor(weights: early.Layer) -> dict[str, float]:
 
 
 def parts(weights: Sequence[early.Layer]) -> dict[str, Any]:
-    """Microseconds of the kernel without each of its parts; cycles until each of MARKS.
-
-    The cycles are those of programs from their begin: the least, the median and the most.
-    """
-    rows = {}
-    state = _start("products", Way("persistent", graph=True), weights)
-    for without in (None, *kernel.PARTS):
-        way = Way("persistent", graph=True, without=without)
-        call = compiled("products", way, weights, state, delay=0)
-        call(weights, state)
-        kernels = measure.kernel_microseconds(call, weights, state)
-        named = {name: each for name, each in kernels.items() if "persistent" in name}
-        rows[f"without {without}"] = sum(named.values()) / len(weights)
-    return {"microseconds": rows, "cycles": cycles(weights)}
+    """Microseconds of the kernel by slots in flight, and without its parts; cycles until MARKS."""
+    ways: dict[str, dict[str, Any]] = {
+        f"{count} in flight": {"in_flight": count} for count in IN_FLIGHT
+    }
+    ways |= {f"without {part}": {"without": part} for part in persistent_kernel.PARTS}
+    microseconds = {name: kernel_time(weights, **each) for name, each in ways.items()}
+    marks = {f"{count} in flight": cycles(weights, count) for count in IN_FLIGHT[1::2]}
+    return {"microseconds": microseconds, "cycles": marks}
 
 
-def cycles(weights: Sequence[early.Layer]) -> dict[str, list[int]]:
+def kernel_time(weights: Sequence[early.Layer], **options: Any) -> float:
+    """Microseconds of the persistent kernel, by CUPTI."""
+    way = Way("persistent", graph=True, **options)
+    state = _start("products", way, weights)
+    call = compiled("products", way, weights, state, delay=0)
+    kernels = measure.kernel_microseconds(call, weights, state)
+    return sum(each for name, each in kernels.items() if "persistent" in name) / len(weights)
+
+
+def cycles(weights: Sequence[early.Layer], in_flight: int) -> dict[str, list[int]]:
     """The least, median and most cycles of programs from their begin until each of MARKS."""
-    counters = jnp.zeros((kernel.COUNTERS,), jnp.int32)
+    counters = jnp.zeros((persistent_kernel.COUNTERS,), jnp.int32)
     x = jax.random.normal(jax.random.key(4), (1, early.HIDDEN), jnp.bfloat16)
-    clocks = [persistent(x, x, each, counters).clocks for each in weights][-1]
-    found = np.asarray(clocks).astype(np.uint32)
-    elapsed = (found - found[:, kernel.MARKS.index("begin")][:, None]).astype(np.int32)
+    calls = [persistent(x, x, each, counters, in_flight=in_flight) for each in weights]
+    found = np.asarray(calls[-1].clocks).astype(np.uint32)
+    elapsed = (found - found[:, persistent_kernel.MARKS.index("begin")][:, None]).astype(np.int32)
     return {
         mark: [int(np.quantile(elapsed[:, number], part)) for part in (0, 0.5, 1)]
-        for number, mark in enumerate(kernel.MARKS)
+        for number, mark in enumerate(persistent_kernel.MARKS)
     }
 
 
@@ -191,7 +195,7 @@ def check(weights: early.Layer) -> dict[str, Any]:
     # XLA would leave out the rounding to bfloat16 and back.
     exact = jax.jit(reference, compiler_options={"xla_allow_excess_precision": False})
     expected = [exact(x, residual, weights) for x, residual in inputs]
-    counters = jnp.zeros((kernel.COUNTERS,), jnp.int32)
+    counters = jnp.zeros((persistent_kernel.COUNTERS,), jnp.int32)
     errors: list[float] = []
     first: list[bytes] = []
     different = given_up = 0
@@ -219,10 +223,10 @@ def check(weights: early.Layer) -> dict[str, Any]:
 
 def persistent(
     x: jax.Array, residual: jax.Array, weights: early.Layer, counters: jax.Array, **options: Any
-) -> kernel.Results:
+) -> persistent_kernel.Results:
     """The products of a layer after attention, by the persistent kernel."""
     matrices = weights.output, weights.gate_up, weights.down
-    return kernel.layer(
+    return persistent_kernel.layer(
         x, residual, weights.norms[1], *matrices, counters, epsilon=early.EPSILON, **options
     )
 
@@ -253,7 +257,10 @@ def run(chain: str, weights: Sequence[early.Layer]) -> Any:
 def _start(chain: str, way: Way, weights: Sequence[early.Layer]) -> State:
     """A state that a chain begins with: terms of the shape of its results, zeros but for one."""
     terms, stream = jax.random.normal(jax.random.key(2), (2, 1, 1, early.HIDDEN), jnp.bfloat16)
-    counters, given_up = jnp.zeros((kernel.COUNTERS,), jnp.int32), jnp.zeros((1,), jnp.int32)
+    counters, given_up = (
+        jnp.zeros((persistent_kernel.COUNTERS,), jnp.int32),
+        jnp.zeros((1,), jnp.int32),
+    )
     state = State(terms, stream[0], counters, given_up)
     like = jax.eval_shape(_function(chain, way, 0), weights, state).terms
     zeros = jnp.zeros(like.shape, like.dtype)
@@ -285,9 +292,8 @@ def step(chain: str, way: Way, delay: int, weights: early.Layer, state: State) -
         x = early.attended(multiply("qwen3-8b.qkv", x, weights.qkv), delay)
     if way.kernel != "today":
         is_early = way.kernel == "early"
-        found = persistent(
-            x, stream, weights, state.counters, is_early=is_early, without=way.without
-        )
+        options = {"is_early": is_early, "in_flight": way.in_flight, "without": way.without}
+        found = persistent(x, stream, weights, state.counters, **options)
         given_up = state.given_up + found.given_up
         return State(found.out[None], found.stream, state.counters, given_up)
     terms = multiply("qwen3-8b.output", x, weights.output)

@@ -12,15 +12,19 @@ A producer warpgroup streams the words of all three products through one ring of
 memory. Words depend on no other program, so that it does not stop between products: while the
 consumers wait, the next words arrive.
 
-Consumers take slots in turn. A warp multiplies 16 output channels at a time by `mma.sync`, whose
-16 × 8 sums would hold 8 rows of x. There is one, so that columns say something else. A row of words
-has 128 bytes; so that a warp's loads touch all banks, odd output channels read the half of their
-row that even ones don't, and odd columns have x of that half. Columns 0 to 3 have x of a block's
-first group, and zeros in place of the other's; columns 4 to 7 are the other way round. So the sums
-of both groups are apart, each in other lanes, and a lane scales one sum in place of four.
+Consumers take slots in turn. A warp multiplies 16 output channels at a time by `mma.sync` of 8-bit
+integers, so that codes are operands after a shift and a mask. x is rounded to fixed point for that:
+15 bits for each group of input channels, and their sign, as two digits of 7 bits. The sums of `mma`
+are 16 × 8, for 8 rows of x. There is one, so that columns say something else:
 
-Codes become bfloat16 as 128 + code, which is exact, and 128 + zero point times the sum of x is
-subtracted. A product with ones gives that sum.
+- A row of words has 128 bytes. So that a warp's loads touch all banks, odd output channels read the
+  half of their row that even ones don't, and odd columns have x of that half.
+- Columns 0, 1, 4 and 5 have the first digit of x, the others the second one.
+- Columns 0 to 3 have x of a block's first group, and zeros in place of the other's; columns 4 to 7
+  are the other way round.
+
+Sums are exact integers. A product with ones gives the sum of x, which is multiplied with the zero
+point.
 
 Waits are bounded: after so many polls, a warp goes on, and the kernel says so in its output.
 """
@@ -48,13 +52,18 @@ HIDDEN, INTERMEDIATE = 4096, 12288
 PROGRAMS = 128
 CONSUMERS = 4  # warpgroups; even ones have the gate's channels, odd ones the up product's
 THREADS = 128 * CONSUMERS  # of consumers
+# Slots that are copied at a time. Memory needs about 25 kB for each program. With more, whatever a
+# program writes or reads in global memory queues behind its copies.
+IN_FLIGHT = 4
 # What a kernel can leave out, to measure the rest.
 PARTS = "products", "copies", "counters"
 SLOTS = 15  # of the ring: as many as fit
 BLOCK = 256  # input channels of a row of words, which has a nibble of each of four planes
 ROW_BYTES, PLANES, GROUPS = 128, 4, 2  # of a row of words
 WARP_OUTPUTS = 32  # output channels of two pairs of warps; a pair shares 16, with half a row each
-ZEROS = 768  # behind x in shared memory: in place of a group whose column it is not
+DIGIT = 128  # of x
+LARGEST = 127 * DIGIT  # of a group's x in fixed point
+MAGIC = 3 << 22  # as a float: an integer below 2**22, added to its bits, is added to the float
 POLLS = 1 << 14  # of a wait, until it gives up; each takes about a microsecond
 
 # Counters in global memory. They are zeros between launches.
@@ -67,9 +76,11 @@ MARKS = (
     "begin",
     "x",
     "output",
+    "output told",
     "output of all",
     "norm",
     "gate_up",
+    "inner told",
     "inner of all",
     "inner",
     "down",
@@ -122,7 +133,7 @@ class Results(NamedTuple):
     clocks: Any
 
 
-@functools.partial(jax.jit, static_argnames=("epsilon", "is_early", "lag", "without"))
+@functools.partial(jax.jit, static_argnames=("epsilon", "is_early", "lag", "without", "in_flight"))
 def layer(
     x: jax.Array,
     residual: jax.Array,
@@ -136,6 +147,7 @@ def layer(
     is_early: bool = False,
     lag: int = 0,
     without: str | None = None,
+    in_flight: int = IN_FLIGHT,
 ) -> Results:
     """The products of a layer after attention.
 
@@ -149,6 +161,7 @@ def layer(
     lag: nanoseconds, times a number of the program below 8, that a program sleeps before it writes
         what others wait for: for tests.
     without: one of PARTS, which the kernel leaves out; its results are wrong then.
+    in_flight: slots of a program that are copied at a time.
 
     Raises ValueError for other shapes and formats.
     """
@@ -160,7 +173,7 @@ def layer(
             raise ValueError(f"{name}: found {found}: expected {expected}")
     weights = (output, gate_up, down)
     call: Any = plgpu.kernel(
-        functools.partial(_kernel, epsilon, is_early, lag, without),
+        functools.partial(_kernel, epsilon, is_early, lag, without, in_flight),
         out_type=Results(
             jax.ShapeDtypeStruct((1, HIDDEN), jnp.float32),
             jax.ShapeDtypeStruct((1, HIDDEN), jnp.bfloat16),
@@ -176,8 +189,9 @@ def layer(
         scratch_types={
             "words": plgpu.SMEM((SLOTS, _ROWS, ROW_BYTES // 2), jnp.uint16),
             "parameters": plgpu.SMEM((SLOTS, GROUPS * _ROWS), jnp.uint32),
-            "x": plgpu.SMEM((INTERMEDIATE + ZEROS,), jnp.bfloat16),
-            "sums": plgpu.SMEM((CONSUMERS * max(p.tiles for p in PHASES) * 128,), jnp.float32),
+            "digits": plgpu.SMEM((INTERMEDIATE // BLOCK, 2, 2, BLOCK // 2), jnp.uint8),
+            "steps": plgpu.SMEM((INTERMEDIATE // BLOCK, GROUPS), jnp.float32),
+            "sums": plgpu.SMEM((CONSUMERS * max(p.tiles for p in PHASES) * 64,), jnp.float32),
             "barriers": plgpu.SMEM((2, SLOTS, 2), jnp.uint32),
         },
         kernel_name="persistent_layer",
@@ -193,6 +207,7 @@ def _kernel(
     is_early: bool,
     lag: int,
     without: str | None,
+    in_flight: int,
     *references: Any,
     **shared: Any,
 ) -> None:
@@ -200,13 +215,13 @@ def _kernel(
     weights = list(zip(arrays[::2], arrays[1::2], strict=True))
     counters, results = references[9], Results(*references[10:])
     own, index = Shared(**shared), jax.lax.axis_index("program")
-    program = Program(weights, counters, own, without)
+    program = Program(weights, counters, own, without, in_flight)
     warpgroup = jax.lax.axis_index("warpgroup")
 
     def mark(name: str) -> None:
         _run(_mark(), results.clocks.at[index, pl.ds(MARKS.index(name), 1)])
 
-    _run(_initialise(), own.full, own.free, own.zeros)
+    _run(_initialise(), own.full, own.free)
 
     @pl.when(warpgroup == CONSUMERS)
     def _produce() -> None:
@@ -229,23 +244,26 @@ def _kernel(
         inner = results.inner.at[pl.ds(index * GATE_UP.outputs, GATE_UP.outputs)]
         counts = without != "counters"
 
-        _run(_load_x(HIDDEN), x, own.x)
+        _run(_load_x(HIDDEN), x, own.digits, own.steps)
         mark("x")
         program.multiply(warpgroup, OUTPUT, 0)
         mark("output")
         old = residual.at[0, outputs]
         _run(_finish_output(lag), own.sums, old, stream, squares, counters)
+        mark("output told")
         _run(_wait_for_all(_OUTPUT_WRITTEN, PROGRAMS if counts else 0), counters)
         mark("output of all")
-        _run(_load_norm(epsilon), results.stream, results.squares, norm, own.x)
+        fixed = own.digits, own.steps
+        _run(_load_norm(epsilon), results.stream, *fixed, results.squares, norm)
         mark("norm")
         program.multiply(warpgroup, GATE_UP, OUTPUT.slots)
         mark("gate_up")
         _run(_finish_inner(lag), own.sums, inner, counters)
+        mark("inner told")
         warps = PROGRAMS * GATE_UP.outputs // 32
         _run(_wait_for_all(_INNER_WRITTEN, warps if counts else 0), counters)
         mark("inner of all")
-        _run(_load_x(INTERMEDIATE), results.inner, own.x)
+        _run(_load_x(INTERMEDIATE), results.inner, own.digits, own.steps)
         mark("inner")
         program.multiply(warpgroup, DOWN, OUTPUT.slots + GATE_UP.slots)
         mark("down")
@@ -258,7 +276,10 @@ class Shared(NamedTuple):
     """References to shared memory.
 
     words: uint16 [SLOTS, rows, 64]. parameters: uint32 [SLOTS, 2 · rows].
-    x: bfloat16 [12288 + ZEROS], the operand of the current product, and zeros.
+    digits: uint8 [48, 2, 2, 128]: the two digits of x, for each block of K. The bytes of 8 lanes of
+        words are together, in the order of the codes in words: those of even nibbles in the first
+        half of the third axis, and those of odd ones in the second.
+    steps: float32 [48, 2]: what a unit of the digits stands for, for each group.
     sums: float32, what warps add up in the end.
     barriers: [2, SLOTS], each of two words: a slot's copies have arrived, and its warpgroup has
         read it.
@@ -266,7 +287,8 @@ class Shared(NamedTuple):
 
     words: Any
     parameters: Any
-    x: Any
+    digits: Any
+    steps: Any
     sums: Any
     barriers: Any
 
@@ -280,23 +302,20 @@ class Shared(NamedTuple):
         """The barriers of slots that have been read."""
         return self.barriers.at[1]
 
-    @property
-    def zeros(self) -> Any:
-        """The zeros behind x."""
-        return self.x.at[pl.ds(INTERMEDIATE, ZEROS)]
-
 
 class Program(NamedTuple):
     """What a program's warpgroups share.
 
     weights: pairs of words [K blocks, N, 64] and parameters [K / 128, N].
     without: the part of the kernel that is left out, or None.
+    in_flight: slots that are copied at a time.
     """
 
     weights: Sequence[tuple[Any, Any]]
     counters: Any
     shared: Shared
     without: str | None
+    in_flight: int
 
     def produce(self, number: int, phase: Phase, first: int) -> None:
         """Copies all slots of product `number`, each as soon as it is free.
@@ -313,6 +332,11 @@ class Program(NamedTuple):
             is_used = (turn > 0).astype(jnp.int32)
             free = shared.free.at[slot]
             _run(_wait(warp=True), free, self.counters, scalars=(turn + 1, is_used))
+            before = jnp.maximum(step - self.in_flight, 0)
+            has_before = (step >= self.in_flight).astype(jnp.int32)
+            turn_before = jax.lax.div(before, SLOTS)
+            full = shared.full.at[jax.lax.rem(before, SLOTS)]
+            _run(_wait(warp=True), full, self.counters, scalars=(turn_before, has_before))
             block = jax.lax.div(step - first, phase.halves) * phase.blocks
             output = first_output
             if phase.halves > 1:
@@ -341,20 +365,19 @@ class Program(NamedTuple):
             slot, turn = jax.lax.rem(step, SLOTS), jax.lax.div(step, SLOTS)
             full, one = shared.full.at[slot], jnp.int32(1)
             _run(_wait(warp=False), full, self.counters, scalars=(turn, one))
-            channel = jax.lax.div(own, phase.halves) * (phase.blocks * BLOCK)
+            block = jax.lax.div(own, phase.halves) * phase.blocks
             references = (
                 shared.words.at[slot],
                 shared.parameters.at[slot],
-                shared.x.at[pl.ds(channel, phase.blocks * BLOCK)],
-                shared.zeros,
+                shared.digits.at[block],
+                shared.steps.at[block],
             )
             if self.without != "products":
                 sums = _run(_multiply(phase), *references, sums=sums)
             _run(_arrive(), shared.free.at[slot])
             return sums
 
-        # Two values in each thread, of which one for each tile is used.
-        zeros = jnp.zeros((-(-phase.tiles // 2) * 64,), jnp.float32)
+        zeros = jnp.zeros((phase.tiles * 64,), jnp.float32)  # two for each thread and tile
         sums = plgpu.layout_cast(zeros, _SUMS_LAYOUT)
         sums = jax.lax.fori_loop(0, phase.slots // CONSUMERS, go_on, sums)
         _run(_store_sums(phase), shared.sums, sums=sums, returns=False)
@@ -454,7 +477,7 @@ def _list(prefix: str, numbers: Iterable[int]) -> str:
 
 
 def _initialise() -> Assembly:
-    """Sets up the barriers `{0}` (full) and `{1}` (free), and zeros `{2}`, for all warpgroups."""
+    """Sets up the barriers `{0}` (full) and `{1}` (free), for all warpgroups."""
     return Assembly(f"""
         .reg .b32 thread, place;
         .reg .pred first;
@@ -464,9 +487,6 @@ def _initialise() -> Assembly:
         @first mbarrier.init.shared::cta.b64 [place], 1;
         mad.lo.u32 place, thread, 8, {{1}};
         @first mbarrier.init.shared::cta.b64 [place], 4;
-        setp.lt.u32 first, thread, {ZEROS // 2};
-        mad.lo.u32 place, thread, 4, {{2}};
-        @first st.shared.u32 [place], 0;
         fence.mbarrier_init.release.cluster;
         fence.proxy.async.shared::cta;
         bar.sync {_PROGRAM_BARRIER}, {THREADS + 128};""")
@@ -565,22 +585,25 @@ def _mark() -> Assembly:
 
 
 def _multiply(phase: Phase) -> Assembly:
-    """Adds a slot's products to the sums, one for each tile.
+    """Adds a slot's products to the sums, two for each tile.
 
-    `{0}`: words; `{1}`: parameters; `{2}`: x; `{3}`: zeros. A lane has a channel's sum over one of
-    the groups of each block, and over one half of the lanes of words.
+    `{0}`: words; `{1}`: parameters; `{2}`: digits of x; `{3}`: their steps. A lane has the sums of
+    two channels with one digit of x, over one of the groups of each block, and over one half of the
+    lanes of words.
     """
     rows = phase.outputs
     # quad, part: the lane's row of the operands in registers, and its place in a row. Its column of
     # x's operand has the same number as its row.
     parts = [
         """
-        .reg .b32 lane, warp, quad, part, place, row, words, parameters, first_x, second_x;
-        .reg .pred is_odd, is_lower, is_second;
-        .reg .b32 x<16>, w<8>, a<4>, u, ones;
-        .reg .f32 d<4>, t<4>, scale, offset, total;
+        .reg .b32 lane, warp, quad, part, place, row, words, parameters, digits, steps, mask;
+        .reg .pred is_odd, is_second, is_low;
+        .reg .b32 x<8>, w<8>, a<4>, u, ones, d<4>, m;
+        .reg .f32 scale, offset, total, step, unit;
         .reg .b16 low, high;
-        mov.b32 ones, 0x3F803F80;
+        mov.b32 ones, 0x01010101;""",
+        f"mov.b32 m, {_float(MAGIC)};",
+        """
         mov.u32 lane, %laneid;
         mov.u32 warp, %tid.x;
         shr.u32 warp, warp, 5;
@@ -595,121 +618,115 @@ def _multiply(phase: Phase) -> Assembly:
         shl.b32 place, place, 4;
         mad.lo.u32 words, row, 128, {0};
         add.u32 words, words, place;
-        setp.ge.u32 is_second, quad, 4;
         add.u32 place, place, {2};
-        selp.b32 first_x, {3}, place, is_second;
-        selp.b32 second_x, place, {3}, is_second;
-        and.b32 place, part, 1;
-        setp.ne.u32 is_lower, place, 0;
-        mad.lo.u32 row, place, 8, row;""",
-        f"""
+        bfe.u32 u, quad, 1, 1;
+        mad.lo.u32 digits, u, 256, place;
+        setp.ge.u32 is_second, quad, 4;
+        selp.b32 mask, 0xFF00FF00, 0x00FF00FF, is_second;
         shr.u32 place, part, 1;
+        mad.lo.u32 steps, place, 4, {3};""",
+        f"""
         mad.lo.u32 row, place, {rows}, row;
         mad.lo.u32 parameters, row, 4, {{1}};
+        and.b32 place, part, 1;
+        setp.ne.u32 is_low, place, 0;
+        selp.f32 unit, 0f3F800000, {_float(DIGIT)}, is_low;
         and.b32 place, quad, 1;
         setp.ne.u32 is_odd, place, 0;""",
     ]
     for block in range(phase.blocks):
-        for plane in range(PLANES):
-            to, x = _list("x", range(4 * plane, 4 * plane + 4)), ("first_x", "second_x")[plane // 2]
-            parts.append(f"ld.shared.v4.b32 {to}, [{x} + {2 * BLOCK * block + 128 * plane}];")
-        words = [(group, word) for group in range(GROUPS) for word in range(4)]
-        parts.append(_zero("t"))
-        parts += [_mma("t", ["ones"] * 4, *each) for each in words]
-        parts.append("selp.f32 t0, t1, t0, is_odd;")
+        for odd in range(2):
+            to = _list("x", range(4 * odd, 4 * odd + 4))
+            parts.append(f"ld.shared.v4.b32 {to}, [digits + {2 * BLOCK * block + 128 * odd}];")
+        parts += [f"and.b32 x{i}, x{i}, mask;" for i in range(8)]
+        parts += [f"ld.shared.f32 step, [steps + {4 * GROUPS * block}];"]
+        parts += ["mul.f32 step, step, unit;"]
+        parts += [_mma(["ones"] * 4, word) for word in range(4)]
+        parts += ["selp.b32 u, d1, d0, is_odd;", "mov.b32 total, u;"]
+        parts += [f"sub.f32 total, total, {_float(MAGIC)};"]
         for tile in range(phase.tiles):
             first = ROW_BYTES * (rows * block + WARP_OUTPUTS * tile)
             for lower in range(2):
                 to = _list("w", range(4 * lower, 4 * lower + 4))
                 parts.append(f"ld.shared.v4.b32 {to}, [words + {first + 8 * ROW_BYTES * lower}];")
-            parts.append(_zero("d"))
-            for group, word in words:
-                for number in range(4):
-                    plane, lower = 2 * group + number // 2, number % 2
-                    parts.append(_decode(f"a{number}", f"w{4 * lower + word}", plane))
-                parts.append(_mma("d", [f"a{number}" for number in range(4)], group, word))
-            place = 4 * (rows * GROUPS * block + WARP_OUTPUTS * tile)
-            parts.append(_scale(f"{{s{tile}}}", place))
+            for word in range(4):
+                for lower in range(2):
+                    source = f"w{4 * lower + word}"
+                    parts.append(f"and.b32 a{lower}, {source}, 0x0F0F0F0F;")
+                    parts.append(f"shr.u32 u, {source}, 4;")
+                    parts.append(f"and.b32 a{2 + lower}, u, 0x0F0F0F0F;")
+                parts.append(_mma([f"a{number}" for number in range(4)], word))
+            for lower in range(2):
+                place = 4 * (rows * GROUPS * block + WARP_OUTPUTS * tile + 8 * lower)
+                parts.append(_scale(f"{{s{2 * tile + lower}}}", lower, place))
     return Assembly(_lines(parts))
 
 
-def _zero(name: str) -> str:
-    return _lines(f"mov.f32 {name}{i}, 0f00000000;" for i in range(4))
-
-
-def _decode(to: str, word: str, plane: int) -> str:
-    """128 + code, of the codes of a plane in both halves of a word, as bfloat16."""
-    shift = f"shr.u32 u, {word}, {4 * plane};\n" if plane else f"mov.b32 u, {word};\n"
-    # (u & 0x000F000F) | 0x43004300
-    return shift + f"lop3.b32 {to}, u, 0x000F000F, 0x43004300, 0xEA;"
-
-
-def _mma(sums: str, left: Sequence[str], group: int, word: int) -> str:
-    registers = _list(sums, range(4))
-    right = ", ".join(f"x{4 * (2 * group + plane) + word}" for plane in range(2))
-    weights = "{{" + ", ".join(left) + "}}"
+def _mma(left: Sequence[str], word: int) -> str:
+    """Multiplies operands with x of two lanes of words; the first product begins with MAGIC."""
+    sums = _list("d", range(4))
+    old = "{{m, m, m, m}}" if word == 0 else sums
+    operand = "{{" + ", ".join(left) + "}}"
     return (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        f"{registers}, {weights}, {{{{{right}}}}}, {registers};"
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+        f"{sums}, {operand}, {{{{x{word}, x{4 + word}}}}}, {old};"
     )
 
 
-def _scale(sums: str, place: int) -> str:
-    """Adds scale · (sum − (128 + zero) · total of x) of a channel's group to its sums."""
+def _scale(sums: str, lower: int, place: int) -> str:
+    """Adds scale · step · (sum − zero · total of x) of a channel's group to its sums."""
     # The zero point below 2**16 becomes a float as the last bits of 2**23.
     return f"""
         ld.shared.b32 u, [parameters + {place}];
         mov.b32 {{{{low, high}}}}, u;
         cvt.f32.f16 scale, low;
+        mul.f32 scale, scale, step;
         prmt.b32 u, u, 0x4B00, 0x5432;
         mov.b32 offset, u;
-        sub.f32 offset, {_float(2.0**23 - 128)}, offset;
-        selp.f32 total, d2, d0, is_lower;
-        selp.f32 d3, d3, d1, is_lower;
-        selp.f32 total, d3, total, is_odd;
-        fma.rn.f32 total, offset, t0, total;
-        fma.rn.f32 {sums}, scale, total, {sums};"""
+        sub.f32 offset, {_float(2.0**23)}, offset;
+        selp.b32 u, d{2 * lower + 1}, d{2 * lower}, is_odd;
+        fma.rn.f32 offset, offset, total, u;
+        sub.f32 offset, offset, {_float(MAGIC)};
+        fma.rn.f32 {sums}, scale, offset, {sums};"""
 
 
 def _store_sums(phase: Phase) -> Assembly:
-    """Writes the sums to `{0}` [consumers, tiles, warps, groups, 16]. Then consumers meet."""
-    stores = _lines(
-        f"st.shared.f32 [place + {512 * tile}], {{s{tile}}};" for tile in range(phase.tiles)
-    )
+    """Writes the sums to `{0}` [consumers, tiles, warps, 16]. Then consumers meet."""
+    stores = []
+    for tile in range(phase.tiles):
+        for lower in range(2):
+            stores.append(f"mov.f32 value, {{s{2 * tile + lower}}};")
+            for lanes in (1, 2):
+                stores.append(f"shfl.sync.bfly.b32 other, value, {lanes}, 31, 0xffffffff;")
+                stores.append("add.f32 value, value, other;")
+            stores.append(f"@first st.shared.f32 [place + {256 * tile + 32 * lower}], value;")
     return Assembly(f"""
         .reg .b32 thread, part, place;
+        .reg .f32 value, other;
+        .reg .pred first;
         mov.u32 thread, %tid.x;
+        and.b32 part, thread, 3;
+        setp.eq.u32 first, part, 0;
         shr.u32 part, thread, 7;
-        mad.lo.u32 place, part, {512 * phase.tiles}, {{0}};
+        mad.lo.u32 place, part, {256 * phase.tiles}, {{0}};
         bfe.u32 part, thread, 5, 2;
-        mad.lo.u32 place, part, 128, place;
-        bfe.u32 part, thread, 1, 1;
         mad.lo.u32 place, part, 64, place;
-        and.b32 part, thread, 1;
-        mad.lo.u32 place, part, 32, place;
         bfe.u32 part, thread, 2, 3;
         mad.lo.u32 place, part, 4, place;
-        {stores}
+        {_lines(stores)}
         bar.sync {_CONSUMERS_BARRIER}, {THREADS};""")
 
 
 _PLACE = """
         shr.u32 place, thread, 5;
-        mad.lo.u32 place, place, 512, {0};
-        bfe.u32 lane, thread, 4, 1;
-        mad.lo.u32 place, lane, 128, place;
-        and.b32 lane, thread, 15;
+        mad.lo.u32 place, place, 256, {0};
+        and.b32 lane, thread, 31;
         mad.lo.u32 place, lane, 4, place;"""  # of a channel, the number of a thread, in the sums
 
 
 def _add_sums(phase: Phase, to: str, consumers: Iterable[int]) -> str:
     """Adds what warps have written of the channel at `place`."""
-    places = [
-        512 * phase.tiles * consumer + 256 * half + 64 * group
-        for consumer in consumers
-        for half in range(2)
-        for group in range(GROUPS)
-    ]
+    places = [256 * phase.tiles * each + 128 * half for each in consumers for half in range(2)]
     loads = [
         f"ld.shared.f32 value, [place + {place}];\nadd.f32 {to}, {to}, value;" for place in places
     ]
@@ -726,7 +743,7 @@ def _signal(counter: str, number: int) -> str:
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
         @first fence.acq_rel.gpu;
-        @first red.release.gpu.global.add.u32 [{counter} + {4 * number}], 1;"""
+        @first red.relaxed.gpu.global.add.u32 [{counter} + {4 * number}], 1;"""
 
 
 def _sleep(lag: int) -> str:
@@ -851,7 +868,7 @@ def _wait_for_all(number: int, count: int) -> Assembly:
         @done bra end;
         mov.u32 polls, 0;
     again:
-        ld.acquire.gpu.global.u32 found, [{{0}} + {4 * number}];
+        ld.relaxed.gpu.global.u32 found, [{{0}} + {4 * number}];
         setp.ge.u32 done, found, {count};
         @done bra end;
         add.u32 polls, polls, 1;
@@ -859,6 +876,7 @@ def _wait_for_all(number: int, count: int) -> Assembly:
         @done bra again;
         red.global.add.u32 [{{0}} + {4 * _WAITS_GIVEN_UP}], 1;
     end:
+        fence.acq_rel.gpu;
         bar.sync {_CONSUMERS_BARRIER}, {THREADS};""")
 
 
@@ -866,69 +884,119 @@ _LOAD = "ld.relaxed.gpu.global.v4.b32"  # what other programs have written is in
 
 
 def _load_x(channels: int) -> Assembly:
-    """Copies x `{0}` to shared memory `{1}`, for all consumers of a program."""
-    copies = _lines(
-        f"""
-        {_LOAD} {_list("v", range(4))}, [at + {16 * first}];
-        st.shared.v4.b32 [place + {16 * first}], {_list("v", range(4))};"""
-        for first in range(0, channels // 8, THREADS)
-    )
-    return Assembly(f"""
-        .reg .b32 thread, place, v<4>;
-        .reg .b64 at;
-        mov.u32 thread, %tid.x;
-        mad.lo.u32 place, thread, 16, {{1}};
-        mad.wide.u32 at, thread, 16, {{0}};
-        {copies}
-        bar.sync {_CONSUMERS_BARRIER}, {THREADS};""")
+    """Writes x `{0}` in fixed point to digits `{1}` and steps `{2}`, for all consumers."""
+    loads = (f"{_LOAD} {_list('v', _plane(i))}, [at + {128 * i}];" for i in range(PLANES))
+    return _fixed(channels, _lines(loads), "")
 
 
 def _load_norm(epsilon: float) -> Assembly:
-    """Writes the norm of stream `{0}` to `{3}`; `{1}`: the squares; `{2}`: the norm's weight.
+    """Writes the norm of stream `{0}` in fixed point to digits `{1}` and steps `{2}`.
 
-    For all consumers of a program.
+    `{3}`: the squares; `{4}`: the norm's weight. For all consumers of a program.
     """
-    butterfly = _lines(
-        f"shfl.sync.bfly.b32 other, total, {lanes}, 31, 0xffffffff;\nadd.f32 total, total, other;"
-        for lanes in (16, 8, 4, 2, 1)
-    )
-    scaled = _lines(
+    loads = [
+        f"""
+        {_LOAD} {_list("v", _plane(i))}, [at + {128 * i}];
+        ld.global.v4.b32 {_list("n", _plane(i))}, [weight + {128 * i}];"""
+        for i in range(PLANES)
+    ]
+    scaled = [
         f"""
         shl.b32 low, v{i}, 16;
         and.b32 high, v{i}, 0xFFFF0000;
-        shl.b32 low_weight, n{i}, 16;
-        and.b32 high_weight, n{i}, 0xFFFF0000;
         mul.f32 low, low, total;
         mul.f32 high, high, total;
-        mul.f32 low, low, low_weight;
-        mul.f32 high, high, high_weight;
+        shl.b32 other, n{i}, 16;
+        mul.f32 low, low, other;
+        and.b32 other, n{i}, 0xFFFF0000;
+        mul.f32 high, high, other;
         cvt.rn.bf16x2.f32 v{i}, high, low;"""
-        for i in range(4)
-    )
-    pieces = _lines(
-        f"""
-        {_LOAD} {_list("v", range(4))}, [at + {16 * first}];
-        ld.global.v4.b32 {_list("n", range(4))}, [weight + {16 * first}];
-        {scaled}
-        st.shared.v4.b32 [place + {16 * first}], {_list("v", range(4))};"""
-        for first in range(0, HIDDEN // 8, THREADS)
-    )
-    return Assembly(f"""
-        .reg .b32 thread, lane, place, v<4>, n<4>, low, high, low_weight, high_weight, other;
-        .reg .f32 total, f<4>;
-        .reg .b64 at, weight;
-        mov.u32 thread, %tid.x;
-        mov.u32 lane, %laneid;
-        mad.wide.u32 at, lane, 16, {{1}};
-        ld.relaxed.gpu.global.v4.f32 {_list("f", range(4))}, [at];
+        for i in range(4 * PLANES)
+    ]
+    mean = f"""
+        mov.u32 other, %laneid;
+        mad.wide.u32 weight, other, 16, {{3}};
+        ld.relaxed.gpu.global.v4.f32 {_list("f", range(4))}, [weight];
         add.f32 total, f0, f1;
         add.f32 f2, f2, f3;
         add.f32 total, total, f2;
-        {butterfly}
+        {_over_lanes("add", "total", (16, 8, 4, 2, 1))}
         fma.rn.f32 total, total, {_float(1 / HIDDEN)}, {_float(epsilon)};
         rsqrt.approx.ftz.f32 total, total;
-        mad.lo.u32 place, thread, 16, {{3}};
-        mad.wide.u32 at, thread, 16, {{0}};
-        mad.wide.u32 weight, thread, 16, {{2}};
-        {pieces}
+        add.u64 weight, offset, {{4}};"""
+    return _fixed(HIDDEN, mean + _lines(loads), _lines(scaled))
+
+
+def _plane(number: int) -> range:
+    """Registers with x of a plane, of 8 lanes of words."""
+    return range(4 * number, 4 * number + 4)
+
+
+def _over_lanes(operation: str, value: str, lanes: Iterable[int]) -> str:
+    """Joins a float of lanes whose numbers differ by some bits."""
+    return _lines(
+        f"shfl.sync.bfly.b32 other, {value}, {each}, 31, 0xffffffff;\n"
+        f"{operation}.f32 {value}, {value}, other;"
+        for each in lanes
+    )
+
+
+def _fixed(channels: int, load: str, change: str) -> Assembly:
+    """Writes bfloat16 values to digits `{1}` and steps `{2}`. A thread has 8 lanes of words.
+
+    load: PTX that loads pairs of values to v0 … v15, from `at` on, `offset` behind `{0}`.
+    change: PTX that changes them.
+    """
+    wide = []
+    for i in range(4 * PLANES):
+        wide.append(f"shl.b32 q{2 * i}, v{i}, 16;")
+        wide.append(f"and.b32 q{2 * i + 1}, v{i}, 0xFFFF0000;")
+    scale = []
+    for group in range(GROUPS):
+        scale.append(f"mov.f32 most, {_float(1e-30)};")
+        own = range(16 * group, 16 * group + 16)
+        for i in own:
+            scale += [f"abs.f32 other, q{i};", "max.f32 most, most, other;"]
+        scale.append(_over_lanes("max", "most", (1, 2, 4)))
+        scale.append(f"mul.f32 step{group}, most, {_float(1 / LARGEST)};")
+        scale.append(f"rcp.approx.f32 most, step{group};")
+        scale += [f"fma.rn.f32 q{i}, q{i}, most, {_float(MAGIC)};" for i in own]
+    stores = []
+    for digit in range(2):
+        if digit == 0:
+            stores += [f"shr.u32 h{i}, q{i}, 7;" for i in range(32)]
+        else:
+            stores += [f"and.b32 h{i}, q{i}, {DIGIT - 1};" for i in range(32)]
+        for odd in range(2):
+            for word in range(4):
+                for i in range(2):  # lanes of a word
+                    first, second = (8 * (odd + plane) + 2 * word + i for plane in (0, 2))
+                    stores.append(f"prmt.b32 v{i}, h{first}, h{second}, 0x0040;")
+                stores.append(f"prmt.b32 n{word}, v0, v1, 0x5410;")
+            place = 256 * digit + 128 * odd
+            stores.append(f"st.shared.v4.b32 [to + {place}], {_list('n', range(4))};")
+    return Assembly(f"""
+        .reg .b32 thread, lanes, to, place, v<16>, n<16>, q<32>, h<32>, low, high, other;
+        .reg .f32 total, f<4>, most, step<2>;
+        .reg .b64 at, offset, weight;
+        .reg .pred is_other, is_first;
+        mov.u32 thread, %tid.x;
+        setp.ge.u32 is_other, thread, {channels // 32};
+        @is_other bra end;
+        shr.u32 place, thread, 3;
+        and.b32 lanes, thread, 7;
+        setp.eq.u32 is_first, lanes, 0;
+        shl.b32 lanes, lanes, 4;
+        mad.lo.u32 to, place, {2 * BLOCK}, lanes;
+        cvt.u64.u32 offset, to;
+        add.u64 at, offset, {{0}};
+        add.u32 to, to, {{1}};
+        mad.lo.u32 place, place, {4 * GROUPS}, {{2}};
+        {load}
+        {change}
+        {_lines(wide)}
+        {_lines(scale)}
+        @is_first st.shared.v2.f32 [place], {{{{step0, step1}}}};
+        {_lines(stores)}
+    end:
         bar.sync {_CONSUMERS_BARRIER}, {THREADS};""")

@@ -218,12 +218,15 @@ def _routing_kernel(
     operands, logits, epilogue = inputs
     number, per_token = first_program_id(), experts_ref.shape[1]
     token, choice = jax.lax.div(number, per_token), jax.lax.rem(number, per_token)
-    expert, weight = choose(logits, token, choice)
-    # The programs of all of a pair's outputs store the same.
-    store(experts_ref.at[token, choice], expert)
-    store(weights_ref.at[token, choice], weight)
+    chosen = choose(logits, token, choice)
     pair = jnp.where(jnp.arange(job.config.tile_m) == 0, number, out_ref.shape[1])
-    _multiply(operands, epilogue, out_ref, _Place(expert, None, pair), job)
+    _multiply(operands, epilogue, out_ref, _Place(chosen.expert, None, pair), job)
+
+    # The words do not wait for the weight, and one of the pair's programs computes it.
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        store(experts_ref.at[token, choice], chosen.expert)
+        store(weights_ref.at[token, choice], chosen.weight())
 
 
 class _Place(NamedTuple):

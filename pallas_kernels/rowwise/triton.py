@@ -38,8 +38,8 @@ class Terms(NamedTuple):
     def of(cls, terms: jax.Array, residual: jax.Array | None, weight: jax.Array) -> Terms:
         """Those of terms [splits, ..., H] and a stream [..., H], as rows."""
         splits, *_, channels = terms.shape
-        stream = None if residual is None else residual.reshape(-1, channels)
-        return cls(terms.reshape(splits, -1, channels), stream, weight)
+        rows = terms.reshape(splits, -1, channels)
+        return cls(rows, None if residual is None else residual.reshape(-1, channels), weight)
 
 
 # A program's row, the indices of its channels, and their mask, or None if none is needed.

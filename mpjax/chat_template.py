@@ -22,7 +22,8 @@ def render(
 
     Args:
       source: Jinja source.
-      messages: dicts with at least a "role"; a key whose value is `None` counts as missing.
+      messages: dicts with a "role" and a "content" (a text, or what else the template takes), or
+        something else in its place, such as "tool_calls"; `None` counts as missing.
       variables: further variables of the template, in plain JSON types.
       name: the tokenizer's name, for error messages.
 
@@ -94,6 +95,13 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
                 f"message {number} is {message!r:.80}: expected a dict with a role, as {example}."
             )
         _check_plain(message, f"message {number}")
+        content = message.get("content")
+        if content is None and not any(message[key] for key in message if key != "role"):
+            raise ValueError(f"message {number} has no content: expected a text, as {example}.")
+        if isinstance(content, int | float):
+            raise ValueError(
+                f"the content of message {number} is {content!r}: expected a text, as {example}."
+            )
     return [{key: value for key, value in m.items() if value is not None} for m in messages]
 
 

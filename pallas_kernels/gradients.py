@@ -13,7 +13,11 @@ import jax
 def with_gradients_of(
     reference: Callable[..., Any], kernel: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """The result of kernel(*arguments), with the derivatives of reference(*arguments)."""
+    """The result of kernel(*arguments), with the derivatives of reference(*arguments).
+
+    The kernel may give terms [terms, …] of the reference's result […], in another dtype. They have
+    the derivatives of their sum.
+    """
     return kernel(*arguments)
 
 
@@ -26,7 +30,14 @@ def _forward(
 def _backward(
     reference: Callable[..., Any], kernel: Callable[..., Any], saved: Any, gradients: Any
 ) -> Any:
-    return jax.vjp(reference, *saved)[1](gradients)
+    result, pull_back = jax.vjp(reference, *saved)
+
+    def of_result(gradient: jax.Array, result: jax.Array) -> jax.Array:
+        if gradient.ndim > result.ndim:  # whoever adds terms up has the same gradient for each
+            gradient = gradient.mean(0)
+        return gradient.astype(result.dtype)
+
+    return pull_back(jax.tree.map(of_result, gradients, result))
 
 
 with_gradients_of.defvjp(_forward, _backward)

@@ -52,6 +52,7 @@ MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command l
 # Functions whose parameters are the options of a generation, which people write in a call.
 CALLS_WITH_OPTIONS = {
     "mpjax/decoding.py": {"generate_tokens": 8},
+    "mpjax/engine/engine.py": {"__init__": 10, "submit": 9},
     "mpjax/generation.py": {"generate": 8, "stream": 8, "stream_batch": 8},
 }
 

@@ -62,3 +62,10 @@ def test_sweeps_run_where_they_are_asked_for(expression, argument, expected):
 @combinations(1, first=[1, 2], second=[1, 2])
 def test_what_is_marked_is_left_out(first, second, request):
     assert first == second or is_asked_for(request.config)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_most_cases_are_of_any_version(case, request):
+    cases = [item for item in request.session.items if item.function is request.function]
+    marked = [item for item in cases if item.get_closest_marker("any_version")]
+    assert len(cases) < 6 or len(marked) == 4

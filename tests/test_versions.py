@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.versions import FOLDERS, REPRESENTATIVES, is_any_version
+from tests.versions import FOLDERS, ONE_OF, REPRESENTATIVES, is_any_version, repeated
 
 pytestmark = pytest.mark.any_version
 
@@ -31,3 +31,17 @@ def test_files_of_the_folders_but_representatives(path, expected):
 
 def test_representatives_are_of_the_folders():
     assert all(any(file.startswith(f"{folder}/") for folder in FOLDERS) for file in REPRESENTATIVES)
+
+
+def test_a_third_of_many_cases_run():
+    """All values of a parameter among them, and other cases of the next test."""
+    ids = [f"one[{outer}-{inner}]" for outer in range(6) for inner in range(ONE_OF)]
+    ids += ["alone", *(f"few[{number}]" for number in range(ONE_OF))]
+    ids += [f"other[{outer}-{inner}]" for outer in range(6) for inner in range(ONE_OF)]
+    left_out = repeated(ids)
+    running = [name for index, name in enumerate(ids) if index not in left_out]
+    assert {"alone", "few[0]", "few[1]", "few[2]"} < {*running}
+    one, other = ({n[len(t) :] for n in running if n.startswith(f"{t}[")} for t in ("one", "other"))
+    assert len(one) == len(other) == 6
+    assert not one & other
+    assert {name[-2] for name in one} == {"0", "1", "2"}

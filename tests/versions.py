@@ -1,12 +1,14 @@
-"""Folders of tests that CI leaves out on its second Python, and the files of them that it runs.
+"""What CI leaves out on its second Python: folders, but for some files, and most cases of tests.
 
 The tests of these folders find faults in our arithmetic or our choices, in programs that other
-files trace, compile and run as well. `tests/conftest.py` marks them `any_version`. Elsewhere, a
-whole file may have the mark.
+files trace, compile and run as well. Elsewhere, a whole file may have the mark `any_version`, with
+which `tests/conftest.py` marks what is listed here. A fault of a version of JAX is in what a test's
+cases share, so that few of them find it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import PurePath
 
 FOLDERS = (
@@ -38,3 +40,23 @@ def is_any_version(path: str) -> bool:
     """Whether the tests of a file say the same on any Python and JAX. path: from the root."""
     folders = {str(folder) for folder in PurePath(path).parents}
     return path not in REPRESENTATIVES and not folders.isdisjoint(FOLDERS)
+
+
+ONE_OF = 3  # the second Python runs one of so many cases of a test
+
+
+def repeated(ids: Sequence[str]) -> set[int]:
+    """The indices of the tests of these ids that are cases which the second Python leaves out.
+
+    All run where a test has few. The cases of a test that run are neither all of one value of a
+    parameter with as many values, nor those of the test before.
+    """
+    tests: dict[str, list[int]] = {}
+    for index, name in enumerate(ids):
+        tests.setdefault(name.partition("[")[0], []).append(index)
+    return {
+        index
+        for number, cases in enumerate(cases for cases in tests.values() if len(cases) > ONE_OF)
+        for place, index in enumerate(cases)
+        if (place + place // ONE_OF + number) % ONE_OF
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax.atomic_write import atomic_write
 from mpjax.bench.lengths import Lengths
 from mpjax.bench.random_model import random_model
 from mpjax.buckets import bucket_tokens
 from mpjax.decoding import decode_program, jit_prefill
 from mpjax.decoding_state import Limits
 from mpjax.devices import read_devices
+from mpjax.engine.program_run import ProgramRun
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
@@ -106,6 +109,8 @@ class Sweep:
     rounds: how often an engine runs the load; the last round is counted. It compiles all programs
         before the first. Static batches run it once, after two steps of each, which compile.
     devices: the number of devices among which the model is divided.
+    trace: a file to which the programs of the counted round are written, in the Trace Event Format
+        (Perfetto shows it); those of the last precision. None for none.
 
     Raises ValueError for a precision that random weights can't have, and more devices than there
     are.
@@ -126,6 +131,7 @@ class Sweep:
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
     devices: int = 1
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         read_devices(self.devices)
@@ -187,18 +193,11 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
         del lm
 
 
-_made: dict[tuple[str, DecoderConfig, int], mpjax.LanguageModel] = {}
-
-
 def _random_lm(text: str, config: DecoderConfig, devices: int) -> mpjax.LanguageModel:
-    """A model of a precision, which is kept until another is made: several runs share it."""
-    key = text, config, devices
-    if key not in _made:
-        _made.clear()  # frees its memory first
-        precision = Precision.parse(text)
-        model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
-        _made[key] = mpjax.LanguageModel(model, None, precision.kv, Path())
-    return _made[key]
+    """A model of a precision, without a tokenizer."""
+    precision = Precision.parse(text)
+    model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
+    return mpjax.LanguageModel(model, None, precision.kv, Path())
 
 
 def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
@@ -216,10 +215,16 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
     ) as engine:
         begin = time.perf_counter()
         engine.compile(greedy_only=True)
+        programs: list[ProgramRun] = []
+        engine.observe(programs.append)
         for number in range(sweep.rounds):
+            programs.clear()
             before = engine.statistics()
             traces, seconds = _round(engine, sweep.load, number)
         after = engine.statistics()
+        if sweep.trace is not None:
+            events = [program.trace_event(programs[0].begin) for program in programs]
+            atomic_write(sweep.trace, json.dumps({"traceEvents": events}))
         names = ["prompt_tokens", "shared_tokens", "preemptions", "steps", "late_steps"]
         names += ["proposed_tokens", "accepted_tokens"]
         work, idle = (after[n] - before[n] for n in ("work_seconds", "idle_seconds"))

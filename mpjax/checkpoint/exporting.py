@@ -60,7 +60,7 @@ def export(
             DeepSeek-V3 and Qwen have it.
         `mxfp4`: the experts of gpt-oss as it is published, all of a layer in one tensor.
         `plain`: none stays packed; every map is dequantised to the dtype that the model computes
-            in. Any model can be written so.
+            in, and activations are not rounded. Any model can be written so.
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
             `awq` and `gptq_v2` for integers with zero points or channels in another order, and
             `plain` where no map is packed.

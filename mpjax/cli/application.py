@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from typing import Annotated, Any
 
@@ -120,23 +119,29 @@ class Commands(typer.core.TyperGroup):
             message = _explain(error)
             if message is None or ctx.params.get("traceback"):
                 raise
-            output.note(f"mpjax: {_in_shell_words(message, ctx.invoked_subcommand)}")
+            command = self.commands.get(ctx.invoked_subcommand)
+            output.note(f"mpjax: {_in_shell_words(message, command)}")
             raise typer.Exit(1) from None
 
 
-def _in_shell_words(message: str, command: str | None) -> str:
+def _in_shell_words(message: str, command: Any) -> str:
     """A message of the library with the options of a command in place of arguments."""
+    if command is None:
+        return message
     message = message.replace(", or load the draft with max_positions", "")  # has no option
-    if command in WITH_POSITIONS:
+    if command.name in WITH_POSITIONS:
         message = message.replace(
             "load the model with max_positions", "give more with --max-positions"
         )
-    if command in (export.NAME, convert.NAME, quantize.NAME):
+    if command.name in (export.NAME, convert.NAME, quantize.NAME):
         for said, meant in IN_SHELL_WORDS.items():
             message = message.replace(said, meant)
-    if command == quantize.NAME:
-        message = re.sub("^bits is", "--budget is", message)
-    return message
+    # Many messages begin with an argument and what was found.
+    options = {p.name: p.opts[0] for p in command.params if p.opts[0].startswith("--")}
+    options["bits"] = options.get("budget", "bits")
+    argument, _, rest = message.partition(" ")
+    is_about_it = argument in options and rest.startswith(("is ", "has "))
+    return f"{options[argument]} {rest}" if is_about_it else message
 
 
 def _explain(error: Exception) -> str | None:

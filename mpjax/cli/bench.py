@@ -348,6 +348,10 @@ def serve_command(
     engine: Annotated[bool, typer.Option(help="Measure an engine, not batches alone.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often it runs; the last counts.")] = 2,
     devices: DeviceCount = 1,
+    trace: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, metavar="FILE.json", help="Write each program's seconds."),
+    ] = None,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
@@ -382,6 +386,7 @@ def serve_command(
             rounds=rounds,
             config=config,
             devices=devices,
+            trace=trace,
         )
     )
     title = f"{shapes.value}'s shapes, random weights, {requests} requests"

@@ -162,9 +162,11 @@ load runs --rounds times with other prompts, of which the last is measured.
 With --speculate there are also the proposed tokens, and the share of them
 that was accepted. Random weights repeat themselves as no text does, so the
 speed is not that of a text.
-The JSON also has late_steps: programs before which the device was idle. The
-roofline of a decoding step is in `mpjax bench generate`. The exit code is 1
-if tokens are missing, or if more than 15 programs were compiled.
+The JSON also has late_steps: programs before which the device was idle.
+--trace writes when each program began, what it read or decoded and its
+seconds, for https://ui.perfetto.dev or chrome://tracing. The roofline of a
+decoding step is in `mpjax bench generate`. The exit code is 1 if tokens are
+missing, or if more than 15 programs were compiled.
 """
 SUMS_EPILOG = """\b
 Examples:

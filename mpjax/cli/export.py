@@ -30,10 +30,10 @@ Examples:
   mpjax export Qwen3-8B-GPTQ Qwen3-8B-16bit --format plain
 
 Codes, scales and zero points of linear maps are written as they are, so that nothing is lost; only
-`plain` computes the weights. A head in 8 bits (H8) stays packed where the format can hold it; a
-packed head or embedding is otherwise written in the model's dtype, mostly 16 bits, and a line says
-so. A format that can't hold the linear maps is refused. --precision quantises a 16-bit checkpoint
-first, rounding to nearest.
+`plain` computes the weights, and a line says so where it loses a rounding of activations. A head in
+8 bits (H8) stays packed where the format can hold it; a packed head or embedding is otherwise
+written in the model's dtype, mostly 16 bits, and a line says so. A format that can't hold the
+linear maps is refused. --precision quantises a 16-bit checkpoint first, rounding to nearest.
 """
 
 
@@ -61,7 +61,9 @@ def command(
     """Write a model as a checkpoint that vLLM and transformers load."""
     import mpjax
     from mpjax.checkpoint import exporting, staging
-    from mpjax.checkpoint.export_plan import require_layout
+    from mpjax.checkpoint.export_plan import PLAIN, require_layout
+    from mpjax.kernels import ActivationFormat
+    from mpjax.language_model import weight_formats
 
     staging.clean_up(target)  # restores a folder that a killed export has moved away
     try:
@@ -79,4 +81,7 @@ def command(
         typer.echo(
             f"{name} is dequantised to {lm.config.dtype}, because the format has no place for it"
         )
+    formats = map(ActivationFormat.of, weight_formats(lm.model))
+    if format == PLAIN and any(activations.values for activations in formats):
+        typer.echo(f"activations are no longer rounded, as {weights} says: {PLAIN} can't tell it")
     sys.stdout.flush()

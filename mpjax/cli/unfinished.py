@@ -60,11 +60,12 @@ class Unfinished:
         self._file.close()
 
     def _begin(self) -> None:
-        """Writes the file anew, without the end of a line that was being written."""
-        lines: list[dict[str, Any]] = [{"job": self._job}]
-        lines += [{"number": n, "result": result} for n, result in self.results.items()]
-        self._file.truncate(0)
-        self._file.writelines(output.to_json(line) + "\n" for line in lines)
+        """Names the job in an empty file. Results of an earlier run stay as they are."""
+        if self.results:
+            self._file.write("\n")  # the end of a line that was being written
+        else:
+            self._file.truncate(0)
+            self._file.write(output.to_json({"job": self._job}) + "\n")
         self._has_begun = True
 
     def _read(self) -> tuple[Any, dict[int, dict[str, Any]]]:

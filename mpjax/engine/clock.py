@@ -35,13 +35,16 @@ class Clock:
             self._since = now
         return now
 
-    def end(self, start: float) -> float:
-        """The results of a program are there; returns its seconds. start: when it was started."""
+    def end(self, start: float) -> tuple[float, float]:
+        """The results of a program are there; returns when it began, and its seconds.
+
+        start: when it was started.
+        """
         now = self._now()
         begin = start if self._since is None else max(start, self._since)
         self.work_seconds += now - begin
         self._since = now
-        return now - begin
+        return begin, now - begin
 
     def skip(self) -> None:
         """Leaves out the seconds up to now, in which a program was compiled."""

@@ -21,9 +21,13 @@ from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear,
 from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
+from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder
 from mpjax.speculation.proposer import Proposer
 
+# Of a weight, the bytes that XLA takes while it times kernels for a product with it: its copy and
+# results.
+TUNING_COPIES = 1.5
 FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 
 
@@ -160,12 +164,25 @@ class Programs:
         lowered = [
             call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
         ]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
+        with concurrent.futures.ThreadPoolExecutor(self._compilers()) as pool:
             [*pool.map(lambda each: each.compile(), lowered)]
         for call in calls * 2:  # the second run of a program records its launches
             found = self._run(call, state)
             state = found if isinstance(found, EngineState) else found[0]
         return state
+
+    def _compilers(self) -> int | None:
+        """The most programs that are compiled at once; None for as many as the host likes.
+
+        While XLA compiles a program for a GPU, it times kernels for products, with operands of its
+        own: one at a time, of which a weight may be the largest.
+        """
+        free = free_bytes_on(self._mesh) if device.on_gpu() else None
+        if free is None:
+            return None
+        devices = 1 if self._mesh is None else self._mesh.size
+        largest = max(leaf.nbytes for leaf in self._model[1]) / devices
+        return max(1, int(free / (TUNING_COPIES * largest)))
 
     def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
         """All calls of the model that there are, without rows."""

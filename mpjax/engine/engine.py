@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ from mpjax.arguments import positive_whole
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
-from mpjax.engine.options import EngineOptions, RequestOptions
+from mpjax.engine.options import require_candidates, require_gap, require_priority
 from mpjax.engine.planner import Sizes
+from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
@@ -29,6 +30,7 @@ from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import Proposer, read_speculate
 from mpjax.speculation.report import SpeculationReport
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
@@ -52,14 +54,15 @@ class Engine:
     chunk_tokens: the most tokens of prompts that a program reads. It reads so many when no row
         decodes.
     steps: tokens that are drawn for each row between two returns to the host.
-    how: max_gap (the most seconds that rows which decode wait for prompts: programs read as much as
-        fits into them, by the seconds of those before, and at least a sixteenth of chunk_tokens;
-        by default 0.05, and up to four times as many while more rows wait for their first token
-        than decode; with inf all prompts that have a place are read first), share_prefixes (whether
-        requests share pages of the cache that begin with the same tokens, True), ride (whether rows
-        that decode draw a token in programs that read long prompts, so that weights are read once
-        for both; by default reading and decoding take turns), speculate (an Ngram, which proposes
-        tokens that decoding steps verify several at a time; None).
+    max_gap: the most seconds that rows which decode wait for prompts: programs read as much as fits
+        into them, by the seconds of those before, and at least a sixteenth of chunk_tokens. By
+        default 0.05, and up to four times as many while more rows wait for their first token than
+        decode; with inf all prompts that have a place are read first.
+    share_prefixes: whether requests share pages of the cache that begin with the same tokens.
+    ride: whether rows that decode draw a token in programs that read long prompts, so that weights
+        are read once for both; else reading and decoding take turns.
+    speculate: such as an Ngram, which proposes tokens that decoding steps verify several at a
+        time.
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -87,9 +90,14 @@ class Engine:
         max_tokens: int | None = None,
         chunk_tokens: int = 4096,
         steps: int = 8,
-        **how: Any,
+        max_gap: float | None = None,
+        share_prefixes: bool = True,
+        ride: bool = False,
+        speculate: Proposer | None = None,
     ) -> None:
-        rarer = EngineOptions.of(how)
+        require_gap(max_gap)
+        require_type("share_prefixes", share_prefixes, bool)
+        require_type("ride", ride, bool)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         slots = positive_whole("slots", slots)
         chunk, steps = positive_whole("chunk_tokens", chunk_tokens), positive_whole("steps", steps)
@@ -105,8 +113,8 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
-        proposer = require_fit(rarer.speculate, lm, most, rides=rarer.ride)
-        self.lm, self.max_tokens, self._shares = lm, most, rarer.share_prefixes
+        proposer = require_fit(read_speculate(speculate), lm, most, rides=ride)
+        self.lm, self.max_tokens, self._shares = lm, most, share_prefixes
         windows = [layer.attention.window for layer in lm.config.layers]
         sizes = Sizes(
             slots=slots,
@@ -114,11 +122,11 @@ class Engine:
             page_size=lm.page_size,
             block=lm.kv_format.block,
             chunk=chunk,
-            max_gap=rarer.max_gap,
+            max_gap=max_gap,
             sequences=min(slots, SEQUENCES),
             steps=steps,
             window=None if None in windows else max(w for w in windows if w is not None),
-            rides=rarer.ride,
+            rides=ride,
             proposed=0 if proposer is None else proposer.k,
         )
         beside = state_bytes(proposer, slots, most)
@@ -181,6 +189,13 @@ class Engine:
             "programs": len(runner.programs.used),
         }
 
+    def observe(self, observer: Callable[[ProgramRun], None] | None) -> None:
+        """Calls `observer` with each program that has ended, in the thread that runs steps.
+
+        None ends that. An error of the observer is one of the step.
+        """
+        self._runner.observer = observer
+
     def submit(
         self,
         prompt: Prompt,
@@ -189,26 +204,32 @@ class Engine:
         sampling: Sampling | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = (),
         seed: Any = 0,
-        **how: Any,
+        priority: int = 0,
+        prompt_logprobs: bool = False,
+        logprobs: int = 0,
+        chat_template: str | None = None,
     ) -> Handle:
         """Adds a request, which waits for its turn.
 
         prompt: a text, token ids, or the messages of a chat, as for `generate`, whose arguments the
             others are too.
         seed: of its random draws, an integer or a key.
-        how: priority (an integer, 0; higher ones go first), prompt_logprobs (whether to compute
-            log-probabilities of the prompt, which then shares nothing), logprobs (how many of the
-            likeliest tokens to tell beside each token, with their log-probabilities, 0 to 20; rows
-            that decode with such a request take a step at a time), chat_template.
+        priority: an integer; requests with higher ones go first.
+        prompt_logprobs: whether to compute log-probabilities of the prompt, which then shares
+            nothing.
+        logprobs: how many of the likeliest tokens to tell beside each token, with their
+            log-probabilities, 0 to 20; rows that decode with such a request take a step at a time.
 
         Raises ValueError for arguments that don't fit, for a request that the cache or the model
         can never hold, and for an engine that is closed.
         """
-        options = RequestOptions.of(how)
+        require_priority(priority)
+        require_type("prompt_logprobs", prompt_logprobs, bool)
+        require_candidates(logprobs)
         self._require_open()
-        ids = encode_one(self.lm, prompt, options.chat_template)
+        ids = encode_one(self.lm, prompt, chat_template)
         settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
-        settings.row.candidates[0] = options.logprobs
+        settings.row.candidates[0] = logprobs
         if len(ids) + settings.most > self.max_tokens:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
@@ -218,15 +239,15 @@ class Engine:
             raise ValueError(f"the prompt's {reason}")
         number = next(self._numbers)
         handle = Handle(self, number, ids, row_text(self.lm, ids, settings))
-        shares = self._shares and not settings.has_penalty and not options.prompt_logprobs
+        shares = self._shares and not settings.has_penalty and not prompt_logprobs
         row = Row(
             number,
             list(ids),
             len(ids),
             settings.most,
-            priority=options.priority,
+            priority=priority,
             shares=shares,
-            scored=options.prompt_logprobs,
+            scored=prompt_logprobs,
             greedy_from=settings.greedy_from,
         )
         row.owner = Request(handle, settings, row)
@@ -320,11 +341,12 @@ class Engine:
 
         Returns an event for each request with new tokens or an end.
 
-        Raises ValueError for an engine that is closed. An error of the device, such as of lacking
-        memory, ends all requests and closes the engine: the program that failed has taken the cache
-        over. So does an interruption, which would lose tokens.
+        Raises ValueError for an engine that is closed or that a thread runs. An error of the
+        device, such as of lacking memory, ends all requests and closes the engine: the program that
+        failed has taken the cache over. So does an interruption, which would lose tokens.
         """
         self._require_open()
+        self._require_no_thread()
         return self._step()
 
     def _step(self) -> list[Event]:
@@ -344,19 +366,21 @@ class Engine:
     def __iter__(self) -> Iterator[Event]:
         """Events of all requests, until all have ended.
 
-        Raises ValueError for an engine that is closed.
+        Raises ValueError for an engine that is closed or that a thread runs.
         """
         self._require_open()
+        self._require_no_thread()
         return self._events()
 
     def _events(self) -> Iterator[Event]:
         while self.has_work:
+            self._require_no_thread()
             yield from self._step()
 
     def wait(self, handle: Handle, version: int) -> None:
         """Runs a step, or waits for the thread to report of a handle after report `version`."""
-        runs_elsewhere = self._thread not in (None, threading.current_thread())
-        if runs_elsewhere or self._is_closed:  # whoever closes an engine ends its requests
+        # Whoever closes an engine ends its requests.
+        if self._thread is not None or self._is_closed:
             handle.wait(version)
         elif not handle.is_finished:
             self._step()
@@ -418,6 +442,13 @@ class Engine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("the engine is closed: make another one")
+
+    def _require_no_thread(self) -> None:
+        if self._thread is not None:
+            raise ValueError(
+                "a thread runs the engine and takes its events: read the handles of requests, or "
+                "call stop first"
+            )
 
     def _end_all(self, reason: str, error: Exception) -> None:
         """Lets no more requests in, ends all that there are, and frees the cache.

@@ -86,28 +86,47 @@ class Pace:
         """The seconds of a program that reads; inf before any was measured."""
         return self.rate(size) * (size + work) if self._rates else math.inf
 
-    def choose(self, sizes: Sequence[int], start: int, gap: float) -> tuple[int, float]:
+    def choose(
+        self, sizes: Sequence[int], rows: Sequence[tuple[int, int]], gap: float
+    ) -> tuple[int, float]:
         """The size of the program that reads next, and the most context work of its tokens.
 
-        sizes: that there are, ascending. start: the position of the first token to read.
-        gap: seconds until the next token of rows that decode, which take a step behind the program.
+        sizes: that there are, ascending. rows: for each row with tokens to read, in order, the
+            position of the first one and their number.
+        gap: seconds until the next token of rows that decode, which take a step behind the program;
+            inf where none waits for that.
 
         Of the sizes whose seconds are within the gap, it is the one that reads the most tokens per
-        second, steps between included. Where none is, it is the smallest, with little context;
-        and before anything was measured, the second one.
+        second, steps between included; of equal ones the largest. The work of the context does not
+        count there, since it is the same in programs of any size. Where none is within the gap, it
+        is the smallest, with little context. Before anything was measured, seconds grow with the
+        square root of the size, and if they have to be within a gap, it is the second one.
         """
-        if gap == math.inf:
-            return sizes[-1], math.inf
-        if not self._rates:  # so that it is a middle one
+        if not self._rates and gap < math.inf:
             size = sizes[min(1, len(sizes) - 1)]
             return size, size
-        budget = gap - self.step_seconds
+        step = 0.0 if gap == math.inf else self.step_seconds
         best, choice = 0.0, (sizes[0], sizes[0] / 4)
         for size in sizes:
-            rate = self.rate(size)
-            work = budget / rate - size
-            tokens = min(size, tokens_within(start, work))
-            seconds = rate * (size + context_work(start, tokens)) + self.step_seconds
-            if work > 0 and tokens and tokens / seconds > best:
-                best, choice = tokens / seconds, (size, work)
+            rate = self.rate(size) if self._rates else 1 / math.sqrt(size)
+            most = (gap - step) / rate - size
+            tokens = _fill(rows, size, most)
+            speed = tokens / (rate * size + step)
+            if most > 0 and tokens and speed >= best:
+                best, choice = speed, (size, most)
         return choice
+
+
+def _fill(rows: Sequence[tuple[int, int]], size: int, work: float) -> int:
+    """The tokens of rows that fit into a program.
+
+    rows: positions of first tokens, and numbers of tokens. size: the most tokens. work: the most
+    context work of theirs.
+    """
+    tokens = 0
+    for start, count in rows:
+        taken = min(count, size - tokens, tokens_within(start, work))
+        tokens, work = tokens + taken, work - context_work(start, taken)
+        if taken < count:
+            break
+    return tokens

@@ -291,14 +291,23 @@ class Planner:
         decoding = self._decoding()
         kind = {"greedy": all(row.is_greedy for row in [first, *decoding]), "scored": first.scored}
         sizes = self.sizes.reading_sizes(**kind)
+        gap = self._gap(len(decoding)) if decoding else math.inf
         if self.sizes.rides and decoding and not first.scored:
             most = middle_chunk(self.sizes.chunk)
+            if gap == math.inf:
+                return most, math.inf
             sizes = sorted({*sizes, *self.sizes.reading_sizes(**kind, riders=True)})
             sizes = [size for size in sizes if size <= most]
-        if not decoding:
-            return sizes[-1], math.inf
-        gap = self._gap(len(decoding))
-        return self.pace.choose(sizes, first.length, gap if gap == math.inf else gap - self._waited)
+        left = gap if gap == math.inf else gap - self._waited
+        return self.pace.choose(sizes, [*self._unread()], left)
+
+    def _unread(self) -> Iterator[tuple[int, int]]:
+        """Positions and numbers of the tokens to read next, in order; some may be in the cache."""
+        for row in self.running:
+            if row.is_reading:
+                yield row.length, row.target - row.length
+        for row in self.waiting[: min(len(self._slots), self.sizes.sequences)]:
+            yield 0, len(row.tokens)
 
     def _gap(self, decoding: int) -> float:
         """The seconds that rows which decode may wait for prompts. decoding: their number."""

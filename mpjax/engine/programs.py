@@ -267,22 +267,8 @@ def decode(
         of known length, and so the caller goes on while a GPU works. Another loop makes the host
         wait for the GPU in each step.
     """
-    slots, rows = stepping.slots, len(stepping.slots)
-    own = jnp.minimum(slots, len(state.lengths) - 1)
-    tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
-    settings = jax.tree.map(lambda x: x[own], state.settings)
-    tokens = jnp.zeros((rows, steps + 1), jnp.int32)
-    begun = DecodingState(
-        cache=view(state, tables[own], state.lengths[own], own),
-        keys=row_keys(settings.key_words),
-        tokens=tokens.at[:, 0].set(state.newest[own]),
-        logprobs=jnp.zeros((rows, steps + 1), jnp.float32),
-        counts=state.counts[own],
-        finished=~state.running[own] | (slots >= len(state.lengths)),
-        seen=None if greedy else state.seen[own],
-        step=jnp.int32(1),
-        candidates=None if greedy else no_candidates((rows, steps + 1), state.seen.shape[1]),
-    )
+    loop, tables, settings = begin(state, stepping, steps, greedy=greedy)
+    before = loop.counts
 
     def unfinished(loop: DecodingState) -> jax.Array:
         return (loop.step <= steps) & ~loop.finished.all()
@@ -291,10 +277,35 @@ def decode(
         return advance(model, loop, RowRule(settings), ~loop.finished)
 
     if waits and steps > 1:
-        end = jax.lax.while_loop(unfinished, go_on, begun)
+        end = jax.lax.while_loop(unfinished, go_on, loop)
     else:
-        end = jax.lax.fori_loop(0, steps, lambda _, loop: go_on(loop), begun)
-    return settled(state, slots, tables, end, end.counts - begun.counts)
+        end = jax.lax.fori_loop(0, steps, lambda _, loop: go_on(loop), loop)
+    return settled(state, stepping.slots, tables, end, end.counts - before)
+
+
+def begin(
+    state: EngineState, stepping: Stepping, most: int, *, greedy: bool
+) -> tuple[DecodingState, jax.Array, RowSettings]:
+    """The begin of a loop that draws up to `most` tokens of some rows.
+
+    Returns also the block tables of all slots, with the rows' new pages, and the rows' settings.
+    """
+    slots, columns = stepping.slots, (len(stepping.slots), most + 1)
+    own = jnp.minimum(slots, len(state.lengths) - 1)
+    tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
+    settings = jax.tree.map(lambda x: x[own], state.settings)
+    loop = DecodingState(
+        cache=view(state, tables[own], state.lengths[own], own),
+        keys=row_keys(settings.key_words),
+        tokens=jnp.zeros(columns, jnp.int32).at[:, 0].set(state.newest[own]),
+        logprobs=jnp.zeros(columns, jnp.float32),
+        counts=state.counts[own],
+        finished=~state.running[own] | (slots >= len(state.lengths)),
+        seen=None if greedy else state.seen[own],
+        step=jnp.int32(1),
+        candidates=None if greedy else no_candidates(columns, state.seen.shape[1]),
+    )
+    return loop, tables, settings
 
 
 def settled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import NOBODY, Decode, Extend, Piece, Planner, Sizes
+from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
 from mpjax.engine.row import Row
@@ -46,6 +47,7 @@ class Runner:
         self.proposed_tokens = self.accepted_tokens = 0
         self.programs = Programs(lm.model, sizes, proposer)
         self.clock = Clock()
+        self.observer: Callable[[ProgramRun], None] | None = None
         self._dtype = lm.config.dtype
         self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens, proposer)
         self._pending: _Pending | None = None
@@ -194,7 +196,10 @@ class Runner:
 
     def _measure(self, pending: _Pending) -> None:
         """Tells the planner the seconds of a program that has just ended."""
-        seconds, plan, pace = self.clock.end(pending.begin), pending.plan, self.planner.pace
+        begin, seconds = self.clock.end(pending.begin)
+        plan, pace = pending.plan, self.planner.pace
+        if self.observer is not None:
+            self.observer(_run(pending, begin, seconds))
         if not pending.is_measured:
             return
         if isinstance(plan, Decode):
@@ -290,6 +295,26 @@ class _Pending:
     begin: float
     size: int
     is_measured: bool = True
+
+
+def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
+    """What is told of a program that has ended."""
+    plan, rows = pending.plan, len(pending.drawers)
+    if isinstance(plan, Extend):
+        context, steps = max(piece.end for piece in plan.pieces), int(plan.riders is not None)
+    else:
+        context, steps = max(row.length for row in plan.rows), _steps(pending)
+    return ProgramRun(
+        kind="read" if isinstance(plan, Extend) else "decode",
+        size=pending.size,
+        tokens=plan.tokens if isinstance(plan, Extend) else 0,
+        rows=rows,
+        steps=steps,
+        context=context,
+        begin=begin,
+        seconds=seconds,
+        is_measured=pending.is_measured,
+    )
 
 
 def _steps(pending: _Pending) -> int:

@@ -134,7 +134,7 @@ def paged_attention(
     if implementation == "cudnn":
         found = cudnn.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
         return _rounded(found, blocks)
-    rows = span.most_tokens * queries.shape[-2] // pages.keys.shape[1]
+    rows = queries.shape[-3] * queries.shape[-2] // pages.keys.shape[1]
     is_varlen = queries.ndim == 3
     problem = plans.Problem.of(rows, pages, span.block_tables.shape, is_varlen=is_varlen)
     config = plans.config_of(problem)

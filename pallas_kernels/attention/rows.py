@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from mpjax.kernels.attention.tiles import Part, Words, cover
 from mpjax.kernels.launch import join, load, load_masked
+from mpjax.kernels.registers import WARP
 
 PAIRS = 4  # the lanes of a warp that share each of eight rows; a lane holds pairs of channels
 
@@ -79,6 +81,33 @@ class Rows(NamedTuple):
             q = self.load(queries, Part(words, range(1)))
             largest.append(jnp.abs(q.astype(jnp.float32)).max(1))
         return functools.reduce(jnp.maximum, largest)
+
+
+def most_varlen_tiles(rows: int, sequences: int, tile_rows: int) -> int:
+    """The most tiles of varlen sequences together: a tile has rows of one sequence alone.
+
+    rows: those of all sequences that share a KV head.
+    """
+    return (rows + sequences * (tile_rows - 1)) // tile_rows
+
+
+def varlen_tile(
+    counts: Any, number: jax.Array, group: int, tile_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """The sequence of a tile, and the number of the tile's first row in it; inside a kernel.
+
+    counts: a reference int32 [batch], the numbers of new tokens of varlen sequences, whose tiles
+        are numbered one sequence after another. Numbers behind all tiles are of padding behind the
+        last sequence.
+    """
+    sequences = counts.shape[0]
+    lane = jnp.arange(max(WARP, pl.next_power_of_2(sequences)))
+    tokens = load(counts.at[lane], mask=lane < sequences, other=0)
+    tiles = (tokens * group + tile_rows - 1) // tile_rows
+    ends = jnp.cumsum(tiles)
+    is_before = (ends <= number) & (lane < sequences - 1)
+    first_tile = jnp.where(is_before, tiles, 0).sum()
+    return is_before.astype(jnp.int32).sum(), (number - first_tile) * tile_rows
 
 
 def rows_of(

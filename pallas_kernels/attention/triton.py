@@ -25,7 +25,7 @@ from mpjax.kernels.attention.combine import Partials, combine, combine_balanced
 from mpjax.kernels.attention.key_range import KeyRange
 from mpjax.kernels.attention.plans import AttentionConfig
 from mpjax.kernels.attention.rounding import RoundedHeads
-from mpjax.kernels.attention.rows import SequenceHead
+from mpjax.kernels.attention.rows import SequenceHead, most_varlen_tiles, varlen_tile
 from mpjax.kernels.attention.softmax_partial import SoftmaxPartial
 from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import residual as residuals
@@ -63,13 +63,19 @@ def paged_attention(
     if blocks is not None and own == 1 and not config.is_balanced and dim == BLOCK:
         shapes = Partials(RoundedHeads.shapes(len(flat), heads, dim), None)
         bits = blocks.bits
-    tiles = pl.cdiv(span.most_tokens * (heads // kv_heads), config.tile_rows)
+    group = heads // kv_heads
+    if is_varlen:
+        tiles = most_varlen_tiles(len(flat) * group, batch, config.tile_rows)
+        grid = (tiles, kv_heads, own)
+    else:
+        tiles = pl.cdiv(span.most_tokens * group, config.tile_rows)
+        grid = (tiles, batch * kv_heads, own)
     (partials,) = launch(
         functools.partial(_kernel, config=config),
         main_loop.Operands(flat, span, offsets, masks, bits),
         pages,
         out_shape=(shapes,),
-        grid=(tiles, batch * kv_heads, own),
+        grid=grid,
         settings=Settings(
             f"attention_{pages.format}".lower(),
             warps=config.warps,
@@ -117,11 +123,8 @@ def _balanced_shapes(queries: jax.Array, batch: int, config: AttentionConfig) ->
 def _kernel(
     operands: main_loop.Operands, pages: KVPages, partials: Partials, *, config: AttentionConfig
 ) -> None:
-    kv_heads, split = pages.keys.shape[1], pl.program_id(2)
-    batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
-    # The last tokens see the most keys. Their programs start first, so that short ones end the
-    # kernel.
-    first_row = (pl.num_programs(0) - 1 - first_program_id()) * config.tile_rows
+    batch, head, first_row = _place(operands, pages.keys.shape[1], config.tile_rows)
+    split = pl.program_id(2)
     program = _Program(operands, pages, config, head, first_row)
     if partials.first_pieces is None:
 
@@ -178,6 +181,21 @@ def _kernel(
         return begin
 
     jax.lax.fori_loop(0, int(config.has_one_loop) + pieces.sequences, perform_next, pieces.begin)
+
+
+def _place(
+    operands: main_loop.Operands, kv_heads: int, tile_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The program's sequence, its KV head, and the number of its tile's first row."""
+    batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
+    # The last tokens see the most keys. Their programs start first, so that short ones end the
+    # kernel.
+    tile = pl.num_programs(0) - 1 - first_program_id()
+    if operands.offsets is None:
+        return batch, head, tile * tile_rows
+    group = operands.queries.shape[1] // kv_heads
+    batch, first_row = varlen_tile(operands.span.counts, tile, group, tile_rows)
+    return batch, head, first_row
 
 
 class _Program(NamedTuple):

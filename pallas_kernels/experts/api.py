@@ -14,7 +14,6 @@ from mpjax.kernels.experts import reference
 from mpjax.kernels.experts.arguments import Call, check_divided_rows, read_call
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
-from mpjax.kernels.experts.gradient import differentiable
 from mpjax.kernels.experts.kernels import products_by_kernel, why_not
 from mpjax.kernels.experts.local import LocalExperts
 from mpjax.kernels.experts.plans import (
@@ -24,6 +23,7 @@ from mpjax.kernels.experts.plans import (
     plan_of,
     warpgroup_config_of,
 )
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
@@ -114,9 +114,15 @@ def _run(
     if name != "reference":
         config = config_of(problem) if name == "triton" else warpgroup_config_of(problem)
         run = functools.partial(products_by_kernel, config, rows, call.is_local)
-        return differentiable(run, x, weight, experts, epilogue)
+        return with_gradients_of(_sums, run, x, weight, experts, epilogue)
     found = reference.products(x, weight, experts, epilogue, rows)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
+
+
+def _sums(x: jax.Array, weight: Any, experts: jax.Array, epilogue: Epilogue) -> jax.Array:
+    """Products [tokens, k, N], or with routing weights their sums [tokens, N]."""
+    products = reference.products(x, weight, experts, epilogue)
+    return products if epilogue.routing_weights is None else products.sum(1)
 
 
 def _default(problem: Problem, x: jax.Array, weight: Any) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from mpjax.kernels import device
 from mpjax.kernels.gemm.dequantize import write_out
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 
 Multiply = Callable[[jax.Array, QuantizedTensor], jax.Array]
@@ -50,11 +51,11 @@ def _backward(
     gradient = gradient.mean(0)
     x_gradient = _times_transposed(gradient.astype(x.dtype), weight, scales)
     if scales is None and weight.channel_scales is None and weight.table is None:
-        return x_gradient, _weight_gradient(weight, None, None), None
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight)
+        return x_gradient, nothing, None
     # The compiler leaves out the gradients that nobody uses. On a mesh with explicit axes, the sum
     # over divided rows gets the sharding of the matrix.
-    learned = scales, weight.channel_scales, weight.table
-    matrix, pull_back = jax.vjp(functools.partial(_dense, weight), *learned)
+    matrix, pull_back = jax.vjp(_dense, weight, scales)
     matrix_gradient = jnp.einsum(
         "mk,mn->kn",
         x,
@@ -62,21 +63,16 @@ def _backward(
         preferred_element_type=jnp.float32,
         out_sharding=_explicit_sharding(matrix),
     )
-    scales_gradient, *other_gradients = pull_back(matrix_gradient)
-    return x_gradient, _weight_gradient(weight, *other_gradients), scales_gradient
+    return x_gradient, *pull_back(matrix_gradient)
 
 
 differentiable.defvjp(_forward, _backward)
 
 
-def _dense(
-    weight: QuantizedTensor,
-    scales: jax.Array | None,
-    channel_scales: jax.Array | None,
-    table: jax.Array | None,
-) -> jax.Array:
+def _dense(weight: QuantizedTensor, scales: jax.Array | None) -> jax.Array:
     """The matrix [K, N] in float32, as a function of the parameters that can be learned."""
-    tensor = dataclasses.replace(weight, channel_scales=channel_scales, table=table)
+    fixed = jax.lax.stop_gradient(weight)
+    tensor = dataclasses.replace(fixed, channel_scales=weight.channel_scales, table=weight.table)
     return tensor.dequantize(jnp.float32, scales=scales)
 
 
@@ -86,23 +82,23 @@ def _explicit_sharding(array: jax.Array) -> Any:
     return None if sharding.mesh.empty else sharding
 
 
-def _weight_gradient(
-    weight: QuantizedTensor, channel_scales_gradient: Any, table_gradient: Any
-) -> QuantizedTensor:
-    """The gradient of a weight from those of its learned parameters; its codes have none."""
-    nothing: QuantizedTensor = jax.tree.map(
-        lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight
-    )
-    return dataclasses.replace(
-        nothing, channel_scales=channel_scales_gradient, table=table_gradient
-    )
-
-
-@jax.custom_vjp
 def _times_transposed(
     gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
 ) -> jax.Array:
     """The product [M, K] of a gradient [M, N] and W.T, in the order of the input channels."""
+    return with_gradients_of(_plain_product, _quick_product, gradient, weight, scales)
+
+
+def _plain_product(
+    gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
+) -> jax.Array:
+    matrix = _dense(weight, scales)
+    return jnp.einsum("mn,kn->mk", gradient.astype(jnp.float32), matrix).astype(gradient.dtype)
+
+
+def _quick_product(
+    gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
+) -> jax.Array:
     weight = weight if scales is None else with_scales(weight, scales)
     if device.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
@@ -114,26 +110,3 @@ def _times_transposed(
     if weight.permutation is None:
         return product
     return jnp.zeros_like(product).at[:, weight.permutation].set(product)
-
-
-def _times_transposed_forward(
-    gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _times_transposed(gradient, weight, scales), (gradient, weight, scales)
-
-
-def _times_transposed_backward(
-    saved: tuple[Any, ...], cotangent: jax.Array
-) -> tuple[jax.Array, QuantizedTensor, jax.Array | None]:
-    gradient, weight, scales = saved
-
-    def product(gradient: jax.Array, *learned: jax.Array | None) -> jax.Array:
-        matrix = _dense(weight, *learned)
-        return jnp.einsum("mn,kn->mk", gradient.astype(jnp.float32), matrix).astype(gradient.dtype)
-
-    _, pull_back = jax.vjp(product, gradient, scales, weight.channel_scales, weight.table)
-    second_gradient, scales_gradient, *other_gradients = pull_back(cotangent)
-    return second_gradient, _weight_gradient(weight, *other_gradients), scales_gradient
-
-
-_times_transposed.defvjp(_times_transposed_forward, _times_transposed_backward)

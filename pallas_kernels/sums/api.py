@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, require_floats, shown
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.sums.plans import MOST_BYTES, Problem, plan_of
 
@@ -53,26 +54,12 @@ def sum_over_devices(
         get_args(Implementation),
         lambda _: reason,
     )
-    return jax.lax.psum(x, axis) if name == "reference" else _by_kernel(axis, devices, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_kernel(axis: str, devices: int, x: jax.Array) -> jax.Array:
+    add = functools.partial(jax.lax.psum, axis_name=axis)
+    if name == "reference":
+        return add(x)
     from mpjax.kernels.sums import peer  # here, as importing it takes a while
 
-    return peer.peer_sum(x, axis, devices)
-
-
-def _forward(axis: str, devices: int, x: jax.Array) -> tuple[jax.Array, None]:
-    return _by_kernel(axis, devices, x), None
-
-
-def _backward(axis: str, devices: int, saved: None, gradient: jax.Array) -> tuple[jax.Array]:
-    """The derivative of `psum` where types don't say along which axes arrays vary: a sum, too."""
-    return (jax.lax.psum(gradient, axis),)
-
-
-_by_kernel.defvjp(_forward, _backward)
+    return with_gradients_of(add, lambda x: peer.peer_sum(x, axis, devices), x)
 
 
 def _problem(x: jax.Array, devices: int) -> Problem:

@@ -118,8 +118,9 @@ def test_llama_chat_reads_as_expected(llama_folder):
 def test_tools_and_documents_are_none_unless_they_are_given():
     template = "{{ tools is none }} {{ documents is none }} {{ other is defined }}"
     ours = Tokenizer(sentencepiece(), chat_templates={"default": template})
-    assert ours.chat([{"role": "user"}]) == "True True False"
-    assert ours.chat([{"role": "user"}], documents=[], other=0) == "True False True"
+    hello = [{"role": "user", "content": "hello"}]
+    assert ours.chat(hello) == "True True False"
+    assert ours.chat(hello, documents=[], other=0) == "True False True"
 
 
 def test_tojson_does_not_escape_for_html():
@@ -140,8 +141,15 @@ def test_tojson_does_not_escape_for_html():
             r"message 0\['content'\] is object; .* plain JSON",
         ),
         ([{"role": "tool", "content": "x"}], "TemplateError: Only user and assistant roles are"),
-        ([{"role": "user"}], "can't render these messages: UndefinedError"),
-        ([{"role": "user", "content": 3, "x": [1]}], "can't render these messages: TypeError"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "user"}],
+            "message 1 has no content: expected",
+        ),
+        ([{"role": "user", "content": None, "x": []}], "message 0 has no content: expected a text"),
+        ([{"role": "user", "content": 3}], "the content of message 0 is 3: expected a text, as"),
+        ([{"role": "user", "content": True}], "the content of message 0 is True: expected a text"),
+        ([{"role": "user", "x": [1]}], "can't render these messages: UndefinedError"),
+        ([{"role": "user", "content": [1], "x": [1]}], "can't render these messages: TypeError"),
     ],
 )
 def test_messages_that_cannot_be_rendered(llama_folder, messages, message):

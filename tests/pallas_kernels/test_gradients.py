@@ -34,3 +34,15 @@ def test_arrays_in_a_tree_beside_integers_have_derivatives():
     slopes = jax.grad(loss, (0, 1))(x, y)
     np.testing.assert_array_equal(slopes[0], [0, 12])
     np.testing.assert_array_equal(slopes[1], [3, 3])
+
+
+def test_terms_have_the_derivatives_of_their_sum():
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.stack([x / 4, x / 2, x / 4]).astype(jnp.bfloat16)
+
+    def loss(x: jax.Array) -> jax.Array:
+        terms = with_gradients_of(lambda x: x**2, split, x)
+        return (terms.sum(0) * jnp.bfloat16(2)).sum()
+
+    slope = jax.grad(loss)(jnp.array([2.0, 3.0]))
+    np.testing.assert_array_equal(slope, [8, 12])

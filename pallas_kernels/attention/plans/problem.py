@@ -34,7 +34,8 @@ class Problem:
     """Attention of new tokens over the pages of a batch, on a GPU with some limits.
 
     batch: sequences.
-    rows: pairs of a new token and a query head that share one sequence and one KV head.
+    rows: pairs of a new token and a query head that share one KV head, of a sequence; of varlen
+        tokens, of all sequences together.
     tokens: the capacity of each sequence, by its block table.
     cache: the pages.
     limits: of the GPU.
@@ -109,8 +110,12 @@ class Problem:
         return self.tokens - ((self.tokens - 1) % self.residual + 1 if self.residual else 0)
 
     def programs(self, tile_rows: int) -> int:
-        """The number of programs of all sequences, if no sequence's keys were split."""
-        return self.batch * self.cache.kv_heads * -(-self.rows // tile_rows)
+        """The number of programs of all sequences, if no sequence's keys were split.
+
+        Of varlen sequences any may have all rows, and then the others have none.
+        """
+        sequences = 1 if self.is_varlen else self.batch
+        return sequences * self.cache.kv_heads * -(-self.rows // tile_rows)
 
     def tiles(self, tile_keys: int) -> int:
         """The number of tiles of a full sequence's packed keys."""

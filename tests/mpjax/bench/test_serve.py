@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -14,7 +15,7 @@ def load(**changes):
     return serve.Load(6, Lengths(8, 20), Lengths(3, 9), **changes)
 
 
-def test_an_engine_and_static_batches_do_the_same():
+def test_an_engine_and_static_batches_do_the_same(tmp_path):
     sweep = serve.Sweep(
         ("W16A16KV16",),
         load(rate=400.0, shared=4, late=40),
@@ -23,6 +24,7 @@ def test_an_engine_and_static_batches_do_the_same():
         steps=4,
         static=4,
         config=SMALL_MODEL,
+        trace=tmp_path / "trace.json",
     )
     engine, static = rows = list(serve.run(sweep))
     assert len(rows) == sweep.cases
@@ -35,6 +37,10 @@ def test_an_engine_and_static_batches_do_the_same():
     assert engine["late_steps"] <= engine["steps"]
     assert 0 <= engine["idle_share"] < 1
     assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
+    programs = json.loads(sweep.trace.read_text())["traceEvents"]
+    read = sum(program["args"]["tokens"] for program in programs)
+    assert read == engine["prompt_tokens"] - engine["shared_tokens"]
+    assert programs[0]["ts"] == 0 < programs[-1]["ts"] < engine["seconds"] * 1e6
 
 
 def test_static_batches_may_run_alone(monkeypatch):
@@ -44,16 +50,6 @@ def test_static_batches_may_run_alone(monkeypatch):
     sweep = serve.Sweep(("W16A16KV16",), load(), static=2, engine=False, config=SMALL_MODEL)
     assert [row["through"] for row in serve.run(sweep)] == ["batches of 2"]
     assert sweep.cases == len(made) == 1
-
-
-def test_runs_of_one_precision_share_a_model(monkeypatch):
-    serve._made.clear()
-    made = [serve._random_lm(text, SMALL_MODEL, 1) for text in ("W16A16KV16",) * 2]
-    assert made[0] is made[1]
-    other = serve._random_lm("W16A16KV8", SMALL_MODEL, 1)
-    assert other is not made[0]
-    assert len(serve._made) == 1
-    serve._made.clear()
 
 
 def test_a_sweep_is_a_command():

@@ -144,6 +144,24 @@ def test_an_argument_of_loading_is_the_option_of_a_command(failing):
     assert having == set(application.WITH_POSITIONS)
 
 
+@pytest.mark.parametrize(
+    ("command", "said", "shown"),
+    [
+        ("serve", "cache_memory is 2: a page", "--cache-memory is 2: a page"),
+        ("serve", "max_tokens is 9, and the model", "--max-tokens is 9, and the model"),
+        ("quantize", "choices has 'W9': expected", "--choices has 'W9': expected"),
+        ("quantize", "bits is 9: expected", "--budget is 9: expected"),
+        ("export", "bits is 9: expected", "bits is 9: expected"),
+        ("export", "source is 9: expected", "source is 9: expected"),
+        ("export", "the dtype is 9: expected", "the dtype is 9: expected"),
+        ("export", "short", "short"),
+    ],
+)
+def test_an_argument_that_a_message_begins_with_is_an_option(command, said, shown):
+    found = typer.main.get_command(app).commands[command]
+    assert application._in_shell_words(said, found) == shown
+
+
 def test_running_out_of_memory_is_an_expected_failure(failing):
     result = failing(RuntimeError("RESOURCE_EXHAUSTED: 3 GB wanted\nmany lines\n"))
     assert result.exit_code == 1

@@ -43,6 +43,19 @@ def test_a_head_that_a_format_has_no_place_for_is_named(tiny_folder, tmp_path, o
     assert last.endswith(" is dequantised to bfloat16, because the format has no place for it")
 
 
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("W8A8KV8", ["activations are no longer rounded, as W8A8 says: plain can't tell it"]),
+        ("W8A16KV8", []),
+    ],
+)
+def test_rounding_of_activations_that_is_lost_is_named(tiny_folder, tmp_path, precision, said):
+    result = export(tiny_folder, tmp_path / "x", "--precision", precision, "--format", "plain")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[1:] == said
+
+
 def test_refused_before_anything_is_loaded(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.delattr(mpjax, "load")
     result = export(tiny_folder, tmp_path / "x", "--format", "agq")
@@ -57,7 +70,7 @@ def test_refused_before_anything_is_loaded(tiny_folder, tmp_path, monkeypatch):
 
 def test_what_a_format_cannot_hold_is_one_sentence(tiny_folder, tmp_path):
     refused = export(tiny_folder, tmp_path / "x", "--devices", "99")
-    assert (refused.exit_code, refused.stderr[:23]) == (1, "mpjax: devices is 99, a")
+    assert (refused.exit_code, refused.stderr[:25]) == (1, "mpjax: --devices is 99, a")
     result = export(tiny_folder, tmp_path / "x", "--precision", "WNF4A16KV8")
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(

@@ -39,8 +39,10 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path):
         file.write('{"number": 1, "result": {"te')
     second = Unfinished(target, "job")
     assert second.results == {0: {"text": "a"}}
+    kept = second.path.read_bytes()
     second.add(1, {"text": "b"})
     second.close(is_done=False)
+    assert second.path.read_bytes().startswith(kept)  # so that no moment is bad for a kill
     assert results_of(target) == {0: {"text": "a"}, 1: {"text": "b"}}
 
 

@@ -23,8 +23,8 @@ def at():
 def test_a_program_that_waits_for_another_begins_when_that_ends(at):
     first = at(10.0).start(is_free=True)
     second = at(10.5).start(is_free=False)
-    assert at(12.0).end(first) == 2.0
-    assert at(15.0).end(second) == 3.0
+    assert at(12.0).end(first) == (10.0, 2.0)
+    assert at(15.0).end(second) == (12.0, 3.0)
     assert (at(15.0).work_seconds, at(15.0).idle_seconds) == (5.0, 0.0)
 
 
@@ -32,7 +32,7 @@ def test_the_device_waits_from_the_results_before(at):
     first = at(10.0).start(is_free=True)
     at(12.0).end(first)
     second = at(12.5).start(is_free=True)
-    assert at(14.0).end(second) == 1.5
+    assert at(14.0).end(second) == (12.5, 1.5)
     assert (at(14.0).work_seconds, at(14.0).idle_seconds) == (4.0, 0.5)
 
 
@@ -49,5 +49,5 @@ def test_time_in_which_a_program_is_compiled_is_left_out(at):
     first = at(10.0).start(is_free=True)
     at(10.1).start(is_free=False)
     at(40.0).skip()
-    assert at(40.2).end(first) == pytest.approx(0.2)
+    assert at(40.2).end(first) == (40.0, pytest.approx(0.2))
     assert at(40.2).work_seconds == pytest.approx(0.2)

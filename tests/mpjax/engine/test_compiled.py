@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax
 import pytest
 
 from mpjax import Ngram
@@ -79,3 +80,15 @@ def test_beginning_with_a_proposer_and_cancelling_are_compiled_ahead(tiny):
         engine.submit([4, 5], max_new_tokens=2).result()
         assert handle.finish_reason == "cancelled"
         assert (compiled.count(), engine.statistics()["programs"]) == (before, programs)
+
+
+@pytest.mark.parametrize(("weights", "programs"), [(0.5, 1), (3.2, 2), (16, 10), (None, None)])
+def test_compiling_leaves_memory_for_what_is_timed_meanwhile(weights, programs, tiny, monkeypatch):
+    """For each program a largest weight and half of one; where memory is unknown, no limit."""
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(tiny.model))
+    free = None if weights is None else int(weights * largest)
+    found = Programs(tiny.model, Sizes(4, 9, 32))
+    assert found._compilers() is None  # on a CPU nothing is timed
+    monkeypatch.setattr(compiled.device, "on_gpu", lambda: True)
+    monkeypatch.setattr(compiled, "free_bytes_on", lambda mesh: free)
+    assert found._compilers() == programs

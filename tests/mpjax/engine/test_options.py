@@ -1,39 +1,32 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from mpjax.engine.options import EngineOptions, RequestOptions
+from mpjax.engine.options import require_candidates, require_gap, require_priority
 
 pytestmark = pytest.mark.any_version
 
 
-def test_options_have_usual_values():
-    assert EngineOptions.of({"ride": True}) == EngineOptions(ride=True)
-    assert RequestOptions.of({"logprobs": 20}) == RequestOptions(logprobs=20)
+def test_options_that_fit_are_taken():
+    for gap in (None, 1, 0.5, math.inf):
+        require_gap(gap)
+    require_priority(-3)
+    require_candidates(20)
 
 
 @pytest.mark.parametrize(
-    ("options", "how", "message"),
+    ("require", "value", "message"),
     [
-        (EngineOptions, {"max_gapp": 1}, r"Engine\(\) got .* 'max_gapp' \(did you mean 'max_gap'"),
-        (EngineOptions, {"temperature": 1}, "Engine.* keyword argument 'temperature'$"),
-        (RequestOptions, {"top_p": 1}, r"'top_p': pass sampling=Sampling\(top_p=\.\.\.\)$"),
+        (require_gap, True, "max_gap is True: expected seconds above 0"),
+        (require_gap, 0, "max_gap is 0: expected seconds above 0"),
+        (require_gap, math.nan, "max_gap is nan: expected seconds above 0"),
+        (require_priority, True, "priority is True: expected a whole number"),
+        (require_candidates, 21, "logprobs is 21: .* 0 to 20"),
+        (require_candidates, True, "logprobs is True: .* 0 to 20"),
     ],
 )
-def test_unknown_options_are_named(options, how, message):
-    with pytest.raises(TypeError, match=message):
-        options.of(how)
-
-
-@pytest.mark.parametrize(
-    ("options", "how", "message"),
-    [
-        (EngineOptions, {"max_gap": True}, "max_gap is True: expected seconds above 0"),
-        (EngineOptions, {"ride": 1}, "ride is 1"),
-        (RequestOptions, {"priority": True}, "priority is True: expected a whole number"),
-        (RequestOptions, {"logprobs": 21}, "logprobs is 21: .* 0 to 20"),
-    ],
-)
-def test_wrong_options_are_named(options, how, message):
+def test_options_that_do_not_fit_are_named(require, value, message):
     with pytest.raises(ValueError, match=message):
-        options.of(how)
+        require(value)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -155,11 +156,34 @@ def test_a_program_that_holds_the_host_does_not_hide_the_end_of_the_one_before(t
     assert {round(seconds, 9) for seconds in steps} <= {0.01, 0.0025}
 
 
+def test_programs_are_told_in_order(tiny):
+    """Until the observer is taken away."""
+    with make_engine(tiny) as engine:
+        told = []
+        engine.observe(told.append)
+        engine.submit([1] * 60, max_new_tokens=9).result()
+        engine.observe(None)
+        engine.submit([2] * 60, max_new_tokens=9).result()
+    read, *decoded = told
+    assert (read.kind, read.tokens, read.size, read.rows, read.steps) == ("read", 60, 64, 1, 0)
+    assert {(run.kind, run.tokens, run.rows) for run in decoded} == {("decode", 0, 1)}
+    assert sum(run.steps for run in decoded) >= 8
+    assert all(
+        before.begin + before.seconds <= after.begin + 1e-9
+        for before, after in itertools.pairwise(told)
+    )
+    assert read.context == 60 < decoded[-1].context <= 69
+    assert not read.is_measured  # it was compiled
+    event = read.trace_event(read.begin - 1)
+    assert (event["name"], event["ph"], event["ts"]) == ("read 60 in 64", "X", pytest.approx(1e6))
+    assert decoded[0].trace_event(0)["name"] == "decode 1 in 1"
+
+
 def test_a_speculating_step_is_measured_by_the_steps_that_ran(tiny, monkeypatch):
     """Proposals that are all accepted end a program of eight steps at a page of tokens."""
     with make_engine(tiny, steps=8, speculate=Ngram(k=31, n=1)) as engine:
         runner, clock, learned, expected = engine._runner, Clock(), [], []
-        monkeypatch.setattr(clock, "end", lambda start: 0.24)
+        monkeypatch.setattr(clock, "end", lambda start: (0.0, 0.24))
         runner.clock = clock
         monkeypatch.setattr(runner.planner.pace, "learn_step", learned.append)
         read = runner._read

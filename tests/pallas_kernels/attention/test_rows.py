@@ -51,6 +51,38 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_varlen):
             assert position[number] == STARTS[batch] + of_sequence
 
 
+@pytest.mark.parametrize("counts", [[5, 0, 1, 8], [0, 3, 0, 0], [0, 0], [7]])
+def test_varlen_tiles_are_those_of_all_sequences(counts):
+    """Tiles of sequences, one after another; those that are left have no rows of the last one."""
+    group, size, padding = 3, 4, 2
+    most = rows.most_varlen_tiles((sum(counts) + padding) * group, len(counts), size)
+    expected = [
+        (sequence, first)
+        for sequence, count in enumerate(counts)
+        for first in range(0, count * group, size)
+    ]
+    assert len(expected) <= most <= len(counts) + (sum(counts) + padding) * group // size
+
+    def kernel(counts_ref: Any, out_ref: Any) -> None:
+        program = first_program_id()
+        sequence, first = rows.varlen_tile(counts_ref, program, group, size)
+        out_ref[program, 0], out_ref[program, 1] = sequence, first
+
+    out = launch(
+        kernel,
+        jnp.asarray(counts),
+        out_shape=jax.ShapeDtypeStruct((most, 2), jnp.int32),
+        grid=(most,),
+        settings=Settings("tiles"),
+        interpret=True,
+    )
+    found = [tuple(map(int, tile)) for tile in out]
+    assert found[: len(expected)] == expected
+    for sequence, first in found[len(expected) :]:
+        assert sequence == len(counts) - 1
+        assert first >= counts[-1] * group
+
+
 def test_channels_that_there_are_not_are_masked():
     whole, padded = (
         rows.Rows(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import re
 import types
 
@@ -108,13 +109,23 @@ def test_the_kernel_runs_on_the_first_devices_alone(mesh, reason, monkeypatch):
 
 
 def test_the_derivative_is_a_sum(monkeypatch):
-    monkeypatch.setattr(peer, "peer_sum", lambda x, axis, devices: jax.lax.psum(x, axis))
+    monkeypatch.setattr(api, "_why_not_mosaic", lambda x, axis: None)
+    monkeypatch.setattr(peer, "peer_sum", lambda x, axis, devices: jnp.full_like(x, 3))
+    mesh = jax.sharding.Mesh(np.array(ONE), ("model",))
 
-    def loss(sum_of):
-        return over(ONE, jax.grad(lambda x: (sum_of(x) ** 2).sum()), rows_of(1, 3))
+    def slope(x, implementation):
+        def loss(x):
+            found = sum_over_devices(x, "model", mesh=mesh, implementation=implementation)
+            return (found * jnp.arange(3.0)[None]).sum()
 
-    found = loss(lambda x: api._by_kernel("model", 1, x))
-    np.testing.assert_array_equal(found, loss(lambda x: jax.lax.psum(x, "model")))
+        return jax.grad(loss)(x)
+
+    found, expected = (
+        over(ONE, functools.partial(slope, implementation=name), rows_of(1, 3))
+        for name in ("mosaic", "reference")
+    )
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found.ravel(), [0, 1, 2])
 
 
 @pytest.mark.gpu

@@ -125,11 +125,12 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not():
     assert team_by_rule(problem("KV2t", 1, tokens=1 << 21, heads=(1, 128))).splits == MOST_SPLITS
 
 
-@pytest.mark.parametrize(("tokens", "splits"), [(8192, 1), (8320, 2), (524288, 64)])
-def test_none_waits_for_one_long_sequence_in_a_large_varlen_batch(tokens, splits):
-    packed = problem("KV8", 256, tokens=tokens, is_varlen=True)
-    assert team_by_rule(packed).splits == splits
-    assert team_by_rule(dataclasses.replace(packed, rows=4096, is_varlen=False)).splits == 1
+@pytest.mark.parametrize(("rows", "splits"), [(4, 32), (1024, 2), (16384, 1)])
+def test_varlen_sequences_have_the_programs_of_one_that_has_all_rows(rows, splits):
+    one, many = (problem("KV8", batch, rows=rows, tokens=32896) for batch in (1, 32))
+    many = dataclasses.replace(many, is_varlen=True)
+    assert team_by_rule(many) == team_by_rule(one)
+    assert team_by_rule(many).splits == splits
 
 
 def test_one_sequence_that_nobody_helps_has_more_programs():

@@ -15,7 +15,7 @@ from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.experts.routing_triton import load_logits
 
-MOST_EXPERTS = 128  # comparisons grow with their square: 16,384 take a program 0.3 µs
+MOST_EXPERTS = 128  # comparisons grow with their square
 
 
 def why_not(routing: Routing, experts: int, *, corrected: bool) -> str | None:

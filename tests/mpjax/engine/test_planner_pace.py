@@ -137,7 +137,7 @@ def test_rows_that_may_wait_for_ever_wait_for_all_prompts(rides):
 
 def test_a_prompt_is_read_by_programs_that_it_fills():
     """Padding takes as long as tokens."""
-    planner = Planner(dataclasses.replace(SMALL, pages=999, chunk=256))
+    planner = Planner(Sizes(slots=3, pages=999, page_size=4, chunk=256))
     planner.submit(row(prompt=150, most=1))
     assert planner.plan().tokens == 150  # as long as no seconds are known
     for size in (16, 64, 256):

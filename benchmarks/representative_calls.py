@@ -18,6 +18,7 @@ from mpjax.greedy import likeliest
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.attention.shapes import DECODE, AttentionShape
 from mpjax.kernels.gemm.shapes import GemmShape, named
+from mpjax.kernels.rowwise.projection import project_rms_norm
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.llama import llama_layers
 
@@ -110,6 +111,7 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"head {rows}", functools.partial(_head, rows)
         yield f"likeliest {rows}", functools.partial(_likeliest, rows)
     yield "gradient", _gradient
+    yield "rows router 1", _router_rows
     for text in ("uint4:g128", "int8/int8"):
         yield f"rows {text}", functools.partial(_rows, text)
         yield f"hadamard {text}", functools.partial(_hadamard, text)
@@ -265,6 +267,14 @@ def _rows(text: str) -> Call:
 
     terms, both = Array((2, 16, 2304), jnp.float32), Array((1, 16, 18432), jnp.bfloat16)
     return compute, (terms, both, Array((2304,), jnp.float32))
+
+
+def _router_rows() -> Call:
+    """A norm of Qwen3-30B-A3B with the logits of its router, for one token."""
+    shapes = (2, 1, 2048), (1, 2048), (2048,), (128, 2048)
+    dtypes = (jnp.float32, *[jnp.bfloat16] * 3)
+    project = functools.partial(project_rms_norm, epsilon=1e-6)
+    return project, tuple(map(Array, shapes, dtypes))
 
 
 def _hadamard(text: str) -> Call:

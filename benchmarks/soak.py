@@ -7,7 +7,8 @@ not grow. Greedy requests of each round are repeated when the engine does nothin
 have to say the same.
 
 TOKENS: new tokens until the end. --large: Qwen3-8B's shapes in W4A16KV8 instead of a small model.
---slots: requests that run at once. --output: a JSON file, which is written after each round.
+--slots: requests that run at once. --seed: of the traffic. --output: a JSON file, which is written
+after each round.
 """
 
 from __future__ import annotations
@@ -162,15 +163,15 @@ def faults(numbers: Mapping[str, float], grown: int, differ: int) -> list[str]:
 
 
 def soak(
-    engine: mpjax.Engine, tokens: int, *, exact: bool, output: Path | None = None
+    engine: mpjax.Engine, tokens: int, *, exact: bool, seed: int = 0, output: Path | None = None
 ) -> dict[str, Any]:
     """Runs rounds until so many tokens are generated, or there is a fault; returns what was.
 
     exact: whether requests have to say the same when they are repeated. On a GPU, kernels round by
         the number of rows, and so near ties are decided otherwise.
-    output: a file to which what was is written after each round.
+    seed: of the traffic. output: a file to which what was is written after each round.
     """
-    rng, began = np.random.default_rng(0), time.perf_counter()
+    rng, began = np.random.default_rng(seed), time.perf_counter()
     told: dict[str, Any] = {}
     rounds = differ = grown = resident = on_device = 0
     programs = 0.0
@@ -187,6 +188,7 @@ def soak(
         found = faults(engine.statistics(), grown, others if exact else 0)
         told = {
             **engine.statistics(),
+            "seed": seed,
             "rounds": rounds,
             "differ": differ,
             "grown_bytes": grown,
@@ -205,10 +207,12 @@ def main(given: list[str]) -> int:
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--ride", action="store_true")
     parser.add_argument("--slots", type=int)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(given)
     with make_engine(large=chosen.large, ride=chosen.ride, slots=chosen.slots) as engine:
-        found = soak(engine, chosen.tokens, exact=not device.on_gpu(), output=chosen.output)
+        how = {"exact": not device.on_gpu(), "seed": chosen.seed, "output": chosen.output}
+        found = soak(engine, chosen.tokens, **how)
     print(json.dumps(found, indent=2))
     return bool(found["faults"])
 

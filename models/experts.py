@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
-    ActivationFormat,
     ExpertMLP,
     Gate,
     QuantizedTensor,
@@ -24,8 +23,9 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.experts.plans import MOST_TILE_ROWS, Problem, runs_by_warpgroups
+from mpjax.kernels.rowwise.projection import project
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
-from mpjax.models.layers import Activations, Linear
+from mpjax.models.layers import Activations, Linear, Projected, Projection
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
 from mpjax.models.share import Cut, Share, share_size
 
@@ -322,39 +322,43 @@ class Experts(nnx.Module):
         self.routing = spec.routing
 
     @property
-    def activations(self) -> ActivationFormat:
-        """16 bits, in which the router reads x; products round x themselves if they have to."""
-        return ActivationFormat()
+    def activations(self) -> Projection:
+        """The router, whose products are read beside x; experts round x if they have to."""
+        return Projection(self.router.get_value())
 
     def runs_by_warpgroups(self, tokens: int) -> bool:
         """Whether warpgroups compute experts of `tokens` tokens, on the default device."""
         experts = self.router.get_value().shape[0]
         return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
 
-    def logits(self, x: jax.Array) -> RouterLogits:
-        """The logits by which the tokens of x [..., hidden] are routed."""
+    def read(self, x: Activations | Projected) -> tuple[jax.Array, RouterLogits]:
+        """The array x [..., hidden], and the logits by which its tokens are routed."""
+        if not isinstance(x, Projected):
+            x = as_array("Experts: x", x)
+            x = Projected(x, project(x, self.router.get_value()))
         correction, bias = (
             None if each is None else each.get_value()
             for each in (self.router_correction, self.router_bias)
         )
-        return RouterLogits(_project(x, self.router), self.routing, correction, bias)
+        return x.values, RouterLogits(x.products, self.routing, correction, bias)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
-        return self.logits(x).route()
+        return self.read(x)[1].route()
 
-    def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
+    def terms(self, x: Activations | Projected, *, quantized: bool) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
 
-        There is a term for each of a token's experts, and those of the shared MLP. x is an array.
+        There is a term for each of a token's experts, and those of the shared MLP. x is an array,
+        or has the products of the router beside it.
         """
-        x = as_array("Experts: x", x)
-        terms = self.experts.terms(x, self.logits(x))
+        x, logits = self.read(x)
+        terms = self.experts.terms(x, logits)
         if self.shared is None:
             return terms
         shared = self.shared.terms(x, quantized=quantized).astype(jnp.float32)
         if self.shared_gate is not None:
-            shared *= jax.nn.sigmoid(_project(x, self.shared_gate))[None]
+            shared *= jax.nn.sigmoid(project(x, self.shared_gate.get_value()))[None]
         return jnp.concatenate([terms, shared])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -372,11 +376,6 @@ class Experts(nnx.Module):
         if self.shared is not None:
             found |= {f"shared.{path}": read for path, read in self.shared.inputs(x).items()}
         return found
-
-
-def _project(x: jax.Array, rows: nnx.Param[jax.Array]) -> jax.Array:
-    """The product float32 [..., outputs] of x [..., hidden] and rows [outputs, hidden]."""
-    return jnp.einsum("...h,oh->...o", x, rows.get_value(), preferred_element_type=jnp.float32)
 
 
 def _bias(linear: Linear) -> jax.Array | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from mpjax.kernels import ActivationFormat, KVPages, Span, quantize_rows
 from mpjax.models.attention import AttentionModule
 from mpjax.models.config import DecoderConfig, LayerSpec
-from mpjax.models.layers import Activations, RMSNorm, Rounding
+from mpjax.models.layers import Projection, RMSNorm, Rounding
 from mpjax.models.mlp import MLP, Inputs
 from mpjax.models.riders import RidersSpan
 
@@ -53,8 +54,8 @@ class DecoderLayer(nnx.Module):
         residual, x = _read(self.attention_norm, terms, residual, format)
         attended, pages = attention.attend(x, angles, pages, span)
         terms = _written(self.attention_post_norm, attention.terms(attended))
-        format = mlp.activations if cached else None
-        residual, x = _read(self.mlp_norm, terms, residual, format)
+        reading = mlp.activations if cached else None
+        residual, x = _read(self.mlp_norm, terms, residual, reading)
         terms = _written(self.mlp_post_norm, mlp.terms(x, quantized=cached))
         return terms, residual, pages
 
@@ -84,17 +85,21 @@ def _read(
     norm: RMSNorm | None,
     terms: jax.Array,
     residual: jax.Array | None,
-    format: Rounding | None,
-) -> tuple[jax.Array, Activations]:
+    format: Rounding | Projection | None,
+) -> tuple[jax.Array, Any]:
     """Adds terms to the residual stream; returns the stream, and what the next map reads of it."""
     if norm is not None:
+        if isinstance(format, Projection):
+            return norm.project(terms, residual, format)
         return norm.add(terms, residual, format)
     wide = terms.astype(jnp.float32).sum(0)
     if residual is not None:
         wide += residual.astype(jnp.float32)
         terms = residual  # whose dtype the stream has
     stream = wide.astype(terms.dtype)
-    if format is None or (isinstance(format, ActivationFormat) and not format.scales_rows):
+    if format is None or isinstance(format, Projection):
+        return stream, stream
+    if isinstance(format, ActivationFormat) and not format.scales_rows:
         return stream, stream
     return stream, quantize_rows(stream, format)
 

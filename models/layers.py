@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,29 @@ from mpjax.kernels import (
     rms_norm,
 )
 from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
+from mpjax.kernels.rowwise.projection import project_rms_norm
 from mpjax.models.config import DecoderConfig, LinearMaps
 
 Activations = jax.Array | QuantizedActivations
 # How activations are rounded: to a format, also where rows are divided, to a weight's blocks, or
 # with a weight's static scale.
 Rounding = ActivationFormat | ActivationBlocks | DividedRows | StaticRows
+
+
+class Projection(NamedTuple):
+    """How activations are read whose products with the rows of a matrix are wanted beside them.
+
+    matrix: [outputs, hidden].
+    """
+
+    matrix: jax.Array
+
+
+class Projected(NamedTuple):
+    """Activations [..., hidden] in 16 bits, and their products float32 [..., outputs]."""
+
+    values: jax.Array
+    products: jax.Array
 
 
 def as_activations(name: str, x: Any) -> Activations:
@@ -221,6 +238,18 @@ class RMSNorm(nnx.Module):
         return add_rms_norm(
             terms, residual, weight, self.epsilon, format=format, dtype=self._dtype(weight)
         )
+
+    def project(
+        self, terms: jax.Array, residual: jax.Array | None, projection: Projection
+    ) -> tuple[jax.Array, Projected]:
+        """The same as `add` in 16 bits, with the products of a projection."""
+        weight = self.weight.get_value()
+        stream, *found = project_rms_norm(
+            *(terms, residual, weight, projection.matrix),
+            epsilon=self.epsilon,
+            dtype=self._dtype(weight),
+        )
+        return stream, Projected(*found)
 
     def _dtype(self, weight: jax.Array) -> str | None:
         """The dtype of results where it is not the weight's own, as with an offset."""

@@ -12,7 +12,15 @@ from flax import nnx
 
 from mpjax.kernels import gated
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
-from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
+from mpjax.models.layers import (
+    Activations,
+    FusedLinear,
+    Linear,
+    Projected,
+    Projection,
+    Rounding,
+    as_activations,
+)
 from mpjax.models.share import Cut, Share, share_size
 
 
@@ -35,10 +43,10 @@ class MLP(Protocol):
     """Interface that a DecoderLayer uses of the module that an MLPSpec builds."""
 
     @property
-    def activations(self) -> Rounding:
-        """How the input of the first map is rounded."""
+    def activations(self) -> Rounding | Projection:
+        """How the input of the first map is rounded, or which products are read beside it."""
 
-    def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
+    def terms(self, x: Activations | Projected, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output for x [..., hidden].
 
         quantized: whether activations inside the MLP are rounded to the activation format of the
@@ -117,13 +125,15 @@ class GatedMLP(nnx.Module):
         """How the input of gate and up is rounded."""
         return self.gate_up.activations
 
-    def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
+    def gated(
+        self, x: Activations | Projected, format: Rounding | str | None = None
+    ) -> Activations:
         """The input of `down` [..., intermediate_size], rounded to `format`."""
         x = as_activations("GatedMLP: x", x)
         terms = self.gate_up.terms(x)
         return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
 
-    def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
+    def terms(self, x: Activations | Projected, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""
         return self.down.terms(self.gated(x, self.down.activations if quantized else None))
 

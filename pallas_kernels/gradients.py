@@ -33,6 +33,8 @@ def _backward(
     result, pull_back = jax.vjp(reference, *saved)
 
     def of_result(gradient: jax.Array, result: jax.Array) -> jax.Array:
+        if gradient.dtype == jax.dtypes.float0:  # of integers
+            return gradient
         if gradient.ndim > result.ndim:  # whoever adds terms up has the same gradient for each
             gradient = gradient.mean(0)
         return gradient.astype(result.dtype)

@@ -22,7 +22,7 @@ FOLDERS = (
 )
 # They load and save files, call other packages, and run a folder's programs from end to end.
 REPRESENTATIVES = (
-    "tests/mpjax/bench/test_generate.py",
+    "tests/mpjax/bench/test_measure.py",
     "tests/mpjax/checkpoint/gguf/test_source.py",
     "tests/mpjax/checkpoint/test_huggingface.py",
     "tests/mpjax/checkpoint/test_restoring.py",
@@ -48,15 +48,15 @@ ONE_OF = 3  # the second Python runs one of so many cases of a test
 def repeated(ids: Sequence[str]) -> set[int]:
     """The indices of the tests of these ids that are cases which the second Python leaves out.
 
-    All run where a test has few. The cases of a test that run are neither all of one value of a
-    parameter with as many values, nor those of the test before.
+    One case at least runs of each test. The cases of a test that run are neither all of one value
+    of a parameter with as many values, nor those of the test before.
     """
     tests: dict[str, list[int]] = {}
     for index, name in enumerate(ids):
         tests.setdefault(name.partition("[")[0], []).append(index)
     return {
         index
-        for number, cases in enumerate(cases for cases in tests.values() if len(cases) > ONE_OF)
+        for number, cases in enumerate(tests.values())
         for place, index in enumerate(cases)
-        if (place + place // ONE_OF + number) % ONE_OF
+        if (place + place // ONE_OF + number) % min(ONE_OF, len(cases))
     }

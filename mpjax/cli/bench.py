@@ -311,15 +311,7 @@ def serve_command(
     new_tokens: Annotated[
         str, typer.Option(metavar="LENGTHS", help="New tokens of each request.")
     ] = "512",
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar="FILE.jsonl",
-            help='Lengths from a file: {"prompt_tokens": 900, "new_tokens": 120} on each line.',
-        ),
-    ] = None,
+    lengths: options.LengthsFile = None,
     rate: Annotated[
         float | None,
         typer.Option(
@@ -348,10 +340,7 @@ def serve_command(
     engine: Annotated[bool, typer.Option(help="Measure an engine, not batches alone.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often it runs; the last counts.")] = 2,
     devices: DeviceCount = 1,
-    trace: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, metavar="FILE.json", help="Write each program's seconds."),
-    ] = None,
+    trace: options.TraceFile = None,
     output: Output = None,
     plot: Plot = True,
 ) -> None:

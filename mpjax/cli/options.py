@@ -86,6 +86,19 @@ CacheMemory = Annotated[
         help="Bytes of the cache, or the share of free memory.",
     ),
 ]
+LengthsFile = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        metavar="FILE.jsonl",
+        help='Lengths from a file: {"prompt_tokens": 900, "new_tokens": 120} on each line.',
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, metavar="FILE.json", help="Write each program's seconds."),
+]
 ChunkTokens = Annotated[
     int, typer.Option("--chunk-tokens", min=1, help="The most tokens of prompts in a program.")
 ]

@@ -6,6 +6,8 @@ finds the expert that has as many before it as its pair has experts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ from mpjax.kernels.experts.logits import RouterLogits
 from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.experts.routing_triton import load_logits
 
-MOST_EXPERTS = 128  # comparisons grow with their square: 16,384 take a program 0.3 µs
+MOST_EXPERTS = 128  # comparisons grow with their square
 
 
 def why_not(routing: Routing, experts: int, *, corrected: bool) -> str | None:
@@ -30,23 +32,40 @@ def why_not(routing: Routing, experts: int, *, corrected: bool) -> str | None:
     return None
 
 
-def choose(
-    logits: RouterLogits, token: jax.Array, choice: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The number of a token's expert, int32, and its weight, float32, of the choice 0 … k − 1.
+class Choice(NamedTuple):
+    """The expert of a token that has a rank, int32, and what its weight follows from.
 
-    logits: references. Both are those of `route`, whose order of equal logits is that of experts.
+    is_chosen: bool [lanes], where the expert is; is_counted: the experts whose scores the weight is
+    a share of; logits: float32 [lanes]. scale: of weights.
+    """
+
+    expert: jax.Array
+    is_chosen: jax.Array
+    is_counted: jax.Array
+    logits: jax.Array
+    scale: float
+
+    def weight(self) -> jax.Array:
+        """The weight of the expert, float32."""
+        scores = jnp.exp(self.logits - self.logits.max())
+        total = jnp.where(self.is_counted, scores, 0.0).sum()
+        return jnp.where(self.is_chosen, scores, 0.0).sum() / total * self.scale
+
+
+def choose(logits: RouterLogits, token: jax.Array, choice: jax.Array) -> Choice:
+    """A token's expert of the rank `choice`, 0 … k − 1: that of `route`, with its weight.
+
+    logits: references. Of equal logits, that of the lowest expert comes first.
     """
     routing, count = logits.routing, logits.logits.shape[1]
     number, is_expert, own = load_logits(logits.logits, logits.bias, token)
-    other, of_other = own[None, :], number[None, :]
-    comes_before = (other > own[:, None]) | ((other == own[:, None]) & (of_other < number[:, None]))
-    rank = comes_before.astype(jnp.int32).sum(1)
-    scores = jnp.exp(own - own.max())
-    counts = rank < routing.per_token if routing.renormalize else is_expert
-    total = jnp.where(counts, scores, 0.0).sum()
+    # Summed along columns, of which a thread has a few whole parts in registers. The compiler sums
+    # rows through shared memory, part after part, with a barrier before and after each.
+    other, of_other = own[:, None], number[:, None]
+    comes_before = (other > own[None, :]) | ((other == own[None, :]) & (of_other < number[None, :]))
+    rank = comes_before.astype(jnp.int32).sum(0)
     is_chosen = rank == choice
     # NaN has no rank, so that several experts, or none, may have the one that is wanted.
     expert = jnp.minimum(jnp.where(is_chosen, number, 0).sum(), count - 1)
-    weight = jnp.where(is_chosen, scores, 0.0).sum() / total * routing.scale
-    return expert, weight
+    is_counted = rank < routing.per_token if routing.renormalize else is_expert
+    return Choice(expert, is_chosen, is_counted, own, routing.scale)

@@ -117,7 +117,7 @@ def routed_products(
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
-        grid=(pairs, pl.cdiv(weight.shape[-1], config.tile_n), 1),
+        grid=(pairs, pl.cdiv(weight.shape[-1], config.tile_n) + 1, 1),
         settings=Settings(
             f"experts_routed_{_codes(weight)}", warps=config.warps, stages=config.stages
         ),
@@ -218,23 +218,28 @@ def _routing_kernel(
     operands, logits, epilogue = inputs
     number, per_token = first_program_id(), experts_ref.shape[1]
     token, choice = jax.lax.div(number, per_token), jax.lax.rem(number, per_token)
-    expert, weight = choose(logits, token, choice)
-    # The programs of all of a pair's outputs store the same.
-    store(experts_ref.at[token, choice], expert)
-    store(weights_ref.at[token, choice], weight)
+    chosen = choose(logits, token, choice)
+    # A pair has a program more than tiles of outputs. It computes the weight, for which no product
+    # has to wait.
+    has_outputs = pl.program_id(1) < pl.num_programs(1) - 1
     pair = jnp.where(jnp.arange(job.config.tile_m) == 0, number, out_ref.shape[1])
-    _multiply(operands, epilogue, out_ref, _Place(expert, None, pair), job)
+    _multiply(operands, epilogue, out_ref, _Place(chosen.expert, has_outputs, pair), job)
+
+    @pl.when(~has_outputs)
+    def _() -> None:
+        store(experts_ref.at[token, choice], chosen.expert)
+        store(weights_ref.at[token, choice], chosen.weight())
 
 
 class _Place(NamedTuple):
     """The place of a program in a grouped product.
 
-    expert: of its tile. is_used: whether the tile has pairs; None if it has. pairs: int32 [tile_m],
-    their numbers; that of all pairs stands for none.
+    expert: of its tile. is_used: whether the program has products. pairs: int32 [tile_m], the
+    numbers of the tile's pairs; that of all pairs stands for none.
     """
 
     expert: jax.Array
-    is_used: jax.Array | None
+    is_used: jax.Array
     pairs: jax.Array
 
 
@@ -249,9 +254,7 @@ def _multiply(
     program = _program(_of_expert(operands, expert), job, tile)
     splits = out_ref.shape[0]
     first = program.split * job.steps // splits
-    last = (program.split + 1) * job.steps // splits
-    if is_used is not None:
-        last = jnp.where(is_used, last, first)
+    last = jnp.where(is_used, (program.split + 1) * job.steps // splits, first)
     accumulator = jax.lax.fori_loop(first, last, program.step, program.zeros)
     product = program.scaled(accumulator.astype(jnp.float32))  # [tile_n, tile_m]
     if epilogue.bias is not None:  # which one of the splits adds

@@ -24,12 +24,26 @@ NEIGHBOURS = 4  # neighbouring channels that a thread reads at once: 16 bytes of
 CHANNELS_PER_WARP = 256
 
 
-class _Operands(NamedTuple):
-    """The inputs of the norm's kernel: arrays outside of it, references inside."""
+class Terms(NamedTuple):
+    """The inputs of a norm's kernel: arrays outside of it, references inside.
 
-    terms: Any  # [splits, rows, H]
-    residual: Any  # [rows, H]
-    weight: Any  # [H]
+    terms: [splits, rows, H]. residual: [rows, H], or None. weight: [H].
+    """
+
+    terms: Any
+    residual: Any
+    weight: Any
+
+    @classmethod
+    def of(cls, terms: jax.Array, residual: jax.Array | None, weight: jax.Array) -> Terms:
+        """Those of terms [splits, ..., H] and a stream [..., H], as rows."""
+        splits, *_, channels = terms.shape
+        rows = terms.reshape(splits, -1, channels)
+        return cls(rows, None if residual is None else residual.reshape(-1, channels), weight)
+
+
+# A program's row, the indices of its channels, and their mask, or None if none is needed.
+Row = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 # These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
@@ -48,13 +62,9 @@ def add_rms_norm(
 
     format: of the norm; a dtype, for an array of another one than the stream has.
     """
-    splits, *shape, channels = terms.shape
-    rows = terms.size // (splits * channels)
-    operands = _Operands(
-        terms.reshape(splits, rows, channels),
-        None if residual is None else residual.reshape(rows, channels),
-        weight,
-    )
+    _, *shape, channels = terms.shape
+    operands = Terms.of(terms, residual, weight)
+    rows = operands.terms.shape[1]
     dtype = weight.dtype if dtype is None else dtype
     stream = jax.ShapeDtypeStruct((rows, channels), dtype)
     result = _result(rows, channels, dtype, format)
@@ -139,36 +149,48 @@ def _launch(kernel: Any, operands: Any, outputs: Any, name: str, interpret: bool
         operands,
         out_shape=outputs,
         grid=(rows,),
-        settings=Settings(
-            name, warps=min(16, max(1, pl.next_power_of_2(channels) // CHANNELS_PER_WARP))
-        ),
+        settings=Settings(name, warps=warps_of(channels)),
         interpret=interpret,
     )
 
 
+def warps_of(channels: int) -> int:
+    """The warps of a program for a row of so many channels."""
+    return min(16, max(1, pl.next_power_of_2(channels) // CHANNELS_PER_WARP))
+
+
 def _norm_kernel(
-    operands: _Operands, stream_ref: Any, result_ref: Any, *, epsilon: float, size: int
+    operands: Terms, stream_ref: Any, result_ref: Any, *, epsilon: float, size: int
 ) -> None:
-    channels = operands.terms.shape[2]
-    row, channel, mask = _row(channels, size)
+    row, channel, mask = place = row_of(operands.terms.shape[2], size)
+    stream, weight = stream_of(operands, place, stream_ref.dtype)
+    store(stream_ref.at[row, channel], stream, mask=mask)
+    _store(result_ref, normed(stream, weight, operands, epsilon), row, channel, mask)
+
+
+def stream_of(operands: Terms, place: Row, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """In a kernel, the stream of a program's row in `dtype`, and the weight of its norm."""
+    row, channel, mask = place
     # Loaded first, because the compiler does not move the load up past the sum of the row.
     weight = _load(operands.weight.at[channel], mask)
     wide = _sum(operands.terms, row, channel, mask)
     if operands.residual is not None:
         wide += _load(operands.residual.at[row, channel], mask)
-    stream = wide.astype(stream_ref.dtype)
-    store(stream_ref.at[row, channel], stream, mask=mask)
+    return wide.astype(dtype), weight
+
+
+def normed(stream: jax.Array, weight: jax.Array, operands: Terms, epsilon: float) -> jax.Array:
+    """In a kernel, the norm of a row of the stream, in float32."""
     wide = stream.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.sum(wide * wide) / channels + epsilon)
-    wide *= weight
-    _store(result_ref, wide, row, channel, mask)
+    wide *= jax.lax.rsqrt(jnp.sum(wide * wide) / operands.terms.shape[2] + epsilon)
+    return wide * weight
 
 
 def _gated_kernel(
     terms_ref: Any, result_ref: Any, *, activation: str, hadamard: int | None, size: int
 ) -> None:
     channels = terms_ref.shape[2] // 2
-    row, channel, mask = _row(channels, size)
+    row, channel, mask = row_of(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
     target = current_target()
@@ -181,21 +203,18 @@ def _gated_kernel(
 
 
 def _hadamard_kernel(x_ref: Any, result_ref: Any, *, block: int, size: int) -> None:
-    row, channel, mask = _row(x_ref.shape[1], size)
+    row, channel, mask = row_of(x_ref.shape[1], size)
     wide = transform_tile(_load(x_ref.at[row, channel], mask), block)
     _store(result_ref, wide, row, channel, mask)
 
 
 def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
-    row, channel, mask = _row(x_ref.shape[1], size)
+    row, channel, mask = row_of(x_ref.shape[1], size)
     _store(result_ref, _load(x_ref.at[row, channel], mask), row, channel, mask)
 
 
-def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The program's row, the indices of its channels, and their mask, or None if none is needed.
-
-    size: a power of two, `channels` or more.
-    """
+def row_of(channels: int, size: int) -> Row:
+    """The program's row of so many channels. size: a power of two, `channels` or more."""
     row = first_program_id()
     # The compiler lets a thread hold as many neighbours as fill 16 bytes of the narrowest operand.
     # With 8-bit results these are 16, and threads would read float32 in strides of 64 bytes. So a

@@ -21,6 +21,7 @@ from mpjax.models import (
     LinearMaps,
     Packed,
 )
+from mpjax.models.layers import Projected
 from mpjax.models.share import Cut, Share
 from tests.models.small import CONFIG
 from tests.pallas_kernels.experts.cases import expected
@@ -153,6 +154,17 @@ def test_a_mixture_with_everything(rng):
         np.testing.assert_array_equal(read[path].experts.reshape(6, 2), experts)
         assert read[path].total == 4
     assert [*read][2:] == ["shared.gate_up", "shared.down"]
+
+
+def test_the_products_of_the_router_may_come_with_x(rng):
+    """From the norm; then the router is not multiplied again."""
+    module, x = build(SPEC, rng), random_array(rng, (1, 3, 64), "float32")
+    projection = module.activations
+    products = x @ projection.matrix.T
+    found = module.terms(Projected(x, products), quantized=True)
+    assert relative_error(found, wide(module.terms(x, quantized=True))) < 1e-5
+    turned = module.terms(Projected(x, products[..., ::-1]), quantized=True)
+    assert relative_error(turned, wide(found)) > 0.1
 
 
 def test_experts_in_a_format_are_their_dequantised_twin(rng):

@@ -12,6 +12,7 @@ from flax import nnx
 from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
 from mpjax.models import DecoderLayer, Linear
 from mpjax.models.layer import _read
+from mpjax.models.layers import Projection
 from tests.models.small import CONFIG, small_model
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
@@ -53,6 +54,13 @@ def test_a_half_without_a_norm_rounds_its_input():
     np.testing.assert_array_equal(residual, 2 * stream)
     assert isinstance(x, QuantizedActivations)
     assert relative_error(x.dequantize(), wide(2 * stream)) < 0.01
+
+
+def test_products_beside_a_half_without_a_norm_are_its_own_matter():
+    stream = jnp.ones((1, 256))
+    residual, x = _read(None, stream[None], stream, Projection(jnp.ones((2, 256))))
+    np.testing.assert_array_equal(residual, 2 * stream)
+    np.testing.assert_array_equal(x, residual)
 
 
 def test_layers_of_one_kind_are_alike():

@@ -19,6 +19,7 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
 from mpjax.models import FusedLinear, Linear, RMSNorm
+from mpjax.models.layers import Projection
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
@@ -151,6 +152,17 @@ def test_a_norm_adds_terms_to_the_stream_first(has_residual, text, rng):
     if isinstance(normed, QuantizedActivations):
         normed = normed.dequantize()
     assert relative_error(normed, wide(norm(stream))) < (0.02 if text == "int8/int8" else 1e-6)
+
+
+def test_a_norm_is_read_beside_its_products(rng):
+    norm = RMSNorm(64, 1e-5, "float32", is_offset=True)
+    terms, residual = (random_array(rng, shape, "float32") for shape in ((2, 3, 64), (3, 64)))
+    matrix = random_array(rng, (5, 64), "float32")
+    stream, found = norm.project(terms, residual, Projection(matrix))
+    expected = norm.add(terms, residual, None)
+    np.testing.assert_array_equal(stream, expected[0])
+    np.testing.assert_array_equal(found.values, expected[1])
+    assert relative_error(found.products, wide(found.values) @ wide(matrix).T) < 1e-5
 
 
 def test_calling_a_layer_changes_nothing(rng):

@@ -19,6 +19,7 @@ import mpjax.kernels.gemm.triton
 import mpjax.kernels.kv_cache.triton
 import mpjax.kernels.rotary.triton
 import mpjax.kernels.rowwise.blocks
+import mpjax.kernels.rowwise.projection
 import mpjax.kernels.rowwise.triton
 from mpjax.kernels import device
 from mpjax.kernels.gemm.plans.limits import why_no_wgmma
@@ -95,6 +96,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.rowwise.block_norm, "add_rms_norm"),
         (mpjax.kernels.rowwise.blocks, "gated_silu"),
         (mpjax.kernels.rowwise.blocks, "quantize_rows"),
+        (mpjax.kernels.rowwise.projection, "projected"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
         (mpjax.kernels.rowwise.triton, "gated"),
         (mpjax.kernels.rowwise.triton, "hadamard"),

@@ -46,3 +46,14 @@ def test_terms_have_the_derivatives_of_their_sum():
 
     slope = jax.grad(loss)(jnp.array([2.0, 3.0]))
     np.testing.assert_array_equal(slope, [8, 12])
+
+
+def test_integers_among_the_results_have_none():
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.argsort(x), x**2
+
+    def loss(x: jax.Array) -> jax.Array:
+        order, squares = with_gradients_of(run, run, x)
+        return squares[order[0]]
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.array([3.0, 2.0])), [0, 4])

@@ -59,10 +59,13 @@ def _by_triton(problem: Problem, most: int) -> list[Plan]:
         moved = sum(abs(a - b) for a, b in zip(_place(config), _place(center), strict=True))
         return moved + (config.scaling != center.scaling) + (config.tiling != center.tiling)
 
+    # A first product with whole sums and a tile for each pair routes tokens itself, and spares a
+    # kernel that a measurement of the product alone does not count.
+    routes = problem.gated and center.tiling == "pairs" and center.splits == 1
     space = itertools.product(
         [rows for rows in ROWS if center.tile_m / 4 <= rows <= center.tile_m * 4],
         (32, 64, 128, 256),
-        (1, 2, 4, 8),
+        (1,) if routes else (1, 2, 4, 8),
         (1, 2, 4, 8),
         (2, 3, 4, 5),
         SCALINGS if problem.format.weight.is_packed else (center.scaling,),
@@ -87,7 +90,9 @@ def _is_sound(problem: Problem, config: ExpertsConfig) -> bool:
 
 
 def _tilings(problem: Problem) -> tuple[Tiling, ...]:
-    """The ways to find tiles that are worth a measurement."""
+    """The ways to find tiles that are worth a measurement; the experts of one token differ."""
+    if problem.tokens == 1:
+        return ("pairs",)
     found: tuple[Tiling, ...] = ("sorted",)
     if problem.pairs * problem.experts <= MOST_COMPARISONS:
         found = ("counted", *found)

@@ -28,6 +28,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
+from tests.sweeps import in_sweep
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 9)).astype(np.int32)
 
@@ -67,7 +68,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("precision", LAYOUTS)
+# Others have their codes and their layouts.
+SWEPT = ("W4A16KV8", "WFP8gKA16KV16")
+
+
+@pytest.mark.parametrize("precision", [in_sweep(p) if p in SWEPT else p for p in LAYOUTS])
 def test_packed_weights_come_back_bit_for_bit(precision, source, tmp_path):
     lm = mpjax.load(source, precision=precision)
     said = {}

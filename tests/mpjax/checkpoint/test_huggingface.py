@@ -28,6 +28,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
+from tests.mpjax.checkpoint.write_mixture import write_mixture
 
 dequantize = jax.jit(lambda kernel: kernel.dequantize())  # one program, not one for each step
 
@@ -269,6 +270,21 @@ def test_planned_bytes_are_what_the_model_takes(written, tmp_path, rng):
     plan = make_plan(Checkpoint.open(tmp_path), type(model), model.config, packing, None)
     shared = 2 * 4 * 64 * 3 if written and written.get("desc_act") else 0  # int32, once for q, k, v
     assert plan.device_bytes - shared == nbytes(model)
+
+
+@pytest.mark.parametrize("precision", [None, "W4g32A16KV16"])
+def test_a_mixture_that_does_not_fit_is_refused_with_its_bytes(
+    precision, tmp_path, rng, monkeypatch
+):
+    """Before a tensor is read."""
+    write_mixture(tmp_path, rng, vocab_size=64, num_local_experts=64, intermediate_size=512)
+    wanted = None if precision is None else Precision.parse(precision)
+    needed = nbytes(huggingface.load(tmp_path, precision=wanted))
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: needed // 2)
+    monkeypatch.setattr(Checkpoint, "read", None)
+    said = f"needs {needed / 1e9:.2f} GB on .* has {needed / 2e9:.2f} GB"
+    with pytest.raises(DeviceMemoryError, match=said):
+        huggingface.load(tmp_path, precision=wanted)
 
 
 def test_weights_do_not_share_memory_with_the_file(tmp_path, rng):

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import ml_dtypes
-import numpy as np
 import pytest
 
-from mpjax.models.registry import FAMILIES
-from tests.models.sharded_families import keys
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
+from tests.mpjax.checkpoint.write_mixture import write_mixture
+from tests.sweeps import in_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 # The largest tensor is an embedding of 16 MB; all together take 300 MB.
@@ -50,6 +49,22 @@ print(json.dumps({"growth": peak - before, "nbytes": nbytes}))
 """
 
 
+def beside_the_model(folder, precision):
+    """Bytes that loading takes beside the model's own, with those of the model."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, folder / "large", folder / "small", precision],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+    )
+    measured = json.loads(done.stdout)
+    extra = measured["growth"] - measured["nbytes"]
+    print(f"{extra / 1e6:.0f} MB beside the model's {measured['nbytes'] / 1e6:.0f} MB")
+    return extra, measured["nbytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("precision", ["W16A16KV16", "W4A16KV16"])
@@ -61,22 +76,21 @@ def test_host_memory_is_bounded_by_the_largest_tensors(precision, tmp_path, rng)
     write_checkpoint(tmp_path / "large", hf, tensors, 4)
     hf = hf | {"num_hidden_layers": 1}
     write_checkpoint(tmp_path / "small", hf, random_tensors(hf, rng, ml_dtypes.bfloat16))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, tmp_path / "large", tmp_path / "small", precision],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-    )
-    measured = json.loads(done.stdout)
-    extra = measured["growth"] - measured["nbytes"]
-    print(
-        f"{precision}: {total / 1e6:.0f} MB in the file, {largest / 1e6:.0f} MB the largest; "
-        f"{extra / 1e6:.0f} MB beside the model's {measured['nbytes'] / 1e6:.0f} MB"
-    )
+    extra, _ = beside_the_model(tmp_path, precision)
     assert total > 2.5e8
     assert extra < 6 * largest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("precision", [in_sweep("W16A16KV16"), "W4A16KV16"])
+def test_a_stack_is_not_in_memory_beside_its_experts(precision, tmp_path, rng):
+    """A layer's stacks have 134 and 67 MB in 16 bits, of experts of 2 MB for each map."""
+    write_mixture(tmp_path / "large", rng, **EXPERTS)
+    write_mixture(tmp_path / "small", rng, **EXPERTS | {"num_local_experts": 4})
+    extra, nbytes = beside_the_model(tmp_path, precision)
+    assert nbytes > (2e8 if precision == "W16A16KV16" else 5e7)
+    assert extra < 5e7
 
 
 EXPERTS = {
@@ -85,7 +99,6 @@ EXPERTS = {
     "intermediate_size": 2048,
     "num_local_experts": 32,
     "num_experts_per_tok": 2,
-    "torch_dtype": "bfloat16",
 }
 # A small model comes first, for imports, compiler and allocator.
 PROGRAM_OF_EXPERTS = """
@@ -111,17 +124,8 @@ print(json.dumps({"growth": peak - before, "nbytes": sum(s.data.nbytes for s in 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_experts_for_several_devices_are_never_all_in_memory(tmp_path, rng):
     """A layer's stacks of 128 MB and of 64 MB, of which 8 MB are whole at a time."""
-    for name, changes in (("large", {}), ("small", {"num_local_experts": 4})):
-        hf = keys("MixtralForCausalLM") | EXPERTS | changes
-        decoder = FAMILIES["MixtralForCausalLM"]
-        config = decoder.config_from_hf(hf)
-        shapes = {place.name: place.shape for place in decoder.array_places(config)}
-        for place in decoder.linear_places(config):
-            for linear, (inputs, outputs) in zip(place.names, place.shapes, strict=True):
-                shapes[f"{linear}.weight"] = (outputs, inputs)
-        tensors = {key: rng.random(shape, np.float32) for key, shape in shapes.items()}
-        tensors = {key: array.astype(ml_dtypes.bfloat16) for key, array in tensors.items()}
-        write_checkpoint(tmp_path / name, hf, tensors)
+    write_mixture(tmp_path / "large", rng, **EXPERTS)
+    write_mixture(tmp_path / "small", rng, **EXPERTS | {"num_local_experts": 4})
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM_OF_EXPERTS, tmp_path / "large", tmp_path / "small"],
         capture_output=True,

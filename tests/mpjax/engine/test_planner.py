@@ -205,19 +205,6 @@ def test_a_prompt_is_read_in_chunks_between_steps_of_others():
     assert kinds[7] == (4, 2)
 
 
-def test_a_prompt_is_read_by_programs_that_it_fills():
-    """Padding takes as long as tokens."""
-    planner = Planner(dataclasses.replace(SMALL, pages=999, chunk=256))
-    planner.submit(row(prompt=150, most=1))
-    assert planner.plan().tokens == 150  # as long as no seconds are known
-    for size in (16, 64, 256):
-        planner.pace.learn_reading(size, 0, 0.01 * size)
-    planner.submit(row(1, prompt=150, most=1))
-    planner.submit(row(2, prompt=300, most=1))
-    assert [planner.plan().tokens for _ in range(4)] == [256, 64, 64, 64]
-    assert planner.plan().tokens == 2
-
-
 def test_prompts_go_first_where_rows_may_wait_for_ever():
     device = Device(dataclasses.replace(SMALL, pages=40, max_gap=math.inf))
     for number, prompt in enumerate((4, 40, 20, 7)):

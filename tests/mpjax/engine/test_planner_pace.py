@@ -133,3 +133,16 @@ def test_rows_that_may_wait_for_ever_wait_for_all_prompts(rides):
     rows = [row(number, prompt=100, most=3, text=1000 * number) for number in range(5)]
     plans, _ = run_timed(sizes, rows)
     assert "".join("D" if isinstance(plan, Decode) else "E" for plan in plans) == "EEEEEDD"
+
+
+def test_a_prompt_is_read_by_programs_that_it_fills():
+    """Padding takes as long as tokens."""
+    planner = Planner(Sizes(slots=3, pages=999, page_size=4, chunk=256))
+    planner.submit(row(prompt=150, most=1))
+    assert planner.plan().tokens == 150  # as long as no seconds are known
+    for size in (16, 64, 256):
+        planner.pace.learn_reading(size, 0, 0.01 * size)
+    planner.submit(row(1, prompt=150, most=1))
+    planner.submit(row(2, prompt=300, most=1))
+    assert [planner.plan().tokens for _ in range(4)] == [256, 64, 64, 64]
+    assert planner.plan().tokens == 2

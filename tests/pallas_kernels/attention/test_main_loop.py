@@ -82,7 +82,7 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
         in_sweep("KV4", "bfloat16"),
         ("KV4", "float16"),
         ("KVfp8", "bfloat16"),
-        ("KV4c", "float16"),
+        in_sweep("KV4c", "float16"),
         ("KV2", "bfloat16"),
     ],
 )
@@ -134,7 +134,7 @@ def test_tokens_that_are_all_alike(kind, text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["float16"]
 
 
-@pytest.mark.parametrize("text", ["KV16", "KV8", "K16V4", "KV2"])
+@pytest.mark.parametrize("text", ["KV16", "KV8", in_sweep("K16V4"), "KV2"])
 def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
     """From 2**24 on, an exponent may be rounded to what is beyond the largest float16."""
     test, scale = scene(rng, text, "float16", starts=[300], counts=[1]), 2.0**20.5
@@ -171,6 +171,7 @@ def test_small_weights_times_small_steps_do_not_vanish_in_float16(kind, bits, rn
 
 
 @combinations(
+    1,
     text_and_dtype=[("KV2", "bfloat16"), ("K4cV8", "float16")],
     tokens=[1, 20],
     size=["small", "large"],
@@ -223,24 +224,22 @@ def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
         assert error < GATES[dtype] / 2, kind
 
 
-@combinations(
-    1,
-    text_and_dtype=[
-        ("KV8", "bfloat16"),
-        ("KVfp8", "bfloat16"),
-        ("KVfp8", "float16"),
-        ("KV2", "bfloat16"),
-        ("KV4", "float16"),
-        ("K4cV4c", "bfloat16"),
-        ("KV2", "float16"),
+@pytest.mark.parametrize(
+    ("text", "dtype", "masked"),
+    [
+        ("KV8", "bfloat16", False),
+        ("KVfp8", "float16", False),
+        ("KV2", "bfloat16", True),
+        ("K4cV4c", "bfloat16", False),
+        in_sweep("KVfp8", "bfloat16", True),
+        in_sweep("KV4", "float16", False),
+        in_sweep("KV2", "float16", False),
     ],
-    masked=[False, True],
 )
 def test_powers_of_two_make_up_for_codes_that_are_subnormals(
-    text_and_dtype, masked, rng, attention_with_ptx
+    text, dtype, masked, rng, attention_with_ptx
 ):
     """Interpreted kernels decode codes to integers, so that other tests need no such powers."""
-    text, dtype = text_and_dtype
     lengths: dict[str, Any] = {"starts": [300, 140], "counts": [1, 1]}
     masks: dict[str, Any] = {}
     if masked:
@@ -264,7 +263,7 @@ def test_the_scale_can_be_chosen(rng):
     assert test.error(out, scale=0.3) < GATES["float16"]
 
 
-@combinations(text=["KV16", "KV4"], behind=["poison", -1, 2**31 - 1], page_size=[16, 64, 128])
+@combinations(1, text=["KV16", "KV4"], behind=["poison", -1, 2**31 - 1], page_size=[16, 64, 128])
 def test_what_the_table_says_behind_the_end_is_not_read(text, behind, page_size, rng):
     """A tile spans four pages, or is one, or a half; tables go on behind the last page in use."""
     starts = [start * page_size // 16 for start in (20, 3, 63)]

@@ -29,7 +29,10 @@ def expected(
     x: [tokens, K] or [tokens, k, K]. dense: [experts, K, N].
     """
     rows = x if x.ndim == 3 else np.repeat(x[:, None], experts.shape[1], 1)
-    found = np.einsum("tkc,tkcn->tkn", rows, dense[experts])
+    found = np.empty((*experts.shape, dense.shape[-1]))
+    for expert in np.unique(experts):  # a matrix for each pair would be gigabytes
+        has_expert = experts == expert
+        found[has_expert] = rows[has_expert] @ dense[expert]
     if bias is not None:
         found += bias[experts]
     if gate is not None:

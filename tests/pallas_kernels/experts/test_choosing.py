@@ -17,9 +17,9 @@ def chosen(logits: RouterLogits) -> tuple[jax.Array, jax.Array]:
 
     def kernel(logits, experts_ref, weights_ref):
         place = tuple(divmod(first_program_id(), shape[1]))
-        expert, weight = choose(logits, *place)
-        store(experts_ref.at[place], expert)
-        store(weights_ref.at[place], weight)
+        found = choose(logits, *place)
+        store(experts_ref.at[place], found.expert)
+        store(weights_ref.at[place], found.weight())
 
     return launch(
         kernel,

@@ -29,9 +29,20 @@ def test_tilings_that_are_tried_depend_on_the_pairs():
     def tilings(tokens):
         return {plan.config.tiling for plan in candidates(qwen3(tokens), 10000)}
 
+    assert tilings(1) == {"pairs"}
     assert tilings(16) == {"pairs", "counted", "sorted"}
     assert tilings(64) == {"counted", "sorted"}
     assert tilings(4096) == {"sorted"}
+
+
+def test_a_product_that_routes_has_whole_sums():
+    """Others have splits, too: those of more tokens, and the second product."""
+
+    def splits(problem):
+        return {plan.config.splits for plan in candidates(problem, 10000)}
+
+    assert splits(qwen3(1)) == {1}
+    assert splits(qwen3(64)) == splits(qwen3(1, gated=False)) == {1, 2, 4, 8}
 
 
 def test_plans_of_a_table_can_be_written():

@@ -24,6 +24,7 @@ from mpjax.decoding import decode_program, jit_prefill
 from mpjax.decoding_state import Limits
 from mpjax.devices import read_devices
 from mpjax.engine.program_run import ProgramRun
+from mpjax.garbage import short_collections
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
@@ -224,7 +225,8 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         for number in range(sweep.rounds):
             programs.clear()
             before = engine.statistics()
-            traces, seconds = _round(engine, sweep.load, number)
+            with short_collections():
+                traces, seconds = _round(engine, sweep.load, number)
         after = engine.statistics()
         if sweep.trace is not None:
             events = [program.trace_event(programs[0].begin) for program in programs]

@@ -113,8 +113,8 @@ class Sweep:
     trace: a file to which the programs of the counted round are written, in the Trace Event Format
         (Perfetto shows it); those of the last precision. None for none.
 
-    Raises ValueError for a precision that random weights can't have, and more devices than there
-    are.
+    Raises ValueError for a precision that random weights can't have, more devices than there are,
+    a trace without an engine, and where nothing would be measured.
     """
 
     precisions: tuple[str, ...]
@@ -136,6 +136,10 @@ class Sweep:
 
     def __post_init__(self) -> None:
         read_devices(self.devices)
+        if not self.engine and not self.static:
+            raise ValueError("nothing is measured without an engine and without --static batches")
+        if self.trace is not None and not self.engine:
+            raise ValueError("--trace tells of programs of an engine, and --no-engine runs none")
         for text in self.precisions:
             precision = Precision.parse(text)
             if precision.mixture or precision.bits != 16 or precision.kv.scaling == "static":

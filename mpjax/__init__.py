@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpjax.decoding import GeneratedTokens, generate_tokens
     from mpjax.engine.engine import Engine
     from mpjax.engine.handle import CancelledError, Event, Handle, PromptLogprobs
+    from mpjax.engine.program_run import ProgramRun
     from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel
@@ -61,6 +62,7 @@ __all__ = [
     "Learning",
     "Ngram",
     "Precision",
+    "ProgramRun",
     "PromptLogprobs",
     "Recipe",
     "Sampling",
@@ -99,6 +101,7 @@ _MODULES = {
     "Learning": "quantization.learning.descent",
     "Ngram": "speculation.ngram",
     "Precision": "precision",
+    "ProgramRun": "engine.program_run",
     "PromptLogprobs": "engine.handle",
     "Recipe": "quantization.recipe",
     "Sampling": "sampling",

@@ -25,7 +25,7 @@ ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads
 PARAMETER_BITS = 32  # a word for each group and output channel
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel:
     """A decoder with its tokenizer, and the format and page size of its KV cache.
 
@@ -43,6 +43,13 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_size", read_page_size(self.page_size, self.kv_format))
+
+    def __repr__(self) -> str:
+        """What it is, in a line; `print(lm.model)` shows the modules."""
+        return (
+            f"LanguageModel({self.model.family_name}, {self.precision}, "
+            f"{self.nbytes / MEGABYTE:,.1f} MB, from {self.source})"
+        )
 
     @property
     def config(self) -> DecoderConfig:

@@ -27,21 +27,23 @@ from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.static_rows import StaticRows
 
+ARRAYS = [
+    "words",
+    "parameters",
+    "permutation",
+    "channel_scales",
+    "table",
+    "activation_bits",
+    "activation_scale",
+]
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "words",
-        "parameters",
-        "permutation",
-        "channel_scales",
-        "table",
-        "activation_bits",
-        "activation_scale",
-    ],
+    data_fields=ARRAYS,
     meta_fields=["format", "scale_dtype", "padding"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedTensor:
     """A packed weight W [..., K, N]; `mpjax.kernels.codes` defines the meaning of its codes.
 
@@ -83,6 +85,17 @@ class QuantizedTensor:
     table: jax.Array | None = None
     activation_bits: jax.Array | None = None
     activation_scale: jax.Array | None = None
+
+    def __repr__(self) -> str:
+        """The format, the shape, and what each array is: codes themselves say nothing to people.
+
+        JAX also puts other objects in the place of arrays, such as the specs of a division.
+        """
+        arrays = {name: getattr(self, name) for name in ARRAYS}
+        has_shape = len(getattr(self.words, "shape", ())) >= 3
+        shown = [f"{self.format} {list(self.shape)}" if has_shape else f"{self.format}"]
+        shown += [f"{name}={_kind(array)}" for name, array in arrays.items() if array is not None]
+        return f"QuantizedTensor({', '.join(shown)})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,6 +161,13 @@ class QuantizedTensor:
                 )
             plain = dataclasses.replace(plain, scales=_read_scales(self, scales))
         return plain.dequantize(dtype)
+
+
+def _kind(array: Any) -> str:
+    """The dtype and shape of an array, such as `uint16[1, 512, 64]`; other objects as they are."""
+    if not hasattr(array, "dtype"):
+        return repr(array)
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def pack(plain: PlainCodes) -> QuantizedTensor:

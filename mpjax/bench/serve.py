@@ -24,6 +24,7 @@ from mpjax.decoding import decode_program, jit_prefill
 from mpjax.decoding_state import Limits
 from mpjax.devices import read_devices
 from mpjax.engine.program_run import ProgramRun
+from mpjax.garbage import short_collections
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
@@ -112,8 +113,8 @@ class Sweep:
     trace: a file to which the programs of the counted round are written, in the Trace Event Format
         (Perfetto shows it); those of the last precision. None for none.
 
-    Raises ValueError for a precision that random weights can't have, and more devices than there
-    are.
+    Raises ValueError for a precision that random weights can't have, more devices than there are,
+    a trace without an engine, and where nothing would be measured.
     """
 
     precisions: tuple[str, ...]
@@ -135,6 +136,10 @@ class Sweep:
 
     def __post_init__(self) -> None:
         read_devices(self.devices)
+        if not self.engine and not self.static:
+            raise ValueError("nothing is measured without an engine and without --static batches")
+        if self.trace is not None and not self.engine:
+            raise ValueError("--trace tells of programs of an engine, and --no-engine runs none")
         for text in self.precisions:
             precision = Precision.parse(text)
             if precision.mixture or precision.bits != 16 or precision.kv.scaling == "static":
@@ -220,7 +225,8 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         for number in range(sweep.rounds):
             programs.clear()
             before = engine.statistics()
-            traces, seconds = _round(engine, sweep.load, number)
+            with short_collections():
+                traces, seconds = _round(engine, sweep.load, number)
         after = engine.statistics()
         if sweep.trace is not None:
             events = [program.trace_event(programs[0].begin) for program in programs]

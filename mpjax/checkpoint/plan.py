@@ -18,7 +18,7 @@ from mpjax.checkpoint import kv_scales, packed_tables
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.checkpoint.schemes.checks import describe
+from mpjax.checkpoint.schemes.checks import describe, require_groups
 from mpjax.checkpoint.settle import FLOAT_DTYPES
 from mpjax.checkpoint.transfer import PIECE_BYTES
 from mpjax.errors import CheckpointError
@@ -314,12 +314,8 @@ def _linear_source(
             raise CheckpointError(f"{next(iter(tensors.values())).file}: {error}") from error
         return LinearSource(name, shape, tensors, scheme, format if format.is_packed else None)
     _check_floats(f"{name}.weight", tensors["weight"], shape if is_transposed else shape[::-1])
-    if quantize is not None and not quantize.can_split(shape[0]):
-        raise CheckpointError(
-            f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} don't "
-            "divide: choose another group size or format in precision, such as W4g32 or W4gK, or "
-            "for a table H8"
-        )
+    if quantize is not None:
+        require_groups(name, shape[0], quantize)
     return LinearSource(name, shape, tensors, None, quantize, is_transposed)
 
 

@@ -345,6 +345,7 @@ def serve_command(
     plot: Plot = True,
 ) -> None:
     """Measure an engine under load: tokens/s, and their times."""
+    from mpjax.atomic_write import require_writable
     from mpjax.bench import serve, tables
     from mpjax.bench.lengths import Lengths, read_file
     from mpjax.models import presets
@@ -378,6 +379,8 @@ def serve_command(
             trace=trace,
         )
     )
+    if trace is not None:
+        require_writable(trace)
     title = f"{shapes.value}'s shapes, random weights, {requests} requests"
     measured, path = _measure("serve", serve, sweep, output)
     tables.show(title, serve.HEADERS, map(serve.cells, measured))

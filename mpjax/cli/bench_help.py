@@ -142,7 +142,7 @@ Examples:
       --new-tokens lognormal:512:0.8:4096 --static 64
   mpjax bench serve --requests 32 --prompt-tokens 4096 --shared-tokens 3072
   mpjax bench serve --requests 32 --new-tokens 1000 --late-prompt 32768
-  mpjax bench serve --max-gap inf --rounds 1
+  mpjax bench serve --max-gap inf --rounds 1 --trace trace.json
   mpjax bench serve --rate 8
 
 \b
@@ -163,10 +163,11 @@ With --speculate there are also the proposed tokens, and the share of them
 that was accepted. Random weights repeat themselves as no text does, so the
 speed is not that of a text.
 The JSON also has late_steps: programs before which the device was idle.
---trace writes when each program began, what it read or decoded and its
-seconds, for https://ui.perfetto.dev or chrome://tracing. The roofline of a
-decoding step is in `mpjax bench generate`. The exit code is 1 if tokens are
-missing, or if more than 15 programs were compiled.
+--trace writes when each program of the last round began, what it read or
+decoded and its seconds, for https://ui.perfetto.dev or chrome://tracing; of
+several precisions, those of the last. The roofline of a decoding step is in
+`mpjax bench generate`. The exit code is 1 if tokens are missing, or if more
+than 15 programs were compiled.
 """
 SUMS_EPILOG = """\b
 Examples:

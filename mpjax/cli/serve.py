@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpjax.cli import listening, options, output
+from mpjax.garbage import short_collections
 
 if TYPE_CHECKING:
     import socket
@@ -144,7 +145,8 @@ def command(
             f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening "
             f"on {url}"
         )
-        _run(served, sockets)
+        with short_collections():
+            _run(served, sockets)
     finally:
         listening.close(sockets)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import threading
@@ -15,15 +14,16 @@ import jax
 import numpy as np
 
 from mpjax.arguments import positive_whole
-from mpjax.engine.handle import CancelledError, Event, Handle
+from mpjax.engine import options as checks
+from mpjax.engine.handle import CancelledError, Event, Handle, cancelled_on_error
 from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
-from mpjax.engine.options import require_candidates, require_gap, require_priority
 from mpjax.engine.planner import Sizes
 from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
+from mpjax.engine.turn import Turn
 from mpjax.generation import Generation
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
@@ -51,13 +51,14 @@ class Engine:
         more than all slots can fill; `capacity` says how many tokens it holds.
     max_tokens: the most tokens of a request, its prompt's and new ones; the model's positions by
         default. Attention plans for such rows, so a smaller number is faster.
-    chunk_tokens: the most tokens of prompts that a program reads. It reads so many when no row
-        decodes.
+    chunk_tokens: the most tokens of prompts that a program reads. It reads so many where there are
+        as many to read, and no row decodes.
     steps: tokens that are drawn for each row between two returns to the host.
     max_gap: the most seconds that rows which decode wait for prompts: programs read as much as fits
-        into them, by the seconds of those before, and at least a sixteenth of chunk_tokens. By
-        default 0.05, and up to four times as many while more rows wait for their first token than
-        decode; with inf all prompts that have a place are read first.
+        into them, by the seconds of those before. Where nothing fits, the smallest one runs, of a
+        sixteenth of chunk_tokens, or a quarter where a token is drawn at random. By default 0.05,
+        and up to four times as many while more rows wait for their first token than decode; with
+        inf all prompts that have a place are read first.
     share_prefixes: whether requests share pages of the cache that begin with the same tokens.
     ride: whether rows that decode draw a token in programs that read long prompts, so that weights
         are read once for both; else reading and decoding take turns.
@@ -95,7 +96,7 @@ class Engine:
         ride: bool = False,
         speculate: Proposer | None = None,
     ) -> None:
-        require_gap(max_gap)
+        checks.require_gap(max_gap)
         require_type("share_prefixes", share_prefixes, bool)
         require_type("ride", ride, bool)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
@@ -135,7 +136,7 @@ class Engine:
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
-        self._turn = threading.Lock()  # held by the thread that runs a step or ends all requests
+        self._turn = Turn()  # of the thread that runs a step or ends all requests
         self._door = threading.Lock()  # held while a request comes in, or the engine closes
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -192,8 +193,13 @@ class Engine:
     def observe(self, observer: Callable[[ProgramRun], None] | None) -> None:
         """Calls `observer` with each program that has ended, in the thread that runs steps.
 
-        None ends that. An error of the observer is one of the step.
+        None ends that. The observer may submit and cancel requests, but not run, stop or close the
+        engine, whose step waits for it. An error of the observer is one of the step, and so closes
+        the engine.
+
+        Raises ValueError for an observer that can't be called.
         """
+        checks.require_observer(observer)
         self._runner.observer = observer
 
     def submit(
@@ -223,9 +229,9 @@ class Engine:
         Raises ValueError for arguments that don't fit, for a request that the cache or the model
         can never hold, and for an engine that is closed.
         """
-        require_priority(priority)
+        checks.require_priority(priority)
         require_type("prompt_logprobs", prompt_logprobs, bool)
-        require_candidates(logprobs)
+        checks.require_candidates(logprobs)
         self._require_open()
         ids = encode_one(self.lm, prompt, chat_template)
         settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
@@ -287,7 +293,7 @@ class Engine:
         each = split_sampling(Sampling.of(sampling), len(encoded))
         begin = time.perf_counter()
         handles: list[Handle] = []
-        with _cancelled_on_error(handles):
+        with cancelled_on_error(handles):
             for ids, one, number in zip(encoded, each, seeds, strict=True):
                 options: dict[str, Any] = {"sampling": one, "stop": stop, "seed": number}
                 handles.append(self.submit(ids, max_new_tokens=max_new_tokens, **options))
@@ -379,6 +385,7 @@ class Engine:
 
     def wait(self, handle: Handle, version: int) -> None:
         """Runs a step, or waits for the thread to report of a handle after report `version`."""
+        self._turn.require_other()
         # Whoever closes an engine ends its requests.
         if self._thread is not None or self._is_closed:
             handle.wait(version)
@@ -404,7 +411,11 @@ class Engine:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread of `start` after its step; requests stay as they are."""
+        """Ends the thread of `start` after its step; requests stay as they are.
+
+        An `async for` over a handle waits for the next `start`.
+        """
+        self._turn.require_other()
         if (thread := self._thread) is not None:
             self._thread = None
             self._wake.set()
@@ -412,6 +423,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancels all requests and frees the cache, once a step that runs has ended."""
+        self._turn.require_other()
         with self._door:
             self._is_closed = True  # so that no other step begins
         with self._turn:
@@ -476,14 +488,3 @@ class Engine:
                 error = CancelledError(f"request {what.number} was cancelled")
                 events.append(self._runner.end(request, "cancelled", error))
         return events
-
-
-@contextlib.contextmanager
-def _cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
-    """Cancels the requests that are in the list by then, if what is inside raises."""
-    try:
-        yield
-    except BaseException:
-        for handle in handles:
-            handle.cancel()
-        raise

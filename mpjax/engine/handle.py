@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -250,3 +251,14 @@ class Handle:
     def _raise(self) -> None:
         if self._ending is not None and self._ending[1] is not None:
             raise self._ending[1]
+
+
+@contextlib.contextmanager
+def cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
+    """Cancels the requests that are in the list by then, if what is inside raises."""
+    try:
+        yield
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from mpjax.engine.state import CANDIDATES
@@ -9,9 +10,17 @@ from mpjax.engine.state import CANDIDATES
 
 def require_gap(max_gap: Any) -> None:
     """Raises ValueError for a `max_gap` that is no number of seconds, nor None."""
-    is_number = isinstance(max_gap, int | float) and not isinstance(max_gap, bool)
+    is_number = isinstance(max_gap, numbers.Real) and not isinstance(max_gap, bool)
     if max_gap is not None and not (is_number and max_gap > 0):
         raise ValueError(f"max_gap is {max_gap!r}: expected seconds above 0, inf, or None")
+
+
+def require_observer(observer: Any) -> None:
+    """Raises ValueError for an observer of programs that can't be called, and is not None."""
+    if observer is not None and not callable(observer):
+        raise ValueError(
+            f"observer is {observer!r}: expected a function of a ProgramRun, or None for none"
+        )
 
 
 def require_priority(priority: Any) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from mpjax.decoding_state import DecodingState
+from mpjax.decoding_state import DecodingState, repeat, several
 from mpjax.decoding_step import advance
 from mpjax.engine.drawing import RowRule, candidates, draw, is_end, no_candidates
 from mpjax.engine.histories import extend_histories
@@ -277,9 +277,9 @@ def decode(
         return advance(model, loop, RowRule(settings), ~loop.finished)
 
     if waits and steps > 1:
-        end = jax.lax.while_loop(unfinished, go_on, loop)
+        end = repeat(go_on, unfinished, loop, stride=1)
     else:
-        end = jax.lax.fori_loop(0, steps, lambda _, loop: go_on(loop), loop)
+        end = several(go_on, steps, loop)
     return settled(state, stepping.slots, tables, end, end.counts - before)
 
 

@@ -143,7 +143,8 @@ class Runner:
         self._state, drawn, scores = self.programs.extend(self._state, reading, stepping, **kind)
         drawers = [_Drawer(i, piece.row) for i, piece in enumerate(plan.pieces) if piece.is_last]
         drawers += [_Drawer(pieces + i, row) for i, row in enumerate(riders)]
-        return _Pending(plan, drawers, drawn, scores, begin, tokens)
+        context = max([piece.end for piece in plan.pieces] + [row.length for row in riders])
+        return _Pending(plan, drawers, drawn, scores, begin, tokens, context)
 
     def _decode(self, plan: Decode) -> _Pending:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
@@ -155,7 +156,8 @@ class Runner:
         begin = self._begin()
         self._state, drawn = self.programs.decode(self._state, stepping, plan)
         drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
-        return _Pending(plan, drawers, drawn, None, begin, size)
+        context = max(row.length for row in plan.rows)
+        return _Pending(plan, drawers, drawn, None, begin, size, context)
 
     def _begin_histories(self, pieces: Sequence[Piece]) -> None:
         """Tells proposers the tokens of rows that begin."""
@@ -284,8 +286,9 @@ class _Pending:
     """A program that was started, and is to be read.
 
     drawn, scores: its results, on the device. begin: the time when it was started. size: tokens
-    that it reads, or rows that decode, with padding. is_measured: whether its seconds are known by
-    those when it was started and read.
+    that it reads, or rows that decode, with padding. context: tokens that its queries attend to, of
+    the row with the most. is_measured: whether its seconds are known by those when it was started
+    and read.
     """
 
     plan: Extend | Decode
@@ -294,23 +297,21 @@ class _Pending:
     scores: PromptScores | None
     begin: float
     size: int
+    context: int
     is_measured: bool = True
 
 
 def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
     """What is told of a program that has ended."""
     plan, rows = pending.plan, len(pending.drawers)
-    if isinstance(plan, Extend):
-        context, steps = max(piece.end for piece in plan.pieces), int(plan.riders is not None)
-    else:
-        context, steps = max(row.length for row in plan.rows), _steps(pending)
+    steps = int(plan.riders is not None) if isinstance(plan, Extend) else _steps(pending)
     return ProgramRun(
         kind="read" if isinstance(plan, Extend) else "decode",
         size=pending.size,
         tokens=plan.tokens if isinstance(plan, Extend) else 0,
         rows=rows,
         steps=steps,
-        context=context,
+        context=pending.context,
         begin=begin,
         seconds=seconds,
         is_measured=pending.is_measured,

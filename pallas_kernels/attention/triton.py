@@ -188,8 +188,8 @@ def _place(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The program's sequence, its KV head, and the number of its tile's first row."""
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
-    # The last tokens see the most keys. Their programs start first, so that short ones end the
-    # kernel.
+    # The last tokens of a sequence see the most keys. Their programs start first, so that short
+    # ones end the kernel.
     tile = pl.num_programs(0) - 1 - first_program_id()
     if operands.offsets is None:
         return batch, head, tile * tile_rows

@@ -55,6 +55,13 @@ def test_precision_is_what_was_asked_for(precision, tmp_path, rng):
     assert lm.precision == precision
 
 
+def test_a_model_is_shown_in_a_line(tmp_path, rng):
+    hf = CONFIGS["llama"]
+    lm = load(write_checkpoint(tmp_path, hf, random_tensors(hf, rng)), "W4g32A16KV8")
+    size = f"{lm.nbytes / 1e6:.1f} MB"
+    assert repr(lm) == f"LanguageModel(Llama, W4g32A16KV8, {size}, from the/source)"
+
+
 def test_precision_is_what_is_there(tmp_path, rng):
     hf = CONFIGS["llama"] | {"quantization_config": GPTQ | {"group_size": 64}}
     tensors = random_tensors(hf, rng, np.float16)

@@ -338,3 +338,15 @@ def test_concatenate_needs_one_table(rng):
     other = dataclasses.replace(plain, table=np.nextafter(plain.table, np.float32(9)))
     assert concatenate([plain.pack(), plain.pack(), other.pack()]) is None
     assert concatenate([plain.pack(), plain.pack()]) is not None
+
+
+def test_a_tensor_is_shown_without_its_codes():
+    tensor = quantize(jnp.ones((2, 40, 8)), "uint8:gK")
+    arrays = "words=uint16[2, 1, 8, 64], parameters=uint32[2, 1, 8]"
+    assert repr(tensor) == f"QuantizedTensor(uint8:gK [2, 40, 8], {arrays})"
+
+
+@pytest.mark.parametrize(("other", "shown"), [("spec", "'spec'"), (np.float32(0), "float32[]")])
+def test_objects_in_the_place_of_arrays_are_shown(other, shown):
+    tensor = jax.tree.map(lambda array: other, quantize(jnp.ones((40, 8)), "uint8:gK"))
+    assert repr(tensor) == f"QuantizedTensor(uint8:gK, words={shown}, parameters={shown})"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes.base import Specs, TensorSpec
 from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import is_known
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
@@ -24,6 +25,16 @@ def method_of(config: Mapping[str, Any]) -> Any:
 def describe(spec: TensorSpec) -> str:
     """The dtype and shape of a tensor for messages, such as `int32 [512, 4096]`."""
     return f"{spec.dtype} {list(spec.shape)}"
+
+
+def require_groups(name: str, channels: int, format: WeightFormat) -> None:
+    """Raises CheckpointError unless the groups of a format divide a module's input channels."""
+    if not format.can_split(channels):
+        raise CheckpointError(
+            f"{name} has {channels} input channels, which groups of {format.group_size} don't "
+            "divide: choose another group size or format in precision, such as W4g32 or W4gK, or "
+            "for a table H8 or H4gK"
+        )
 
 
 def check_tensors(

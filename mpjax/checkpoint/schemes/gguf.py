@@ -99,11 +99,7 @@ class GGUFScheme(Scheme):
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device."""
         format = self._format(self.types[name])
-        if not format.can_split(channels):
-            raise CheckpointError(
-                f"{name} has {channels} input channels, which groups of {format.group_size} don't "
-                "divide: choose another group size or format in precision, such as W4g32 or W4gK"
-            )
+        checks.require_groups(name, channels, format)
         return format
 
     def _format(self, type: str) -> WeightFormat:

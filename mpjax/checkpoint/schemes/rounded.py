@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 
 import jax
 
+from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.grid import fit
 from mpjax.precision import describe_weights
@@ -55,11 +55,7 @@ class RoundedScheme(Scheme):
 
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device."""
-        if not self.weights.can_split(channels):
-            raise CheckpointError(
-                f"{name} has {channels} input channels, which groups of {self.weights.group_size} "
-                "don't divide: choose another group size or format in precision, such as W4gK"
-            )
+        checks.require_groups(name, channels, self.weights)
         return self.weights
 
     @abc.abstractmethod

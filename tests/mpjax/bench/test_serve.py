@@ -60,11 +60,11 @@ def test_a_sweep_is_a_command():
     )
     special = serve.Load(9, *lengths, ((1, 2),), rate=2.5, shared=3, late=99)
     options = {"max_gap": float("inf"), "ride": True, "engine": False, "share_prefixes": False}
-    options |= {"speculate": mpjax.Ngram(k=4, n=3)}
+    options |= {"speculate": mpjax.Ngram(k=4, n=3), "static": 2}
     assert serve.Sweep(("W4A16KV8",), special, **options).command == (
         "mpjax bench serve --precision W4A16KV8 --requests 9 --lengths FILE.jsonl --rate 2.5 "
-        "--shared-tokens 3 --late-prompt 99 --max-gap inf --ride --no-engine "
-        "--speculate ngram:4:3 --no-share"
+        "--shared-tokens 3 --late-prompt 99 --max-gap inf --static 2 --ride "
+        "--no-engine --speculate ngram:4:3 --no-share"
     )
     found = [
         serve.describe(dataclasses.asdict(load)) for load in (special, serve.Load(9, *lengths))

@@ -233,6 +233,15 @@ def test_serving(measured, folder):
     assert run("serve", "--no-plot").exit_code == 1
 
 
+def test_a_trace_that_cannot_be_written_is_told_before_anything_is_measured(monkeypatch, folder):
+    (folder / "file").touch()
+    monkeypatch.setattr(serve, "run", lambda sweep: pytest.fail("measured"))
+    result = run("serve", "--trace", folder / "file" / "trace.json")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("mpjax: ")
+    assert "file" in result.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
     monkeypatch.undo()
@@ -262,6 +271,8 @@ def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
         (("generate", "--prompt-tokens", "50000,x"), "'x' is not a number"),
         (("serve", "--prompt-tokens", "x"), "can't read the lengths 'x'"),
         (("serve", "--precision", "W4A32KV8"), "random weights are all in one format"),
+        (("serve", "--no-engine"), "nothing is measured without an engine"),
+        (("serve", "--no-engine", "--static", "4", "--trace", "t.json"), "--no-engine runs none"),
         (("magic",), "magic"),
     ],
 )

@@ -41,7 +41,8 @@ def test_seeds_of_a_batch_are_one_for_each_prompt(engine, seeds):
 
 
 def test_a_request_larger_than_the_cache_is_refused(engine):
-    resize(engine, pages=4)
+    resize(engine, pages=4)  # one of which is nowhere
+    assert engine.capacity == 3 * 32
     with pytest.raises(ValueError, match="the prompt's 90 tokens and 8 new ones don't fit"):
         engine.submit([1] * 90, max_new_tokens=8)
     assert len(engine.submit([1] * 90, max_new_tokens=7).result().tokens) == 7

@@ -91,6 +91,25 @@ def test_closing_waits_for_a_step_of_another_thread(tiny, monkeypatch):
     assert found == ["cancelled"]
 
 
+@pytest.mark.parametrize("has_thread", [False, True])
+@pytest.mark.parametrize("use", ["close", "stop", "step", "compile"])
+def test_an_observer_leaves_the_engine_alone(tiny, use, has_thread):
+    """Its step would wait for itself. The observer may cancel requests."""
+    with make_engine(tiny) as engine:
+        handle = engine.submit("import", max_new_tokens=99, sampling={"stop_ids": ()})
+        engine.observe(lambda _: handle.cancel())
+        with pytest.raises(CancelledError, match="request 0 was cancelled"):
+            handle.result()
+        engine.observe(lambda _: getattr(engine, use)())
+        other = engine.submit("import")
+        if has_thread:
+            engine.start()
+        message = "a thread runs" if use == "step" and has_thread else "an observer may submit and"
+        with pytest.raises(ValueError, match=message):
+            other.result()
+        assert engine.is_closed
+
+
 @pytest.mark.parametrize(
     ("fault", "reason", "told"),
     [

@@ -2,18 +2,26 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from mpjax.engine.options import require_candidates, require_gap, require_priority
+from mpjax.engine.options import (
+    require_candidates,
+    require_gap,
+    require_observer,
+    require_priority,
+)
 
 pytestmark = pytest.mark.any_version
 
 
 def test_options_that_fit_are_taken():
-    for gap in (None, 1, 0.5, math.inf):
+    for gap in (None, 1, 0.5, np.float32(0.5), math.inf):
         require_gap(gap)
     require_priority(-3)
     require_candidates(20)
+    require_observer(print)
+    require_observer(None)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,7 @@ def test_options_that_fit_are_taken():
         (require_priority, True, "priority is True: expected a whole number"),
         (require_candidates, 21, "logprobs is 21: .* 0 to 20"),
         (require_candidates, True, "logprobs is True: .* 0 to 20"),
+        (require_observer, 3, "observer is 3: expected a function of a ProgramRun"),
     ],
 )
 def test_options_that_do_not_fit_are_named(require, value, message):

@@ -176,6 +176,20 @@ def test_programs_are_told_in_order(tiny):
     assert not read.is_measured  # it was compiled
 
 
+def test_the_context_of_a_program_is_that_of_its_own_tokens(tiny):
+    """Also when the row has ended, or tokens of the next program are planned, as it is read."""
+    with make_engine(tiny) as engine:
+        told = []
+        engine.observe(told.append)
+        handle = engine.submit([1] * 60, max_new_tokens=99, sampling={"stop_ids": ()})
+        for _ in range(4):
+            engine.step()
+        handle.cancel()
+        for _ in engine:
+            pass
+    assert [run.context for run in told] == [60, 64, 68, 72]
+
+
 def test_a_speculating_step_is_measured_by_the_steps_that_ran(tiny, monkeypatch):
     """Proposals that are all accepted end a program of eight steps at a page of tokens."""
     with make_engine(tiny, steps=8, speculate=Ngram(k=31, n=1)) as engine:
@@ -257,3 +271,16 @@ def test_rows_that_ride_along_draw_what_they_draw_in_turns(each, engine, tiny):
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_the_context_of_a_program_is_also_that_of_rows_that_ride_along(tiny):
+    with make_engine(tiny, chunk_tokens=128, ride=True) as engine:
+        told, how = [], {"sampling": Sampling(temperature=1.0, stop_ids=())}
+        engine.submit([1] * 40, max_new_tokens=9, **how)
+        for _ in range(3):
+            engine.step()
+        engine.observe(told.append)
+        engine.submit([2] * 20, max_new_tokens=1, **how).result()
+    [ridden] = [run for run in told if run.tokens == 20]
+    assert (ridden.kind, ridden.rows, ridden.steps) == ("read", 2, 1)
+    assert ridden.context > 40

@@ -344,6 +344,13 @@ def test_a_client_that_goes_away_amid_its_body_is_no_fault(engine):
     assert status_of(app, part, {"type": "http.disconnect"}) == 499
 
 
+def test_requests_that_find_a_full_queue_are_refused(engine, monkeypatch):
+    monkeypatch.setattr(engine, "statistics", lambda: {"waiting": 3})
+    app = application(engine, "tiny", Limits(waiting=3))
+    assert status_of(app, {"type": "http.request", "body": b'{"prompt": "x"}'}) == 503
+    assert not engine.has_work
+
+
 def test_prompts_are_tokenised_beside_the_event_loop(engine, monkeypatch):
     threads = []
 

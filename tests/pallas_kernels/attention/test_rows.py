@@ -51,7 +51,7 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_varlen):
             assert position[number] == STARTS[batch] + of_sequence
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 1, 8], [0, 3, 0, 0], [0, 0], [7]])
+@pytest.mark.parametrize("counts", [[5, 0, 1, 8], [0, 3, 0, 0], [0, 0], [7], [2, 0] * 20 + [9]])
 def test_varlen_tiles_are_those_of_all_sequences(counts):
     """Tiles of sequences, one after another; those that are left have no rows of the last one."""
     group, size, padding = 3, 4, 2

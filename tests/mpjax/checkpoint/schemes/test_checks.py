@@ -6,6 +6,7 @@ import pytest
 
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
 
 SCALES = jax.ShapeDtypeStruct((32, 4096), jnp.float16)
 
@@ -67,6 +68,13 @@ def test_switches():
     for value in ("true", 1, [], 0.0):
         with pytest.raises(CheckpointError, match=r"config: sym is .*: expected true or false"):
             checks.parse_switch({"sym": value}, "sym", "config")
+
+
+def test_groups_have_to_divide_the_channels():
+    checks.require_groups("head", 576, WeightFormat.parse("uint4:g64"))
+    message = "head has 576 input channels, which groups of 128 don't divide: .* W4gK, .* or H4gK$"
+    with pytest.raises(CheckpointError, match=message):
+        checks.require_groups("head", 576, WeightFormat.parse("uint4:g128"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

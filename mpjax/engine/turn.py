@@ -1,0 +1,34 @@
+"""The turn to run an engine: one thread has it at a time."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Turn:
+    """A lock for steps, which says where its own thread asks for it again and would wait for ever.
+
+    An observer of programs is called within a step, and may ask for another.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None  # the thread that has it
+
+    def require_other(self) -> None:
+        """Raises ValueError in the thread that has the turn."""
+        if self._holder == threading.get_ident():
+            raise ValueError(
+                "a step of the engine runs, and waits for its observer: an observer may submit and "
+                "cancel requests, but not run, stop or close the engine"
+            )
+
+    def __enter__(self) -> None:
+        """Waits for the turn. Raises ValueError in the thread that has it."""
+        self.require_other()
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._holder = None
+        self._lock.release()

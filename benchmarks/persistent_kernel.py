@@ -870,14 +870,13 @@ def _wait_for_all(number: int, count: int) -> Assembly:
     again:
         ld.relaxed.gpu.global.u32 found, [{{0}} + {4 * number}];
         setp.ge.u32 done, found, {count};
-        @done bra seen;
+        @done bra end;
         add.u32 polls, polls, 1;
         setp.lt.u32 done, polls, {POLLS};
         @done bra again;
         red.global.add.u32 [{{0}} + {4 * _WAITS_GIVEN_UP}], 1;
-    seen:
-        fence.acq_rel.gpu;
     end:
+        fence.acq_rel.gpu;
         bar.sync {_CONSUMERS_BARRIER}, {THREADS};""")
 
 

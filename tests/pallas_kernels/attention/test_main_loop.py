@@ -19,9 +19,9 @@ pytestmark = pytest.mark.any_version
     ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),
     [
         ("KV8", "bfloat16", 1, 2.0, True, None, DECODE),
-        ("KV16", "float16", 3, None, True, 70, DECODE),
+        in_sweep("KV16", "float16", 3, None, True, 70, DECODE),
         ("KVfp8", "float16", 2, 0.5, False, 25, CHUNKS),
-        ("KV4", "bfloat16", 2, None, True, None, CHUNKS),
+        in_sweep("KV4", "bfloat16", 2, None, True, None, CHUNKS),
     ],
 )
 def test_softcap_and_sinks(text, dtype, splits, softcap, has_sinks, window, lengths, rng):
@@ -40,12 +40,12 @@ EDGES = [0, 1, 30, 31, 32, 62, 63, 64, 126, 127, 128]
 @pytest.mark.parametrize(
     ("text", "heads", "tokens", "splits", "window"),
     [
-        ("KV16", (1, 2), 1, 1, None),
+        in_sweep("KV16", (1, 2), 1, 1, None),
         ("KV16", (1, 2), 1, 2, 64),
         ("KV16", (1, 2), 20, 1, None),  # wide tiles, of which the first need no mask
-        ("KV16", (1, 2), 20, 2, 64),
+        in_sweep("KV16", (1, 2), 20, 2, 64),
         ("KV8", (1, 12), 1, 3, None),
-        ("KV2", (1, 2), 1, 1, None),  # a packed block, and one that waits
+        in_sweep("KV2", (1, 2), 1, 1, None),  # a packed block, and one that waits
     ],
 )
 def test_rows_see_each_key_up_to_their_own_around_the_ends_of_tiles(
@@ -78,10 +78,10 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
     ("text", "dtype"),
     [
         ("KV16", "bfloat16"),
-        ("KV8", "float16"),
+        in_sweep("KV8", "float16"),
         in_sweep("KV4", "bfloat16"),
         ("KV4", "float16"),
-        ("KVfp8", "bfloat16"),
+        in_sweep("KVfp8", "bfloat16"),
         in_sweep("KV4c", "float16"),
         ("KV2", "bfloat16"),
     ],
@@ -95,7 +95,7 @@ def test_sums_that_all_but_cancel_and_channels_that_stand_out(text, dtype, rng):
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "share"), [("KV2", "bfloat16", 0.5), ("KV4c", "float16", 0.3)]
+    ("text", "dtype", "share"), [("KV2", "bfloat16", 0.5), in_sweep("KV4c", "float16", 0.3)]
 )
 def test_steps_of_channels_lose_little_at_the_query(text, dtype, share, rng):
     """In the queries' 16 bits, query times step would lose more than the gate allows."""
@@ -108,7 +108,7 @@ def test_steps_of_channels_lose_little_at_the_query(text, dtype, share, rng):
     assert np.mean(errors) < GATES[dtype] * share
 
 
-@pytest.mark.parametrize(("text", "dtype"), [("KV4c", "bfloat16"), ("KV2", "bfloat16")])
+@pytest.mark.parametrize(("text", "dtype"), [in_sweep("KV4c", "bfloat16"), ("KV2", "bfloat16")])
 def test_channels_that_are_all_alike(text, dtype, rng):
     """Their step, that of a range of zero, adds no more than the others' to what is rounded."""
     test = scene(rng, text, dtype, kind="flat", starts=[600], counts=[1])
@@ -116,7 +116,7 @@ def test_channels_that_are_all_alike(text, dtype, rng):
     assert test.error(out, 100 / 8) < GATES[dtype]
 
 
-@pytest.mark.parametrize("text", ["KV2", "KV4c"])
+@pytest.mark.parametrize("text", [in_sweep("KV2"), "KV4c"])
 def test_queries_of_zero_are_means_of_what_they_see(text, rng):
     """The last tile hides keys, and −∞ times a factor that vanished would be no number."""
     test = scene(rng, text, "bfloat16", starts=[240], counts=[40])
@@ -126,7 +126,7 @@ def test_queries_of_zero_are_means_of_what_they_see(text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
-@pytest.mark.parametrize("text", ["K16V8", "KV4"])
+@pytest.mark.parametrize("text", [in_sweep("K16V8"), "KV4"])
 @pytest.mark.parametrize("kind", ["alike", "null"])
 def test_tokens_that_are_all_alike(kind, text, rng):
     """Their step, that of a range of zero, is none that others' products vanish beside."""
@@ -134,7 +134,7 @@ def test_tokens_that_are_all_alike(kind, text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["float16"]
 
 
-@pytest.mark.parametrize("text", ["KV16", "KV8", in_sweep("K16V4"), "KV2"])
+@pytest.mark.parametrize("text", ["KV16", in_sweep("KV8"), in_sweep("K16V4"), "KV2"])
 def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
     """From 2**24 on, an exponent may be rounded to what is beyond the largest float16."""
     test, scale = scene(rng, text, "float16", starts=[300], counts=[1]), 2.0**20.5
@@ -187,15 +187,22 @@ def test_queries_of_channels_may_have_any_size(text_and_dtype, tokens, size, rng
     assert test.error(out, 1 / 8) < GATES[dtype]
 
 
-@combinations(1, text_and_dtype=[("KV2", "bfloat16"), ("KV4c", "float16")], dim=[80, 192])
-def test_steps_of_channels_at_sixteen_rows(text_and_dtype, dim, rng):
+@pytest.mark.parametrize(
+    ("text", "dtype", "dim"),
+    [
+        ("KV2", "bfloat16", 80),
+        in_sweep("KV2", "bfloat16", 192),
+        in_sweep("KV4c", "float16", 80),
+        in_sweep("KV4c", "float16", 192),
+    ],
+)
+def test_steps_of_channels_at_sixteen_rows(text, dtype, dim, rng):
     """Rows that are no few, in a tile that is narrow all the same; parts of one size and of two."""
-    text, dtype = text_and_dtype
     test = scene(rng, text, dtype, heads=(1, 12), head_dim=dim, starts=[300], counts=[1])
     assert test.error(kernel(*test.arguments, splits=1)) < GATES[dtype]
 
 
-@pytest.mark.parametrize("text", ["KV8", "KV4"])
+@pytest.mark.parametrize("text", [in_sweep("KV8"), "KV4"])
 def test_slots_that_were_never_written_have_no_step(text, rng):
     test = scene(rng, text, "bfloat16", starts=[70, 3], counts=[1, 1], page_size=64)
     parameters = np.array(test.pages.value_parameters)  # [pages, heads, tokens]
@@ -208,7 +215,7 @@ def test_slots_that_were_never_written_have_no_step(text, rng):
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
+    ("text", "dtype"), [in_sweep("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
 )
 def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
     for kind in ("uniform", "outlier", "small"):
@@ -227,10 +234,10 @@ def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
 @pytest.mark.parametrize(
     ("text", "dtype", "masked"),
     [
-        ("KV8", "bfloat16", False),
+        in_sweep("KV8", "bfloat16", False),
         ("KVfp8", "float16", False),
         ("KV2", "bfloat16", True),
-        ("K4cV4c", "bfloat16", False),
+        in_sweep("K4cV4c", "bfloat16", False),
         in_sweep("KVfp8", "bfloat16", True),
         in_sweep("KV4", "float16", False),
         in_sweep("KV2", "float16", False),
@@ -250,7 +257,7 @@ def test_powers_of_two_make_up_for_codes_that_are_subnormals(
     assert test.error(kernel(*test.arguments, splits=2, **masks), **masks) < GATES[dtype]
 
 
-@pytest.mark.parametrize("text", ["KV8", "K4cV4c"])
+@pytest.mark.parametrize("text", [in_sweep("KV8"), "K4cV4c"])
 def test_powers_of_two_in_wide_tiles(text, rng, attention_with_ptx):
     """A block of 128 tokens is packed."""
     test = scene(rng, text, "bfloat16", starts=[200], counts=[20])

@@ -17,7 +17,8 @@ from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel,
 from tests.pallas_kernels.oracles import GATES
 from tests.sweeps import in_sweep
 
-few_formats = pytest.mark.parametrize("text", ["KV16", "KV4", "KV2"])
+FEW_FORMATS = ["KV16", "KV4", "KV2"]
+few_formats = pytest.mark.parametrize("text", [in_sweep("KV16"), "KV4", in_sweep("KV2")])
 EVERY_FORMAT = ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
 every_format = pytest.mark.parametrize("text", EVERY_FORMAT)
 every_variant = pytest.mark.parametrize(
@@ -42,9 +43,9 @@ BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
     ("text", "dtype", "splits", "page_size", "head_dim", "lengths", "masked"),
     [
         ("KV4cg32", "float16", 5, 32, 96, BLOCKS, True),
-        ("KV2", "float16", 2, 256, 64, BLOCKS, False),
-        ("KV2t", "bfloat16", 3, 16, 64, BLOCKS, True),
-        ("KV2g64", "bfloat16", 2, 64, 128, BLOCK_CHUNKS, False),
+        in_sweep("KV2", "float16", 2, 256, 64, BLOCKS, False),
+        in_sweep("KV2t", "bfloat16", 3, 16, 64, BLOCKS, True),
+        in_sweep("KV2g64", "bfloat16", 2, 64, 128, BLOCK_CHUNKS, False),
         in_sweep("K4cV4c", "bfloat16", 1, 128, 64, BLOCKS, False),
         ("K8V4cg32", "float16", 1, 64, 64, BLOCK_CHUNKS, True),
     ],
@@ -64,9 +65,9 @@ def test_what_waits_is_attended_beside_what_is_packed(
     ("text", "dtype", "heads", "head_dim", "splits", "lengths", "masked"),
     [
         in_sweep("KV2", "bfloat16", (2, 2), 64, 1, BLOCKS, False),
-        ("KV4cg32", "float16", (1, 5), 96, 1, BLOCKS, True),
+        in_sweep("KV4cg32", "float16", (1, 5), 96, 1, BLOCKS, True),
         ("KV2t", "float16", (2, 2), 128, 3, BLOCKS, True),  # each reads a share of both
-        ("KV4c", "bfloat16", (1, 6), 256, 1, BLOCKS, True),
+        in_sweep("KV4c", "bfloat16", (1, 6), 256, 1, BLOCKS, True),
         ("K4cV4c", "bfloat16", (1, 12), 64, 1, BLOCKS, False),  # two tiles of rows
         ("KV2", "float16", (2, 2), 96, 1, BLOCK_CHUNKS, True),  # wide ones, of several tokens
     ],
@@ -108,10 +109,10 @@ def test_one_program_reads_both_on_the_gpu(text, dtype, rng):
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
-        ("KV16", "bfloat16", (2, 2), 1, None),
-        ("KVfp8", "float16", (3, 1), 5, None),
-        ("KV4", "bfloat16", (2, 2), 1, 1),
-        ("K8V4", "float16", (2, 2), 2, 70),
+        in_sweep("KV16", "bfloat16", (2, 2), 1, None),
+        in_sweep("KVfp8", "float16", (3, 1), 5, None),
+        in_sweep("KV4", "bfloat16", (2, 2), 1, 1),
+        in_sweep("K8V4", "float16", (2, 2), 2, 70),
         ("KV8s", "float16", (3, 1), 2, None),
         ("K8V4", "bfloat16", (1, 12), 2, 70),  # of sixteen rows
         ("K4cV8", "bfloat16", (1, 12), 2, 70),  # of eight, twice
@@ -124,9 +125,9 @@ def test_decoding(text, dtype, heads, splits, window, rng):
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "head_dim", "page_size", "lengths"),
     [
-        ("KV4", "bfloat16", (1, 5), 96, 16, DECODE),
+        in_sweep("KV4", "bfloat16", (1, 5), 96, 16, DECODE),
         ("KV16", "bfloat16", (1, 6), 96, 256, CHUNKS),
-        ("K16V8", "float16", (1, 12), 256, 128, DECODE),
+        in_sweep("K16V8", "float16", (1, 12), 256, 128, DECODE),
         ("KV4", "float16", (1, 1), 256, 32, CHUNKS),
     ],
 )
@@ -135,7 +136,7 @@ def test_heads_and_pages_of_other_sizes(text, dtype, heads, head_dim, page_size,
     check(scene(rng, text, dtype, **sizes, **lengths), dtype, 2)
 
 
-@pytest.mark.parametrize(("text", "window"), [("KV16", None), ("KV8", 2300)])
+@pytest.mark.parametrize(("text", "window"), [("KV16", None), in_sweep("KV8", 2300)])
 def test_more_tiles_than_pages_that_are_looked_up_at_once(text, window, rng):
     check(scene(rng, text, "bfloat16", starts=[2600, 100], counts=[1, 1]), "bfloat16", 1, window)
 
@@ -143,10 +144,10 @@ def test_more_tiles_than_pages_that_are_looked_up_at_once(text, window, rng):
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
-        ("KV16", "bfloat16", (2, 2), 2, None),
+        in_sweep("KV16", "bfloat16", (2, 2), 2, None),
         ("KV8", "float16", (1, 7), 1, 25),
         ("K4Vfp8", "bfloat16", (2, 1), 2, 25),
-        ("K8V8s", "bfloat16", (1, 7), 1, None),
+        in_sweep("K8V8s", "bfloat16", (1, 7), 1, None),
     ],
 )
 def test_chunked_prefill(text, dtype, heads, splits, window, rng):
@@ -161,13 +162,13 @@ RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0
     ("text", "dtype", "heads", "splits", "masks"),
     [
         in_sweep("KV8", "bfloat16", (2, 3), 1, {}),
-        ("KV16", "float16", (2, 3), 2, {"window": 700}),
+        in_sweep("KV16", "float16", (2, 3), 2, {"window": 700}),
         ("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
         in_sweep("KV2", "bfloat16", (2, 3), 1, {}),
         in_sweep("KV4cg32", "float16", (2, 3), 2, {"window": 1000, "sinks": True}),
         ("KV8", "bfloat16", (1, 20), 2, {}),  # a wide tile, most of whose keys need no mask
-        ("KV2", "float16", (1, 6), 1, {"sinks": True}),  # two tiles of rows
-        ("KV8", "float16", (1, 12), 2, {"window": 700, "sinks": True}),  # of sixteen
+        in_sweep("KV2", "float16", (1, 6), 1, {"sinks": True}),  # two tiles of rows
+        in_sweep("KV8", "float16", (1, 12), 2, {"window": 700, "sinks": True}),  # of sixteen
     ],
 )
 def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, masks, rng):
@@ -182,7 +183,7 @@ def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, 
     ("text", "splits", "masked"),
     [
         ("KV2t", 1, True),
-        ("KV2", 2, False),
+        in_sweep("KV2", 2, False),
         in_sweep("KV2", 1, False),
         in_sweep("KV2", 2, True),
     ],
@@ -209,7 +210,7 @@ def test_programs_that_help_read_what_waits_on_the_gpu(text, dtype, rng):
 @pytest.mark.parametrize(
     ("text", "dtype", "heads"),
     [
-        ("KV2", "float16", (1, 3)),
+        in_sweep("KV2", "float16", (1, 3)),
         ("KV2t", "bfloat16", (2, 3)),
         in_sweep("K8V4c", "float16", (1, 8)),
     ],
@@ -226,7 +227,7 @@ def test_varlen_sequences_whose_programs_read_both(text, dtype, heads, rng):
     assert test.error(test.padded(out), **masks) < GATES[dtype]
 
 
-@pytest.mark.parametrize("residual_splits", [0, 2])
+@pytest.mark.parametrize("residual_splits", [in_sweep(0), 2])
 def test_a_residual_lies_where_the_span_says(residual_splits, rng):
     test = scene(rng, "KV4c", "bfloat16", **BLOCKS)
     queries, pages, span = test.arguments
@@ -260,13 +261,18 @@ def test_programs_help_on_the_gpu(text, dtype, rng):
         assert test.error(kernel(*test.arguments, **options), **masks) < GATES[dtype], masks
 
 
-@every_format
-@pytest.mark.parametrize("tokens", [1, 512])
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        *((text, 1) for text in EVERY_FORMAT),
+        *((text, 512) if text in FEW_FORMATS else in_sweep(text, 512) for text in EVERY_FORMAT),
+    ],
+)
 @pytest.mark.parametrize("kinds", ["few", in_sweep("all")])
 def test_lowers_for_named_shapes(text, tokens, kinds, lower_for_cuda):
     """Heads of every size, by turns in either dtype, with masks and without; of 128 in both.
 
-    kinds: few are told apart by heads, tile and splits; all, also by what is left of a tile, the
+    kinds: few are told apart by heads and tile; all, also by splits, what is left of a tile, the
         dtype, and whether programs help each other.
     """
     lowered = set()
@@ -292,9 +298,9 @@ def test_lowers_for_named_shapes(text, tokens, kinds, lower_for_cuda):
             ragged = tokens * group % config.tile_rows > 0
             in_both = shape.head_dim == 128 and dtype
             balanced = config.is_balanced
-            key: tuple[Any, ...] = (shape.head_dim, config.tile_rows, splits)
+            key: tuple[Any, ...] = (shape.head_dim, config.tile_rows)
             if kinds == "all":
-                key += ragged, in_both, balanced
+                key += splits, ragged, in_both, balanced
             if key in lowered:
                 continue
             lowered.add(key)

@@ -32,7 +32,7 @@ from tests.pallas_kernels.gemm.weights import (
     weight_struct,
 )
 from tests.pallas_kernels.oracles import GATES, relative_error
-from tests.sweeps import combinations, in_sweep
+from tests.sweeps import in_sweep
 
 FORMATS = (
     *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
@@ -43,6 +43,11 @@ FORMATS = (
 )
 # For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
+# Codes of other formats, with groups of another size or without zero points.
+LIKE_OTHERS = (
+    *("uint4:g64", "uint4:g128", "uint4:g128:sym", "uint8:g32", "uint8:g128", "uint8:gK:sym"),
+    *("float8:gK", "affine8:g64"),
+)
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
 # that share them; the last of few rows and of many have more blocks and planes than there are
@@ -50,33 +55,33 @@ each_format = pytest.mark.parametrize("text", FORMATS)
 CASES = [
     ("uint4:g128", 24, 512, 192, WarpgroupConfig(8, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 20, 288, 128, WarpgroupConfig(32, 2, 2), "float16", "float16"),
-    ("uint4:g64", 3, 320, 64, WarpgroupConfig(8, 3, 2, 3), "bfloat16", "bfloat16"),
-    ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(16, 2, 3), "bfloat16", "float16"),
-    ("uint8:g128", 17, 256, 64, WarpgroupConfig(24, 2, 1, 2), "float16", "float16"),
-    ("uint8:g32", 8, 96, 128, WarpgroupConfig(8, 2, 1), "bfloat16", "bfloat16"),
-    ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 4, 2, 2), "bfloat16", "float32"),
     ("uint4:gK", 9, 700, 192, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
-    ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3, 2), "float16", "bfloat16"),
     ("uint8:g32", 8, 672, 64, WarpgroupConfig(8, 4, 1, 4), "bfloat16", "float16"),
-    ("uint4:g128", 16, 2560, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
-    ("float8:gK", 24, 200, 128, WarpgroupConfig(40, 2, 1), "float16", "float32"),
     ("uint4:g128", 40, 1280, 128, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
+    ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 4, 2, 2), "bfloat16", "float32"),
     ("int8/int8", 7, 1300, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float32"),
-    ("table3:g64", 16, 1088, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
     ("table3:g32", 16, 1056, 64, WarpgroupConfig(16, 2, 1, 2), "float16", "float16"),
     ("table2:g256", 30, 1280, 64, WarpgroupConfig(32, 2, 1), "bfloat16", "float16"),
-    ("table2:g32", 40, 1088, 192, WarpgroupConfig(40, 2, 1), "float16", "float16"),
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
-    ("int8/int8", 300, 600, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "float32"),
     ("table4:g64", 130, 1088, 192, WarpgroupConfig(128, 3, 2), "bfloat16", "float16"),
     ("liquid4:g64/int8", 16, 1344, 128, WarpgroupConfig(16, 4, 1, 2), "bfloat16", "uint16"),
-    ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
-    ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
     ("affine4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
+    ("uint4:g64", 3, 320, 64, WarpgroupConfig(8, 3, 2, 3), "bfloat16", "bfloat16"),
+    ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(16, 2, 3), "bfloat16", "float16"),
+    ("uint8:g128", 17, 256, 64, WarpgroupConfig(24, 2, 1, 2), "float16", "float16"),
+    ("uint8:g32", 8, 96, 128, WarpgroupConfig(8, 2, 1), "bfloat16", "bfloat16"),
+    ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3, 2), "float16", "bfloat16"),
+    ("uint4:g128", 16, 2560, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
+    ("float8:gK", 24, 200, 128, WarpgroupConfig(40, 2, 1), "float16", "float32"),
+    ("table3:g64", 16, 1088, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
+    ("table2:g32", 40, 1088, 192, WarpgroupConfig(40, 2, 1), "float16", "float16"),
+    ("int8/int8", 300, 600, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "float32"),
+    ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
+    ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("uint8:g64:sym", 5, 192, 128, WarpgroupConfig(8, 2, 1), "float16", "float16"),
     ("float8:g128", 5, 200, 64, WarpgroupConfig(8, 2, 2), "float16", "float32"),
     ("int8/int8", 40, 300, 192, WarpgroupConfig(24, 2, 1), "bfloat16", "float32"),
@@ -130,7 +135,7 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
     ("rows", "channels", "config", "ahead"),
     [
         (1, 768, WarpgroupConfig(8, 2, 1, 2), 3),  # more slots than blocks
-        (16, 1536, WarpgroupConfig(16, 2, 2), 2),
+        in_sweep(16, 1536, WarpgroupConfig(16, 2, 2), 2),
     ],
 )
 def test_words_are_copied_before_x(rows, channels, config, ahead, rng):
@@ -149,7 +154,7 @@ def test_words_are_copied_before_x(rows, channels, config, ahead, rng):
     ("text", "config"),
     [
         in_sweep("uint4:g128", WarpgroupConfig(40, 2, 2)),
-        ("uint4:g128", WarpgroupConfig(16, 2, 2)),
+        in_sweep("uint4:g128", WarpgroupConfig(16, 2, 2)),
         ("int8/int8", WarpgroupConfig(24, 3, 1)),
         in_sweep("table4:g64", WarpgroupConfig(64, 2, 1)),
     ],
@@ -169,7 +174,9 @@ def test_bands_of_rows(text, config, interpret, rng, monkeypatch, request):
     np.testing.assert_array_equal(np.asarray(terms), np.asarray(whole))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", in_sweep("float16"), "float8_e4m3fn", in_sweep("int8")]
+)
 def test_lowers_for_any_output(dtype, lower_for_cuda):
     weight, x = weight_struct("uint4:g128", 512, 128), jax.ShapeDtypeStruct((40, 512), jnp.bfloat16)
     for splits in (1, 2):
@@ -186,9 +193,7 @@ def test_every_format_has_a_case():
     assert cases == {*FORMATS, *OTHER_GROUPS}
 
 
-@pytest.mark.parametrize(
-    "text", [in_sweep(t) if t in ("affine8:g64", "float4:g32") else t for t in FORMATS]
-)
+@pytest.mark.parametrize("text", [in_sweep(t) if t in LIKE_OTHERS else t for t in FORMATS])
 @pytest.mark.parametrize("kinds", ["tiles", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     """Each tile of rows, or all that kernels differ in."""
@@ -216,7 +221,14 @@ def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     assert lowered
 
 
-@combinations(1, text=[text for text in FORMATS if not text.startswith("int4")], half=[0, 1])
+@pytest.mark.parametrize(
+    ("text", "half"),
+    [
+        in_sweep(text, half) if text in LIKE_OTHERS or half != number % 2 else (text, half)
+        for number, text in enumerate(text for text in FORMATS if not text.startswith("int4"))
+        for half in (0, 1)
+    ],
+)
 def test_few_rows_lower(text, half, lower_for_cuda):
     """Products that clusters add, and products of single warps, in both dtypes."""
     weight = weight_struct(text, 1536, 320)
@@ -241,12 +253,12 @@ def test_few_rows_lower(text, half, lower_for_cuda):
     [
         ("table3:g64", (16, 3, 2), True, True),
         ("table3:g64", (16, 4, 1), False, True),  # not enough of them for both
-        ("table2:g64", (8, 3, 1), False, True),
-        ("table3:g64", (32, 2, 1), False, True),
+        in_sweep("table2:g64", (8, 3, 1), False, True),
+        in_sweep("table3:g64", (32, 2, 1), False, True),
         ("table3:g64", (40, 2, 1), False, False),
         ("table4:g64", (16, 4, 1), True, False),
         ("uint4:g128", (16, 2, 1), False, False),
-        ("uint4:g128", (32, 2, 1), False, False),
+        in_sweep("uint4:g128", (32, 2, 1), False, False),
     ],
 )
 def test_registers_are_used_where_there_are_some(

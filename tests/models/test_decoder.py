@@ -80,7 +80,11 @@ def run(
     return np.stack(logits), cache
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "changes",
+    [changes if changes else in_sweep(changes) for changes in VARIANTS.values()],
+    ids=VARIANTS,
+)
 def test_forward_and_steps_equal_numpy(changes, rng):
     """A prompt, five steps across a page boundary, and a chunk; float32 with a 16-bit cache."""
     model = small_model(small_config(**changes))
@@ -194,7 +198,7 @@ def test_a_window_hides_older_tokens(rng):
         assert (difference > 1e-3) == visible
 
 
-@pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK:sym"])
+@pytest.mark.parametrize("text", ["uint4:g32", in_sweep("uint8:gK:sym")])
 def test_quantized_kernels_equal_the_weights_they_stand_for(text, rng):
     model = quantize_kernels(small_model(SHALLOW), text)
     plain = dequantize_kernels(quantize_kernels(small_model(SHALLOW), text))
@@ -208,7 +212,8 @@ def test_quantized_kernels_equal_the_weights_they_stand_for(text, rng):
 
 
 @pytest.mark.parametrize(
-    ("text", "gap"), [("int8/int8", 0.05), ("liquid4:g64/int8", 0.05), ("float8:gK/float8", 0.15)]
+    ("text", "gap"),
+    [("int8/int8", 0.05), in_sweep("liquid4:g64/int8", 0.05), ("float8:gK/float8", 0.15)],
 )
 def test_eight_bit_activations_through_a_whole_model(text, gap, rng):
     """Against plain kernels of the same values: what is left is the rounding of activations."""
@@ -220,7 +225,7 @@ def test_eight_bit_activations_through_a_whole_model(text, gap, rng):
     assert 1e-4 < relative_error(last, forward(plain, tokens)[:, -1]) < gap
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [in_sweep(1), 3])
 def test_a_layer_is_the_plain_formula_on_a_stream_and_terms(splits, rng):
     model = small_model(small_config(qk_norm=True, mlp_bias=True))
     layer = model.layers[0]
@@ -266,7 +271,12 @@ def test_interpreted_kernels_inside_a_model(rng, interpreted_triton):
 
 @pytest.mark.parametrize(
     ("text", "bits", "gates"),
-    [("uint4:g32", 16, 0), ("uint4:g32", 4, 0), ("liquid4:g64/int8", 8, 1), ("uint4:g32", 2, 0)],
+    [
+        ("uint4:g32", 16, 0),
+        in_sweep("uint4:g32", 4, 0),
+        ("liquid4:g64/int8", 8, 1),
+        ("uint4:g32", 2, 0),
+    ],
 )
 def test_a_decoding_step_lowers_for_cuda(text, bits, gates, pretend_gpu, lower_for_cuda):
     config = dataclasses.replace(KERNEL_CONFIG, dtype="bfloat16")
@@ -316,7 +326,7 @@ def test_gradients_reach_every_weight_and_are_right(rng):
     assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(norm, rel=0.02)
 
 
-@pytest.mark.parametrize(("text", "error"), [("uint4:g32", 1e-4), ("int8/int8", 0.1)])
+@pytest.mark.parametrize(("text", "error"), [("uint4:g32", 1e-4), in_sweep("int8/int8", 0.1)])
 def test_gradients_pass_through_packed_kernels(text, error, rng):
     """As with plain kernels of the same values; gemm/test_gradient.py has all formats."""
     model = quantize_kernels(small_model(SHALLOW), text)

@@ -20,6 +20,7 @@ from mpjax.models import DecoderConfig, Llama, llama_layers
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.mpjax.odd_models import with_damaged_token
+from tests.sweeps import in_sweep
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -308,7 +309,7 @@ def test_decoding_is_one_loop_that_never_visits_the_host(tiny):
 
 @pytest.mark.parametrize(
     ("stop_ids", "stride", "until"),
-    [((), 3, NEW), ((7, 1500), 3, NEW), ((7, 1500), 3, 2), ((), 16, NEW)],
+    [in_sweep((), 3, NEW), ((7, 1500), 3, NEW), ((7, 1500), 3, 2), ((), 16, NEW)],
 )
 def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
     """Neither where a stride passes the end, nor where rows end in the middle of one."""
@@ -377,7 +378,7 @@ def test_a_stride_is_a_loop_whose_length_is_known(tiny):
     assert inner.params["length"] == 5
 
 
-@pytest.mark.parametrize("format", [KVFormat(16), KVFormat(8), KVFormat("2g64")], ids=str)
+@pytest.mark.parametrize("format", [KVFormat(16), in_sweep(KVFormat(8)), KVFormat("2g64")], ids=str)
 def test_the_loop_does_not_copy_the_cache(tiny, format):
     check_that_the_loop_copies_nothing(tiny.model, format, stride=1)
 
@@ -425,7 +426,9 @@ def check_that_the_loop_copies_nothing(model, format, stride):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache.layers))
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "format", [in_sweep(f) if f == KVFormat(8) else f for f in FORMATS], ids=str
+)
 def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monkeypatch):
     monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
     model = nnx.eval_shape(lambda: Llama(KERNELS_CONFIG, nnx.Rngs(0)))

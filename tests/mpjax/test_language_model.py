@@ -29,6 +29,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     write_checkpoint,
 )
 from tests.mpjax.tokenizer_folders import byte_level
+from tests.sweeps import in_sweep
 
 
 def load(folder, precision=None, dtype=None):
@@ -80,18 +81,18 @@ def test_precision_is_what_is_there(tmp_path, rng):
     "precision",
     [
         "W16A16KV16",
-        "W32A32KV8",
+        in_sweep("W32A32KV8"),
         "W4A16KV8",
-        "W4g32A32KV4",
+        in_sweep("W4g32A32KV4"),
         "W4gKsymA16KV4t",
-        "W8g64A16K8V4",
-        "W8symA32KV16",
+        in_sweep("W8g64A16K8V4"),
+        in_sweep("W8symA32KV16"),
         "WNF4A16KV4cg64",
         "WNF3g128A16K4cV4c",
         "WNF2g32A16KV2t",
         "WFP8A16KVfp8",
-        "WFP8gKA16KV2",
-        "WFP8AFP8KV8",
+        in_sweep("WFP8gKA16KV2"),
+        in_sweep("WFP8AFP8KV8"),
         "WFP8g128AFP8KV8s",
         "W8A8K4cg32V8",
         "W4A8KV4",

@@ -114,8 +114,7 @@ def in_blocks(channels: int, order: np.ndarray | None = None) -> QuantizedTensor
     )
 
 
-@pytest.mark.parametrize("size", [512, 384, 128])
-@pytest.mark.parametrize("is_ordered", [False, True])
+@combinations(1, size=[512, 384, 128], is_ordered=[False, True])
 def test_blocks_of_activations_keep_their_bits(size, is_ordered):
     """Parts round x as the whole does, to the bit: shares of whole blocks have the same scales."""
     channels = 640

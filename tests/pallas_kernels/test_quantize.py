@@ -166,7 +166,7 @@ def test_a_value_is_off_by_no_more_than_its_codes_allow(text, bound):
     assert (error > bound / 8).any()
 
 
-@each_format
+@each_kind
 def test_zeros_stay_zero(text):
     format = WeightFormat.parse(text)
     weight = random_weight(3)
@@ -346,7 +346,7 @@ def test_a_table_is_taken_as_float32(dtype):
         jax.tree.map(np.testing.assert_array_equal, function(weight, format, table=other), expected)
 
 
-@each_format
+@pytest.mark.parametrize("text", ["uint4:g32", "liquid4:g64/int8"])
 def test_the_format_may_be_text(text):
     found, expected = (
         quick_quantize(random_weight(1), format) for format in (text, WeightFormat.parse(text))

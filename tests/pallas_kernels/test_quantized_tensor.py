@@ -21,6 +21,7 @@ from tests.pallas_kernels.oracles import (
     PlainWeight,
     most_formats,
 )
+from tests.sweeps import in_sweep
 
 # Symmetric codes lie as others do.
 LAYOUTS = [text for text in PACKED_FORMATS if ":sym" not in text]
@@ -32,6 +33,15 @@ KINDS = [
     *("float8:gK", "float8:g128/float8", "int8/int8", "liquid4:g64"),
 ]
 each_kind = pytest.mark.parametrize("text", KINDS)
+# A permutation, a table with narrow planes, scales of blocks, and those of channels and groups.
+SOME = ("table3:g32", "float8:g128", "liquid4:g64")
+each_case_of_some = pytest.mark.parametrize(
+    ("text", "permuted"),
+    [
+        *((text, False) if text in SOME else in_sweep(text, False) for text in KINDS),
+        ("uint4:g32", True),
+    ],
+)
 
 
 def assert_same(actual: jax.Array, expected: np.ndarray) -> None:
@@ -232,9 +242,7 @@ def stacked(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-@pytest.mark.parametrize(
-    ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g32", True)]
-)
+@each_case_of_some
 def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
     """And is unpacked, dequantised and given other scales as they are."""
     format = WeightFormat.parse(text)
@@ -265,9 +273,7 @@ def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
             replace_scales(tensor, scales[0])
 
 
-@pytest.mark.parametrize(
-    ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g32", True)]
-)
+@each_case_of_some
 def test_concatenate_joins_output_channels(text, permuted, rng):
     format = WeightFormat.parse(text)
     permutation = rng.permutation(128).astype(np.int32) if permuted else None
@@ -288,7 +294,7 @@ def test_concatenate_joins_output_channels(text, permuted, rng):
     jax.tree.map(np.testing.assert_array_equal, split(joined, (3, 1, 3)), packed)
 
 
-@pytest.mark.parametrize(("text", "permuted"), [*((t, False) for t in KINDS), ("uint4:g32", True)])
+@each_case_of_some
 def test_outputs_are_taken_in_any_order(text, permuted, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 5)
     tensor = plain.pack(rng.permutation(128).astype(np.int32) if permuted else None)

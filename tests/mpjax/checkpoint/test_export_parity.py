@@ -25,6 +25,7 @@ from tests.mpjax.checkpoint.test_huggingface_parity import (
     torch,
     transformers,
 )
+from tests.sweeps import in_sweep
 
 # Blocks of 128 channels; keys fill half a block.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
@@ -41,6 +42,8 @@ EXPORTED = [
 ]
 
 
+# Each layout is there with another precision, or the precision with another layout.
+SWEPT = [*EXPORTED[4:6], *EXPORTED[7:9], EXPORTED[12]]
 NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -133,7 +136,9 @@ def weights_of(folder):
     }
 
 
-@pytest.mark.parametrize(("precision", "layout"), EXPORTED)
+@pytest.mark.parametrize(
+    ("precision", "layout"), [in_sweep(*case) if case in SWEPT else case for case in EXPORTED]
+)
 def test_logits_of_the_weights_that_it_stands_for(precision, layout, exported):
     folder, model = exported(precision, layout)
     weights = weights_of(folder)

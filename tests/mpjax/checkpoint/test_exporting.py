@@ -69,7 +69,7 @@ LAYOUTS = {
 
 
 # Others have their codes and their layouts.
-SWEPT = ("W4A16KV8", "WFP8gKA16KV16")
+SWEPT = ("W4g64symA16KV8", "W4A16KV8", "WFP8gKA16KV16")
 
 
 @pytest.mark.parametrize("precision", [in_sweep(p) if p in SWEPT else p for p in LAYOUTS])
@@ -104,7 +104,9 @@ def test_the_folder(source, tmp_path):
     assert mpjax.load(folder).tokenizer is not None
 
 
-@pytest.mark.parametrize("precision", ["WNF4A16KV8", "W4A8KV8", "W4g32A16KV8", "W8A8KV8"])
+@pytest.mark.parametrize(
+    "precision", ["WNF4A16KV8", "W4A8KV8", in_sweep("W4g32A16KV8"), in_sweep("W8A8KV8")]
+)
 def test_any_model_can_be_dequantised(precision, source, tmp_path):
     lm = mpjax.load(source, precision=precision, dtype="float32")
     mpjax.export(lm, tmp_path, format="plain")
@@ -156,7 +158,7 @@ def requantize(lm, formats):
             place.assign(lm.model, [Linear(quantize(dense, format), bias)])
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "pack-quantized"])
+@pytest.mark.parametrize("layout", [in_sweep("gptq"), "gptq_v2", "pack-quantized"])
 def test_maps_of_several_formats(layout, source, tmp_path):
     lm = mpjax.load(source)  # of 16 bits
     formats = {"mlp.gate_up": "uint4:g32", "mlp.down": "uint8:g64:sym", "attention.qkv": "uint4"}

@@ -33,6 +33,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
+from tests.sweeps import in_sweep
 
 STATIC = compressed_fp8("tensor", "tensor", dynamic=False)
 QUANTIZED = {
@@ -90,7 +91,7 @@ def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("fine-grained", {}), ("fine-grained", CUT), ("dynamic", {}), ("weights only", {})],
+    [in_sweep("fine-grained", {}), ("fine-grained", CUT), ("dynamic", {}), ("weights only", {})],
 )
 def test_the_logits_are_those_of_the_weights(name, sizes, tmp_path, rng):
     # FP8 activations have errors of up to 1/16, which average out; 16-bit ones here have none.

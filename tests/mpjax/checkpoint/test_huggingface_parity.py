@@ -152,9 +152,11 @@ def compare(model, folder, request, precision=None):
     assert len(np.unique(found)) > 8  # else equal texts would say nothing
 
 
-@pytest.mark.parametrize(
-    "name", [in_sweep(n) if n in ("llama-multi-head", "qwen2-tied") else n for n in MODELS]
-)
+# What they have, others have too, or the tests of tied models below.
+SWEPT = ("llama-tied", "llama-multi-head", "llama-linear-scaling", "qwen2", "qwen2-tied")
+
+
+@pytest.mark.parametrize("name", [in_sweep(n) if n in SWEPT else n for n in MODELS])
 def test_plain_checkpoints(name, tmp_path, request):
     model = build(*MODELS[name])
     model.save_pretrained(tmp_path)
@@ -258,7 +260,7 @@ FP8_CHECKPOINTS: dict[str, tuple[dict, str, dict]] = {
 }
 
 
-@pytest.mark.parametrize("name", FP8_CHECKPOINTS)
+@pytest.mark.parametrize("name", [in_sweep("fine-grained"), "dynamic", "cut"])
 def test_fp8_checkpoints(name, tmp_path, request):
     # With 16-bit activations, which leave only the weights to differ.
     written, precision, sizes = FP8_CHECKPOINTS[name]

@@ -13,6 +13,7 @@ from mpjax.kernels import KVFormat, KVLayout, PagedKVCache, Span, UnsupportedErr
 from mpjax.kernels.kv_cache import api, reference, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, ragged_append, random_pages
 from tests.pallas_kernels.oracles import as_array, relative_error
+from tests.sweeps import in_sweep
 
 
 def pages_of(rng, bits=8, dtype="bfloat16", head_dim=64):
@@ -137,7 +138,7 @@ def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
 @pytest.mark.parametrize(
     ("text", "dtype", "of_keys", "implementation"),
     [
-        ("KV8", "bfloat16", "float16", "triton"),
+        in_sweep("KV8", "bfloat16", "float16", "triton"),
         ("KV8", "float16", "float32", "reference"),
         ("KV4c", "bfloat16", "float16", "triton"),
         ("KV4c", "float16", "bfloat16", "reference"),

@@ -18,7 +18,7 @@ from tests.pallas_kernels.kv_cache.pages import (
     random_pages,
     vectors,
 )
-from tests.sweeps import combinations
+from tests.sweeps import in_sweep
 
 interpreted = jax.jit(functools.partial(triton.append, interpret=True))
 
@@ -91,22 +91,20 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
         assert f"output_tuple_indices = [{output}], operand_index = {5 + output}," in kernel
 
 
-@combinations(
-    1,
-    sizes=[  # format, head dim, page size, tokens
-        ("KV2", 96, 256, 1),  # of twelve words, pieces have two
-        ("KV2g32", 96, 32, 300),
-        ("K4cg64V4cg64", 256, 128, 1),
-        ("K4cg64V4cg64", 96, 64, 140),  # of 24 words, of a prompt, pieces have twelve
-        ("KV2t", 256, 16, 1),
-        ("K16V2", 64, 16, 256),  # more rows would fit in a piece than in a page
-        ("K16V4c", 32, 256, 128),  # and than in a block
+@pytest.mark.parametrize(
+    ("text", "head_dim", "page_size", "tokens", "programs"),
+    [
+        ("KV2", 96, 256, 1, 3),  # of twelve words, pieces have two
+        in_sweep("KV2g32", 96, 32, 300, None),
+        in_sweep("K4cg64V4cg64", 256, 128, 1, 3),
+        ("K4cg64V4cg64", 96, 64, 140, None),  # of 24 words, of a prompt, pieces have twelve
+        in_sweep("KV2t", 256, 16, 1, 3),
+        ("K16V2", 64, 16, 256, None),  # more rows would fit in a piece than in a page
+        ("K16V4c", 32, 256, 128, 3),  # and than in a block
     ],
-    programs=[3, None],
 )
-def test_flush_cuts_blocks_of_any_shape(sizes, programs, rng):
+def test_flush_cuts_blocks_of_any_shape(text, head_dim, page_size, tokens, programs, rng):
     """Few programs encode one piece after another; else there are as many as there should be."""
-    text, head_dim, page_size, tokens = sizes
     check_flush(rng, text, "bfloat16", head_dim, page_size, tokens, programs)
 
 

@@ -117,7 +117,7 @@ def test_a_ragged_batch_equals_single_rows(rng):
 
 
 def test_padding_and_idle_rows_change_nothing(rng):
-    model = small_model()
+    model = small_model(SHALLOW)
     step = compiled_step(model)
     empty = model.create_cache(2, 64, KVFormat(8), 64)
     tokens, padding = random_tokens(rng, 2, 6), random_tokens(rng, 2, 6)
@@ -135,7 +135,7 @@ def test_padding_and_idle_rows_change_nothing(rng):
 
 
 def test_fewer_bits_in_the_cache_cost_more(rng):
-    model = small_model()
+    model = small_model(SHALLOW)
     tokens = random_tokens(rng, 2, 40)
     expected = forward(model, tokens)[:, -1]
     errors = []
@@ -217,8 +217,8 @@ def test_quantized_kernels_equal_the_weights_they_stand_for(text, rng):
 )
 def test_eight_bit_activations_through_a_whole_model(text, gap, rng):
     """Against plain kernels of the same values: what is left is the rounding of activations."""
-    model = quantize_kernels(small_model(), text)
-    plain = dequantize_kernels(quantize_kernels(small_model(), text))
+    model = quantize_kernels(small_model(SHALLOW), text)
+    plain = dequantize_kernels(quantize_kernels(small_model(SHALLOW), text))
     tokens = random_tokens(rng, 2, 12)
     cache = model.create_cache(2, 64, KVFormat(16), 64)
     [last], _ = run(model, cache, tokens, [12], fresh=False)

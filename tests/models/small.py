@@ -117,6 +117,12 @@ def dequantize_kernels(model: Decoder) -> Decoder:
     return model
 
 
+@jax.jit
+def logits_of(model: Decoder, tokens: jax.Array) -> jax.Array:
+    """The forward pass as one program: outside of `jit`, each operation compiles its own."""
+    return model(tokens)
+
+
 def attend(
     layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None
 ) -> np.ndarray:

@@ -472,8 +472,9 @@ def test_packed_tables(tied, rng):
     found = call(model, tokens)
     assert not np.array_equal(found, exact)
     assert relative_error(found, exact) < 0.03
-    logits, cache = model.step(tokens[:, :4], jnp.array([4, 4]), model.create_cache(2, 8, "KV16"))
-    logits, _ = model.step(tokens[:, 4:], jnp.array([1, 1]), cache)
+    step, cache = compiled_step(model), model.create_cache(2, 8, "KV16")
+    _, cache = step(tokens[:, :4], jnp.array([4, 4]), cache)
+    logits, _ = step(tokens[:, 4:], jnp.array([1, 1]), cache)
     np.testing.assert_allclose(logits, found[:, -1], rtol=1e-4, atol=1e-3)
     for path, format, message in (
         ("head", "uint8", r"path is 'head': expected a table that is not packed, of \[\]$"),

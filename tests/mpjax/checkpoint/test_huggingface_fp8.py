@@ -19,7 +19,7 @@ from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
 from mpjax.cli.application import app
-from tests.models.small import forward
+from tests.models.small import forward, logits_of
 from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.test_huggingface import nbytes, require_weights
 from tests.mpjax.checkpoint.write_checkpoint import (
@@ -105,7 +105,8 @@ def test_the_logits_are_those_of_the_weights(name, sizes, tmp_path, rng):
     expected = forward(expected_lm.model, tokens)
     size = "g128" if "g128" in QUANTIZED[name][1] else "gK"
     for precision, tolerance in ((None, 0.1), (f"WFP8{size}A16KV16", 1e-5)):
-        found = mpjax.load(folder, precision=precision, dtype="float32").model(jnp.asarray(tokens))
+        lm = mpjax.load(folder, precision=precision, dtype="float32")
+        found = logits_of(lm.model, jnp.asarray(tokens))
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < tolerance, (precision, error)
 

@@ -13,6 +13,7 @@ from mpjax.kernels.attention import cudnn, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
+from tests.sweeps import combinations
 
 CHUNKS = {"starts": [0, 200, 130], "counts": [40, 33, 1], "page_size": 64}
 
@@ -32,8 +33,7 @@ def plain(queries, keys, values, lengths, scale):
     return out.astype(queries.dtype), jax.nn.logsumexp(scores, -1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4c", "K8V2"])
+@combinations(1, text=["KV16", "KV8", "KV4", "KV4c", "K8V2"], dtype=["bfloat16", "float16"])
 def test_old_and_new_tokens_are_joined(text, dtype, rng):
     test = scene(rng, text, dtype, **CHUNKS)
     queries, *rest = test.arguments

@@ -7,6 +7,7 @@ import pytest
 from mpjax.kernels import WeightFormat, codes
 from mpjax.kernels.bits import plane_exponent
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, parameter_words
+from tests.sweeps import combinations
 
 # All words once for every zero point, a row of 1024 words having one.
 ALL_WORDS = np.arange(2**16, dtype=np.uint16).reshape(64, 1024)
@@ -36,14 +37,15 @@ def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
         np.testing.assert_array_equal(values.astype(np.float32), expected)
 
 
-@each_bits
-@pytest.mark.parametrize(
-    ("operand", "scale_dtype"),
-    [("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float16")],
+@combinations(
+    1,
+    bits=[4, 8],
+    dtypes=[("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float16")],
+    suffix=["", ":sym"],
 )
-@pytest.mark.parametrize("suffix", ["", ":sym"])
-def test_all_words_decode_to_scaled_weights(decode, bits, operand, scale_dtype, suffix):
+def test_all_words_decode_to_scaled_weights(decode, bits, dtypes, suffix):
     """Scales of many magnitudes and both signs, in the operand's dtype; one rounding."""
+    operand, scale_dtype = dtypes
     scales = np.float32([2e-2, 1.7e-3, -0.9, 37.0]).astype(NUMPY_DTYPES[scale_dtype])
     zeros = np.repeat([2 ** (bits - 1)] * len(scales), len(ALL_WORDS)).astype(np.uint16)
     words, scales = np.tile(ALL_WORDS, (len(scales), 1)), np.repeat(scales, len(ALL_WORDS))

@@ -24,7 +24,7 @@ from mpjax.kernels.gemm.plans import TritonConfig
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
 from tests.pallas_kernels.gemm.weights import ALL_FORMATS
 from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 FLOAT32 = jnp.dtype("float32")
 GATE = Gate(2.0, 1.5)
@@ -63,7 +63,7 @@ products = jax.jit(
 )
 # A format of each kind of codes, and plain ones; others differ in their decoders alone.
 MAIN = ("uint4:g32", "uint4:g128:sym", "table3:g32", "float8:g128", "bfloat16")
-SOME = (*MAIN, "liquid4:g64/int8", "float8:gK/float8", "table4:g64", "int8:gK/int8")
+SOME = (*MAIN, "liquid4:g64/int8", "float8:gK/float8")
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,7 @@ def test_every_format(text, rng):
     assert relative_error(found, whole) < GATES["bfloat16"]
 
 
-@pytest.mark.parametrize("tiling", ["sorted", "pairs"])
-@pytest.mark.parametrize("name", ROUTINGS)
+@combinations(1, name=list(ROUTINGS), tiling=["sorted", "pairs"])
 def test_every_routing(name, tiling, rng):
     """With a gate, of which no tile divides the outputs, and with rows that pairs share."""
     experts = jnp.asarray(ROUTINGS[name])

@@ -37,13 +37,18 @@ FORMATS = (
     *("int4:g128/int8", "float4:g32", "bfloat16"),
 )
 
+products = jax.jit(
+    functools.partial(warpgroups.products, out_dtype=FLOAT32, interpret=True),
+    static_argnames="config",
+)
+
 
 @interpreted_here
 @pytest.mark.parametrize(
     ("text", "gate", "rows", "consumers"),
     [
         ("uint4:g128", GATE, 48, 4),
-        ("int8/int8", GATE, 256, 2),
+        in_sweep("int8/int8", GATE, 256, 2),
         ("liquid4:g64/int8", None, 48, 3),
         in_sweep("float4:g32", GATE, 64, 2),
         ("bfloat16", None, 48, 3),
@@ -68,7 +73,7 @@ def test_against_float64(text, gate, rows, consumers, rng):
         weights = random_array(rng, (tokens, 2), "float32")
     tiles = sorted_by_expert(jnp.asarray(chosen), EXPERTS, rows)
     config, epilogue = ExpertsWarpgroupConfig(rows, consumers, 1), Epilogue(bias, gate, weights)
-    [found] = warpgroups.products(x, weight, tiles, epilogue, config, FLOAT32, interpret=True)
+    [found] = products(x, weight, tiles, epilogue, config=config)
     whole = expected(
         *(values, dense(weight), chosen, None if weights is None else wide(weights)),
         *(wide(bias), gate),
@@ -85,9 +90,7 @@ def test_codes_of_mxfp4_are_exact(rng):
     plain = PlainCodes("float4:g32", codes, scales)
     tiles = sorted_by_expert(jnp.zeros((64, 1), jnp.int32), 1, 64)
     one, config = jnp.eye(64, dtype=jnp.bfloat16), ExpertsWarpgroupConfig(64, 2, 1)
-    [found] = warpgroups.products(
-        one, pack(plain), tiles, Epilogue(), config, FLOAT32, interpret=True
-    )
+    [found] = products(one, pack(plain), tiles, Epilogue(), config=config)
     np.testing.assert_array_equal(found, plain.dequantize()[0])
 
 

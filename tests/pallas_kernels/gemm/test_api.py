@@ -382,7 +382,9 @@ def test_every_kind_of_codes_is_tried():
     }
 
 
-@pytest.mark.parametrize("text", KINDS)
+@pytest.mark.parametrize(
+    "text", [in_sweep(t) if t.startswith(("affine", "table2", "uint8")) else t for t in KINDS]
+)
 def test_lowers_as_planned(text, lower_for_cuda, pretend_gpu):
     shape = shapes.QWEN3_8B[0]
     weight = weight_struct(text, shape.channels, shape.outputs)

@@ -199,7 +199,7 @@ def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     assert_same(pages, expected_pages(cache, new, lengths), lengths)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", [in_sweep("reference"), "triton"])
 def test_a_residual_lies_where_the_span_says(implementation, rng, interpreted_triton):
     cache = empty("KV4c", "bfloat16", 2, 512, 128)
     new = vectors(rng, (2, 2, 512, HEADS, DIM), "bfloat16")
@@ -221,7 +221,7 @@ def test_a_residual_lies_where_the_span_says(implementation, rng, interpreted_tr
     assert_same(pages, expected_pages(cache, new, lengths), lengths)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", [in_sweep("reference"), "triton"])
 def test_a_block_that_is_encoded_already_stays(implementation, rng, interpreted_triton):
     """The residual of a sequence that begins behind a shared prefix has nothing of it."""
     cache = empty("KV4c", "bfloat16", 2, 512, 128)

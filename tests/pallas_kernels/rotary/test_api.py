@@ -23,6 +23,7 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.rotary.heads import scene
+from tests.sweeps import in_sweep
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -50,7 +51,7 @@ def test_it_is_a_rotation_and_an_append(rng):
     jax.tree.map(np.testing.assert_array_equal, (queries, pages), expected)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["triton", in_sweep("reference")])
 def test_beside_a_residual_it_is_a_rotation_and_an_append(implementation, rng, interpreted_triton):
     check_beside_a_residual(implementation, rng)
 

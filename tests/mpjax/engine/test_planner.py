@@ -279,6 +279,17 @@ def test_a_higher_priority_goes_first():
     assert [one.number for one in device.order] == [2, 0, 1]
 
 
+def test_a_large_request_is_waited_for():
+    """Small ones behind it don't overtake it for ever; one of a higher priority does."""
+    device = Device(SMALL)
+    device.planner.submit(row(0, prompt=8, most=8))
+    device.step()
+    for number, (prompt, priority) in enumerate([(28, 0), (2, 0), (2, 0), (2, 1)], 1):
+        device.planner.submit(row(number, prompt, 2, text=100 * number, priority=priority))
+    device.finish()
+    assert [one.number for one in device.order] == [0, 4, 1, 2, 3]
+
+
 def test_a_request_that_never_fits_is_refused():
     planner = Planner(SMALL)
     assert planner.why_never(28, 5) is None

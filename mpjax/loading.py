@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import os
 import re
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from mpjax.activation_widths import set_uncalibrated
 from mpjax.arguments import compute_dtype, positive_whole
@@ -18,11 +24,13 @@ from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.gguf.header import is_gguf
 from mpjax.checkpoint.locate import locate
+from mpjax.checkpoint.source import Source
 from mpjax.devices import Devices, read_devices, read_experts
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import shown
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.language_model import LanguageModel
+from mpjax.models import Decoder
 from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
 
@@ -112,12 +120,7 @@ def load(
             experts=experts,
         )
         return _with_limits(lm, max_positions, page_size)
-    if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
-        raise CheckpointError(
-            f"{folder} has neither {CONFIG_NAME} nor {DESCRIPTION_NAME}: "
-            f"expected a Hugging Face checkpoint, or one that mpjax saved{foreign.describe(folder)}"
-        )
-    source = locate(folder)
+    source = _open(folder)
     tokenizer = source.read_tokenizer()
     model = huggingface.load(
         source, precision=precision, dtype=dtype, progress=progress, mesh=mesh, experts=experts
@@ -127,6 +130,67 @@ def load(
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder)
     return _with_limits(lm, max_positions, page_size)
+
+
+def require_loadable(
+    path_or_id: str | os.PathLike[str],
+    precisions: Iterable[Precision],
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    devices: Devices | None = None,
+    calibrated: bool = False,
+) -> None:
+    """Raises what `load` raises for a precision that a checkpoint doesn't have, or without memory.
+
+    It raises for their KV caches, too, what the model's first use raises. Only headers are read,
+    and free memory is compared with each model on its own. How a saved model is divided among
+    devices is left to `load`.
+
+    precisions: all that are to be loaded; those of the same weights, one after the other, share a
+        reading of headers.
+
+    calibrated: whether `mpjax.calibrate_cache` will give the model the scales that a format needs.
+    """
+    folder, mesh = find_folder(path_or_id).resolve(), read_devices(devices)
+    with warnings.catch_warnings(action="ignore"):  # loading and the cache that is used warn
+        for _, group in itertools.groupby(precisions, lambda one: one.of_weights):
+            precision, *others = group
+            model = _outline(folder, precision, compute_dtype(dtype, precision), mesh)
+            for kv in (one.kv for one in (precision, *others)):
+                if not (calibrated and kv.scaling):
+                    jax.eval_shape(functools.partial(model.create_cache, 1, 1, kv))
+
+
+def _outline(
+    folder: Path, precision: Precision, dtype: str | None, mesh: jax.sharding.Mesh | None
+) -> Decoder:
+    """A decoder without weights and with cache scales of 1, as `load` would make it, not divided.
+
+    Raises as `require_loadable` does for weights.
+    """
+    if is_saved(folder):
+        model = restoring.prepare(folder, precision=precision, dtype=dtype, mesh=mesh)[2].model
+        scales = model.cache_scales and model.cache_scales.get_value()
+        shape = scales.shape if scales is not None else None
+    else:
+        prepared = huggingface.prepare(_open(folder), precision=precision, dtype=dtype, mesh=mesh)
+        config, decoder = prepared.plan.config, prepared.opened.decoder
+        model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+        has_scales = bool(prepared.plan.cache_scales)
+        shape = (config.num_layers, 2, config.num_kv_heads) if has_scales else None
+    if shape is not None:
+        model.put_cache_scales(jnp.ones(shape))
+    return model
+
+
+def _open(folder: Path) -> Source:
+    """The source of a folder or GGUF file. Raises CheckpointError for one without a model."""
+    if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
+        raise CheckpointError(
+            f"{folder} has neither {CONFIG_NAME} nor {DESCRIPTION_NAME}: "
+            f"expected a Hugging Face checkpoint, or one that mpjax saved{foreign.describe(folder)}"
+        )
+    return locate(folder)
 
 
 def _with_limits(lm: LanguageModel, positions: int | None, page_size: int) -> LanguageModel:

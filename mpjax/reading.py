@@ -77,7 +77,11 @@ def read(
     console = rich.console.Console(stderr=True, force_terminal=progress or None)
     shown = console.is_terminal if progress is None else progress
     with rich.progress.Progress(console=console, transient=True, disable=not shown) as bar:
-        task = bar.add_task("Reading", total=sum(max(len(ids) - 1, 0) for ids in sequences))
+        # The first chunk compiles the program that reads all others.
+        name = lms[0].precision
+        task = bar.add_task(
+            f"{name}: compiling", total=sum(max(len(ids) - 1, 0) for ids in sequences)
+        )
         for first in range(0, len(order), batch):
             group = order[first : first + batch]
             tokens, counts = _pad([sequences[index] for index in group], (batch, capacity + 1))
@@ -89,6 +93,7 @@ def read(
             for begin in range(0, max(int(counts.max()), 1), chunk):
                 real = np.clip(counts - begin, 0, chunk)
                 part, caches = score(models, tokens[:, begin : begin + chunk + 1], real, caches)
+                bar.update(task, description=f"{name}: reading")
                 parts.append(part)
             arrays = [np.concatenate(a, 1) for a in zip(*jax.device_get(parts), strict=True)]
             for row, index in enumerate(group):  # the scores of padding follow

@@ -9,6 +9,7 @@ import rich.box
 import rich.console
 import rich.table
 
+COLUMN_WIDTH = 10  # of a growing table's columns at least: later cells can be longer than the first
 MINIMUM_WIDTH = 140  # of a table; in a narrower terminal lines wrap, and no text is cut off
 
 
@@ -40,6 +41,37 @@ def show(title: str | None, headers: Sequence[str], rows: Iterable[Sequence[str]
     console = _Console(highlight=False)
     console.width = max(console.width, MINIMUM_WIDTH)
     console.print(table)
+
+
+class Growing:
+    """A table of which each row is text on its own, so that none has to wait for the last.
+
+    headers: as many as a row has cells. is_markdown: whether the table is in Markdown; otherwise
+        columns are as wide as their header, their first cell and COLUMN_WIDTH, and a longer cell
+        moves those behind it.
+    """
+
+    def __init__(self, headers: Sequence[str], *, is_markdown: bool = False) -> None:
+        self._headers, self._is_markdown = headers, is_markdown
+        self._widths: list[int] = []
+
+    def add(self, cells: Sequence[str]) -> str:
+        """The line of a row with its line break, behind the headers if it is the first."""
+        lines = [cells] if self._widths else [self._headers, cells]
+        if len(lines) == 2 and self._is_markdown:
+            lines.insert(1, ["---", *["---:"] * (len(cells) - 1)])
+        self._widths = self._widths or [
+            max(len(header), len(cell), COLUMN_WIDTH)
+            for header, cell in zip(self._headers, cells, strict=True)
+        ]
+        return "".join(map(self._line, lines))
+
+    def _line(self, cells: Sequence[str]) -> str:
+        if self._is_markdown:
+            return "| " + " | ".join(cells) + " |\n"
+        first, *others = zip(cells, self._widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        return "  ".join(padded).rstrip() + "\n"
 
 
 def _filled(

@@ -85,6 +85,48 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
     return Opened(source.path, decoder, config, checkpoint, scheme)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A checkpoint whose headers allow a loading, of which nothing has been read or allocated.
+
+    opened: with the scheme that the precision chooses. model: without numbers in its arrays.
+    """
+
+    opened: Opened
+    plan: Plan
+    model: Decoder
+
+
+def prepare(
+    source: str | os.PathLike[str] | Source,
+    *,
+    precision: Precision | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    experts: ExpertDivision = "divided",
+) -> Prepared:
+    """What `load` does before it reads a tensor; takes its arguments and raises its errors."""
+    dtype, opened = compute_dtype(dtype, precision), open_headers(source)
+    folder, config, scheme, quantize = opened.path, opened.config, opened.scheme, None
+    if not opened.is_quantized:
+        quantize = agreement.format_to_quantize(precision)
+    elif scheme is not None:
+        scheme = agreement.choose(folder, scheme, precision)
+        quantize = scheme.target if scheme.target and scheme.target.is_packed else None
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
+        config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
+    named = tables_of({} if precision is None else precision.tables, config)
+    plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
+    agreement.require_mixture(folder, plan, precision)
+    agreement.require_tables(folder, plan, named)
+    working = plan.working_bytes + (0 if mesh is None else plan.undivided_bytes)
+    require_free_on(mesh, plan.device_bytes, f"loading {folder}", working)
+    model = _empty(opened.decoder, plan, mesh, experts)
+    return Prepared(dataclasses.replace(opened, scheme=scheme), plan, model)
+
+
 def load(
     source: str | os.PathLike[str] | Source,
     *,
@@ -115,28 +157,12 @@ def load(
     checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where
     the device does not have enough memory left.
     """
-    dtype, opened = compute_dtype(dtype, precision), open_headers(source)
-    folder, config, scheme, quantize = opened.path, opened.config, opened.scheme, None
-    if not opened.is_quantized:
-        quantize = agreement.format_to_quantize(precision)
-    elif scheme is not None:
-        scheme = agreement.choose(folder, scheme, precision)
-        quantize = scheme.target if scheme.target and scheme.target.is_packed else None
-    if dtype is not None:
-        config = dataclasses.replace(config, dtype=dtype)
-    elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
-        config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
-    named = tables_of({} if precision is None else precision.tables, config)
-    plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
-    agreement.require_mixture(folder, plan, precision)
-    agreement.warn_of_experts(folder, scheme, plan)
-    agreement.require_tables(folder, plan, named)
+    prepared = prepare(source, precision=precision, dtype=dtype, mesh=mesh, experts=experts)
+    opened, plan, model = prepared.opened, prepared.plan, prepared.model
+    agreement.warn_of_experts(opened.path, opened.scheme, plan)
     if precision is not None and not plan.cache_scales:
-        kv_scales.warn_of_dropped(folder, opened.checkpoint.tensors, precision.kv)
-    working = plan.working_bytes + (0 if mesh is None else plan.undivided_bytes)
-    require_free_on(mesh, plan.device_bytes, f"loading {folder}", working)
-    model = _empty(opened.decoder, plan, mesh, experts)
-    with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
+        kv_scales.warn_of_dropped(opened.path, opened.checkpoint.tensors, precision.kv)
+    with bytes_bar("Loading", opened.path, progress, plan.file_bytes) as advance:
         fill(model, opened.checkpoint, plan, advance)
     return model
 

@@ -54,18 +54,11 @@ def restore(
     device does not have enough memory left.
     """
     folder = Path(folder).resolve()
-    description = Description.read(folder)
-    lm = description.abstract(folder)
-    _require_agreement(folder, lm.model, precision, dtype)
-    infos = _read_header(folder, description)
+    description, infos, lm = prepare(folder, precision=precision, dtype=dtype, mesh=mesh)
     tokenizer = HuggingFaceFolder(folder).read_tokenizer()
-    total = sum(info.nbytes for info in infos.values())
     kv_format = precision.kv if precision else lm.kv_format
     lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
-    places = _names_of_places(description)
-    read_at_once = [sum(infos[name].nbytes for name in names) for names in places.values()]
-    undivided = 0 if mesh is None else max(read_at_once)
-    require_free_on(mesh, total, f"restoring {folder}", undivided)
+    total = sum(info.nbytes for info in infos.values())
     device = default_device()
     with bytes_bar("Loading", folder, progress, total) as advance:
 
@@ -79,6 +72,30 @@ def restore(
             model_arrays.put(lm.model, {name: read(name) for name in infos}, description.parts)
             return lm
         return dataclasses.replace(lm, model=_restore_shares(description, mesh, experts, read))
+
+
+def prepare(
+    folder: Path,
+    *,
+    precision: Precision | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Description, dict[str, TensorInfo], LanguageModel]:
+    """What `restore` does before it reads an array; takes its arguments.
+
+    It raises the errors of `restore` but those of arrays and of the division among devices.
+    Returns the description, the header of the weights' file, and the model as `abstract` gives it.
+    """
+    description = Description.read(folder)
+    lm = description.abstract(folder)
+    _require_agreement(folder, lm.model, precision, dtype)
+    infos = _read_header(folder, description)
+    total = sum(info.nbytes for info in infos.values())
+    places = _names_of_places(description)
+    read_at_once = [sum(infos[name].nbytes for name in names) for names in places.values()]
+    undivided = 0 if mesh is None else max(read_at_once)
+    require_free_on(mesh, total, f"restoring {folder}", undivided)
+    return description, infos, lm
 
 
 def _restore_shares(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib.util
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import rich.console
 import typer
 
 from mpjax.bench import agreement, tables
@@ -49,6 +49,9 @@ rounding of the cache counts as well as that of the weights. Δ is the change
 of the perplexity from the first precision. The default text is a part of
 Python's standard library on which the bundled model was not trained.
 Perplexities are comparable only for the same text, window and stride.
+All precisions are checked before the first is measured, and each row is
+printed as it comes, and written with those before it to the --output.
+Precisions with the same weights follow each other.
 --window 2048 --stride 2048 measures as papers on quantisation do.
 
 \b
@@ -64,7 +67,8 @@ documents, bytes, calibration, batch, device, versions and rows; each row has
 precision, perplexity, nats_per_token, bits_per_byte, tokens, window, stride,
 weights_bytes and bits_per_weight, and with --against reference_perplexity,
 kl_mean, kl_median, kl_p99, kl_error (the standard error of the mean) and
-same_top. A number that is not finite, as after an overflow, is null.
+same_top. A number that is not finite, as after an overflow, is null. Where a
+precision fails or Ctrl-C ends the command, the rows before it are there.
 """
 ITSELF = "itself"
 
@@ -147,7 +151,12 @@ def command(
         bool, typer.Option("--json", help="Print results as JSON, like --format json.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Also write the results to a JSON file.")
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            show_default=False,
+            help="Also write the results to a JSON file, which is replaced after each row.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -161,11 +170,11 @@ def command(
 ) -> None:
     """Measure the perplexity of a model, or its distance from another."""
     import mpjax
-    from mpjax.loading import find_folder
+    from mpjax.loading import find_folder, require_loadable
 
     _require_usage(format, json, output, plot, against)
     folder = find_folder(mpjax.bundled_model() if source is None else source)
-    chosen = _read_precisions(precision) if precision else _defaults(folder)
+    chosen = _grouped(_read_precisions(precision) if precision else _defaults(folder))
     if text is None:
         text = mpjax.bundled_model() / "held_out.jsonl"
     samples = None if calibrate is None else options.read_documents(calibrate)
@@ -178,7 +187,8 @@ def command(
     reference = None
     if against is not None:
         reference = str(folder) if against == ITSELF else against
-    rows = _measure(
+    require_loadable(folder, chosen, dtype=dtype, devices=devices, calibrated=samples is not None)
+    measured = _measure(
         chosen,
         lambda precision: options.load(str(folder), precision, dtype, max_positions, devices),
         _scoring(
@@ -195,9 +205,12 @@ def command(
         "model": folder.name,
         "reference": None if reference is None else Path(reference).name,
     }
-    result = models | files | _circumstances(documents, batch) | {"rows": rows}
-    _write(result, output, plot)
-    _print(result, Format.json if json else format)
+    result = models | files | _circumstances(documents, batch) | {"rows": []}
+    _report(result, measured, Format.json if json else format, output)
+    if plot is not None:
+        from mpjax.bench import agreement_plot
+
+        agreement_plot.draw(result["rows"], plot)
 
 
 def _require_usage(
@@ -252,24 +265,28 @@ def _scoring(
     return lambda lm: compare(lm, reference, documents, **arguments)
 
 
-def _write(result: dict[str, Any], output: Path | None, plot: Path | None) -> None:
+def _report(
+    result: dict[str, Any], measured: Iterable[dict[str, Any]], format: Format, output: Path | None
+) -> None:
+    """Adds each row to the result's rows as it is measured, prints it, and writes the result.
+
+    JSON is one object, printed behind the last row, also where another row can't be measured.
+    """
     from mpjax.atomic_write import atomic_write
 
-    if output is not None:
-        atomic_write(output, to_json(result, indent=1) + "\n")
-    if plot is not None:
-        from mpjax.bench import agreement_plot
-
-        agreement_plot.draw(result["rows"], plot)
-
-
-def _print(result: dict[str, Any], format: Format) -> None:
-    if format is Format.json:
-        print_json(result)
-    elif format is Format.markdown:
-        write(markdown(result["rows"]) + "\n")
-    else:
-        tables.show(None, *_table(result["rows"]))
+    rows, table = result["rows"], None
+    try:
+        for row in measured:
+            rows.append(row)
+            if output is not None:
+                atomic_write(output, to_json(result, indent=1) + "\n")
+            if format is not Format.json:
+                headers, cells = _table(rows)
+                table = table or tables.Growing(headers, is_markdown=format is Format.markdown)
+                write(table.add(cells[-1]))
+    finally:
+        if format is Format.json and rows:
+            print_json(result)
 
 
 def _defaults(folder: Path) -> list[Precision]:
@@ -286,41 +303,38 @@ def _defaults(folder: Path) -> list[Precision]:
     return _read_precisions([*WEIGHT_PRECISIONS, *BOTH_PRECISIONS])
 
 
+def _grouped(precisions: list[Precision]) -> list[Precision]:
+    """Precisions of the same weights behind each other, so that each is loaded once."""
+    weights = list(dict.fromkeys(precision.of_weights for precision in precisions))
+    return sorted(precisions, key=lambda precision: weights.index(precision.of_weights))
+
+
 def _measure(
     precisions: list[Precision],
     load: Callable[[Precision], LanguageModel],
     score: Callable[[LanguageModel], Evaluation],
     samples: list[str] | None,
-) -> list[dict[str, Any]]:
-    """Measures a row for each precision; each precision of weights is loaded once.
+) -> Iterator[dict[str, Any]]:
+    """Measures a row for each precision, in the order of `_grouped`.
 
     samples: texts on which caches with given scales are calibrated, or None.
     """
     from mpjax.calibration import calibrate_cache
 
-    console = rich.console.Console(stderr=True)
-    rows: dict[int, dict[str, Any]] = {}
-    for weights in dict.fromkeys(precision.of_weights for precision in precisions):
-        lm = None
-        for index, precision in enumerate(precisions):
-            if precision.of_weights != weights:
-                continue
-            if console.is_terminal:
-                # `evaluate` has a progress bar of its own, which does not move while it compiles.
-                console.print(f"{precision}, compiling first", highlight=False)
-            if lm is None:
-                lm = load(precision)
+    for _, group in itertools.groupby(precisions, lambda precision: precision.of_weights):
+        lm = None  # frees the weights before the next are loaded
+        for precision in group:
+            lm = load(precision) if lm is None else lm
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             if samples is not None and precision.kv.scaling is not None:
                 lm = calibrate_cache(lm, samples)
             found = score(lm)
-            rows[index] = {
+            yield {
                 "precision": lm.precision,
                 **dataclasses.asdict(found),
                 "weights_bytes": lm.nbytes,
                 "bits_per_weight": lm.bits_per_weight,
             }
-    return [rows[index] for index in sorted(rows)]
 
 
 def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
@@ -364,5 +378,5 @@ def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows of a result as a Markdown table."""
     headers, cells = _table(rows)
-    table = [headers, ("---", *["---:"] * (len(headers) - 1)), *cells]
-    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+    table = tables.Growing(headers, is_markdown=True)
+    return "".join(map(table.add, cells)).removesuffix("\n")

@@ -13,7 +13,7 @@ import pytest
 
 from mpjax.checkpoint import CheckpointError, staging
 from mpjax.checkpoint.saving import save
-from mpjax.loading import bundled_model, load
+from mpjax.loading import bundled_model, load, require_loadable
 from mpjax.precision import Precision
 from tests.eight_devices import run
 from tests.mpjax.checkpoint.saved_models import require_same_bits, write_tokenizer
@@ -117,6 +117,31 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message, folder, tmp_p
     for place in (folder, tmp_path / "saved"):
         with pytest.raises(ValueError, match=message):
             load(**({"path_or_id": place} | arguments))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_precisions_are_checked_without_reading_a_weight(is_saved, folder, tmp_path, monkeypatch):
+    if is_saved:
+        save(load(folder, precision="W4g32A16KV8"), tmp_path / "saved")
+        folder, message = tmp_path / "saved", "are W4g32"
+    else:
+        message = "which groups of 128 don.t divide"
+    good, wrong, other = (
+        [Precision.parse(text) for text in texts]
+        for texts in (["A16KV16", "A16KV8", "W4g32A16KV4"], ["A16KV8s"], ["W4A16KV8"])
+    )
+
+    def fail(*arguments):
+        pytest.fail("read a weight")
+
+    monkeypatch.setattr("mpjax.checkpoint.huggingface.fill", fail)
+    monkeypatch.setattr("mpjax.checkpoint.array_file.read", fail)
+    require_loadable(folder, good)
+    with pytest.raises(ValueError, match="KV8s needs scales of channels"):
+        require_loadable(folder, good + wrong)
+    require_loadable(folder, good + wrong, calibrated=True)
+    with pytest.raises(ValueError, match=message):
+        require_loadable(folder, good + other)
 
 
 def test_the_tokenizer_comes_along_and_comes_first(folder):

@@ -31,6 +31,14 @@ def test_scores_come_in_the_order_given(tiny, monkeypatch, batch):
     assert read([tiny], positions, []) == []
 
 
+def test_a_bar_names_the_precision_and_what_happens(tiny, capfd):
+    read([tiny], positions, SEQUENCES, progress=False)
+    assert capfd.readouterr().err == ""
+    read([tiny], positions, SEQUENCES, progress=True)
+    shown = capfd.readouterr().err
+    assert 0 <= shown.find("W32A32KV16: compiling") < shown.find("W32A32KV16: reading")
+
+
 def test_caches_and_logits_of_all_models_must_fit(tiny, monkeypatch):
     other = dataclasses.replace(tiny, kv_format=KVFormat(8))
     caches = [lm.model.create_cache(1, 128, lm.kv_format).nbytes for lm in (tiny, other)]

@@ -33,6 +33,17 @@ def test_a_printed_table_has_a_title_and_cuts_nothing(capsys, monkeypatch):
     assert lines[3].index("30") + 2 == lines[2].index("1 ") + 1  # to the right
 
 
+def test_a_growing_table_has_its_headers_before_the_first_row():
+    table = tables.Growing(HEADERS)
+    assert table.add(["a" * 12, "1", ""]) == (
+        "format                µs        GB/s\naaaaaaaaaaaa           1\n"
+    )
+    assert table.add(["b", "1234567890123", "2"]) == "b             1234567890123           2\n"
+    table = tables.Growing(HEADERS[:2], is_markdown=True)
+    assert table.add(["a", "1"]) == "| format | µs |\n| --- | ---: |\n| a | 1 |\n"
+    assert table.add(["b", "2"]) == "| b | 2 |\n"
+
+
 def test_a_reader_that_leaves_is_the_callers_business(monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):

@@ -51,8 +51,8 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(options, "load", counted)
     output = tmp_path / "new folder" / "results.json"
-    names = ["W16A16KV16", "W4A16KV16", "W16A16KV4"]
-    result = run("--output", output, *(f"--precision={name}" for name in names))
+    names = ["W16A16KV16", "W16A16KV4", "W4A16KV16"]  # the same weights behind each other
+    result = run("--output", output, "--precisions", "W16A16KV16,W4A16KV16,W16A16KV4")
     assert (result.exit_code, result.stderr) == (0, "")
     assert len(loads) == 2  # once for each kind of weights
     written = json.loads(output.read_text())
@@ -147,15 +147,52 @@ def test_an_output_that_can_not_be_written_is_refused_first(run, monkeypatch, tm
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
 
 
-def test_results_before_stay_unless_all_is_measured(run, monkeypatch, tmp_path):
+@pytest.mark.parametrize("measured", [0, 1])
+@pytest.mark.parametrize("format", ["table", "json"])
+def test_rows_are_kept_when_the_next_can_not_be_measured(
+    run, monkeypatch, tmp_path, measured, format
+):
     def interrupted(*arguments):
+        yield from ROWS[:measured]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "_measure", interrupted)
     path = tmp_path / "results.json"
     path.write_text("old")
-    assert run("--output", path).exit_code == 130
-    assert path.read_text() == "old"
+    result = run("--output", path, "--format", format)
+    assert result.exit_code == 130
+    if not measured:
+        assert (path.read_text(), result.stdout) == ("old", "")
+        return
+    assert json.loads(path.read_text())["rows"] == ROWS[:1]
+    if format == "json":
+        assert json.loads(result.stdout)["rows"] == ROWS[:1]
+    else:
+        assert [line.split()[0] for line in result.stdout.splitlines()] == [
+            "precision",
+            "W16A16KV16",
+        ]
+
+
+def test_a_row_is_printed_before_the_next_is_measured(run, monkeypatch):
+    printed = []
+    monkeypatch.setattr(command, "write", printed.append)
+
+    def measure(*arguments):
+        for count, row in enumerate(ROWS):
+            assert len(printed) == count
+            yield row
+
+    monkeypatch.setattr(command, "_measure", measure)
+    assert run().exit_code == 0
+    assert len(printed) == len(ROWS)
+
+
+def test_every_precision_is_checked_before_one_is_loaded(run, monkeypatch):
+    monkeypatch.setattr(options, "load", lambda *arguments: pytest.fail("loaded"))
+    result = run("--precisions", "W16A16,W4A16KV8s", "--against", "itself")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "KV8s needs scales of channels" in result.stderr
 
 
 def test_markdown_can_be_made_from_what_was_written():

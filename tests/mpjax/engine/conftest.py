@@ -1,4 +1,4 @@
-"""Engines over the tiny model for tests, and the tokens of a request that runs alone."""
+"""Engines for tests, the tokens of a request that runs alone, and what holds after each step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from flax import nnx
 
 import mpjax
 from mpjax.engine.engine import Engine
+from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Planner
 from mpjax.kernels import KVFormat
 from mpjax.speculation.proposer import Proposal, Proposer
@@ -36,6 +37,22 @@ def resize(engine: Engine, **sizes: Any) -> None:
     assert not engine.has_work
     runner = engine._runner
     runner.planner = Planner(dataclasses.replace(runner.planner.sizes, **sizes))
+
+
+def require_order(planner: Planner) -> None:
+    """Raises unless pages, slots, lengths and queues of a planner agree, as after each step."""
+    sizes, pool = planner.sizes, planner.pool
+    held = [page for row in planner.running for page in row.pages if page != NOWHERE]
+    assert all(pool.references(p) == held.count(p) for p in range(1, sizes.pages))
+    assert pool.available + len(set(held)) == sizes.pages - 1
+    for rows in (planner.running, planner.waiting):
+        assert [row.order for row in rows] == sorted(row.order for row in rows)
+    slots = [row.slot for row in planner.running]
+    assert len(set(slots)) == len(slots)
+    for row in planner.running:
+        assert row.length <= len(row.pages) * sizes.page_size
+        assert row.drawn <= row.most
+    assert all(row.slot is None and not row.pages for row in planner.waiting)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["texts"], meta_fields=["k"])
@@ -78,10 +95,11 @@ def said_alone(
     No piece of a prompt passes the end of a block.
     """
     format = KVFormat.parse(text)
-    cache = lm.model.create_cache(len(prompts), LONGEST, format, 32)
-    graph, state = nnx.split(lm.model)
     lengths = np.array([len(prompt) for prompt in prompts])
-    size = format.block or LONGEST
+    longest = max(LONGEST, int(lengths.max()) + new)
+    cache = lm.model.create_cache(len(prompts), longest, format, max(32, format.group or 0))
+    graph, state = nnx.split(lm.model)
+    size = format.block or longest
     logits = None
     for start in range(0, int(lengths.max()), size):
         counts = np.clip(lengths - start, 0, size)

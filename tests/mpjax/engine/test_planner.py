@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Decode, Extend, Planner, Sizes, middle_chunk, scored_chunk
 from mpjax.engine.row import Row
+from tests.mpjax.engine.conftest import require_order
 
 pytestmark = pytest.mark.any_version
 
@@ -140,7 +141,7 @@ class Device:
                     self.order.append(row)
         before, self.pending = self.pending, results or []
         self.read(before)
-        self.require_order()
+        require_order(self.planner)
         self.require_clear()
         return plan
 
@@ -156,21 +157,6 @@ class Device:
         self.planner.remove(row, is_finite=False)
         free = {page for page in pages if self.planner.pool.is_free(page)}
         self.uncertain |= {place for place in self.content if place[0] in free}
-
-    def require_order(self):
-        """What holds after each step."""
-        planner, pool = self.planner, self.planner.pool
-        held = [page for row in planner.running for page in row.pages if page != NOWHERE]
-        assert all(pool.references(p) == held.count(p) for p in range(1, self.sizes.pages))
-        assert pool.available + len(set(held)) == self.sizes.pages - 1
-        for rows in (planner.running, planner.waiting):
-            assert [row.order for row in rows] == sorted(row.order for row in rows)
-        slots = [row.slot for row in planner.running]
-        assert len(set(slots)) == len(slots)
-        for row in planner.running:
-            assert row.length <= len(row.pages) * self.sizes.page_size
-            assert row.drawn <= row.most
-        assert all(row.slot is None and not row.pages for row in planner.waiting)
 
     def finish(self):
         for number in itertools.count():
@@ -291,6 +277,17 @@ def test_a_higher_priority_goes_first():
         device.planner.submit(row(number, priority=priority))
     device.finish()
     assert [one.number for one in device.order] == [2, 0, 1]
+
+
+def test_a_large_request_is_waited_for():
+    """Small ones behind it don't overtake it for ever; one of a higher priority does."""
+    device = Device(SMALL)
+    device.planner.submit(row(0, prompt=8, most=8))
+    device.step()
+    for number, (prompt, priority) in enumerate([(28, 0), (2, 0), (2, 0), (2, 1)], 1):
+        device.planner.submit(row(number, prompt, 2, text=100 * number, priority=priority))
+    device.finish()
+    assert [one.number for one in device.order] == [0, 4, 1, 2, 3]
 
 
 def test_a_request_that_never_fits_is_refused():

@@ -13,7 +13,7 @@ from mpjax import Sampling
 from mpjax.engine import compiled
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
-from tests.mpjax.engine.conftest import Knowing, make_engine, resize
+from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
 from tests.sweeps import in_sweep
 
@@ -73,6 +73,20 @@ def test_tokens_are_those_of_a_plain_engine(speculating, plain):
     check(speculating.generate(PROMPTS, max_new_tokens=NEW, seeds=SEEDS), greedy)
     options = {"max_new_tokens": NEW, "sampling": MIXED, "seeds": SEEDS}
     check(speculating.generate(PROMPTS, **options), drawn)
+
+
+def test_drawn_tokens_repeat_with_their_seeds(speculating):
+    """Whatever is drawn beside them."""
+
+    def say(*seeds):
+        hot = {"temperature": 1.2, "stop_ids": ()}
+        options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": hot}
+        handles = [speculating.submit(PROMPTS[0], seed=seed, **options) for seed in seeds]
+        return [handle.result().tokens for handle in handles]
+
+    first, second = say(3, 5)
+    assert first != second
+    assert say(5, 4, 3)[::2] == [second, first]
 
 
 def test_rows_end_inside_of_accepted_tokens(speculating, plain):
@@ -158,6 +172,33 @@ def test_nan_behind_a_proposed_token_ends_its_own_row(tiny, plain, engine):
             with pytest.raises(NotFiniteError, match=f"request {handle.number}: "):
                 handle.result()
             assert broken.submit(long, max_new_tokens=4).result().tokens == expected
+
+
+@pytest.mark.sweep
+def test_blocks_are_encoded_behind_accepted_tokens(tiny):
+    """The block of 128 tokens ends in mid-decoding. Drawn tokens repeat, as their seeds do."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 2048, length).tolist() for length in (120, 110)]
+    [expected] = said_alone(tiny, "KV4cg32", prompts[:1], NEW).tolist()
+    drawn = {"temperature": 1.2, "stop_ids": ()}
+    knowing = Knowing.of([prompts[0] + expected])
+    sizes: dict[str, Any] = {"slots": 2, "chunk_tokens": 16, "speculate": knowing}
+    with make_engine(tiny, "KV4cg32", **sizes) as engine:
+
+        def say(*asked):
+            # Candidates, so that all rows have the programs of those that are drawn.
+            options: dict[str, Any] = {"max_new_tokens": NEW, "logprobs": 1}
+            handles = [
+                engine.submit(prompt, sampling=sampling, seed=seed, **options)
+                for prompt, sampling, seed in asked
+            ]
+            return [handle.result() for handle in handles]
+
+        greedy, first = say((prompts[0], {"stop_ids": ()}, 0), (prompts[1], drawn, 7))
+        assert greedy.tokens == expected
+        assert greedy.speculation.accepted[0] > 10
+        again, other = say((prompts[1], drawn, 7), (prompts[1], drawn, 8))
+        assert first.tokens == again.tokens != other.tokens
 
 
 def draft_of(lm, text):

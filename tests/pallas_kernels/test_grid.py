@@ -7,6 +7,7 @@ import pytest
 
 from mpjax.kernels import WeightFormat, grid, quantize, unpack
 from mpjax.kernels.plain_codes import in_groups, operands
+from tests.sweeps import in_sweep
 
 FORMATS = (
     *("uint4:g32", "uint8:gK", "uint4:g64:sym", "table4:g32", "table3:g64", "table2:g32"),
@@ -14,7 +15,11 @@ FORMATS = (
 )
 
 
-@pytest.fixture(params=FORMATS)
+# Integers, a table whose words have narrow planes, scales of blocks, and scales of two levels.
+SOME = ("uint4:g64:sym", "table3:g64", "float8:g128", "liquid4:g64/int8")
+
+
+@pytest.fixture(params=[text if text in SOME else in_sweep(text) for text in FORMATS])
 def format(request):
     return WeightFormat.parse(request.param)
 

@@ -12,6 +12,7 @@ from mpjax.kernels.codes.table import normal_float
 from mpjax.kernels.quantize import why_out_of_range
 from tests.pallas_kernels.oracles import PACKED_FORMATS, WEIGHT_FORMATS, most_formats, wide
 from tests.pallas_kernels.quantizers import oracle
+from tests.sweeps import combinations
 
 INTEGER_FORMATS = [text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")]
 # One of every kind of codes and of parameters, by what scales are stored in.
@@ -117,8 +118,7 @@ def test_blocks_of_float8_are_ragged_at_the_end(activations, outputs, channels):
     assert (scales[0, :128] == 1).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@each_kind
+@combinations(1, text=KINDS, dtype=["bfloat16", "float16"])
 def test_sixteen_bit_weights_are_widened_first(dtype, text):
     weight = jnp.asarray(random_weight(1) * 100, dtype)
     tensor = quick_quantize(weight, WeightFormat.parse(text))

@@ -69,7 +69,7 @@ LAYOUTS = {
 
 
 # Others have their codes and their layouts.
-SWEPT = ("W4g64symA16KV8", "W4A16KV8", "WFP8gKA16KV16")
+SWEPT = ("W4g64symA16KV8", "W4A16KV8", "W8symA16KV8", "WFP8gKA16KV16", "WFP8A16KV16")
 
 
 @pytest.mark.parametrize("precision", [in_sweep(p) if p in SWEPT else p for p in LAYOUTS])

@@ -12,6 +12,7 @@ from mpjax.kernels.target import tracing_for
 from tests.pallas_kernels.codes.decoding import bits_of
 from tests.pallas_kernels.numpy_ptx import SharedRows
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, table_codes
+from tests.sweeps import combinations
 
 each_operand = pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 
@@ -67,8 +68,7 @@ def assert_decodes(decode, words: np.ndarray, bits: int, operand: str, rng) -> N
             np.testing.assert_array_equal(bits_of(values), bits_of(rounded[indices]))
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@each_operand
+@combinations(1, bits=[2, 4], operand=["bfloat16", "float16"])
 def test_all_words_decode_to_entries_of_the_table(decode, bits, operand, rng):
     assert_decodes(decode, all_words(rng), bits, operand, rng)
 

@@ -43,7 +43,7 @@ EXPORTED = [
 
 
 # Each layout is there with another precision, or the precision with another layout.
-SWEPT = [*EXPORTED[4:6], *EXPORTED[7:9], EXPORTED[12]]
+SWEPT = [*EXPORTED[4:9], EXPORTED[12]]
 NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn)
 
 

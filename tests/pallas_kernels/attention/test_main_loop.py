@@ -80,7 +80,7 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
         ("KV16", "bfloat16"),
         in_sweep("KV8", "float16"),
         in_sweep("KV4", "bfloat16"),
-        ("KV4", "float16"),
+        in_sweep("KV4", "float16"),
         in_sweep("KVfp8", "bfloat16"),
         in_sweep("KV4c", "float16"),
         ("KV2", "bfloat16"),

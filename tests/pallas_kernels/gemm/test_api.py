@@ -25,7 +25,7 @@ from tests.pallas_kernels.gemm.weights import (
     weight_struct,
 )
 from tests.pallas_kernels.oracles import GATES, as_array, random_array, relative_error, wide
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 # One of each kind of codes.
 KINDS = (
@@ -41,8 +41,11 @@ EIGHT_BITS = ("int8:gK/int8", "float8:gK/float8")
 SMALL_TILES = Plan("triton", TritonConfig(16, 16, 1, 1, 3))
 
 
-@pytest.mark.parametrize("leading", [(), (2, 3), (2, 0)])
-@pytest.mark.parametrize("text", ["plain", "uint4:g32", "int8:gK/int8", "float8:g128/float8"])
+@combinations(
+    1,
+    leading=[(), (2, 3), (2, 0)],
+    text=["plain", "uint4:g32", "int8:gK/int8", "float8:g128/float8"],
+)
 def test_leading_axes_are_kept(leading, text, rng):
     weight = random_weight(rng, "uint4:g32" if text == "plain" else text, 128, 10)
     matrix = dense(weight)

@@ -55,7 +55,7 @@ THREADS = 128 * CONSUMERS  # of consumers
 # Slots that are copied at a time. Memory needs about 25 kB for each program. With more, whatever a
 # program writes or reads in global memory queues behind its copies.
 IN_FLIGHT = 4
-# What a kernel can leave out, to measure the rest.
+# Parts that a kernel can leave out, so that the rest is measured.
 PARTS = "products", "copies", "counters"
 SLOTS = 15  # of the ring: as many as fit
 BLOCK = 256  # input channels of a row of words, which has a nibble of each of four planes
@@ -118,7 +118,7 @@ _ROWS = max(phase.outputs * phase.blocks for phase in PHASES)  # of words in a s
 
 
 class Results(NamedTuple):
-    """What the kernel writes.
+    """The arrays that the kernel writes.
 
     out: float32 [1, 4096]. stream: bfloat16 [1, 4096]. given_up: int32 [1], the waits that gave
     up; others are wrong unless it is 0. inner, squares: what programs tell each other: bfloat16
@@ -304,7 +304,7 @@ class Shared(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program's warpgroups share.
+    """The shared memory and barriers of a program's warpgroups.
 
     weights: pairs of words [K blocks, N, 64] and parameters [K / 128, N].
     without: the part of the kernel that is left out, or None.

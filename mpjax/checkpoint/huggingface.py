@@ -105,7 +105,7 @@ def prepare(
     mesh: jax.sharding.Mesh | None = None,
     experts: ExpertDivision = "divided",
 ) -> Prepared:
-    """What `load` does before it reads a tensor; takes its arguments and raises its errors."""
+    """Checks the arguments of `load` by the headers, and raises its errors; reads no tensor."""
     dtype, opened = compute_dtype(dtype, precision), open_headers(source)
     folder, config, scheme, quantize = opened.path, opened.config, opened.scheme, None
     if not opened.is_quantized:

@@ -81,7 +81,7 @@ def prepare(
     dtype: jax.typing.DTypeLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Description, dict[str, TensorInfo], LanguageModel]:
-    """What `restore` does before it reads an array; takes its arguments.
+    """Checks the arguments of `restore` against the headers; reads no array.
 
     It raises the errors of `restore` but those of arrays and of the division among devices.
     Returns the description, the header of the weights' file, and the model as `abstract` gives it.

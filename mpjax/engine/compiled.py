@@ -25,8 +25,8 @@ from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder
 from mpjax.speculation.proposer import Proposer
 
-# Of a weight, the bytes that XLA takes while it times kernels for a product with it: its copy and
-# results.
+# The memory that XLA takes while it times kernels for a product, over the bytes of the product's
+# weight: a copy of the weight, and results.
 TUNING_COPIES = 1.5
 FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 

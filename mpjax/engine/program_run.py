@@ -1,4 +1,4 @@
-"""What an engine tells of a program that it has run."""
+"""The report of a program that an engine has run."""
 
 from __future__ import annotations
 

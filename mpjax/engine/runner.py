@@ -302,7 +302,7 @@ class _Pending:
 
 
 def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
-    """What is told of a program that has ended."""
+    """The report of a program that has ended."""
     plan, rows = pending.plan, len(pending.drawers)
     steps = int(plan.riders is not None) if isinstance(plan, Extend) else _steps(pending)
     return ProgramRun(

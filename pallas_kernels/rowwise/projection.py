@@ -22,7 +22,7 @@ from mpjax.kernels.rowwise.api import add_rms_norm
 MOST_TOKENS = 8  # with more, programs that repeat norms would be in each other's way
 PROGRAMS = 64  # of a token, at most
 # The stream [..., H], its norm [..., H], and the norm's products float32 [..., outputs].
-Projected = tuple[jax.Array, jax.Array, jax.Array]
+Results = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def project_rms_norm(
@@ -33,7 +33,7 @@ def project_rms_norm(
     *,
     epsilon: float,
     dtype: jax.typing.DTypeLike | None = None,
-) -> Projected:
+) -> Results:
     """The stream and the norm of `add_rms_norm`, in 16 bits, and the norm's products.
 
     terms: [splits, ..., H]. residual: [..., H], or None. weight: [H]. matrix: [outputs, H], whose
@@ -49,7 +49,7 @@ def project_rms_norm(
     if not (is_half and 0 < tokens <= MOST_TOKENS) or device.why_triton_cannot_run() is not None:
         return apart(terms, residual, weight, matrix)
     kernel = functools.partial(projected, epsilon=epsilon, dtype=wanted)
-    found: Projected = with_gradients_of(apart, kernel, terms, residual, weight, matrix)
+    found: Results = with_gradients_of(apart, kernel, terms, residual, weight, matrix)
     return found
 
 
@@ -66,7 +66,7 @@ def _apart(
     *,
     epsilon: float,
     dtype: jax.typing.DTypeLike | None,
-) -> Projected:
+) -> Results:
     stream, normed = add_rms_norm(terms, residual, weight, epsilon, dtype=dtype)
     assert isinstance(normed, jax.Array)  # in 16 bits, or more
     return stream, normed, project(normed, matrix)
@@ -82,7 +82,7 @@ def projected(
     epsilon: float,
     dtype: jnp.dtype,
     interpret: bool = False,
-) -> Projected:
+) -> Results:
     """The same by the kernel, for stream and norm in a dtype of 16 bits."""
     _, *shape, channels = terms.shape
     operands = triton.Terms.of(terms, residual, weight)

@@ -8,6 +8,7 @@ size of the batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels.checks import are_between, as_array, did_you_mean, nearest, shown
-from mpjax.threshold import kth_largest, nucleus
+from mpjax.kernels.thresholds.api import threshold
 
 FILTERS = ("top_k", "top_p", "min_p")
 # Division by a smaller temperature could make logits infinite. At this one, already only the most
 # likely token is drawn.
 LEAST_TEMPERATURE = 2.0**-100
+WHOLE = 2.0**30  # the weight of all tokens for top-p, which counts in parts of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Sampling:
         greedy. If all rows are greedy, temperature and the three filters become `None`.
       top_k: keep the k most likely tokens, at least 1 (and those that tie with the last of them).
       top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p, in
-        (0, 1]; the most likely token always stays (Holtzman et al., 2019).
+        (0, 1], and those that tie with the last of them (Holtzman et al., 2019). Probabilities are
+        rounded to multiples of 2⁻³⁰ for the sum.
       min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1)
         (Nguyen et al., 2024).
       repetition_penalty: a seen token's logit is divided by it when positive and multiplied by it
@@ -240,8 +243,8 @@ def sample(
       seen: bool [batch, vocabulary], whether a token is in the prompt or the text so far; needed
         for `repetition_penalty` and ignored without it.
       divided: whether devices have parts of the vocabulary's axis (static). Top-k and top-p then
-        search for their thresholds instead of sorting, so that no device needs all logits. The
-        draws are the same, but for rounding of the sum of probabilities.
+        search for their thresholds in plain JAX, so that no device needs all logits. The draws are
+        the same, but for rounding of the probabilities.
 
     Returns:
       Tokens int32 [batch]. Among equal logits a greedy row takes the lowest token id.
@@ -308,56 +311,32 @@ def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) ->
 def _filtered(logits: jax.Array, sampling: Sampling, divided: bool = False) -> jax.Array:
     """Applies temperature, top-k, top-p and min-p; removed logits become -inf.
 
-    Each filter is a threshold for each row. Logits equal to the threshold stay.
+    Each filter is a threshold for each row. Logits equal to the threshold stay. Rows that are
+    greedy, or have a filter switched off, are not searched for its threshold.
     """
     temperature = _per_row(sampling.temperature, "temperature", logits)
     divisor = jnp.maximum(temperature, LEAST_TEMPERATURE)
     logits = logits / jnp.where(temperature > 0, divisor, jnp.ones_like(temperature))
-    threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)  # [batch, 1]
-    if sampling.top_k is not None or sampling.top_p is not None:
-        find = _searched_threshold if divided else _rank_threshold
-        threshold = find(logits, sampling)
+    search = functools.partial(threshold, implementation="reference" if divided else None)
+    least = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)  # the smallest logit that stays
+    if sampling.top_k is not None:
+        top_k = jnp.maximum(_per_row(sampling.top_k, "top_k", logits, jnp.int32), 1)
+        is_on = (temperature > 0) & (top_k < logits.shape[-1])
+        least = search(logits, jnp.where(is_on, top_k, 0))
+    if sampling.top_p is not None:
+        top_p = _per_row(sampling.top_p, "top_p", logits)
+        kept = jnp.where(logits >= least, logits, -jnp.inf)
+        # Whole numbers, whose sums are exact: a token's fate does not depend on an order of sums.
+        weights = jnp.round(jax.nn.softmax(kept, axis=-1) * WHOLE).astype(jnp.int32)
+        wanted = jnp.maximum(jnp.ceil(top_p * WHOLE), 1).astype(jnp.int32)
+        # A top_p of 1 keeps all tokens, whatever the rounding of the sum.
+        wanted = jnp.where((temperature > 0) & (top_p < 1), wanted, 0)
+        least = jnp.maximum(least, search(logits, wanted, weights))
     if sampling.min_p is not None:
         min_p = _per_row(sampling.min_p, "min_p", logits)
         peak = jnp.max(logits, axis=-1, keepdims=True)
-        threshold = jnp.maximum(threshold, peak + jnp.log(min_p))
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
-
-
-def _rank_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The smallest logit that top-k and then top-p keep, float32 [batch, 1]."""
-    # `lax.top_k` needs a static k, and top-p may keep any number of tokens. Both therefore read one
-    # full sort, and k can change without another trace.
-    ranked = jnp.sort(logits, axis=-1, descending=True)  # [batch, vocabulary]
-    threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)
-    if sampling.top_k is not None:
-        top_k = _per_row(sampling.top_k, "top_k", logits, jnp.int32)
-        last = jnp.clip(top_k, 1, logits.shape[-1]) - 1
-        threshold = jnp.take_along_axis(ranked, last, axis=-1)
-    if sampling.top_p is not None:
-        top_p = _per_row(sampling.top_p, "top_p", logits)
-        kept = jnp.where(ranked >= threshold, ranked, -jnp.inf)
-        probabilities = jax.nn.softmax(kept, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of likelier tokens
-        # A top_p of 1 keeps all tokens, whatever the rounding of the sum.
-        inside = (before < top_p) | (top_p >= 1)
-        inside = inside.at[:, 0].set(True)
-        nucleus = jnp.min(jnp.where(inside, kept, jnp.inf), axis=-1, keepdims=True)
-        threshold = jnp.maximum(threshold, nucleus)
-    return threshold
-
-
-def _searched_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The threshold of `_rank_threshold` without a sort, float32 [batch, 1]."""
-    threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)
-    if sampling.top_k is not None:
-        threshold = kth_largest(logits, _per_row(sampling.top_k, "top_k", logits, jnp.int32))
-    if sampling.top_p is not None:
-        top_p = _per_row(sampling.top_p, "top_p", logits)
-        kept = jnp.where(logits >= threshold, logits, -jnp.inf)
-        found = nucleus(kept, jax.nn.softmax(kept, axis=-1), top_p)
-        threshold = jnp.maximum(threshold, jnp.where(top_p >= 1, -jnp.inf, found))
-    return threshold
+        least = jnp.maximum(least, peak + jnp.log(min_p))
+    return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def _per_row(value: Any, name: str, logits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:

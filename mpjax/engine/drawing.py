@@ -92,7 +92,8 @@ def draw(
     filtered = _filtered(settings)
     simple = dataclasses.replace(filtered, top_k=None, top_p=None, min_p=None)
     is_filtered = (settings.top_k < ALL) | (settings.top_p < 1) | (settings.min_p > 0)
-    # Filters sort all logits, which takes longer than the device's wait for the decision.
+    # Filters read all logits many times, which takes longer than the device's wait for the
+    # decision.
     drawn = jax.lax.cond(
         (is_filtered & (settings.temperature > 0)).any(),
         lambda x: sample(x, keys, filtered, seen, divided=divided),

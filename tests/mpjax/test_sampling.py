@@ -148,12 +148,6 @@ def test_greedy_is_one_reduction_and_no_sort_or_random_bits():
     assert len(names) <= 2  # the other may be a conversion
 
 
-def test_top_k_with_top_p_sorts_once():
-    sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)
-    program = str(jax.make_jaxpr(sample)(jnp.zeros((2, 16)), row_keys([0, 1]), sampling))
-    assert program.count(" sort[") == 1
-
-
 def test_greedy_applies_the_repetition_penalty():
     logits = jnp.asarray([[4.0, 3.0, -1.0], [-1.0, -1.5, -9.0]])
     seen = jnp.asarray([[True, False, False], [True, False, False]])

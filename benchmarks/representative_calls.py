@@ -21,6 +21,7 @@ from mpjax.kernels.gemm.shapes import GemmShape, named
 from mpjax.kernels.rowwise.projection import project_rms_norm
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.llama import llama_layers
+from mpjax.sampling import Sampling, process_logits
 
 WEIGHTS = (
     *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
@@ -110,6 +111,7 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
         yield f"likeliest {rows}", functools.partial(_likeliest, rows)
+        yield f"filtered {rows}", functools.partial(_filtered, rows)
     yield "gradient", _gradient
     yield "rows router 1", _router_rows
     for text in ("uint4:g128", "int8/int8"):
@@ -132,6 +134,16 @@ def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
 
 def _likeliest(rows: int) -> Call:
     return likeliest, (Array((rows, 151_936), "float32"),)
+
+
+def _filtered(rows: int) -> Call:
+    """Logits that top-k and top-p of each row leave."""
+
+    def process(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+        return process_logits(logits, Sampling(temperature=top_p, top_k=top_k, top_p=top_p))
+
+    arrays = Array((rows, 151_936), "float32"), Array((rows,), "int32"), Array((rows,), "float32")
+    return process, arrays
 
 
 def _head(rows: int) -> Call:

@@ -276,6 +276,8 @@ def process_logits(
     logits: jax.Array,
     sampling: Sampling | Mapping[str, Any],
     seen: jax.Array | None = None,
+    *,
+    divided: bool = False,
 ) -> jax.Array:
     """Logits that `sample` draws from, float32 [batch, vocabulary]; removed tokens have -inf.
 
@@ -288,7 +290,7 @@ def process_logits(
     if sampling.greedy:
         return logits
     temperature = _per_row(sampling.temperature, "temperature", logits)
-    return jnp.where(temperature > 0, _filtered(logits, sampling), logits)
+    return jnp.where(temperature > 0, _filtered(logits, sampling, divided), logits)
 
 
 def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) -> jax.Array:

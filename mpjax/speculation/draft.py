@@ -137,17 +137,18 @@ class Draft(Proposer):
         tokens = self._known_ids(jnp.take_along_axis(history, places, axis=1))
         logits, own = self.model.step(tokens, lacking, own)
         drafting = _Drafting.begin(context, own, self.k)
+        divided = self.model.shards > 1
 
         def advance(number: jax.Array, carry: tuple[_Drafting, jax.Array]) -> Any:
             drafting, logits = carry
-            drafting, drawn = drafting.draw(logits, context, number)
+            drafting, drawn = drafting.draw(logits, context, number, divided=divided)
             # The last step's logits are not used: its tokens are the next proposal's to read.
             reads = (number + 1 < most).astype(jnp.int32)
             logits, cache = self.model.step(self._known_ids(drawn)[:, None], reads, drafting.cache)
             return dataclasses.replace(drafting, cache=cache), logits
 
         drafting, logits = jax.lax.fori_loop(0, self.k - 1, advance, (drafting, logits))
-        drafting, _ = drafting.draw(logits, context, jnp.int32(self.k - 1))
+        drafting, _ = drafting.draw(logits, context, jnp.int32(self.k - 1), divided=divided)
         return Proposal(drafting.tokens, most, drafting.chances), drafting.cache
 
     def settle(
@@ -190,15 +191,18 @@ class _Drafting:
         return cls(cache, jnp.zeros((batch, k), jnp.int32), chances, context.state.seen)
 
     def draw(
-        self, logits: jax.Array, context: Context, number: jax.Array
+        self, logits: jax.Array, context: Context, number: jax.Array, *, divided: bool
     ) -> tuple[_Drafting, jax.Array]:
-        """Draws token `number` of each row from logits [batch, vocabulary of the draft model]."""
+        """Draws token `number` of each row from logits [batch, vocabulary of the draft model].
+
+        divided: whether devices have parts of the logits' vocabulary; see `sample`.
+        """
         logits = _fit(logits, context.vocabulary)
         seen, chances, sampling = self.seen, self.chances, context.sampling
         if chances is None:
-            drawn = sample(logits, context.state.keys, sampling, seen)
+            drawn = sample(logits, context.state.keys, sampling, seen, divided=divided)
         else:
-            here = distribution(logits, sampling, seen)
+            here = distribution(logits, sampling, seen, divided=divided)
             own = step_keys(context.state.keys, context.drawn + number)
             drawn = draw(here, step_keys(own, DRAFTING))
             chances = jax.lax.dynamic_update_slice_in_dim(chances, here[:, None], number, 1)

@@ -42,7 +42,8 @@ def verify(
         drawn = jax.tree.map(lambda x: x.reshape(batch, positions, *x.shape[1:]), drawn)
         kept = Proposal(proposal.tokens[:, : positions - 1], proposal.counts)
         return drawn, acceptance.count_agreeing(drawn.tokens, kept)
-    p = distribution(each.hide(flat, rows.counts), each.sampling, rows.seen).reshape(logits.shape)
+    hidden = each.hide(flat, rows.counts)
+    p = distribution(hidden, each.sampling, rows.seen, divided=divided).reshape(logits.shape)
     tokens, accepted = acceptance.accept(p, proposal, state.keys, rule.drawn(state.counts))
     told = each.told(flat)
     told = jax.tree.map(lambda x: x.reshape(batch, positions, *x.shape[1:]), told)
@@ -63,12 +64,14 @@ def seen_before(seen: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
     return seen[:, None] | (jax.lax.cummax(marks, axis=1) > 0)
 
 
-def distribution(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) -> jax.Array:
+def distribution(
+    logits: jax.Array, sampling: Sampling, seen: jax.Array | None, *, divided: bool = False
+) -> jax.Array:
     """The probabilities from which `sample` draws, float32 [rows, vocabulary].
 
     A greedy row has 1 for its likeliest token. Arguments are those of `sample`.
     """
-    processed = process_logits(logits, sampling, seen)
+    processed = process_logits(logits, sampling, seen, divided=divided)
     chances = jax.nn.softmax(processed, axis=-1)
     best = jax.nn.one_hot(jnp.argmax(processed, axis=-1), logits.shape[-1], dtype=jnp.float32)
     temperature = jnp.asarray(sampling.temperature, jnp.float32).reshape(-1, 1)

@@ -343,12 +343,15 @@ def _memory(results: Results) -> list[str]:
 def _agreement(result: dict[str, Any], folder: Path) -> list[str]:
     """A table and a plot of a model against its 16-bit version."""
     rows = result["rows"]
-    name = f"agreement-{result['model'].lower()}.svg"
-    agreement_plot.draw(rows, folder / name)
+    plots = []
+    if len({row["bits_per_weight"] for row in rows}) > 1:  # over which a plot would show something
+        name = f"agreement-{result['model'].lower()}.svg"
+        agreement_plot.draw(rows, folder / name)
+        plots.append(_plot("KL divergence and rise of perplexity over the bits of a weight", name))
     is_bundled = result["model"] == "bundled"
     names = _distinct(rows, "precision")
     options = f"{_text_option(result)} --window {rows[0]['window']} --precisions {names}"
-    output = "agreement" + f"-{result['model'].lower()}" * (not is_bundled) + ".json"
+    output = "agreement" + f"-{result['model'].split('.')[0].lower()}" * (not is_bundled) + ".json"
     source = "mpjax evaluate" + f" {result['model']}" * (not is_bundled)
     return [
         f"## Distance from 16 bits: {'the bundled model' if is_bundled else result['model']}\n",
@@ -357,7 +360,7 @@ def _agreement(result: dict[str, Any], folder: Path) -> list[str]:
         "99th percentile. Same top: positions with the same most likely token. Δ is the change of "
         "the perplexity.\n",
         markdown(rows) + "\n",
-        _plot("KL divergence and rise of perplexity over the bits of a weight", name),
+        *plots,
         _source(result, f"{source} --against itself{options} --output benchmarks/results/{output}"),
     ]
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import speculation
+from benchmarks import sampling, speculation
 from mpjax.bench import experts, serve, sums, tables
 from mpjax.bench import speculation as steps
 from mpjax.bench.lengths import Lengths
@@ -170,6 +170,15 @@ SECTIONS = (
         ("matrices", *experts.HEADERS),
         functools.partial(map, _experts_cells),
         _experts_command,
+    ),
+    Section(
+        "Drawing a token of each row",
+        ("sampling*.json",),
+        "Logits of 151,936 tokens. Top-k keeps 50, and top-p 0.9; their thresholds are found by a "
+        "search, and by a sort. Kernels: the sum of their times. Step: the time from draw to draw.",
+        sampling.HEADERS,
+        functools.partial(map, sampling.cells),
+        lambda _: "python -m benchmarks.sampling OUT",
     ),
     Section(
         "Speculation: the cost of a step",

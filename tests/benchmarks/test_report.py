@@ -43,6 +43,8 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     fields = ("kl_mean", "kl_error", "kl_median", "kl_p99", "same_top")
     compared = evaluated | dict.fromkeys(fields, 0.25) | {"reference_perplexity": 8.0}
     compared |= {"bits_per_weight": 4.25, "window": 512, "tokens": 5110}
+    head = compared | {"precision": "W16A16KV16H8", "bits_per_weight": 16.0}
+    compares = {"reference": "bundled", "text": "held_out.jsonl"}
     text = page(
         **{
             "gemm": {"results": [gemm_row(), gemm_row(M=16)]},
@@ -56,12 +58,8 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
                 "text": "book.txt",
             },
             "perplexity-calibrated": {"rows": [evaluated], "calibration": "a.txt"},
-            "agreement": {
-                "rows": [compared],
-                "model": "bundled",
-                "reference": "bundled",
-                "text": "held_out.jsonl",
-            },
+            "agreement": compares | {"rows": [compared, head], "model": "bundled"},
+            "agreement-other": compares | {"rows": [head], "model": "Other-1B.Q4_1.gguf"},
             "memory-x": memory_row,
             "quantization": {
                 "tokens": 512,
@@ -93,8 +91,12 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert text.index(command) > text.index("## Perplexity of Other-1B.Q4_1.gguf")
     assert "| W4A16KV8 | gptq | 262,144 | 10.0 | 7.0 | 10.0 GB | 5.0 GB | 2.0 GB |" in text
     assert "`python -m benchmarks.memory --precision W4A16KV8 --method gptq --layers 4`" in text
-    command = "mpjax evaluate --against itself --window 512 --precisions W16A16KV8s"
-    assert f"`{command} --output benchmarks/results/agreement.json` {source}" in text
+    command = "mpjax evaluate --against itself --window 512 --precisions W16A16KV8s,W16A16KV16H8"
+    output = "--output benchmarks/results/agreement"
+    assert f"`{command} {output}.json` {source}" in text
+    options = "--against itself --window 512 --precisions W16A16KV16H8"
+    assert f"`mpjax evaluate Other-1B.Q4_1.gguf {options} {output}-other-1b.json`" in text
+    assert "](agreement-other" not in text  # a plot over bits needs two numbers of them
     assert "5,110 positions" in text
     assert text.count("| W16A16KV8s | 4.25 | 8.0000 | +0.00 % | 0.25000 ± 0.25000 |") == 1
     for name in ("gemm-model.svg", "generate.svg", "attention.svg", "agreement-bundled.svg"):

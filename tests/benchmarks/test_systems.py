@@ -48,7 +48,12 @@ TEXT = {
     **{"proposer": "ngram:4:3", "plain_tokens_per_second": 100.0, "tokens_per_second": 98.0},
     **{"speed_up": 0.98, "tokens_per_step": 1.0, "acceptance": 0.0, "proposed_per_step": 0.01},
 }
+DRAWN = {
+    **{"rows": 16, "drawn": "top-k", "by": "search", "kernels_microseconds": 50.0},
+    **{"step_microseconds": 60.0, "same_tokens": True},
+}
 RESULTS = {
+    "sampling*.json": [DRAWN],
     "speculation-steps*.json": [STEPS],
     "speculation-text*.json": [TEXT],
     "serve*.json": [SERVED | {"through": "engine"}, SERVED | {"through": "batches of 64"}],
@@ -90,6 +95,11 @@ def page(*patterns):
             "| W4A16KV8 | 16 | 1 | 2, whole experts | 89 | 11.23 ms |",
             "mpjax bench generate --shapes qwen3-30b-a3b --devices 2 --batch 1 --experts whole "
             "--layers 16 --new-tokens 128 --filled",
+        ),
+        (
+            "sampling*.json",
+            "| 16 | top-k | search | 50.0 µs | 60.0 µs | True |",
+            "python -m benchmarks.sampling OUT",
         ),
         (
             "speculation-steps*.json",

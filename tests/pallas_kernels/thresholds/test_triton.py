@@ -41,6 +41,17 @@ def test_the_kernel_finds_the_numbers_of_a_sort(rows, size, interpret, rng):
         np.testing.assert_array_equal(found, by_sort(numbers, wanted, each))
 
 
+@pytest.mark.parametrize("interpret", [True, on_gpu])
+def test_rows_can_be_mapped(interpret, rng):
+    numbers, _, counts, _ = random_rows(rng, 2, 700)
+
+    def find(numbers, wanted):
+        return triton.threshold(numbers, wanted, None, interpret=interpret)
+
+    found = jax.vmap(find)(numbers[:, None], counts[:, None])
+    np.testing.assert_array_equal(found[:, 0], by_sort(numbers, counts))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 256])
 def test_on_the_gpu_rows_of_a_vocabulary_are_those_of_the_reference(rows, rng):

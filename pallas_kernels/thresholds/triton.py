@@ -17,12 +17,10 @@ from jax.experimental import pallas as pl
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.thresholds.keys import BITS, DIGITS, LEAST, ROUNDS, key_of, number_of
 
-TILE, WARPS = 512, 4  # numbers of a tile: 16 bytes for each thread
-TILES = 2  # that a program reads at once
-# Programs of all rows, which all fit on a large GPU at once, and the most of one row, each of which
-# reads the sums of all.
-PROGRAMS, MOST_PARTS = 512, 128
-Sums = tuple[jax.Array, ...]  # int32 [TILE] each: of keys above all candidates, and of each's
+TILE, WARPS = 512, 4  # numbers that a program reads at once: 16 bytes by each thread
+# Programs of all rows, eight for each multiprocessor of a large GPU, and the most of one row, each
+# of which reads the sums of all.
+PROGRAMS, MOST_PARTS = 1024, 128
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -91,45 +89,25 @@ def _kernel(inputs: Any, found_ref: Any, sums_ref: Any) -> None:
     digit = (before >= wanted).astype(jnp.int32).sum()
     # Two shifts: before the first round, the digit is 0, and its shift would be 32.
     found = load(known_ref.at[row]) + ((digit << shift) << BITS)
-    last = found + ((jnp.int32(DIGITS - 1) << shift) + ((1 << shift) - 1))  # with the same digits
-    steps = pl.cdiv(pl.cdiv(size, TILE), parts * TILES)
-    is_whole = size == steps * TILES * parts * TILE
+    tiles = pl.cdiv(pl.cdiv(size, TILE), parts)
 
-    def load_tile(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The keys and weights of a tile; numbers behind the row weigh nothing."""
-        place = tile * TILE + jnp.arange(TILE)
-        mask = None if is_whole else place < size
+    def add(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        place = (part * tiles + step) * TILE + jnp.arange(TILE)
+        mask = None if size == tiles * parts * TILE else place < size
         keys = key_of(load_masked(numbers_ref.at[row, place], mask))
-        if weights_ref is not None:
-            return keys, load_masked(weights_ref.at[row, place], mask)
-        return keys, jnp.ones(TILE, jnp.int32) if mask is None else mask.astype(jnp.int32)
-
-    def add(step: jax.Array, sums: Sums) -> Sums:
-        first = (part * steps + step) * TILES
-        tiles = [load_tile(first + index) for index in range(TILES)]  # all before the sums
-        above, *others = sums
-        is_any = jnp.int32(0)
-        for keys, weights in tiles:
-            above += jnp.where(keys > last, weights, 0)
-            is_any |= ((keys >= found) & (keys <= last)).astype(jnp.int32).max()
-
-        def add_up() -> Sums:
-            totals = others
-            for keys, weights in tiles:
-                weights = jnp.where(keys <= last, weights, 0)
-                totals = [
-                    total + jnp.where(keys >= found + (jnp.int32(candidate) << shift), weights, 0)
-                    for candidate, total in enumerate(totals, 1)
-                ]
-            return tuple(totals)
-
-        # Most tiles have no number between the candidates, once some digits are known.
-        return above, *jax.lax.cond(is_any > 0, add_up, lambda: tuple(others))
+        if weights_ref is None:
+            weights = jnp.ones(TILE, jnp.int32)
+            weights = weights if mask is None else mask.astype(jnp.int32)
+        else:
+            weights = load_masked(weights_ref.at[row, place], mask)
+        return tuple(
+            total + jnp.where(keys >= found + (jnp.int32(candidate) << shift), weights, 0)
+            for candidate, total in enumerate(sums, 1)
+        )
 
     # A row that is not searched has no tiles.
-    zeros = (jnp.zeros(TILE, jnp.int32),) * DIGITS
-    above, *others = jax.lax.fori_loop(0, steps * jnp.clip(wanted, 0, 1), add, zeros)
+    zeros = (jnp.zeros(TILE, jnp.int32),) * (DIGITS - 1)
+    sums = jax.lax.fori_loop(0, tiles * jnp.clip(wanted, 0, 1), add, zeros)
     store(found_ref.at[row], found)
-    store(sums_ref.at[row, part, jnp.int32(0)], jnp.int32(0))
-    for candidate, total in enumerate(others, 1):
-        store(sums_ref.at[row, part, jnp.int32(candidate)], (above + total).sum())
+    for candidate, total in enumerate((jnp.zeros(TILE, jnp.int32), *sums)):
+        store(sums_ref.at[row, part, jnp.int32(candidate)], total.sum())

@@ -27,7 +27,7 @@ def random_rows(rng, rows, size):
 @pytest.mark.parametrize(
     ("rows", "size"),
     [
-        (3, 9 * TILE + 7),  # several programs for each row, of which the last is masked
+        (3, 5 * TILE + 7),  # several programs for each row, of which the last is masked
         in_sweep(1, 8 * TILE),
         in_sweep(2, 300),
         in_sweep(4, 151_936),
@@ -66,7 +66,7 @@ def test_on_the_gpu_rows_of_a_vocabulary_are_those_of_the_reference(rows, rng):
     ("rows", "size", "parts"),
     [
         (1, 151_936, MOST_PARTS),
-        (64, 151_936, 8),
+        (64, 151_936, 16),
         (5000, 151_936, 1),
         (1, 1, 1),
         (1, 3 * TILE, 2),  # a power of two

@@ -4,7 +4,8 @@ A model continues texts that repeat their prompt, and texts that don't, in plain
 each proposer, one prompt at a time. A result of the JSON file has the case, the proposer, tokens/s
 of both, their ratio, the acceptance and the tokens per step. Models with a chat template get
 requests in words, and base models a file of Python that they have begun to repeat. With --engine N
-each prompt goes through an Engine of one slot, whose programs take N decoding steps.
+each prompt goes through an Engine of one slot, whose programs take N decoding steps. With
+--rounds 0 there are no speeds, which is enough for the acceptance, on a CPU, too.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def run(
                 "engine_steps": steps,
                 "plain_tokens_per_second": speed,
                 "tokens_per_second": faster,
-                "speed_up": faster / speed if speed else None,
+                "speed_up": faster / speed if faster and speed else None,
                 "acceptance": report.acceptance,
                 "proposed_per_step": sum(report.proposed) / max(1, sum(report.steps)),
                 "tokens_per_step": report.tokens_per_step,
@@ -127,8 +128,10 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["case"],
         f"{row['temperature']:g}",
         row["proposer"],
-        f"{row['plain_tokens_per_second']:.0f}",
-        f"{row['tokens_per_second']:.0f}",
+        *(
+            "" if row[name] is None else f"{row[name]:.0f}"
+            for name in ("plain_tokens_per_second", "tokens_per_second")
+        ),
         "" if row["speed_up"] is None else f"{row['speed_up']:.2f}",
         f"{row['tokens_per_step']:.2f}",
         f"{row['acceptance']:.0%}",
@@ -141,6 +144,8 @@ def command(rows: Sequence[Mapping[str, Any]]) -> str:
     model, proposers = rows[0]["model"], dict.fromkeys(row["proposer"] for row in rows)
     options = "" if model == mpjax.bundled_model().name else f" --model {model}"
     options += "".join(f" --speculate {each}" for each in proposers)
+    if rows[0]["tokens_per_second"] is None:
+        options += " --rounds 0"
     if steps := rows[0].get("engine_steps"):
         options += f" --engine {steps}"
     return f"python -m benchmarks.speculation OUT.json{options}"
@@ -148,22 +153,27 @@ def command(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _measure(
     lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
-) -> tuple[mpjax.Generation, float]:
+) -> tuple[mpjax.Generation, float | None]:
     """A generation, and the median speed of its repetitions after the first, which compiles."""
     found = [mpjax.generate(lm, [prompt], **options) for _ in range(rounds + 1)]
-    return found[-1], statistics.median(each.tokens_per_second for each in found[1:])
+    return found[-1], _speed(found[1:])
+
+
+def _speed(generations: Sequence[mpjax.Generation]) -> float | None:
+    speeds = [each.tokens_per_second for each in generations]
+    return statistics.median(speeds) if speeds else None
 
 
 def _measure_engine(
     steps: int, lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
-) -> tuple[mpjax.Generation, float]:
-    """The results and seconds of `_measure`, with an Engine of one slot."""
+) -> tuple[mpjax.Generation, float | None]:
+    """The results and speed of `_measure`, with an Engine of one slot."""
     most = MOST + options["max_new_tokens"]
     speculate = options.get("speculate")
     options = {name: value for name, value in options.items() if name != "speculate"}
     with mpjax.Engine(lm, slots=1, max_tokens=most, steps=steps, speculate=speculate) as engine:
         found = [engine.generate([prompt], **options) for _ in range(rounds + 1)]
-    return found[-1], statistics.median(each.tokens_per_second for each in found[1:])
+    return found[-1], _speed(found[1:])
 
 
 def main(arguments: Sequence[str]) -> int:

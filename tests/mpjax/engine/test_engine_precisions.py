@@ -31,7 +31,7 @@ WEIGHTS = (
 # Behind a prompt that is rounded or not, 4-bit activations differ by whole steps.
 READ_FROM_CACHE = (
     "W4A4KV8",
-    *(f"W4A16{cache}" for cache in ("KV8s", "KVfp8", "KV4", "KV4t", "K8V4", "K4V2")),
+    *(f"W4A16{cache}" for cache in ("KV8s", "KVfp8", "KV4", "KV4t", "K8V4", "K4cV2")),
     *(f"W4A16{cache}" for cache in ("KV4c", "KV4cg32", "K8V4c", "KV2", "KV2g32", "KV2t")),
 )
 

@@ -22,7 +22,7 @@ from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
 ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads onto any number"
-PARAMETER_BITS = 32  # a word for each group and output channel
+PARAMETER_BITS = 32  # of a word, which one group or several share
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -85,7 +85,7 @@ class LanguageModel:
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean bits of a weight of the layers' linear maps, with 32 of each group's parameters.
+        """Mean bits of a weight of the layers' linear maps, with those of groups' parameters.
 
         The padding of a small weight, which `nbytes` has, does not count.
         """
@@ -205,12 +205,12 @@ class LanguageModel:
 
 
 def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
-    """The bits of a weight [..., K, N] with 32 of each group's parameters, and without padding."""
+    """The bits of a weight [..., K, N] with those of groups' parameters, and without padding."""
     count, channels = math.prod(shape), shape[-2]
     if not format.is_packed:
         return 16 * count
     groups = count // channels * format.groups(channels)
-    return count * format.bits + PARAMETER_BITS * groups
+    return count * format.bits + PARAMETER_BITS * groups // format.groups_of_word
 
 
 def find_precision(model: Decoder, kv_format: KVFormat) -> Precision:

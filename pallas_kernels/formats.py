@@ -20,6 +20,8 @@ FLOAT4_GROUP = 32  # input channels that share an FP4 scale
 MAXIMUM_PLANE_WIDTH = 64
 # The most input channels of a block, however many planes it has, since K is padded to whole blocks.
 MAXIMUM_BLOCK = 512
+# The neighbouring groups whose parameters share a 32-bit word, where several do.
+_GROUPS_OF_WORD = {"liquid4": 2, "float4": 4}
 # Bits of the input channels that a kernel takes at a time where codes are the operand itself: a
 # cache line.
 FLAT_BITS = 8 * 128
@@ -227,13 +229,17 @@ class WeightFormat:
         return self.planes * self.plane_width
 
     @property
-    def parameter_channels(self) -> int | None:
-        """The number of input channels that share a word of parameters, or None for all.
+    def groups_of_word(self) -> int:
+        """The number of neighbouring groups whose parameters share a 32-bit word.
 
-        Two groups of `liquid4` share a word, two bytes each.
+        Two groups of `liquid4` have two bytes each, and four of `float4` one byte.
         """
-        shared = 2 if self.codes == "liquid4" else 1
-        return None if self.group_size is None else shared * self.group_size
+        return _GROUPS_OF_WORD.get(self.codes, 1)
+
+    @property
+    def parameter_channels(self) -> int | None:
+        """The number of input channels that share a word of parameters, or None for all."""
+        return None if self.group_size is None else self.groups_of_word * self.group_size
 
     @property
     def parameters_of_block(self) -> int:

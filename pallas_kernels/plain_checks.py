@@ -15,6 +15,7 @@ import numpy as np
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activation_blocks import require_widths
 from mpjax.kernels.checks import as_array, is_known, optional_array
+from mpjax.kernels.codes import float4
 from mpjax.kernels.codes.int4 import LEAST, MOST
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.plain_codes import PlainCodes
@@ -51,6 +52,8 @@ def require_sound(plain: PlainCodes) -> None:
         _check_values("scales", plain.scales, 255)
         assert zeros is not None
         _check_bytes(plain.codes, plain.scales, zeros)
+    if format.codes == "float4":
+        _check_powers(plain.scales)
     if format.codes == "int4":
         _check_values("codes", plain.codes, MOST, LEAST)
     if plain.activation_bits is not None:
@@ -129,6 +132,21 @@ def _check_values(name: str, array: jax.Array, largest: int, least: int = 0) -> 
         low, high = int(array.min()), int(array.max())
     if low < least or high > largest:
         raise ValueError(f"{name} are {low} to {high}; expected {least} to {largest}")
+
+
+def _check_powers(scales: jax.Array) -> None:
+    """Raises ValueError unless scales in bfloat16 are powers of two from 2**−127, 0 or NaN."""
+    if not is_known(scales):
+        return
+    with jax.ensure_compile_time_eval():
+        given = jnp.asarray(scales)
+        kept = float4.scales_of(float4.exponents_of(given))
+        is_kept = (given == kept) | (given == 0) | jnp.isnan(given)
+        if not is_kept.all():
+            raise ValueError(
+                f"scales of float4 are {float(given[~is_kept][0]):.4g}, among others: expected "
+                "powers of two, of which the exponent is kept"
+            )
 
 
 def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:

@@ -59,10 +59,11 @@ class QuantizedTensor:
     parameters: uint32 [groups, N], the parameters of a group in one 32-bit word, because narrower
         loads are not pipelined: the 16-bit scale below the zero point (0 where codes have none), or
         the bits of a float32 scale. `liquid4` has [groups / 2, N]: a byte of step and a byte of
-        offset of one group, below those of the next group.
+        offset of one group, below those of the next group. `float4` has [groups / 4, N]: the bytes
+        of four scales in e8m0, exponents of two plus 127, that of the first group lowest.
     format: of the weight (static).
-    scale_dtype: the dtype of the scales in `parameters`: `float16`, `bfloat16`, `float32`, or
-        `uint16` for the steps of `liquid4` (static).
+    scale_dtype: the dtype of the scales that `parameters` stand for: `float16`, `bfloat16`,
+        `float32`, or `uint16` for the steps of `liquid4` (static).
     padding: the number of input channels beyond K that pad the last block (static). Their codes are
         multiplied with zeros in the place of activations.
     permutation: int32 [K] or None; row i of the packed matrix is input channel permutation[i]
@@ -150,15 +151,11 @@ class QuantizedTensor:
         scales: [..., groups, N] in the place of the tensor's own, without groups of padding.
 
         Raises ValueError for scales of another shape, and for any scales where the format is
-        `liquid4`, whose steps are integers.
+        `liquid4`, whose steps are integers, or `float4`, which has exponents for scales.
         """
         dtype = as_dtype("dequantize: dtype", dtype)
         plain = unpack(self)
         if scales is not None:
-            if code_kinds.of(self.format).has_channel_scales:
-                raise ValueError(
-                    f"{self.format} has integer steps, which other scales can't replace"
-                )
             plain = dataclasses.replace(plain, scales=_read_scales(self, scales))
         return plain.dequantize(dtype)
 
@@ -271,8 +268,9 @@ def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTenso
     scales: [..., groups, N]. `matmul(x, tensor, scales=scales)` rounds scales alike, and gives the
         same product as the returned tensor.
 
-    Raises ValueError for scales of another shape, for `liquid4`, whose steps are integers, and,
-    where values are known, for scales that are NaN, infinite or beyond the range of the dtype.
+    Raises ValueError for scales of another shape, for `liquid4`, whose steps are integers, for
+    `float4`, which has exponents for scales, and, where values are known, for scales that are NaN,
+    infinite or beyond the range of the dtype.
     """
     require_type("replace_scales: tensor", tensor, QuantizedTensor)
     replaced = with_scales(tensor, scales)
@@ -286,14 +284,12 @@ def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTenso
 
 def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
     """`replace_scales` without a check of the values, which would wait for the device."""
-    kind = code_kinds.of(tensor.format)
-    if kind.has_channel_scales:
-        raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
     scales = _read_scales(tensor, scales)
-    missing = tensor.parameters.shape[-2] - scales.shape[-2]
+    missing = tensor.scales().shape[-2] - scales.shape[-2]
     padding = *((0, 0),) * (scales.ndim - 2), (0, missing), (0, 0)
     scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
-    return dataclasses.replace(tensor, parameters=kind.pack_parameters(scales, tensor.zeros()))
+    parameters = code_kinds.of(tensor.format).pack_parameters(scales, tensor.zeros())
+    return dataclasses.replace(tensor, parameters=parameters)
 
 
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
@@ -352,6 +348,12 @@ def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor
 
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
+    """Scales [..., groups, N] in the place of a tensor's own.
+
+    Raises ValueError for another shape, and where a tensor's scales are fixed.
+    """
+    if reason := code_kinds.of(tensor.format).why_scales_are_fixed:
+        raise ValueError(f"{tensor.format} {reason}")
     scales = as_array("scales", scales)
     *leading, input_channels, output_channels = tensor.shape
     expected = (*leading, tensor.format.groups(input_channels), output_channels)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ from mpjax.models.parameters import TABLES
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
 FORMAT = "mpjax checkpoint"
-VERSION = 6  # the configuration has norms after layers, kinds of rotary embeddings, and factors
+VERSION = 7  # four scales of `float4` share a word
 # Older versions, which are read too.
-WITH_PRE_NORMS = 5  # fields of version 6 are missing
+WITH_WIDE_SCALES = 6  # each scale of `float4` has a word: models with such weights are not read
+WITH_PRE_NORMS = 5  # fields of version 6 are missing: norms after layers, factors and others
 WITH_LIKE_LAYERS = 4  # one set of fields for all layers
-VERSIONS = (WITH_LIKE_LAYERS, WITH_PRE_NORMS, VERSION)
+VERSIONS = (WITH_LIKE_LAYERS, WITH_PRE_NORMS, WITH_WIDE_SCALES, VERSION)
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
@@ -85,16 +87,15 @@ class Description:
                 f"{WITH_LIKE_LAYERS} to {VERSION}; install the mpjax that wrote it, or convert "
                 "the original checkpoint again"
             )
-        try:
+        with _errors_as_damage(path):
             description = _parse(written)
+        if version < VERSION:
+            _require_no_wide_scales(path, description.parts)
+        with _errors_as_damage(path):
             require_sound(description.config, "config")
             model_arrays.require_fitting(
                 description.decoder, description.config, description.parts, description.arrays
             )
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} is damaged: {error}; convert the original checkpoint again"
-            ) from error
         return description
 
     def to_json(self) -> str:
@@ -153,13 +154,35 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
     return files.read_object(path, CheckpointError)
 
 
+@contextlib.contextmanager
+def _errors_as_damage(path: Path) -> Iterator[None]:
+    """Raises CheckpointError, which names the file, for a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}; convert the original checkpoint again"
+        ) from error
+
+
+def _require_no_wide_scales(path: Path, parts: model_arrays.Parts) -> None:
+    """Raises CheckpointError for weights whose layout has changed with version 7."""
+    found = [part.format for listed in parts.values() for part in listed if part is not None]
+    if old := next((format for format in found if format.codes == "float4"), None):
+        raise CheckpointError(
+            f"{path} has weights in {old} with scales of 32 bits, which mpjax wrote up to version "
+            f"{WITH_WIDE_SCALES} of the format, and this one has scales of 8 bits: convert the "
+            "original checkpoint again"
+        )
+
+
 def _parse(written: Mapping[str, Any]) -> Description:
     """The description in a parsed mpjax.json. Raises ValueError, which names the key."""
     known, name = decoders(), get(written, "decoder", str)
     if name not in known:
         raise ValueError(f"decoder is {name!r:.80}: expected one of {', '.join(known)}")
     config = get(written, "config", dict)
-    if written["version"] < VERSION:
+    if written["version"] < WITH_WIDE_SCALES:
         config = saved_config.upgrade(config, written["version"])
     parts = {
         path: [_parse_part(path, part) for part in require(path, listed, list)]

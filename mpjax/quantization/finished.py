@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from mpjax.checkpoint import array_file, model_arrays, staging
+from mpjax.checkpoint.description import VERSION
 from mpjax.checkpoint.model_arrays import PackedPart
 from mpjax.checkpoint.safetensors import read_header
 from mpjax.errors import CheckpointError
@@ -152,7 +153,7 @@ class FinishedLayers:
 
 
 def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype: str) -> str:
-    """A text that is equal for two runs only if they make the same layers.
+    """A text that is equal for two runs only if they make the same layers, in the same layout.
 
     folder: of the checkpoint, or its GGUF file. Files count as unchanged if their sizes and times
         are.
@@ -165,7 +166,7 @@ def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype
     if folder.is_dir():
         files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("config.json"))]
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([str(folder), stamps, repr(recipe), dtype, digest.hexdigest()])
+    return json.dumps([VERSION, str(folder), stamps, repr(recipe), dtype, digest.hexdigest()])
 
 
 def _make(folder: Path) -> None:

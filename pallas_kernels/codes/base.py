@@ -61,6 +61,9 @@ class CodeKind(abc.ABC):
     has_group_scales = True  # whether scales multiply decoded values; else decoding applies them
     has_channel_scales = False
     has_table = False
+    scales_of_word = 1  # of parameters: the number of groups with a scale of their own in a word
+    # Why other scales can't replace those of a weight, for messages; None if they can.
+    why_scales_are_fixed: str | None = None
 
     @abc.abstractmethod
     def fit(
@@ -107,13 +110,21 @@ class CodeKind(abc.ABC):
             return scales, jnp.zeros_like(words, jnp.uint16)
         return unpack_pair(words, scale_dtype, jnp.uint16)
 
+    def split_parameters(self, words: jax.Array) -> list[jax.Array]:
+        """In a kernel, what `load` takes of each group with a scale of its own.
+
+        words: uint32 [tile_n], words of parameters, which have `scales_of_word` such groups.
+        """
+        bits = 32 // self.scales_of_word
+        return [words, *(words >> jnp.uint32(bits * i) for i in range(1, self.scales_of_word))]
+
     @abc.abstractmethod
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
         """In a kernel, the parameters of a group for a tile of words [tile_n, width].
 
-        parameters: uint32 [tile_n], words of parameters.
+        parameters: uint32 [tile_n], whose lowest bits are the group's (`split_parameters`).
         operand: the dtype that codes are decoded to.
         """
 

@@ -6,6 +6,7 @@ bits of exponent and one of mantissa. Words hold planes of four bits, as those o
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -22,13 +23,22 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))  # the values of codes 0 to 15
 LARGEST_EXPONENT = 2  # of a code
 _EXPONENT_BITS = 0x7F800000  # of float32
-_LEAST_SCALE = 0x0040  # 2**−127 in bfloat16
+_MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
+# Of bfloat16: 2**−127, a subnormal; infinity, whose exponent is that of e8m0's NaN; and NaN.
+_LEAST_SCALE, _INFINITY, _NOT_A_NUMBER = 0x0040, 0x7F80, 0x7FC0
+_HALF_BITS = 16  # of float32, which bfloat16 lacks
 
 
 class Float4(CodeKind):
-    """W = e2m1(code) · scale. Scales are powers of two, in bfloat16, which holds all of e8m0."""
+    """W = e2m1(code) · scale. Scales are powers of two, in bfloat16, which holds all of e8m0.
+
+    A word of parameters has the exponents of four groups, which are those of a block of K. The
+    exponent 255, NaN in e8m0, scales sums in a kernel like infinity.
+    """
 
     scale_dtypes = ("bfloat16",)
+    scales_of_word = 4
+    why_scales_are_fixed = "has exponents for scales, which other scales can't replace"
 
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
@@ -70,14 +80,35 @@ class Float4(CodeKind):
         """The inverse of `pack`."""
         return bit_planes.unpack_planes(words[..., 0, :], 4)
 
+    def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
+        """Packs the exponents of four groups to a word, those of the first in its lowest byte.
+
+        Scales of 0, as padding has them, become 2**−127.
+        """
+        *leading, groups, outputs = scales.shape
+        exponents = exponents_of(scales).astype(jnp.uint32)
+        exponents = exponents.reshape(*leading, groups // 4, 4, outputs)
+        parts = (exponents[..., i, :] << jnp.uint32(8 * i) for i in range(4))
+        return functools.reduce(jnp.bitwise_or, parts)
+
+    def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
+        """The inverse of `pack_parameters`."""
+        parts = jnp.stack([words >> jnp.uint32(8 * i) for i in range(4)], -2)
+        exponents = parts.astype(jnp.uint8).reshape(*words.shape[:-2], -1, words.shape[-1])
+        scales = scales_of(exponents)
+        return scales, jnp.zeros_like(scales, jnp.uint16)
+
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale, from the low half of the word, and a piece that decoding does not use."""
-        low = parameters.astype(jnp.uint16)
-        scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
+        """The scale, from the lowest byte, and a piece that decoding does not use."""
+        exponent = parameters & jnp.uint32(0xFF)
+        bits = exponent << jnp.uint32(_MANTISSA_BITS + _HALF_BITS)
+        bits = jnp.maximum(bits, jnp.uint32(_LEAST_SCALE << _HALF_BITS))
+        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        carried = exponent.astype(jnp.uint16).astype(jnp.int16)
         column = current_target().column
-        return Group(column(scale, width), (column(low.astype(jnp.int16), width),))
+        return Group(column(scale, width), (column(carried, width),))
 
     def decoder(
         self,
@@ -89,6 +120,20 @@ class Float4(CodeKind):
         """Decodes to e2m1(code), which both operands hold exactly."""
         [words], [carried] = columns, arguments
         return lambda plane: _decode_plane(words, plane, operand, carried)
+
+
+def exponents_of(scales: jax.Array) -> jax.Array:
+    """The exponents of e8m0, uint8, of scales in bfloat16 that are powers of two, 0 or NaN."""
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) >> jnp.uint16(_MANTISSA_BITS)
+    return bits.astype(jnp.uint8)
+
+
+def scales_of(exponents: jax.Array) -> jax.Array:
+    """The scales in bfloat16, 2**(exponent − 127), of exponents uint8; of 255, NaN."""
+    bits = exponents.astype(jnp.uint16) << jnp.uint16(_MANTISSA_BITS)
+    bits = jnp.maximum(bits, jnp.uint16(_LEAST_SCALE))
+    bits = jnp.where(bits == jnp.uint16(_INFINITY), jnp.uint16(_NOT_A_NUMBER), bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def _decode_plane(

@@ -34,6 +34,7 @@ class Liquid(CodeKind):
     has_zeros = True
     has_channel_scales = True
     has_group_scales = False
+    why_scales_are_fixed = "has integer steps: replace its channel_scales instead"
 
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None

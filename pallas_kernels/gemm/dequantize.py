@@ -122,9 +122,16 @@ def _kernel(
                 channel = block * format.block + plane * width
                 index = jnp.int32(0) if size is None else channel // size
                 parameters = load_masked(parameters_ref.at[index, output], mask)
-                group = kind.load(parameters, scale_dtype, out_ref.dtype, width)
-                decode = kind.decoder(columns, group.arguments, shared, out_ref.dtype)
-            values = decode(plane)
+                groups = [
+                    kind.load(part, scale_dtype, out_ref.dtype, width)
+                    for part in kind.split_parameters(parameters)
+                ]
+                decoders = [
+                    kind.decoder(columns, group.arguments, shared, out_ref.dtype)
+                    for group in groups
+                ]
+            number = plane % run * kind.scales_of_word // run
+            group, values = groups[number], decoders[number](plane)
             if group.scale is not None:
                 values = (values.astype(jnp.float32) * group.scale).astype(out_ref.dtype)
             elif exponent := kind.scaled_exponent(out_ref.dtype):

@@ -227,12 +227,14 @@ class Program:
         self.output_mask = None if self.outputs % tile_n == 0 else self.output < self.outputs
         self.shared = self.kind.shared(operands.table, self.dtype, width)
 
-        # `run` neighbouring planes lie in one group of `size` input channels. If one group has all
-        # input channels, its parameters are loaded here, before the loop.
+        # `run` neighbouring planes, of up to `size` input channels, share a word of parameters, and
+        # `scaled_run` of them a scale. If one group has all input channels, its parameters are
+        # loaded here, before the loop.
         self.size = size = format.parameter_channels
         planes = format.planes
         self.run = planes if size is None else min(planes, size // format.plane_width)
-        self.whole = self.load_group(jnp.int32(0)) if size is None else None
+        self.scaled_run = self.run // self.kind.scales_of_word
+        self.whole = self.load_groups(jnp.int32(0))[0] if size is None else None
         # Decoded weights are scaled only if the operands' dtype has the range of scales.
         fits = can_be_operand(scale_dtype, self.dtype)
         has_scale = self.whole is None and self.kind.has_group_scales
@@ -245,7 +247,7 @@ class Program:
 
         # Only the last product of a step runs while the next step decodes. The compiler waits for
         # every other, because the next decoded planes overwrite the registers that it reads.
-        most = self.run if self.scale_sum else planes
+        most = self.scaled_run if self.scale_sum else planes
         self.joined = min(most, max(1, CHANNELS_PER_PRODUCT // width))
         sum_dtype = jnp.int32 if self.dtype == jnp.int8 else jnp.float32
         self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
@@ -255,10 +257,13 @@ class Program:
             self.no_sum = jnp.full((tile_n, tile_m), OFFSET_BITS, jnp.int32)
             self.zeros = jnp.zeros((tile_n, tile_m), jnp.float32)
 
-    def load_group(self, index: jax.Array) -> code_kinds.Group:
-        """The parameters of a group for all output channels of the tile."""
+    def load_groups(self, index: jax.Array) -> list[code_kinds.Group]:
+        """The parameters of each scale in the words `index`, for the tile's output channels."""
         words = load_masked(self.operands.parameters.at[index, self.output], self.output_mask)
-        return self.kind.load(words, self.scale_dtype, self.dtype, self.width)
+        return [
+            self.kind.load(parameters, self.scale_dtype, self.dtype, self.width)
+            for parameters in self.kind.split_parameters(words)
+        ]
 
     def load_columns(self, block: jax.Array, lane: jax.Array) -> list[jax.Array]:
         """The words [tile_n, width] of a block at some lanes, for each of its columns."""
@@ -309,16 +314,17 @@ class Program:
                 if plane % self.run == 0:
                     channel = block * format.block + plane * format.plane_width
                     index = channel // (self.size or 1)
-                    group = self.load_group(index) if self.whole is None else self.whole
-                    decode = self.decoder(columns, group)
-                weights.append(decode(plane))
+                    groups = self.load_groups(index) if self.whole is None else [self.whole]
+                    decoders = [self.decoder(columns, group) for group in groups]
+                place = plane % self.run // self.scaled_run
+                weights.append(decoders[place](plane))
             channel = block * format.block + first * format.plane_width + part
             tile = self.load_x(channel, self.joined)
-            if self.scale_sum and first % self.run == 0:
+            if self.scale_sum and first % self.scaled_run == 0:
                 total = self.no_sum  # the sum over a group is scaled before it is accumulated
             total += self.target.dot(join(weights), tile, trans_b=True)
-            if self.scale_sum and (first + self.joined) % self.run == 0:
-                scale = self.scale_of_sum(group, index, x_scales)
+            if self.scale_sum and (first + self.joined) % self.scaled_run == 0:
+                scale = self.scale_of_sum(groups[place], index, x_scales)
                 accumulator = total = self.target.multiply_add(as_float(total), scale, accumulator)
         return total
 

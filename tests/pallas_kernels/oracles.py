@@ -131,6 +131,13 @@ def table_codes(columns: list[np.ndarray], plane: int, bits: int) -> np.ndarray:
     return codes
 
 
+def exponent_words(scales: np.ndarray) -> np.ndarray:
+    """The words uint32 [ceil(groups / 4), N] of scales [groups, N] that are powers of two."""
+    exponents = (np.log2(wide(scales)) + 127).astype(np.uint32)
+    exponents = np.pad(exponents, ((0, -len(exponents) % 4), (0, 0)))
+    return sum(exponents[i::4] << np.uint32(8 * i) for i in range(4))
+
+
 def parameter_words(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """uint32: the 16 bits of `low` below those of `high`."""
     return low.view(np.uint16).astype(np.uint32) + high.view(np.uint16).astype(np.uint32) * 65536
@@ -223,6 +230,8 @@ class PlainWeight:
             halves = self.scales + 256 * self.zero_points().astype(np.uint16)
             halves = np.pad(halves, ((0, len(halves) % 2), (0, 0)))
             return parameter_words(halves[0::2], halves[1::2])
+        if self.format.codes == "float4":
+            return exponent_words(self.scales)
         return parameter_words(self.scales, self.zero_points())
 
     def zero_points(self) -> np.ndarray:

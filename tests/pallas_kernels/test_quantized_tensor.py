@@ -71,7 +71,7 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     assert_same(tensor.parameters[: len(parameters)], parameters)
     assert not np.asarray(tensor.parameters)[len(parameters) :].any()
     groups = format.groups(tensor.padded_channels)
-    assert len(tensor.parameters) == (groups // 2 if format.codes == "liquid4" else groups)
+    assert len(tensor.parameters) == groups // format.groups_of_word
 
     found, dequantized = read(tensor)
     assert found.format == format
@@ -178,8 +178,8 @@ def test_replace_scales_replaces_nothing_else(text, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 384, 3)
     tensor = plain.pack()
     scales = rng.uniform(0.1, 1, plain.scales.shape).astype(np.float32)
-    if text.startswith("liquid4"):
-        with pytest.raises(ValueError, match="integer steps: replace its channel_scales"):
+    if text.startswith(("liquid4", "float4")):
+        with pytest.raises(ValueError, match=r"integer steps: replace its channel_|exponents for"):
             replace_scales(tensor, jnp.asarray(scales))
         return
     rounded = scales.astype(plain.scales.dtype)

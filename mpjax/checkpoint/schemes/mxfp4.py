@@ -19,12 +19,11 @@ from mpjax.checkpoint.schemes import checks, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.codes import float4
 
 SOURCE = "quantization_config of an MXFP4 checkpoint"
 FORMAT = WeightFormat("float4", 32)
 GROUP, GROUP_BYTES = 32, 16
-MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
-LEAST, NOT_A_NUMBER = 0x0040, 0x7FC0  # 2**−127, a subnormal, and NaN in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +114,10 @@ class MXFP4Scheme(Scheme):
 def _decode(blocks: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Codes uint8 [N, K / 32, 16, 2], and scales bfloat16 [N, K / 32]."""
     codes = jnp.stack([blocks & jnp.uint8(15), blocks >> jnp.uint8(4)], -1)
-    bits = scales.astype(jnp.uint16) << jnp.uint16(MANTISSA_BITS)
-    bits = jnp.where(scales == 0, jnp.uint16(LEAST), bits)
-    bits = jnp.where(scales == 255, jnp.uint16(NOT_A_NUMBER), bits)
-    return codes, jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return codes, float4.scales_of(scales)
 
 
 @jax.jit
 def _encode(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Undoes `_decode`: bytes uint8 [N, K / 2] of codes [N, K], and exponents uint8 [N, K / 32]."""
-    bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) >> jnp.uint16(MANTISSA_BITS)
-    return codes[:, ::2] | codes[:, 1::2] << jnp.uint8(4), bits.astype(jnp.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << jnp.uint8(4), float4.exponents_of(scales)

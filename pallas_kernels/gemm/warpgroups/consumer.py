@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
     slot: jax.Array  # of the block's words in shared memory
     words: list[jax.Array]  # tiles [64, plane width]
-    parameters: list[jax.Array]  # [64] for each group of input channels in the block
+    parameters: list[jax.Array]  # [64] for each scale of input channels in the block
 
 
 class Consumer:
@@ -286,7 +286,8 @@ class Consumer:
             memory.load_row(shared.parameter_tiles.at[tile, word, self.outputs])
             for word in range(format.parameters_of_block)
         ]
-        return Block(place, words, rows)
+        parameters = [part for row in rows for part in call.kind.split_parameters(row)]
+        return Block(place, words, parameters)
 
     def _decoders(self, block: Block, *, scaled: bool) -> list[Callable[[], jax.Array]]:
         """Functions that decode each plane of a block to an operand [64, plane width].

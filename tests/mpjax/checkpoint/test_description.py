@@ -73,11 +73,11 @@ def test_foreign_folders(saved, tmp_path):
         expect("mpjax.json has the format .*: expected 'mpjax checkpoint'", saved)
 
 
-@pytest.mark.parametrize("version", [3, 7, None, "4"])
+@pytest.mark.parametrize("version", [3, 8, None, "4"])
 def test_other_versions(version, saved):
     change(saved, lambda d: d.update(version=version))
     message = (
-        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 to 6; install"
+        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 to 7; install"
     )
     expect(message, saved)
 
@@ -103,6 +103,15 @@ def test_version_4_is_read(saved):
     assert Description.read(saved) == expected
     change(saved, lambda d: d["config"].update(windows=[None, 0]))
     expect(r"damaged: config, layers\[1\].attention: window is 0: expected a positive int", saved)
+
+
+def test_weights_whose_layout_has_changed(saved):
+    """Up to version 6, each scale of MXFP4 has a word; other weights are as they were."""
+    change(saved, lambda d: d.update(version=6))
+    assert Description.read(saved)
+    part = {"format": "float4:g32", "scale_dtype": "bfloat16"}
+    change(saved, lambda d: next(iter(d["linears"].values())).__setitem__(0, part))
+    expect("mpjax.json has weights in float4:g32 with scales of 32 bits, which .* again", saved)
 
 
 KEYS = ("decoder", "config", "kv_format", "linears", "arrays")

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.kernels import PlainCodes, WeightFormat, codes, pack, quantize
+from mpjax.kernels import PlainCodes, WeightFormat, codes, pack, quantize, replace_scales
 from tests.pallas_kernels.codes.decoding import bits_of
 from tests.pallas_kernels.oracles import E2M1, NUMPY_DTYPES
 
@@ -17,7 +17,7 @@ KIND = codes.of(WeightFormat("float4", 32))
 
 @pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 def test_all_words_decode_to_their_codes_values(decode, operand):
-    parameters = np.ones(2048, BFLOAT16).view(np.uint16).astype(np.uint32)
+    parameters = np.full(2048, 127, np.uint32)
     planes = decode(WORDS, parameters, format="float4:g32", operand=operand, scale_dtype="bfloat16")
     for plane, values in enumerate(planes):
         expected = E2M1[WORDS >> (4 * plane) & 15].astype(NUMPY_DTYPES[operand])
@@ -65,10 +65,34 @@ def test_scales_are_powers_of_two(rng):
     assert error.mean() < 0.2
 
 
-def test_parameters_are_a_scale():
-    scales = 2.0 ** np.arange(-8, 8).astype(np.float32)
-    words = scales.astype(BFLOAT16).view(np.uint16).astype(np.uint32)
-    group = KIND.load(jnp.asarray(words), "bfloat16", jnp.dtype("bfloat16"), 32)
-    assert group.scale is not None
-    np.testing.assert_array_equal(group.scale, scales[:, None])
-    assert jax.tree.leaves(group.arguments)[0].shape == (16, 1)
+def test_a_word_has_the_exponents_of_four_groups():
+    """All 256 bytes of e8m0, in each place of a word; 255 is NaN, and infinite in a kernel."""
+    exponents = np.stack([np.roll(np.arange(256), i) for i in range(4)]).astype(np.uint8)
+    words = np.ascontiguousarray(exponents.T).view("<u4").reshape(1, 256)
+    expected = np.ldexp(1.0, exponents.astype(int) - 127)
+    expected[exponents == 255] = np.nan
+    scales, _ = KIND.unpack_parameters(jnp.asarray(words), "bfloat16")
+    np.testing.assert_array_equal(np.asarray(scales, np.float64), expected)
+    zeros = jnp.zeros(scales.shape, jnp.uint16)
+    np.testing.assert_array_equal(KIND.pack_parameters(scales, zeros), words)
+    expected[exponents == 255] = np.inf
+    parts = KIND.split_parameters(jnp.asarray(words[0]))
+    for part, wanted in zip(parts, expected, strict=True):
+        group = KIND.load(part, "bfloat16", jnp.dtype("bfloat16"), 32)
+        np.testing.assert_array_equal(np.asarray(group.scale)[:, 0], wanted)
+        assert jax.tree.leaves(group.arguments)[0].shape == (256, 1)
+
+
+@pytest.mark.parametrize("value", [3.0, -1.0, np.inf])
+def test_only_powers_of_two_are_packed(value):
+    scales = jnp.full((2, 3), value, jnp.bfloat16).at[0].set(2.0**-127)
+    plain = PlainCodes("float4:g32", jnp.zeros((64, 3), jnp.uint8), scales)
+    with pytest.raises(ValueError, match=f"scales of float4 are {value:.4g}, among others: expec"):
+        pack(plain)
+
+
+def test_exponents_are_not_replaced():
+    packed = quantize(jnp.ones((64, 3)), "float4:g32")
+    for use in (replace_scales, lambda packed, scales: packed.dequantize(scales=scales)):
+        with pytest.raises(ValueError, match="float4:g32 has exponents for scales, which other"):
+            use(packed, jnp.ones((2, 3)))

@@ -16,6 +16,7 @@ from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
     PACKED_FORMATS,
     as_array,
+    exponent_words,
     parameter_words,
     table_codes,
     wide,
@@ -41,6 +42,8 @@ def random_weight(
     permuted: bool = False,
 ) -> QuantizedTensor:
     """Codes, zero points and offsets over their whole range, scales around 0.01, random tables.
+
+    Scales of `float4` are 2**−7 and 2**−6.
 
     scale_dtype: of the formats that have a choice.
     """
@@ -202,8 +205,8 @@ def _assemble(
         halves = zeros.astype(np.uint16)
         scale_dtype, parameters = "uint16", parameter_words(halves[0::2], halves[1::2])
     elif format.codes == "float4":
-        low, scale_dtype = scales.astype(NUMPY_DTYPES["bfloat16"]), "bfloat16"
-        parameters = parameter_words(low, np.zeros(low.shape, np.uint16))
+        powers = np.where(scales == 0, 2.0**-127, 2.0 ** np.ceil(np.log2(np.maximum(scales, 0.01))))
+        scale_dtype, parameters = "bfloat16", exponent_words(powers)
     elif format.codes in ("float8", "int8", "int4"):
         scale_dtype, parameters = "float32", scales.astype(np.float32).view(np.uint32)
     else:
@@ -234,7 +237,10 @@ def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
     if codes == "liquid4":
         values = integers(weight) * np.asarray(weight.channel_scales).astype(np.float64)
         return _restored(values, weight)
-    if weight.scale_dtype == "float32":
+    if codes == "float4":
+        exponents = np.stack([parameters >> (8 * i) & 255 for i in range(4)], 1).astype(np.int64)
+        scales = np.ldexp(1.0, exponents.reshape(-1, fields.shape[1]) - 127)
+    elif weight.scale_dtype == "float32":
         scales = parameters.view(np.float32)
     else:
         scales = (parameters % 2**16).astype(np.uint16).view(NUMPY_DTYPES[weight.scale_dtype])
@@ -248,7 +254,7 @@ def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
         values = (groups - (parameters >> 16)[:, None]).reshape(fields.shape)
     else:
         values = fields.astype(np.float64)
-    groups = values.reshape(len(parameters), -1, fields.shape[1])
+    groups = values.reshape(len(scales), -1, fields.shape[1])
     scaled = groups * scales.astype(np.float64)[:, None]
     if codes.startswith("affine"):
         minima = (parameters >> 16).astype(np.uint16).view(np.float16)

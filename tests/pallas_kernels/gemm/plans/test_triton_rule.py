@@ -127,6 +127,11 @@ def test_symmetric_weights_are_scaled_as_they_are_decoded():
         assert config_of(rows, text="uint4:g128:sym") == expected
 
 
+def test_a_block_of_mxfp4_is_one_product_of_four_warps():
+    assert config_of(16, 2880, 4096, text="float4:g32").scaling == "weight"
+    assert config_of(16, 2880, 4096, text="uint4:g32").scaling == "accumulator"
+
+
 def test_small_products_are_split_and_large_ones_not():
     assert config_of(1, outputs=4096).splits > 1
     assert config_of(1, outputs=4096, limits=Limits(16, 9.0)).splits == 1

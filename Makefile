@@ -25,7 +25,8 @@ ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbyte
 WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
-PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Without the bytecode of all modules, most of which nothing imports: Python writes that of those that are.
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test sweep fuzz real mutants lint format types check docs clean

@@ -16,6 +16,7 @@ from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write
 # Groups of 128 divide all input channels, and float32 leaves rounding out of comparisons.
 TINY = LLAMA | {
     "vocab_size": 2048,
+    "num_hidden_layers": 1,
     "hidden_size": 128,
     "intermediate_size": 128,
     "head_dim": 32,
@@ -25,13 +26,14 @@ TINY = LLAMA | {
 }
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, layers: int = 1) -> Path:
     """A checkpoint of the shape TINY with the bundled model's tokenizer."""
-    tensors = random_tensors(TINY, np.random.default_rng(5))
+    config = TINY | {"num_hidden_layers": layers}
+    tensors = random_tensors(config, np.random.default_rng(8))
     for name, tensor in tensors.items():
         # Small maps: a random model whose maps are large says the same token forever.
         tensors[name] = np.ones_like(tensor) if "norm" in name else tensor * np.float32(0.25)
-    write_checkpoint(folder, TINY, tensors)
+    write_checkpoint(folder, config, tensors)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(mpjax.bundled_model() / name, folder / name)
     return folder
@@ -54,6 +56,18 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_folder: Path) -> mpjax.LanguageModel:
     """The model in that folder."""
     return mpjax.load(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def two_layers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint like the tiny one with two layers, for what differs between layers."""
+    return write_tiny_model(tmp_path_factory.mktemp("two-layers") / "tiny", layers=2)
+
+
+@pytest.fixture(scope="session")
+def two_layers(two_layers_folder: Path) -> mpjax.LanguageModel:
+    """The model in that folder."""
+    return mpjax.load(two_layers_folder)
 
 
 @pytest.fixture(scope="session")

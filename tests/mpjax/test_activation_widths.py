@@ -22,7 +22,7 @@ from mpjax.cli.info import inspect
 from mpjax.precision import Precision
 from tests.models.small import linear_layers
 
-MAPS = 4 * 2  # linear maps, in as many layers, of one block each
+MAPS = 4  # linear maps, of one block each, in one layer
 
 
 def test_a_model_without_calibration_says_so(tiny_folder):
@@ -30,7 +30,7 @@ def test_a_model_without_calibration_says_so(tiny_folder):
         lm = mpjax.load(tiny_folder, precision="W4AxKV4")
     assert lm.precision == "W4Ax1KV4"
     assert count_blocks(lm.model) == (MAPS, MAPS)
-    assert dict(lm.describe())["activations in 8 bits"] == "8 of 8 blocks, 100.0%; the others in 4"
+    assert dict(lm.describe())["activations in 8 bits"] == "4 of 4 blocks, 100.0%; the others in 4"
 
 
 @pytest.mark.parametrize(("precision", "wide"), [("W4A4KV16", 0), ("W4Ax1KV16", MAPS)])
@@ -61,9 +61,9 @@ def test_devices_have_the_blocks_of_their_shares(tiny_folder):
         ([1, 2], 8, []),  # no single share
     ],
 )
-def test_the_share_is_that_of_every_layer(tiny_folder, wide, one_in, others):
+def test_the_share_is_that_of_every_layer(two_layers_folder, wide, one_in, others):
     """W4Ax alone is the name of any model with blocks of both widths."""
-    lm = mpjax.load(tiny_folder, precision="W4A4KV16")
+    lm = mpjax.load(two_layers_folder, precision="W4A4KV16")
     for layer, count in enumerate(wide):
         for linear in linear_layers(lm.model)[4 * layer :][:count]:
             kernel = linear.kernel.get_value()

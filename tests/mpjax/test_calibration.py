@@ -31,27 +31,27 @@ def keys_and_values(model, tokens):
 
 
 @pytest.mark.parametrize(("text", "reach"), [("KV8s", 127), ("K8Vfp8", 448)])
-def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, tiny):
-    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text))
+def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, two_layers):
+    lm = dataclasses.replace(two_layers, kv_format=KVFormat.parse(text))
     found = calibrate_cache(lm, DOCUMENTS, window=WINDOW)
     largest: list[np.ndarray] = []
     for document in DOCUMENTS:
-        ids = document_tokens(tiny.tokenizer, document)
+        ids = document_tokens(two_layers.tokenizer, document)
         for begin in range(0, len(ids), WINDOW):
             piece = ids[begin : begin + WINDOW]
-            sides = np.asarray(keys_and_values(tiny.model, jnp.asarray([piece])))
+            sides = np.asarray(keys_and_values(two_layers.model, jnp.asarray([piece])))
             axes = (2, 3) if reach == 127 else (2, 3, 5)
             largest.append(np.abs(sides).max(axes))
     assert found.model.cache_scales is not None
     scales = found.model.cache_scales.get_value()
     np.testing.assert_allclose(scales, np.max(largest, 0) / reach, rtol=1e-4)
-    assert tiny.model.cache_scales is None
+    assert two_layers.model.cache_scales is None
     cache = found.model.create_cache(1, 16, found.kv_format)
     np.testing.assert_array_equal(cache.layers[1].value_parameters, scales[1, 1])
     again = jax.jit(lambda model: model.create_cache(1, 16, found.kv_format))(found.model)
     jax.tree.map(np.testing.assert_array_equal, cache, again)
     assert len(jax.tree.leaves(nnx.state(found.model))) == 1 + len(
-        jax.tree.leaves(nnx.state(tiny.model))
+        jax.tree.leaves(nnx.state(two_layers.model))
     )
 
 

@@ -366,12 +366,14 @@ def test_lm_eval_runs_tasks(harness, tiny, tiny_folder):
     # Without the list of all its tasks, which takes seconds to read.
     options = {"bootstrap_iters": 0, "task_manager": TaskManager(include_defaults=False)}
     found = lm_eval.simple_evaluate(harness.HarnessLM(tiny), tasks=[CHOICE, WRITE, ROLL], **options)
-    likeliest = [
-        np.argmax(
-            [score(tiny, tiny.tokenizer.encode(d["question"] + c), 1)[0] for c in d["choices"]]
+    encode = tiny.tokenizer.encode
+    likeliest = []
+    for d in DOCUMENTS:
+        texts = [encode(d["question"] + choice) for choice in d["choices"]]
+        own = [len(ids) - len(encode(d["question"])) for ids in texts]
+        likeliest.append(
+            np.argmax([score(tiny, *pair)[0] for pair in zip(texts, own, strict=True)])
         )
-        for d in DOCUMENTS
-    ]
     right = [best == d["answer"] for best, d in zip(likeliest, DOCUMENTS, strict=True)]
     assert found["results"]["choice"]["acc,none"] == np.mean(right)
     expected = evaluation.evaluate(tiny, [d["text"] for d in DOCUMENTS]).bits_per_byte

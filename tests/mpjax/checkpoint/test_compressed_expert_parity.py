@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.mpjax.checkpoint.test_expert_parity import MODELS
 from tests.mpjax.checkpoint.test_huggingface_parity import (
+    TWO_LAYERS,
     build,
     compare_logits,
     edit_config,
@@ -38,7 +39,7 @@ match_name = pytest.importorskip("compressed_tensors.utils").match_name
 # Sizes, and what `ignore` names: routers, but not `mlp.gate_proj` of a dense layer, which the first
 # has; and attention of the second.
 MIXTURES = {
-    "qwen3-moe": ({"mlp_only_layers": [0]}, ["lm_head", "re:.*mlp.gate$"]),
+    "qwen3-moe": ({"mlp_only_layers": [0], **TWO_LAYERS}, ["lm_head", "re:.*mlp.gate$"]),
     "mixtral": ({}, ["lm_head", "re:.*block_sparse_moe.gate", "re:.*self_attn.*"]),
 }
 INTEGERS, FP8 = compressed_integers(), compressed_fp8("channel", "token")

@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict]] = {
             "shared_expert_intermediate_size": 96,
             "norm_topk_prob": False,
             "mlp_only_layers": [0],
+            **parity.TWO_LAYERS,
         },
     ),
     "gpt-oss": (
@@ -52,6 +53,7 @@ MODELS: dict[str, tuple[str, dict]] = {
             "intermediate_size": 96,
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"],
+            **parity.TWO_LAYERS,
         },
     ),
     "qwen3-moe": (
@@ -250,7 +252,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
     parity.build(*MODELS["mixtral"]).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(file)
-    del tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
+    del tensors["model.layers.0.block_sparse_moe.experts.2.w2.weight"]
     safetensors.numpy.save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor \(.*experts\.2\.w2\.weight\)"):
         load(tmp_path)

@@ -143,7 +143,7 @@ def test_logits_of_the_weights_that_it_stands_for(precision, layout, exported):
     folder, model = exported(precision, layout)
     weights = weights_of(folder)
     maps = dict(model.named_modules())
-    assert len(weights) == 7 * 2
+    assert len(weights) == 7
     with torch.no_grad():
         for name, weight in weights.items():
             maps[name].weight.copy_(torch.from_numpy(np.ascontiguousarray(weight.T)))

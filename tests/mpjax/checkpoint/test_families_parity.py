@@ -9,6 +9,7 @@ from mpjax.loading import load
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     BATCH,
     SIZES,
+    TWO_LAYERS,
     VOCABULARY,
     build,
     generate,
@@ -18,7 +19,7 @@ from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
 
-WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]} | TWO_LAYERS
 GEMMA = {"head_dim": 32, "tie_word_embeddings": True}
 ORIGINAL = "original_max_position_embeddings"
 LONGROPE = {
@@ -53,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         "Phi3",
         {"rope_parameters": LONGROPE, ORIGINAL: 16, "max_position_embeddings": 256},
     ),
-    "smollm3": ("SmolLM3", {"no_rope_layers": [0, 1]}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [0, 1], **TWO_LAYERS}),
     "qwen3-yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "llama-dynamic": (
         "Llama",

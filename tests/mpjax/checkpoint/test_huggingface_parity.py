@@ -38,7 +38,7 @@ SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -48,8 +48,10 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+# Of models whose layers are of two kinds, and of one other: more layers take longer to compile.
+TWO_LAYERS = {"num_hidden_layers": 2}
 MODELS: dict[str, tuple[str, dict]] = {
-    "llama": ("Llama", {}),
+    "llama": ("Llama", TWO_LAYERS),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-multi-head": ("Llama", {"num_key_value_heads": 4}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -69,7 +71,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} | TWO_LAYERS,
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
 }

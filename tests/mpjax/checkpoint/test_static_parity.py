@@ -130,7 +130,7 @@ def test_logits(kind, equal, tmp_path):
         mpjax.save(lm, tmp_path / "saved")
         again = mpjax.load(tmp_path / "saved")
         require_same_bits(again, lm)
-        assert again.model.layers[1].mlp.down.kernel.get_value().activation_scale is not None
+        assert again.model.layers[0].mlp.down.kernel.get_value().activation_scale is not None
         mpjax.export(lm, tmp_path / "exported")
         require_same_bits(mpjax.load(tmp_path / "exported", dtype="float32"), lm)
 

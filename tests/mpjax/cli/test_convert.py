@@ -32,7 +32,7 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     result = convert(tiny_folder, target, *options)
     assert (result.exit_code, result.stderr) == (0, "")
     before, after = result.stdout.splitlines()
-    assert re.fullmatch(rf"{tiny_folder}: 2\.89 MB of weights", before)
+    assert re.fullmatch(rf"{tiny_folder}: 2\.49 MB of weights", before)
     assert re.fullmatch(
         rf"{target}: [\d.]+ MB of weights, W4A16KV8, [\d.]+ MB in device memory", after
     )
@@ -194,7 +194,7 @@ def test_a_full_disk_is_one_sentence(tiny_folder, tmp_path, monkeypatch):
     result = convert(tiny_folder, tmp_path / "saved")
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(
-        rf"mpjax: saving {tmp_path}/saved needs 2\.94 MB on the disk at /.*, which has 1\.00 MB "
+        rf"mpjax: saving {tmp_path}/saved needs 2\.54 MB on the disk at /.*, which has 1\.00 MB "
         "free: make room there, or choose a folder on another disk\n",
         result.stderr,
     )

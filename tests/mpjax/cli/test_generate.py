@@ -51,15 +51,10 @@ def test_speculation_changes_the_speed_alone(run, expected):
     assert result.exit_code == 0
     assert result.stdout == expected
     assert "tokens/s, nothing proposed (" in result.stderr
-    result = run("x x x x x x", "--speculate", "ngram:3:1")  # which repeats itself
-    assert re.search(
-        r"tokens/s, [\d.]+ tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr
-    )
-    result = run("x x x x x x", "--json", "--speculate", "ngram:3:1")
-    assert (
-        json.loads(result.stdout)["text"] == json.loads(run("x x x x x x", "--json").stdout)["text"]
-    )
-    assert re.search(r"tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr)
+    repeated = ("x x x x x x", "--json")
+    result = run(*repeated, "--speculate", "ngram:3:1")
+    assert json.loads(result.stdout)["text"] == json.loads(run(*repeated).stdout)["text"]
+    assert re.search(r"[\d.]+ tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr)
 
 
 def test_prompts_from_stdin_and_files(run, expected, tmp_path):

@@ -119,7 +119,7 @@ def test_help_explains_the_rows_and_the_keys():
             lambda config: {"rms_norm_eps": "0.1"},
             "config: rms_norm_eps is '0.1': expected a positive number",
         ),
-        (lambda config: {"layers": config["layers"] * 5_000}, "there are 10000 layers and only"),
+        (lambda config: {"layers": config["layers"] * 10_000}, "there are 10000 layers and only"),
     ],
 )
 def test_a_damaged_description_is_one_sentence(change, message, tiny, tmp_path):

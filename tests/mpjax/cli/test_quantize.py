@@ -43,10 +43,10 @@ def test_a_recipe_gives_maps_other_precisions(tiny_folder, tmp_path):
     assert mpjax.load(tmp_path / "mixed").precision == "W4g32+W8g64A16KV16H8"
 
 
-def test_a_budget_is_kept_and_its_recipe_written(tiny_folder, text, tmp_path):
+def test_a_budget_is_kept_and_its_recipe_written(two_layers_folder, text, tmp_path):
     target = tmp_path / "small"
     options = ("--budget", 6, "--method", "range", "--choices", "W4g32, W8g32", "--text", text)
-    result = quantize(tiny_folder, target, *options)
+    result = quantize(two_layers_folder, target, *options)
     assert (result.exit_code, result.stderr) == (0, "")
     recipe = tmp_path / "small.toml"
     first, second = result.stdout.splitlines()
@@ -55,14 +55,14 @@ def test_a_budget_is_kept_and_its_recipe_written(tiny_folder, text, tmp_path):
     assert recipe.read_text().startswith("# mpjax quantize --budget 6\nprecision = ")
     assert {rule.weights.bits for rule in mpjax.Recipe.read(recipe).rules} == {4, 8}
     kept = recipe.read_text()
-    quantize(tiny_folder, target, "--recipe", recipe, "--text", text, "--overwrite")
+    quantize(two_layers_folder, target, "--recipe", recipe, "--text", text, "--overwrite")
     assert recipe.read_text() == kept
     plain = ("--precision", "W4g32A16KV16", "--method", "rtn", "--overwrite")
-    assert quantize(tiny_folder, target, *plain).exit_code == 0
+    assert quantize(two_layers_folder, target, *plain).exit_code == 0
     assert not recipe.exists()  # which is not that of the new model
     recipe.write_text("mine")
-    assert quantize(tiny_folder, target, *plain).exit_code == 0
-    result = quantize(tiny_folder, tmp_path / "small", *options, "--overwrite")
+    assert quantize(two_layers_folder, target, *plain).exit_code == 0
+    result = quantize(two_layers_folder, tmp_path / "small", *options, "--overwrite")
     assert (result.exit_code, recipe.read_text()) == (1, "mine")
     assert "is in the place of the recipe" in result.stderr
 

@@ -20,6 +20,7 @@ from tests.sweeps import in_sweep
 FEW_FORMATS = ["KV16", "KV4", "KV2"]
 few_formats = pytest.mark.parametrize("text", [in_sweep("KV16"), "KV4", in_sweep("KV2")])
 EVERY_FORMAT = ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
+LIKE_OTHERS = ["KV8", "K8V4c"]
 every_format = pytest.mark.parametrize("text", EVERY_FORMAT)
 every_variant = pytest.mark.parametrize(
     "text",
@@ -265,8 +266,8 @@ def test_programs_help_on_the_gpu(text, dtype, rng):
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        *((text, 1) for text in EVERY_FORMAT),
-        *((text, 512) if text in FEW_FORMATS else in_sweep(text, 512) for text in EVERY_FORMAT),
+        *(in_sweep(text, 1) if text in LIKE_OTHERS else (text, 1) for text in EVERY_FORMAT),
+        *((text, 512) if text in ("KV16", "KV2") else in_sweep(text, 512) for text in EVERY_FORMAT),
     ],
 )
 @pytest.mark.parametrize("kinds", ["few", in_sweep("all")])

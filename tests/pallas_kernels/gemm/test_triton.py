@@ -59,34 +59,24 @@ def unsplit(outputs: int, config: TritonConfig) -> TritonConfig:
     return dataclasses.replace(config, unsplit=outputs)
 
 
-# Every format; what no tile divides; splits, of all tiles or the last; both scalings; narrow steps.
+# Every kind of codes; what no tile divides; splits, of all tiles or the last; both scalings; narrow
+# steps.
 CASES = [
     ("uint4:g32", 16, 416, 130, accumulated(16, 64, 3), "float16", "float16"),
-    ("uint4:g128", 17, 384, 200, weighted(16, 128, 2), "float16", "bfloat16"),
     ("uint4:g64", 17, 320, 200, unsplit(128, weighted(16, 64, 2)), "bfloat16", "float16"),
     ("uint4:g128", 1, 384, 130, accumulated(16, 64, 2, 32), "bfloat16", "float16"),
     ("uint4:gK", 16, 700, 96, accumulated(16, 32, 3), "bfloat16", "float16"),
-    ("uint4:g128:sym", 17, 384, 200, weighted(32, 64, 2), "bfloat16", "float16"),
     ("uint8:g128", 53, 384, 200, weighted(64, 64, 2), "bfloat16", "float16"),
-    ("uint8:g64:sym", 3, 192, 130, weighted(16, 64, 1), "float16", "bfloat16"),
     ("uint8:gK", 1, 200, 64, accumulated(16, 64, 2, 32), "bfloat16", "bfloat16"),
     ("affine4:g32", 17, 160, 70, accumulated(16, 64, 2), "bfloat16", "float16"),
-    ("table4:g64", 3, 192, 64, weighted(16, 64, 1), "float16", "float16"),
     ("table4:g128", 1, 384, 130, weighted(16, 64, 2, 32), "bfloat16", "bfloat16"),
-    ("table3:g32", 3, 96, 64, accumulated(16, 32, 1), "bfloat16", "float16"),
     ("table3:g128", 1, 640, 65, accumulated(16, 64, 2, 16), "bfloat16", "float16"),
-    ("table2:g32", 17, 288, 70, weighted(16, 64, 1), "bfloat16", "float16"),
     ("table2:g256", 53, 768, 65, weighted(64, 64, 2, 32), "float16", "float16"),
-    ("float8:g128", 5, 200, 64, accumulated(16, 64, 2), "bfloat16", "float32"),
     ("float8:gK", 53, 300, 64, accumulated(32, 64, 2), "float16", "float32"),
     ("float8:g128/float8", 17, 384, 70, accumulated(16, 64, 2), "bfloat16", "float32"),
-    ("float8:g128/float8", 5, 200, 64, accumulated(16, 64, 2), "bfloat16", "float32"),
     ("float8:gK/float8", 53, 300, 33, accumulated(64, 32, 2, 64), "bfloat16", "float32"),
     ("float4:g32", 17, 160, 70, accumulated(16, 64, 2), "bfloat16", "bfloat16"),
-    ("float4:g32", 53, 288, 33, weighted(32, 32, 1), "bfloat16", "bfloat16"),
-    ("int4:g128/int8", 17, 384, 70, accumulated(16, 64, 2), "float32", "float32"),
     ("int4:g128/int8", 5, 200, 130, unsplit(64, accumulated(16, 64, 2)), "bfloat16", "float32"),
-    ("liquid4:g64/int8", 53, 320, 33, accumulated(32, 32, 1, 32), "float32", "uint16"),
     ("liquid4:g64/int8", 3, 192, 130, unsplit(64, accumulated(16, 64, 2)), "bfloat16", "uint16"),
     ("affine8:g64", 3, 192, 64, unsplit(32, accumulated(16, 32, 2)), "bfloat16", "float16"),
     ("float8:g128", 17, 384, 70, weighted(16, 64, 2), "bfloat16", "float32"),
@@ -94,6 +84,17 @@ CASES = [
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
+    ("uint4:g128", 17, 384, 200, weighted(16, 128, 2), "float16", "bfloat16"),
+    ("uint4:g128:sym", 17, 384, 200, weighted(32, 64, 2), "bfloat16", "float16"),
+    ("uint8:g64:sym", 3, 192, 130, weighted(16, 64, 1), "float16", "bfloat16"),
+    ("table4:g64", 3, 192, 64, weighted(16, 64, 1), "float16", "float16"),
+    ("table3:g32", 3, 96, 64, accumulated(16, 32, 1), "bfloat16", "float16"),
+    ("table2:g32", 17, 288, 70, weighted(16, 64, 1), "bfloat16", "float16"),
+    ("float8:g128", 5, 200, 64, accumulated(16, 64, 2), "bfloat16", "float32"),
+    ("float8:g128/float8", 5, 200, 64, accumulated(16, 64, 2), "bfloat16", "float32"),
+    ("float4:g32", 53, 288, 33, weighted(32, 32, 1), "bfloat16", "bfloat16"),
+    ("int4:g128/int8", 17, 384, 70, accumulated(16, 64, 2), "float32", "float32"),
+    ("liquid4:g64/int8", 53, 320, 33, accumulated(32, 32, 1, 32), "float32", "uint16"),
     ("uint4:g32", 53, 32, 7, weighted(32, 64, 1), "bfloat16", "float16"),
     ("uint4:g64", 3, 320, 65, accumulated(16, 64, 2), "bfloat16", "bfloat16"),
     ("uint8:g32", 3, 352, 72, weighted(16, 64, 3), "bfloat16", "bfloat16"),

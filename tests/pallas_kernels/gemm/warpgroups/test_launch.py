@@ -65,11 +65,11 @@ CASES = [
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
     ("table4:g64", 130, 1088, 192, WarpgroupConfig(128, 3, 2), "bfloat16", "float16"),
     ("liquid4:g64/int8", 16, 1344, 128, WarpgroupConfig(16, 4, 1, 2), "bfloat16", "uint16"),
-    ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
     ("affine4:g32", 9, 288, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
 ]
 # Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
+    ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
     ("uint4:g64", 3, 320, 64, WarpgroupConfig(8, 3, 2, 3), "bfloat16", "bfloat16"),
     ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(16, 2, 3), "bfloat16", "float16"),
     ("uint8:g128", 17, 256, 64, WarpgroupConfig(24, 2, 1, 2), "float16", "float16"),

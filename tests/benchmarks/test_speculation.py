@@ -52,6 +52,19 @@ def test_rows_compare_each_proposer_with_plain_decoding(tmp_path, monkeypatch, c
     )
 
 
+def test_without_rounds_there_is_no_speed(tmp_path, monkeypatch):
+    def generate(lm, prompts, **options):
+        report = SpeculationReport([4], [3], [2], [5]) if "speculate" in options else None
+        return generation([1, 2], 0.1, report)
+
+    monkeypatch.setattr(mpjax, "generate", generate)
+    file = tmp_path / "rows.json"
+    assert speculation.main([str(file), "--speculate", "ngram:4:2", "--rounds", "0"]) == 0
+    rows = json.loads(file.read_text())["results"]
+    assert speculation.cells(rows[0])[4:] == ["ngram:4:2", "", "", "", "2.50", "75%", "2.00"]
+    assert speculation.command(rows).endswith("--speculate ngram:4:2 --rounds 0")
+
+
 def test_an_engine_is_measured_too(tmp_path, monkeypatch):
     asked, made = [], []
 

@@ -143,7 +143,7 @@ def test_an_older_format_is_one_sentence(tmp_path):
         result = CliRunner().invoke(app, [command, *arguments])
         assert (result.exit_code, result.stdout) == (1, "")
         assert (
-            "has the format version 3: this mpjax reads versions 4 to 6; install the"
+            "has the format version 3: this mpjax reads versions 4 to 7; install the"
             in result.stderr
         )
         assert result.stderr.count("\n") == 1

@@ -254,7 +254,13 @@ def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("precision", "bits"),
-    [("W16A16KV16", 16), ("W4A16KV8", 4.25), ("WNF3A16KV16", 3.5), ("W8A8KV16", 8.25)],
+    [
+        ("W16A16KV16", 16),
+        ("W4A16KV8", 4.25),
+        ("WNF3A16KV16", 3.5),
+        ("W8A8KV16", 8.25),
+        ("W4A8KV16", 4.25),
+    ],
 )
 def test_bits_of_a_weight_count_its_scales(tiny_folder, precision, bits):
     """K is 128 everywhere."""

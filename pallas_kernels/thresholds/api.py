@@ -29,9 +29,9 @@ def threshold(
     of 15 candidates. Weights are whole, so that their sums are exact in any order: all
     implementations find the same number.
 
-    numbers: float32 [rows, size]. wanted: int32, broadcastable to [rows, 1]; a row of 0 or less is
-        not searched. weights: int32 [rows, size], 0 or more, whose sum is below 2³¹; None for 1
-        each, with which the result is the `wanted`-th largest number.
+    numbers: float32 [rows, size]. wanted: int32 [rows, 1], or one number for all; a row of 0 or
+        less is not searched. weights: int32 [rows, size], 0 or more, whose sum is below 2³¹; None
+        for 1 each, with which the result is the `wanted`-th largest number.
 
     Returns float32 [rows, 1]: -inf for rows that are not searched, and where all weights sum to
     less. A row with NaN may have any number. Raises ValueError for shapes or dtypes that don't
@@ -47,7 +47,12 @@ def threshold(
             f"have the shapes {shapes}: expected float32, int32 and int32, and [rows, size] of "
             "numbers and weights"
         )
-    wanted = jnp.broadcast_to(wanted, (len(numbers), 1))
+    column = (len(numbers), 1)
+    if wanted.shape not in ((), (1,), (1, 1), column):
+        raise ValueError(
+            f"threshold: wanted has shape {wanted.shape}: expected {column}, or a single number"
+        )
+    wanted = jnp.broadcast_to(wanted, column)
     name = choose(
         "threshold",
         implementation,

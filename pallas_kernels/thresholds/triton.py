@@ -46,7 +46,7 @@ def threshold(
 
 def parts_of(rows: int, size: int) -> int:
     """The number of programs that share a row, a power of two."""
-    parts = min(MOST_PARTS, max(1, PROGRAMS // rows), pl.cdiv(size, TILE))
+    parts = min(MOST_PARTS, max(1, PROGRAMS // max(1, rows)), pl.cdiv(size, TILE))
     return 1 << (parts.bit_length() - 1)
 
 

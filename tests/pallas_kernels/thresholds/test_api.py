@@ -56,3 +56,14 @@ def test_a_gpu_runs_the_kernel_unless_devices_have_parts(lower_for_cuda):
 def test_arrays_that_do_not_fit_are_errors(arguments):
     with pytest.raises(ValueError, match="expected float32, int32 and int32"):
         threshold(*arguments)
+
+
+def test_a_wanted_number_for_another_count_of_rows_is_an_error():
+    with pytest.raises(ValueError, match=r"wanted has shape \(3, 1\): expected \(2, 1\)"):
+        threshold(NUMBERS, jnp.ones((3, 1), jnp.int32))
+
+
+def test_no_rows_have_no_thresholds():
+    for implementation in (None, "reference"):
+        found = threshold(NUMBERS[:0], jnp.int32(1), implementation=implementation)
+        assert found.shape == (0, 1)

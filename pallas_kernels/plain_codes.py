@@ -39,8 +39,8 @@ class PlainCodes:
         integers. K is a multiple of the group size, except for `float8` and `int4`, whose last
         group may be shorter.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float16 for `affine…`,
-        powers of two in bfloat16 for `float4`, float32 for `int8`, `int4` and `float8`, uint16
-        steps up to 255 for `liquid4`.
+        powers of two in bfloat16 for `float4`, where 0 becomes 2**−127, float32 for `int8`, `int4`
+        and `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits, or the offsets of
         `liquid4`, from 0 to 255. Of `affine…` the minima, float16. None for other formats, and for
         symmetric ones, whose zero points are all 2**(bits − 1).

@@ -33,7 +33,7 @@ class Float4(CodeKind):
     """W = e2m1(code) · scale. Scales are powers of two, in bfloat16, which holds all of e8m0.
 
     A word of parameters has the exponents of four groups, which are those of a block of K. The
-    exponent 255, NaN in e8m0, scales sums in a kernel like infinity.
+    exponent 255, NaN in e8m0, is infinity in a kernel, whose results are infinite or NaN.
     """
 
     scale_dtypes = ("bfloat16",)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mpjax.kernels import device
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.thresholds.keys import BITS, DIGITS, LEAST, ROUNDS, key_of, number_of
 
 TILE, WARPS = 512, 4  # numbers that a program reads at once: 16 bytes by each thread
-# Programs of all rows, eight for each multiprocessor of a large GPU, and the most of one row, each
-# of which reads the sums of all.
-PROGRAMS, MOST_PARTS = 1024, 128
+PROGRAMS = 8  # of all rows, on each multiprocessor
+MOST_PARTS = 128  # programs of a row, each of which reads the sums of all
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -46,7 +46,8 @@ def threshold(
 
 def parts_of(rows: int, size: int) -> int:
     """The number of programs that share a row, a power of two."""
-    parts = min(MOST_PARTS, max(1, PROGRAMS // max(1, rows)), pl.cdiv(size, TILE))
+    share = PROGRAMS * device.multiprocessors() // max(1, rows)
+    parts = min(MOST_PARTS, max(1, share), pl.cdiv(size, TILE))
     return 1 << (parts.bit_length() - 1)
 
 

@@ -69,6 +69,7 @@ def test_on_the_gpu_rows_of_a_vocabulary_are_those_of_the_reference(rows, rng):
         (64, 151_936, 16),
         (5000, 151_936, 1),
         (1, 1, 1),
+        (0, 5, 1),
         (1, 3 * TILE, 2),  # a power of two
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from mpjax.kernels import WeightFormat, codes
 from tests.pallas_kernels.codes import decoding
+from tests.pallas_kernels.oracles import PACKED_FORMATS
 
 
 def operands(format: WeightFormat) -> list[str]:
@@ -44,3 +45,14 @@ def test_decoders_lower_for_cuda(text, lower_for_cuda):
             jax.ShapeDtypeStruct((2**format.bits,), jnp.float32) if kind.has_table else None,
         )
         assert ("elementwise_inline_asm" in text) != format.is_flat
+
+
+@pytest.mark.parametrize("text", PACKED_FORMATS)
+def test_the_scales_of_a_word_have_as_many_planes_each(text):
+    """Formats say how many groups share a word, and kinds of codes how many of them have scales."""
+    format = WeightFormat.parse(text)
+    scales = codes.of(format).scales_of_word
+    assert format.groups_of_word % scales == 0
+    if format.parameter_channels is not None:
+        planes = min(format.planes, format.parameter_channels // format.plane_width)
+        assert planes % scales == 0

@@ -25,7 +25,7 @@ ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbyte
 WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
-# Without the bytecode of all modules, most of which nothing imports: Python writes that of those that are.
+# pip would compile every module of every package to bytecode, which takes a minute. Python compiles what is imported.
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help

@@ -125,7 +125,7 @@ _SEARCH, _SAMPLE = sampling._filtered, sampling.sample
 
 
 def _by_sort(logits: jax.Array, fields: Sampling, divided: bool = False) -> jax.Array:
-    """What `_filtered` gives with temperature 1, top-k and top-p, by one sort."""
+    """The logits that `_filtered` returns for temperature 1, top-k and top-p, found by one sort."""
     ranked = jnp.sort(logits, axis=-1, descending=True)
     least = jnp.full((len(logits), 1), -jnp.inf)
     if fields.top_k is not None:

@@ -336,7 +336,7 @@ def split(tensor: QuantizedTensor, sizes: Sequence[int]) -> list[QuantizedTensor
 def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor:
     """The tensor of some output channels, int [count], in their order; also under `jit`.
 
-    Indices beyond the last output channel give zeros, or are infinite or NaN.
+    Indices beyond the last output channel give zeros, infinities or NaN.
     """
     scales = tensor.channel_scales
     return dataclasses.replace(

@@ -24,9 +24,10 @@ E2M1 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))  # the values of
 LARGEST_EXPONENT = 2  # of a code
 _EXPONENT_BITS = 0x7F800000  # of float32
 _MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
-# Of bfloat16: 2**−127, a subnormal; infinity, whose exponent is that of e8m0's NaN; and NaN.
+# Bits of numbers in bfloat16: of 2**−127, which is subnormal; of infinity, whose exponent field of
+# 255 is NaN in e8m0; and of NaN.
 _LEAST_SCALE, _INFINITY, _NOT_A_NUMBER = 0x0040, 0x7F80, 0x7FC0
-_HALF_BITS = 16  # of float32, which bfloat16 lacks
+_HALF_BITS = 16  # the low bits of a float32 number, which bfloat16 does not have
 
 
 class Float4(CodeKind):

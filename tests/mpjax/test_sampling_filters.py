@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p keep of a row, and which rows are searched for it."""
+"""Tests of filters: the tokens that top-k, top-p and min-p keep, and the rows that are searched."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# Of models whose layers are of two kinds, and of one other: more layers take longer to compile.
+# The sizes of models with two kinds of layers, and of one model with equal layers. Other models
+# have one layer, which compiles faster.
 TWO_LAYERS = {"num_hidden_layers": 2}
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", TWO_LAYERS),

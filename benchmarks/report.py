@@ -351,7 +351,7 @@ def _agreement(result: dict[str, Any], folder: Path) -> list[str]:
     is_bundled = result["model"] == "bundled"
     names = _distinct(rows, "precision")
     options = f"{_text_option(result)} --window {rows[0]['window']} --precisions {names}"
-    output = "agreement" + f"-{result['model'].split('.')[0].lower()}" * (not is_bundled) + ".json"
+    output = "agreement" + _part_of_file_name(result) + ".json"
     source = "mpjax evaluate" + f" {result['model']}" * (not is_bundled)
     return [
         f"## Distance from 16 bits: {'the bundled model' if is_bundled else result['model']}\n",
@@ -464,6 +464,11 @@ def _is_bundled(result: dict[str, Any]) -> bool:
     return result.get("model", "bundled") == "bundled"
 
 
+def _part_of_file_name(result: dict[str, Any]) -> str:
+    """What the name of a result file says of the model: nothing of the bundled one."""
+    return "" if _is_bundled(result) else f"-{result['model'].removesuffix('.gguf').lower()}"
+
+
 def _perplexity(results: Results) -> list[str]:
     """Tables of the bundled model's perplexities, and of those of other models."""
     parts = [
@@ -472,12 +477,11 @@ def _perplexity(results: Results) -> list[str]:
         "cache; Δ is the change from the first row.\n",
     ]
     for result in sorted(results, key=lambda result: not _is_bundled(result)):
-        command, output = "mpjax evaluate", "perplexity"
+        command, output = "mpjax evaluate", "perplexity" + _part_of_file_name(result)
         if not _is_bundled(result):
             name, names = result["model"], [row["precision"] for row in result["rows"]]
             parts.append(f"## Perplexity of {name}\n")
             command += f" {name} --precisions {','.join(names)}"
-            output += f"-{name.split('.')[0].lower()}"
         command += _text_option(result)
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])

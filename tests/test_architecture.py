@@ -36,7 +36,6 @@ DOORS = {
         "pallas_kernels/mosaic/launch.py",
         "pallas_kernels/mosaic/memory.py",
         "pallas_kernels/mosaic/peers.py",
-        "pallas_kernels/mosaic/peers.py",
         "pallas_kernels/mosaic/products.py",
     ),
 }

@@ -21,6 +21,7 @@ FILES = [
     path.relative_to(ROOT) for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))
 ]
 TEST_FILES = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("*.py"))]
+BENCHMARK_FILES = [path.relative_to(ROOT) for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
 MAXIMUM_LINES = 500
@@ -174,7 +175,7 @@ def test_untested_modules_exist():
     assert set(UNTESTED) <= {path.as_posix() for path in MODULES}
 
 
-@pytest.mark.parametrize("path", FILES + TEST_FILES, ids=str)
+@pytest.mark.parametrize("path", FILES + TEST_FILES + BENCHMARK_FILES, ids=str)
 def test_files_are_short(path):
     lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
     assert lines <= MAXIMUM_LINES, f"{path} has {lines} lines: one idea a file"

@@ -21,6 +21,7 @@ from benchmarks import (
     summary,
     systems,
 )
+from benchmarks.measured import models_or_shapes
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -216,7 +217,7 @@ def _gemm(results: Results, folder: Path) -> list[str]:
         options = {
             "formats": _distinct(rows, "format"),
             "rows": _distinct(rows, "M"),
-            "shapes": _models_or_shapes(rows),
+            "shapes": models_or_shapes(rows, MODELS),
         }
         if forced := rows[0].get("forced"):
             options["implementation"] = forced
@@ -264,17 +265,6 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
         return True
     # A field that configurations did not have when the row was measured has its default.
     return plan.config is not None and plan.config != type(plan.config)(**row["configuration"])
-
-
-def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
-    """Names of the measured shapes, or a model's name for all of its shapes, with commas."""
-    measured = list(dict.fromkeys(row["shape"] for row in rows))
-    parts: list[str] = []
-    for model in roofline.models(rows):
-        of_model = [name for name in measured if name.partition(".")[0] == model]
-        whole = [shape.name for shape in MODELS.get(model, ())]
-        parts += [model] if of_model == whole else of_model
-    return ",".join(parts)
 
 
 def _attention(results: Results, folder: Path) -> list[str]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import sampling, speculation
+from benchmarks.measured import models_or_shapes
 from mpjax.bench import experts, serve, sums, tables
 from mpjax.bench import speculation as steps
 from mpjax.bench.lengths import Lengths
+from mpjax.kernels.experts.shapes import MODELS
 from mpjax.models.presets import PUBLISHED
 
 Row = Mapping[str, Any]
@@ -56,7 +58,7 @@ def _experts_cells(row: Row) -> list[str]:
 
 
 def _experts_command(rows: Sequence[Row]) -> str:
-    shapes = _distinct(row["shape"].partition(".")[0] for row in rows)
+    shapes = models_or_shapes(rows, MODELS)
     formats, tokens = _distinct(row["format"] for row in rows), _distinct(row["M"] for row in rows)
     return f"mpjax bench gemm --experts --shapes {shapes} --formats {formats} --rows {tokens}"
 

@@ -152,7 +152,7 @@ def compare(model, folder, request, precision=None):
     )
     found = generate(loaded, prompt.astype(np.int32), NEW_TOKENS)
     np.testing.assert_array_equal(found, greedy.numpy()[:, PROMPT:])
-    assert len(np.unique(found)) > 8  # else equal texts would say nothing
+    assert len(np.unique(found)) > 4  # else equal texts would say nothing
 
 
 # What they have, others have too, or the tests of tied models below.

@@ -72,12 +72,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+def _is_sampled(item: pytest.Item) -> bool:
+    """Whether the mark `one_of` counts this case: not in the sweep already, and not for a GPU."""
+    others = any(map(item.get_closest_marker, ("sweep", "gpu")))
+    return not others and item.get_closest_marker("one_of") is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests of any version, and leaves out `sweep` or `fuzz` unless they are asked for."""
+    """Marks tests of any version and the rest of samples, and leaves out what isn't asked for."""
     for item in items:
         if versions.is_any_version(item.location[0]):
             item.add_marker(pytest.mark.any_version)
+    samples = [item for item in items if _is_sampled(item)]
+    counts = [item.get_closest_marker("one_of").args[0] for item in samples]
+    for index in sweeps.sampled([item.nodeid for item in samples], counts):
+        samples[index].add_marker(pytest.mark.sweep)
     for mark in sweeps.LEFT_OUT:
         if not sweeps.is_asked_for(config, mark):
             left_out = [item for item in items if item.get_closest_marker(mark)]

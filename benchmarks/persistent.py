@@ -19,8 +19,7 @@ of it. `kernels` are the times of a layer's kernels.
 
 `parts` has the kernel's time by the slots that are copied at a time, and without its products,
 copies or counters; and the cycles of its programs until each of `persistent_kernel.MARKS`. The
-floor is the time in which an XLA reduction
-would read the weights at its own bandwidth.
+floor is the time in which an XLA reduction would read the weights at its own bandwidth.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from benchmarks import (
     summary,
     systems,
 )
+from benchmarks.measured import models_or_shapes
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -216,7 +217,7 @@ def _gemm(results: Results, folder: Path) -> list[str]:
         options = {
             "formats": _distinct(rows, "format"),
             "rows": _distinct(rows, "M"),
-            "shapes": _models_or_shapes(rows),
+            "shapes": models_or_shapes(rows, MODELS),
         }
         if forced := rows[0].get("forced"):
             options["implementation"] = forced
@@ -264,17 +265,6 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
         return True
     # A field that configurations did not have when the row was measured has its default.
     return plan.config is not None and plan.config != type(plan.config)(**row["configuration"])
-
-
-def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
-    """Names of the measured shapes, or a model's name for all of its shapes, with commas."""
-    measured = list(dict.fromkeys(row["shape"] for row in rows))
-    parts: list[str] = []
-    for model in roofline.models(rows):
-        of_model = [name for name in measured if name.partition(".")[0] == model]
-        whole = [shape.name for shape in MODELS.get(model, ())]
-        parts += [model] if of_model == whole else of_model
-    return ",".join(parts)
 
 
 def _attention(results: Results, folder: Path) -> list[str]:
@@ -351,7 +341,7 @@ def _agreement(result: dict[str, Any], folder: Path) -> list[str]:
     is_bundled = result["model"] == "bundled"
     names = _distinct(rows, "precision")
     options = f"{_text_option(result)} --window {rows[0]['window']} --precisions {names}"
-    output = "agreement" + f"-{result['model'].split('.')[0].lower()}" * (not is_bundled) + ".json"
+    output = "agreement" + _part_of_file_name(result) + ".json"
     source = "mpjax evaluate" + f" {result['model']}" * (not is_bundled)
     return [
         f"## Distance from 16 bits: {'the bundled model' if is_bundled else result['model']}\n",
@@ -464,6 +454,11 @@ def _is_bundled(result: dict[str, Any]) -> bool:
     return result.get("model", "bundled") == "bundled"
 
 
+def _part_of_file_name(result: dict[str, Any]) -> str:
+    """What the name of a result file says of the model: nothing of the bundled one."""
+    return "" if _is_bundled(result) else f"-{result['model'].removesuffix('.gguf').lower()}"
+
+
 def _perplexity(results: Results) -> list[str]:
     """Tables of the bundled model's perplexities, and of those of other models."""
     parts = [
@@ -472,12 +467,11 @@ def _perplexity(results: Results) -> list[str]:
         "cache; Δ is the change from the first row.\n",
     ]
     for result in sorted(results, key=lambda result: not _is_bundled(result)):
-        command, output = "mpjax evaluate", "perplexity"
+        command, output = "mpjax evaluate", "perplexity" + _part_of_file_name(result)
         if not _is_bundled(result):
             name, names = result["model"], [row["precision"] for row in result["rows"]]
             parts.append(f"## Perplexity of {name}\n")
             command += f" {name} --precisions {','.join(names)}"
-            output += f"-{name.split('.')[0].lower()}"
         command += _text_option(result)
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])

@@ -7,8 +7,9 @@ not grow. Greedy requests of each round are repeated when the engine does nothin
 have to say the same.
 
 TOKENS: new tokens until the end. --large: Qwen3-8B's shapes in W4A16KV8 instead of a small model.
---slots: requests that run at once. --seed: of the traffic. --output: a JSON file, which is written
-after each round.
+--ride: rows that decode draw tokens in the programs that read prompts, too (`Engine(ride=True)`).
+--slots: requests that run at once, 64 if --large and else 8. --seed: of the traffic. --output: a
+JSON file, which is written after each round, with the device, versions and commit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 
 import mpjax
 from mpjax.atomic_write import atomic_write
+from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
 from mpjax.engine.handle import Handle
 from mpjax.engine.state import page_bytes, residual_bytes
@@ -171,7 +173,8 @@ def soak(
 
     exact: whether requests have to say the same when they are repeated. On a GPU, kernels round by
         the number of rows, and so near ties are decided otherwise.
-    seed: of the traffic. output: a file to which what was is written after each round.
+    seed: of the traffic. output: a JSON file to which what was is written after each round, with
+        the device, versions and commit.
     """
     rng, began = np.random.default_rng(seed), time.perf_counter()
     told: dict[str, Any] = {}
@@ -198,7 +201,7 @@ def soak(
             "faults": found,
         }
         if output is not None:
-            atomic_write(output, json.dumps(told, indent=2))
+            atomic_write(output, json.dumps(measure.stamp() | told, indent=2) + "\n")
     return told
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import sampling, speculation
+from benchmarks.measured import models_or_shapes
 from mpjax.bench import experts, serve, sums, tables
 from mpjax.bench import speculation as steps
 from mpjax.bench.lengths import Lengths
+from mpjax.kernels.experts.shapes import MODELS
 from mpjax.models.presets import PUBLISHED
 
 Row = Mapping[str, Any]
@@ -56,7 +58,7 @@ def _experts_cells(row: Row) -> list[str]:
 
 
 def _experts_command(rows: Sequence[Row]) -> str:
-    shapes = _distinct(row["shape"].partition(".")[0] for row in rows)
+    shapes = models_or_shapes(rows, MODELS)
     formats, tokens = _distinct(row["format"] for row in rows), _distinct(row["M"] for row in rows)
     return f"mpjax bench gemm --experts --shapes {shapes} --formats {formats} --rows {tokens}"
 
@@ -111,6 +113,7 @@ def _devices_command(shapes: str, rows: Sequence[Row]) -> str:
     devices, batch = (_distinct(row[key] for row in rows) for key in ("devices", "batch"))
     command = f"mpjax bench generate --shapes {shapes} --devices {devices} --batch {batch}"
     options = {
+        "precision": (_distinct(row["precision"] for row in rows), "W4A16KV8"),
         "experts": (rows[0].get("experts") or "divided", "divided"),
         "layers": (rows[0]["layers"], PUBLISHED[shapes][1].num_layers),
         "prompt-tokens": (rows[0]["prompt_tokens"], 2048),
@@ -124,7 +127,7 @@ def _devices_command(shapes: str, rows: Sequence[Row]) -> str:
 def _devices_section(shapes: str, name: str) -> Section:
     """Decoding by one device and by several, of a preset with random weights."""
     return Section(
-        f"A model on several devices: {name}'s shapes, random weights",
+        f"A model on one device and on several: {name}'s shapes, random weights",
         (f"devices-{shapes}*.json",),
         "Decoding after a prompt. The roofline is the time to read all weights and the cache; "
         "with several devices, each reads its share at the same time.",
@@ -216,6 +219,7 @@ SECTIONS = (
             ("llama3-70b", "Llama-3-70B"),
             ("qwen3-8b", "Qwen3-8B"),
             ("qwen3-30b-a3b", "Qwen3-30B-A3B"),
+            ("gpt-oss-20b", "gpt-oss-20b"),
         )
     ),
     Section(

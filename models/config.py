@@ -179,8 +179,8 @@ class SublayerSpec(abc.ABC):
     def cuts(self, config: DecoderConfig, local: Self, share: Share) -> dict[str, Cut]:
         """The channels of a share, by the paths of linear maps and of other arrays.
 
-        config: of the whole decoder. local: what `divide` returned. An array without a cut is
-        everybody's.
+        config: of the whole decoder. local: what `divide` returned. Each share has the
+        whole of an array without a cut.
         """
         return {}
 

@@ -197,7 +197,7 @@ class Decoder(nnx.Module):
         Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each row's
         last token, or with every_position [batch, tokens, vocabulary].
 
-        In KV formats with blocks (KV4c, K4cV4c, KV2) a new token reads earlier keys and values from
+        In KV formats with blocks (`KVFormat.block`) a new token reads earlier keys and values from
         codes once their block is complete, and in 16 bits until then. A step of several tokens
         therefore gives the logits of steps of single tokens only if it does not pass the end of a
         block.

@@ -184,7 +184,7 @@ class ExpertsSpec(MLPSpec):
         return self.shared.divide(count, {"down": units["shared.down"]}).intermediate_size
 
     def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
-        """The intermediate channels of a share, or its experts; the router is everybody's."""
+        """The intermediate channels of a share, or its experts; each share has the whole router."""
         if isinstance(local, SpreadExpertsSpec):
             mine = Cut(experts=share.run(self.num_experts, local.held_experts))
             found = {"experts.gate_up": mine, "experts.down": mine}

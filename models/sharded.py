@@ -425,7 +425,7 @@ class Options(NamedTuple):
 
 
 def _specs(like: Any, axis: str) -> Any:
-    """The specs of a cache, of which pages are divided and tables everybody's, or of pages."""
+    """The specs of pages, which are divided, or of a cache, whose block tables are replicated."""
     divided, whole = PartitionSpec(axis), PartitionSpec()
     if not isinstance(like, PagedKVCache):
         return divided

@@ -1,8 +1,8 @@
 """The division of a decoder among devices: the shares of heads, of channels and of the vocabulary.
 
 Attention is divided by heads, the MLP by its intermediate channels, and embedding and head by token
-ids. Norms are everybody's. Where a number does not divide, the last shares end with zeros: heads,
-channels and ids that change nothing.
+ids. Each share has whole norms. Where a number does not divide, the last shares end with zeros:
+heads, channels and ids that change nothing.
 """
 
 from __future__ import annotations

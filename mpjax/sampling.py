@@ -183,7 +183,7 @@ def _stop_ids(ids: Any) -> Any:
     found = as_array("stop_ids", ids)
     if found.ndim != 1 or (found.size and not jnp.issubdtype(found.dtype, jnp.integer)):
         raise ValueError(f"stop_ids are {shown(found)}: expected a list of token ids")
-    # The vocabulary is not known here; an id outside it is never drawn, and so harmless.
+    # The vocabulary is not known here: `Sampling.split` compares ids with it.
     if not are_between(found, 0, 2**31 - 1):
         raise ValueError(f"stop_ids are {found.tolist()}: expected each from 0 to 2**31 - 1")
     return found.astype(jnp.int32) if isinstance(found, jax.Array) else found.astype(np.int32)

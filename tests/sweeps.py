@@ -70,7 +70,9 @@ def sampled(names: Sequence[str], counts: Sequence[int]) -> set[int]:
 
 
 def _name(value: Any) -> str:
-    """A part of a test's name: that of a tuple has its members' names."""
+    """A part of a test's name: a shape's own, and of a tuple those of its members."""
+    if hasattr(value, "name"):
+        return str(value.name)
     return "-".join(map(_name, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.bench import checkpoint, filled_pages, measure, speculation
+from mpjax.bench import checkpoint, measure, speculation
 from mpjax.bench.cached_bytes import cached_bytes
+from mpjax.bench.case_state import CaseDecoding, empty_state, fill, from_host
 from mpjax.bench.pieces import read_pieces, require_pieces
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
@@ -26,12 +27,11 @@ from mpjax.decoding import decode, decode_program, jit_prefill
 from mpjax.decoding_state import STRIDE, DecodingState, Limits
 from mpjax.devices import read_devices, read_experts
 from mpjax.kernels import PagedKVCache, WeightFormat, device
-from mpjax.memory import free_bytes_on, require_free_on
+from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
-from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from mpjax.speculation.proposer import read_k
 
@@ -275,53 +275,35 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
     tokens = jnp.asarray(rows, jnp.int32)
     # There are no stop tokens, because random weights must not end a row early.
     limits = Limits.of(batch, (), new, new)
-    state = _empty_state(lm, batch, prompt + new, new)
-    run = decode_program(lm.model, state)
+    state = empty_state(lm, batch, prompt + new, new)
+    program = decode_program(lm.model, state)
     state, reading = (
         _read(lm, state, tokens, limits, piece)
         if is_read
-        else (_fill(state, prompt, lm.model.mesh), {})
+        else (fill(state, prompt, lm.model.mesh), {})
     )
-
-    def advance(until: jax.Array) -> jax.Array:
-        nonlocal state
-        state = _rewind(state, prompt)
-        state = run(lm.model, state, Sampling(), limits, until, stride=STRIDE)
-        return state.tokens
-
+    decoding = CaseDecoding(lm.model, state, prompt, limits)
+    del state  # which calls donate
     seconds = []
     for number in range(ROUNDS):
         begin = time.perf_counter()
-        advance(jnp.int32(new)).block_until_ready()
+        decoding.run(program, jnp.int32(new)).block_until_ready()
         seconds.append(time.perf_counter() - begin)
         if number == 0:
-            said, scores = (np.array(x[:1]) for x in (state.tokens, state.logprobs))
+            said, scores = (
+                np.array(x[:1]) for x in (decoding.state.tokens, decoding.state.logprobs)
+            )
     peak = _peak_bytes()
-
-    def act(generate: Callable[[DecodingState], DecodingState]) -> None:
-        nonlocal state
-        state = generate(_rewind(state, prompt))
-
     measure_costs = functools.partial(speculation.step_costs, lm.model, tokens, limits)
-    costs: list[dict[str, Any]] = [measure_costs(k, act) for k in speculate]
+    costs: list[dict[str, Any]] = [measure_costs(k, decoding.act) for k in speculate]
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
-
-        def profiled(until: jax.Array) -> jax.Array:
-            nonlocal state
-            state = _rewind(state, prompt)
-            state = _decode_serial(lm.model, state, Sampling(), limits, until, stride=STRIDE)
-            return state.tokens
-
-        # The loop runs once: a whole stride of steps, even if fewer tokens are wanted.
-        until = jnp.int32(min(1 + STRIDE, new))
-        found = measure.kernel_microseconds(measure.Unjitted(profiled), until, iterations=1)
-        kernels = {name: time / STRIDE for name, time in _without_copies(found).items()}
-        state = _rewind(state, prompt)
+        kernels = _kernels_of_step(decoding, new)
         for cost in costs:
-            found = speculation.verifying_kernels(lm.model, state, int(cost["k"]))
+            found = speculation.verifying_kernels(lm.model, decoding.state, int(cost["k"]))
             cost["kernel_microseconds_of_verifying"] = _without_copies(found)
+    cache = decoding.state.cache
     is_checked = is_read and prompt + new <= CHECKED_TOKENS
     text = jnp.concatenate([tokens[:1], jnp.asarray(said)], 1)
     return reading | {
@@ -333,9 +315,9 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
         "decode_seconds_with_compilation": seconds[0],
         "decode_step_microseconds": statistics.median(seconds[1:]) / steps * 1e6,
         "sum_of_kernels_microseconds": sum(kernels.values()) if kernels else None,
-        "step_bytes": step_bytes(lm, state.cache, prompt + new / 2),
+        "step_bytes": step_bytes(lm, cache, prompt + new / 2),
         "weights_bytes": lm.nbytes,
-        "cache_bytes": state.cache.nbytes,
+        "cache_bytes": cache.nbytes,
         "cache_tokens_that_fit": fitting,
         # The allocator never resets its peak. A case's own peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
@@ -346,6 +328,19 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
     }
 
 
+def _kernels_of_step(decoding: CaseDecoding, new: int) -> dict[str, float]:
+    """Microseconds of each kernel in a decoding step; the state is then one after the prompt.
+
+    new: the tokens of a row.
+    """
+    # The loop runs once: a whole stride of steps, even if fewer tokens are wanted.
+    until = jnp.int32(min(1 + STRIDE, new))
+    run = measure.Unjitted(functools.partial(decoding.run, _decode_serial))
+    found = measure.kernel_microseconds(run, until, iterations=1)
+    decoding.act(lambda state: state)
+    return {name: time / STRIDE for name, time in _without_copies(found).items()}
+
+
 def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
     """The tokens of a cache for which the devices have room beside the model; None if unknown."""
     one_page = functools.partial(lm.model.create_cache, 1, lm.page_size, lm.kv_format, lm.page_size)
@@ -353,60 +348,6 @@ def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
     page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)) // lm.devices
     free = free_bytes_on(lm.model.mesh)
     return None if free is None else free // page * lm.page_size
-
-
-def _empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int) -> DecodingState:
-    create = functools.partial(lm.model.create_cache, batch, max_tokens, lm.kv_format, lm.page_size)
-    shape = jax.tree.leaves(jax.eval_shape(create))
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in shape)
-    what = f"a {lm.kv_format} cache for {batch} × {max_tokens} tokens"
-    require_free_on(lm.model.mesh, needed, what)
-    return DecodingState(
-        cache=create(),
-        keys=row_keys(range(batch)),
-        tokens=jnp.zeros((batch, room), jnp.int32),
-        logprobs=jnp.zeros((batch, room), jnp.float32),
-        counts=jnp.zeros(batch, jnp.int32),
-        finished=jnp.zeros(batch, bool),
-        seen=None,
-        step=jnp.int32(0),
-    )
-
-
-def _rewind(state: DecodingState, tokens: int) -> DecodingState:
-    """The state after `tokens` prompt tokens and the first new one, to decode from there again.
-
-    Only lengths and counts are set, from the host, so that no kernel runs and is counted. Later
-    tokens in the cache will be overwritten. A residual still holds later tokens: with such formats
-    the times of the next round are right, but the generated tokens are not.
-    """
-    batch = len(state.tokens)
-    return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(
-            state.cache, lengths=_from_host(np.full(batch, tokens, np.int32))
-        ),
-        counts=_from_host(np.ones(batch, np.int32)),
-        finished=_from_host(np.zeros(batch, bool)),
-        step=_from_host(np.int32(1)),
-    )
-
-
-def _from_host(array: np.ndarray | np.generic) -> jax.Array:
-    return jax.device_put(array)
-
-
-def _fill(
-    state: DecodingState, tokens: int, mesh: jax.sharding.Mesh | None = None
-) -> DecodingState:
-    """Fills every layer of a state's cache with `tokens` random keys and values for each row."""
-    cache = state.cache
-    layers = tuple(
-        filled_pages.fill(pages, cache.block_tables, tokens, seed, mesh)
-        for seed, pages in enumerate(cache.layers)
-    )
-    cache = jax.block_until_ready(dataclasses.replace(cache, layers=layers))
-    return dataclasses.replace(state, cache=cache)
 
 
 def _read(
@@ -426,7 +367,7 @@ def _read(
 
     def read() -> jax.Array:
         nonlocal state
-        cache = dataclasses.replace(state.cache, lengths=_from_host(np.zeros(batch, np.int32)))
+        cache = dataclasses.replace(state.cache, lengths=from_host(np.zeros(batch, np.int32)))
         if piece is not None:
             best, chances, cache = read_pieces(lm.model, tokens, cache, piece)
             first = state.tokens.at[:, 0].set(best), state.logprobs.at[:, 0].set(chances)

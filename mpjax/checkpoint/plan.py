@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -197,16 +197,7 @@ def make_plan(
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
         for place in decoder.linear_places(config)
     ]
-    # The names that the checkpoint must have, and no others; see `_check_names`.
-    expected = {array.name for array, table in arrays if table is None}
-    for table in (table for _, table in arrays if table is not None):
-        expected |= {f"{table.name}.{suffix}" for suffix in table.tensors}
-    for place, shards in linears:
-        for name, tensors in zip(place.names, shards, strict=True):
-            expected |= {f"{name}.{suffix}" for suffix in tensors}
-            # `Scheme.check` reports the other tensors that a quantised module lacks.
-            expected |= {f"{name}.weight"} if _has_weight(tensors) else set()
-            expected |= {f"{name}.bias"} if place.bias else set()
+    expected = _names_of_tensors(arrays, linears)
     ignored = () if scheme is None else scheme.ignored
     cache_scales = (
         () if scheme is None else kv_scales.of(checkpoint.tensors, decoder, config, scheme)
@@ -237,6 +228,27 @@ def make_plan(
         ),
         kv_scales.check(checkpoint.tensors, cache_scales, config.num_kv_heads),
     )
+
+
+def _names_of_tensors(
+    arrays: Sequence[tuple[ArrayPlace, TableSource | None]],
+    linears: Iterable[tuple[LinearPlace, Sequence[Mapping[str, TensorInfo]]]],
+) -> set[str]:
+    """The names that a checkpoint must have for places, and no others; see `_check_names`.
+
+    arrays: places with the quantised table that fills them, or None. linears: places with the
+    tensors, by suffix, of each of their maps.
+    """
+    expected = {array.name for array, table in arrays if table is None}
+    for table in (table for _, table in arrays if table is not None):
+        expected |= {f"{table.name}.{suffix}" for suffix in table.tensors}
+    for place, shards in linears:
+        for name, tensors in zip(place.names, shards, strict=True):
+            expected |= {f"{name}.{suffix}" for suffix in tensors}
+            # `Scheme.check` reports the other tensors that a quantised module lacks.
+            expected |= {f"{name}.weight"} if _has_weight(tensors) else set()
+            expected |= {f"{name}.bias"} if place.bias else set()
+    return expected
 
 
 def _scheme_of(

@@ -1,7 +1,7 @@
 """`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
-There are four commands of one pattern: options give a sweep of cases, each measured row is saved
-at once, and at the end there are a table, a plot and a check of every result against the reference.
+The commands have one pattern: options give a sweep of cases, each measured row is saved at once,
+and at the end there are a table, a plot of some, and a check of every result against the reference.
 """
 
 from __future__ import annotations

@@ -159,8 +159,10 @@ class Engine:
         return not self._is_closed and (bool(self._inbox) or self._runner.has_work)
 
     def statistics(self) -> dict[str, float]:
-        """Numbers of now: requests that run and wait, free pages; and since the beginning.
+        """Numbers of now: requests that run and wait, and pages; and sums since the beginning.
 
+        pages: of the cache. free_pages: of them, those that no request owns. kept_pages: of these,
+        those that hold tokens which later requests may share.
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
         new_tokens: drawn.
         preemptions: how often a request gave up its pages. programs: that were compiled.

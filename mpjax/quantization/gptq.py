@@ -184,6 +184,8 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
     Let L be the Cholesky factor of H with its rows and columns in reverse order. L in reverse order
     is an upper triangular R with H = R Rᵀ, so that U = R⁻¹. This takes one factorisation, and never
     inverts H. If all attempts fail, U is the identity and the damping NaN.
+
+    hessian: float32 [K, K]. damping: as for `gptq`. Returns U float32 [K, K], and a scalar.
     """
     diagonal = jnp.diagonal(hessian)
     size = jnp.maximum(diagonal.mean(), jnp.finfo(jnp.float32).tiny)

@@ -52,7 +52,7 @@ def search_ranges(
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         least, chosen = best
         shares = jnp.full(least.shape, ratio)
-        found = errors(fit(_clip(weight, groups, shares, format), format, table))
+        found = errors(fit(_clip(weight, groups, shares), format, table))
         better = found < least
         return (jnp.where(better, found, least), jnp.where(better, shares, chosen)), None
 
@@ -61,16 +61,17 @@ def search_ranges(
     (_, chosen), _ = jax.lax.scan(attempt, start, jnp.asarray(ratios, jnp.float32))
     # The scan gave all groups one share. Groups that depend on each other, as liquid4's do through
     # the scale of their channel, may be worse with their chosen shares than with the whole range.
-    found = errors(fit(_clip(weight, groups, chosen, format), format, table))
+    found = errors(fit(_clip(weight, groups, chosen), format, table))
     is_worse = found.sum(0) > whole.sum(0)
     chosen = jnp.where(is_worse[None], 1.0, chosen)
-    return fit(_clip(weight, groups, chosen, format), format, table)
+    return fit(_clip(weight, groups, chosen), format, table)
 
 
-def _clip(
-    weight: jax.Array, groups: jax.Array, shares: jax.Array, format: WeightFormat
-) -> jax.Array:
-    """The weight, cut to shares [groups, N] of each group's range; a range includes zero."""
+def _clip(weight: jax.Array, groups: jax.Array, shares: jax.Array) -> jax.Array:
+    """The weight [K, N], cut to shares [groups, N] of each group's range, which includes zero.
+
+    groups: the weight as [groups, size, N].
+    """
     low = jnp.minimum(groups.min(1), 0.0) * shares
     high = jnp.maximum(groups.max(1), 0.0) * shares
     return jnp.clip(groups, low[:, None], high[:, None]).reshape(-1, weight.shape[1])[: len(weight)]

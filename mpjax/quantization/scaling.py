@@ -192,6 +192,9 @@ def deployed_error(
 ) -> jax.Array:
     """The mean squared error of outputs if weights and activations are rounded as in a product.
 
+    weight: float32 [K, N]. scales: float32 [K], by which the weight's rows are multiplied, and
+    activations divided. Returns a float32 scalar.
+
     It is computed for the inputs `statistics.samples`. If the format has 16-bit activations, only
     the weight is rounded, and the error is that of all inputs.
     """

@@ -111,11 +111,6 @@ class Statistics:
         return jnp.diagonal(self.products) / jnp.maximum(self.tokens, 1.0)
 
     @property
-    def mean_magnitude(self) -> jax.Array:
-        """The mean of |x|, float32 [K]."""
-        return self.magnitudes / jnp.maximum(self.tokens, 1.0)
-
-    @property
     def largest_magnitude(self) -> jax.Array:
         """The largest |x|, float32 [K]."""
         return jnp.maximum(self.largest, -self.smallest)

@@ -24,6 +24,8 @@ E2M1 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))  # the values of
 LARGEST_EXPONENT = 2  # of a code
 _EXPONENT_BITS = 0x7F800000  # of float32
 _MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
+_BIAS, _HALF_BIAS = 127, 63  # of e8m0, and the part of it that one of two powers has
+_NAN = 255  # the byte of e8m0 that is no power of two
 # Bits of numbers in bfloat16: of 2**−127, which is subnormal; of infinity, whose exponent field of
 # 255 is NaN in e8m0; and of NaN.
 _LEAST_SCALE, _INFINITY, _NOT_A_NUMBER = 0x0040, 0x7F80, 0x7FC0
@@ -65,13 +67,17 @@ class Float4(CodeKind):
         return code | jnp.where(values < 0, jnp.uint8(8), jnp.uint8(0))
 
     def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
-        """e2m1(code) · scale."""
+        """e2m1(code) · scale, as the product with two powers of two.
+
+        Neither power is a subnormal, which XLA takes for zero on a CPU, as 2**−127 is. The exponent
+        255, NaN in e8m0, gives NaN.
+        """
         values = jnp.asarray(np.array(E2M1, np.float32))
-        # XLA takes e8m0's least power, a subnormal of float32, for zero on a CPU.
         bits = jax.lax.bitcast_convert_type(parameters.scales, jnp.uint16)
-        is_least = bits == jnp.uint16(_LEAST_SCALE)
-        scales = jnp.where(is_least, 2.0**-126, parameters.scales.astype(jnp.float32))
-        return values[codes] * scales * jnp.where(is_least, 0.5, 1.0)
+        exponent = (bits >> jnp.uint16(_MANTISSA_BITS)).astype(jnp.int32)
+        half = exponent >> 1
+        first = jnp.where(exponent == _NAN, jnp.nan, _power(half - _HALF_BIAS))
+        return values[codes] * first * _power(exponent - half - (_BIAS - _HALF_BIAS))
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Packs plane j to the bits of a word from 4 · j on."""
@@ -135,6 +141,11 @@ def scales_of(exponents: jax.Array) -> jax.Array:
     bits = jnp.maximum(bits, jnp.uint16(_LEAST_SCALE))
     bits = jnp.where(bits == jnp.uint16(_INFINITY), jnp.uint16(_NOT_A_NUMBER), bits)
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2**exponent in float32, of an int32 exponent between −126 and 127."""
+    return jax.lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
 def _decode_plane(

@@ -55,7 +55,9 @@ class Choice(NamedTuple):
 def choose(logits: RouterLogits, token: jax.Array, choice: jax.Array) -> Choice:
     """A token's expert of the rank `choice`, 0 … k − 1: that of `route`, with its weight.
 
-    logits: references. Of equal logits, that of the lowest expert comes first.
+    logits: references to [tokens, experts]. token, choice: int32 scalars.
+
+    Of equal logits, that of the lowest expert comes first.
     """
     routing, count = logits.routing, logits.logits.shape[1]
     number, is_expert, own = load_logits(logits.logits, logits.bias, token)

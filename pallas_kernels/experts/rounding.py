@@ -49,7 +49,7 @@ def round_to_blocks(
 def reference(
     x: jax.Array, blocks: ActivationBlocks, experts: jax.Array, sources: jax.Array | None = None
 ) -> QuantizedActivations:
-    """The same in plain jnp, for experts that differ."""
+    """What `round_to_blocks` computes, in plain jnp, where experts are not alike."""
     if sources is None:
         rows = jnp.repeat(x, len(experts) // max(len(x), 1), axis=0)
     else:

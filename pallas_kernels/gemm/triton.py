@@ -147,8 +147,9 @@ def _launch(
 def parts_of(
     x: jax.Array | QuantizedActivations, format: WeightFormat | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The rows of x or of its codes, and its scales as a kernel reads them, or None.
+    """The rows of x or of its codes, [M, K], and its scales as a kernel reads them, or None.
 
+    Scales are [M, 1], or [M, groups]; of blocks of `int4` [blocks, M].
     format: of the weight; None for a plain one.
     """
     if isinstance(x, jax.Array):

@@ -42,7 +42,7 @@ def residual_span(pages: KVPages, span: Span) -> Span:
 
 
 def first_block(span: Span, begins: jax.Array) -> jax.Array:
-    """The position of the first block of each sequence that may have to be encoded.
+    """The position of the first block of each sequence that may have to be encoded, int32 [batch].
 
     begins: of the residuals before the new tokens. A block that is encoded already stays as it is.
     """

@@ -198,7 +198,7 @@ def _routed_kernel(operands: Operands, result_ref: Any, *, count: int, per_row: 
 def moved_channels(
     blocks: ActivationBlocks, tile: Tile, expert: jax.Array | None = None
 ) -> jax.Array:
-    """The channels of the operands that become the channels of a tile."""
+    """The channels of the operands that become the channels of a tile, int32 of its shape."""
     if blocks.permutation is None:
         return tile.channel
     order = _of_expert(blocks.permutation, expert, tile.channel)

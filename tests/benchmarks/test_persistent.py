@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import early, persistent
 from benchmarks import persistent_kernel as kernel
+from benchmarks.persistent_kernel import layout
 from mpjax.kernels import add_rms_norm, device, gated, matmul_terms
 from mpjax.kernels.gemm.shapes import GemmShape
 
@@ -36,20 +37,20 @@ def test_slots_have_every_word_of_a_product():
     weights = shapes()
     matrices = weights.output, weights.gate_up, weights.down
     first = 0
-    for phase, matrix in zip(kernel.PHASES, matrices, strict=True):
+    for phase, matrix in zip(layout.PHASES, matrices, strict=True):
         channels, outputs = matrix.shape
-        assert phase.outputs * phase.halves * kernel.PROGRAMS == outputs
-        assert phase.slots * phase.blocks * kernel.BLOCK == channels * phase.halves
-        assert phase.outputs % kernel.WARP_OUTPUTS == 0
+        assert phase.outputs * phase.halves * layout.PROGRAMS == outputs
+        assert phase.slots * phase.blocks * layout.BLOCK == channels * phase.halves
+        assert phase.outputs % layout.WARP_OUTPUTS == 0
         # Consumers take slots in turn, so that a half is always the same consumers'.
-        assert first % kernel.CONSUMERS == phase.slots % kernel.CONSUMERS == 0
+        assert first % layout.CONSUMERS == phase.slots % layout.CONSUMERS == 0
         first += phase.slots
-        assert matrix.format.block == kernel.BLOCK
+        assert matrix.format.block == layout.BLOCK
 
 
 def test_shared_memory_suffices():
-    slot = kernel._ROWS * (kernel.ROW_BYTES + 4 * kernel.GROUPS)
-    assert kernel.SLOTS * slot + 2 * kernel.INTERMEDIATE + 8 * 1024 <= SHARED_MEMORY
+    slot = layout.SLOT_ROWS * (layout.ROW_BYTES + 4 * layout.GROUPS)
+    assert kernel.SLOTS * slot + 2 * layout.INTERMEDIATE + 8 * 1024 <= SHARED_MEMORY
 
 
 def test_other_formats_and_shapes_are_refused():

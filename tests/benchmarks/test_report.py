@@ -54,12 +54,12 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
             "perplexity": {"rows": [evaluated]},
             "perplexity-other": {
                 "rows": [evaluated],
-                "model": "Other-1B.Q4_1.gguf",
+                "model": "Other-1.5B.Q4_1.gguf",
                 "text": "book.txt",
             },
             "perplexity-calibrated": {"rows": [evaluated], "calibration": "a.txt"},
             "agreement": compares | {"rows": [compared, head], "model": "bundled"},
-            "agreement-other": compares | {"rows": [head], "model": "Other-1B.Q4_1.gguf"},
+            "agreement-other": compares | {"rows": [head], "model": "Other-1.5B.Q4_1.gguf"},
             "memory-x": memory_row,
             "quantization": {
                 "tokens": 512,
@@ -86,16 +86,16 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert f"`mpjax evaluate {output}.json` ·" in text
     command = "mpjax evaluate --precision W16A16KV8s --calibrate a.txt"
     assert f"`{command} {output}-calibrated.json` ·" in text
-    command = "mpjax evaluate Other-1B.Q4_1.gguf --precisions W16A16KV8s --text book.txt"
-    assert f"`{command} {output}-other-1b.json` ·" in text
-    assert text.index(command) > text.index("## Perplexity of Other-1B.Q4_1.gguf")
+    command = "mpjax evaluate Other-1.5B.Q4_1.gguf --precisions W16A16KV8s --text book.txt"
+    assert f"`{command} {output}-other-1.5b.q4_1.json` ·" in text
+    assert text.index(command) > text.index("## Perplexity of Other-1.5B.Q4_1.gguf")
     assert "| W4A16KV8 | gptq | 262,144 | 10.0 | 7.0 | 10.0 GB | 5.0 GB | 2.0 GB |" in text
     assert "`python -m benchmarks.memory --precision W4A16KV8 --method gptq --layers 4`" in text
     command = "mpjax evaluate --against itself --window 512 --precisions W16A16KV8s,W16A16KV16H8"
     output = "--output benchmarks/results/agreement"
     assert f"`{command} {output}.json` {source}" in text
     options = "--against itself --window 512 --precisions W16A16KV16H8"
-    assert f"`mpjax evaluate Other-1B.Q4_1.gguf {options} {output}-other-1b.json`" in text
+    assert f"`mpjax evaluate Other-1.5B.Q4_1.gguf {options} {output}-other-1.5b.q4_1.json`" in text
     assert "](agreement-other" not in text  # a plot over bits needs two numbers of them
     assert "5,110 positions" in text
     assert text.count("| W16A16KV8s | 4.25 | 8.0000 | +0.00 % | 0.25000 ± 0.25000 |") == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 
 from benchmarks import soak
@@ -56,7 +57,9 @@ def test_a_fault_ends_the_rounds(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(soak, "run_round", lambda engine, rng: said.append(None) or 0)
     output = tmp_path / "soak.json"
     assert soak.main(["90", "--large", "--ride", "--slots", "9", "--output", str(output)]) == 0
-    assert json.loads(output.read_text(encoding="utf-8"))["rounds"] == 2
+    written = json.loads(output.read_text(encoding="utf-8"))
+    assert written["rounds"] == 2
+    assert written["versions"]["jax"] == jax.__version__
     assert len(said) == 2
 
 

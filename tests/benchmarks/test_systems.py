@@ -82,7 +82,7 @@ def page(*patterns):
         (
             "experts*.json",
             "| model.down | uint4:g128 | 16 | 7 | 10.0 | 100 | 0.1 | 1.25 |",
-            "mpjax bench gemm --experts --shapes model --formats uint4:g128 --rows 16",
+            "mpjax bench gemm --experts --shapes model.down --formats uint4:g128 --rows 16",
         ),
         (
             "devices-llama3-70b*.json",

@@ -23,7 +23,7 @@ from tests.models.small import (
     small_model,
 )
 from tests.pallas_kernels.oracles import relative_error, wide
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 SHALLOW = small_config(windows=(None,))  # where a layer shows it: half to compile
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -398,16 +398,17 @@ def test_only_families_read_config_files():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [
+@combinations(
+    1,
+    case=[
         *((None, 16), ("uint4:g32", 16), ("uint4:g32", 8), ("uint8:g64", 4), ("uint8:gK:sym", 8)),
         *(("int8/int8", 8), ("liquid4:g64/int8", 16), ("float8:gK/float8", 8)),
     ],
+    dtype=["bfloat16", "float16"],
 )
-def test_a_model_on_the_gpu(text, bits, dtype, rng):
+def test_a_model_on_the_gpu(case, dtype, rng):
     """The float32 model goes through the reference implementations."""
+    text, bits = case
     # An activation that is rounded to FP8 the other way moves by up to 2⁻³ of itself, whatever the
     # dtype: where values differ by 2⁻¹¹, that is a mean square of 2⁻¹¹ · 2⁻³, or 2⁻⁷ a product.
     gate = {"bfloat16": 0.05, "float16": 0.05 if text == "float8:gK/float8" else 0.03}[dtype]

@@ -333,6 +333,17 @@ def test_the_gpu_computes_the_same_but_for_ties(text):
         assert (one != other).mean() < 2e-3
 
 
+@pytest.mark.gpu
+@each_format
+def test_the_gpu_dequantizes_as_the_cpu_does(text):
+    """In one program, with the channels and outputs of gpt-oss' down projection."""
+    format = WeightFormat.parse(text)
+    channels = 2880 - 2880 % (format.group_size or 1)
+    tensor = quick_quantize(random_weight(7, channels, 2880), format)
+    expected = dequantize(jax.device_put(tensor, jax.devices("cpu")[0]))
+    np.testing.assert_allclose(dequantize(tensor), expected, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "values", [[0, 0, 1, 2], [1, 0, 2, 3], [0, 1, 2, np.nan], [0, 1, 2, np.inf]]
 )

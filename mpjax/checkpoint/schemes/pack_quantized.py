@@ -204,7 +204,7 @@ class PackQuantizedScheme(Scheme):
     @classmethod
     def of_layout(cls, layout: str, modules: writing.Modules) -> PackQuantizedScheme:
         """One group for each kind of modules; the most common one targets all others."""
-        # compressed-tensors reads no `weight_g_idx` any more.
+        # compressed-tensors does not read `weight_g_idx`.
         writing.require_codes(layout, modules, ("uint4", "uint8"), permuted="export as 'gptq'")
         integers = writing.integers_of(modules)
         usual = writing.most_common(integers)

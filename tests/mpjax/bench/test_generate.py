@@ -11,11 +11,10 @@ import numpy
 import pytest
 
 import mpjax
-from mpjax.bench import generate, measure
+from mpjax.bench import case_state, generate, measure
 from mpjax.bench.random_model import random_model
 from mpjax.decoding_state import STRIDE
 from mpjax.kernels import KVFormat, device
-from mpjax.memory import DeviceMemoryError
 from mpjax.models import Qwen3
 from mpjax.models.presets import published
 from mpjax.precision import Precision
@@ -192,21 +191,6 @@ def test_only_the_first_case_of_a_filled_sweep_reads_and_is_checked(precisions, 
     assert generate._logprobs._cache_size() == 1  # the same weights, whatever the cache's format
 
 
-def test_the_state_of_a_filled_case_decodes_on_from_its_context():
-    lm = generate._load(sweep(), Precision.parse("W16A16KV16"))[0]
-    state = generate._fill(generate._empty_state(lm, 2, 150, 4), 140)
-    state = generate._rewind(state, 140)
-    assert state.cache.lengths.tolist() == [140, 140]
-    written = numpy.abs(numpy.asarray(state.cache.layers[0].keys, "float32")).sum((1, 3)) > 0
-    assert written.sum() == 2 * 140
-    ends = numpy.full(2, 4, numpy.int32)
-    limits = generate.Limits(jax.numpy.zeros(0, "int32"), ends, room=4)
-    arguments = lm.model, state, generate.Sampling(), limits, jax.numpy.int32(4)
-    state = generate.decode_program(lm.model, state)(*arguments)
-    assert state.cache.lengths.tolist() == [143, 143]
-    assert state.counts.tolist() == [4, 4]
-
-
 def test_steps_of_speculation_begin_behind_the_prompt(quick, monkeypatch):
     seen = []
 
@@ -231,12 +215,6 @@ def test_long_texts_are_not_checked(quick, monkeypatch):
     [row] = generate.run(sweep())
     assert row["logprob_difference"] is None
     assert row["time_to_first_token_seconds"] is not None
-
-
-def test_a_cache_that_does_not_fit_is_refused():
-    lm = generate._load(sweep(), Precision.parse("W16A16KV16"))[0]
-    with pytest.raises(DeviceMemoryError, match=r"a KV16 cache for 9 × 1000000000 tokens"):
-        generate._empty_state(lm, 9, 10**9, 1)
 
 
 def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
@@ -313,8 +291,8 @@ def test_each_device_reads_its_weights_and_its_cache():
     expected, found = (
         mpjax.LanguageModel(model, None, KVFormat(8), Path()) for model in (whole, divided)
     )
-    states = [generate._empty_state(lm, 2, 130, 4) for lm in (expected, found)]
-    filled = [generate._fill(state, 130, m) for state, m in zip(states, (None, mesh), strict=True)]
+    states = [case_state.empty_state(lm, 2, 130, 4) for lm in (expected, found)]
+    filled = [case_state.fill(state, 130, m) for state, m in zip(states, (None, mesh), strict=True)]
     one, other = (state.cache for state in filled)
     numpy.testing.assert_array_equal(one.layers[0].keys, other.layers[0].keys)
     assert generate.step_bytes(found, other, 100) == generate.step_bytes(expected, one, 100)

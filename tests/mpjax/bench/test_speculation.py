@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from mpjax.bench import generate, speculation
+from mpjax.bench import case_state, generate, speculation
 from mpjax.models import Qwen3
 from mpjax.precision import Precision
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
@@ -18,12 +18,12 @@ def lm():
 
 
 def test_costs_are_measured_and_the_state_is_given_back(lm):
-    state = generate._empty_state(lm, 1, 150, 4)
+    state = case_state.empty_state(lm, 1, 150, 4)
     limits, given = generate.Limits.of(1, (), 4, 4), []
 
     def act(function):
         nonlocal state
-        state = function(generate._rewind(state, 6))
+        state = function(case_state.rewind(state, 6))
         given.append(state.speculation)
 
     found = speculation.step_costs(lm.model, jnp.arange(6)[None], limits, 2, act)
@@ -36,7 +36,7 @@ def test_costs_are_measured_and_the_state_is_given_back(lm):
 
 def test_kernels_of_a_verifying_step_are_told(lm, take):
     take(matmul=3.0)
-    state = generate._rewind(generate._empty_state(lm, 2, 150, 4), 6)
+    state = case_state.rewind(case_state.empty_state(lm, 2, 150, 4), 6)
     assert speculation.verifying_kernels(lm.model, state, 2) == {"matmul": 3.0}
 
 

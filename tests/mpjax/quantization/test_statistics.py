@@ -19,7 +19,7 @@ def test_padding_does_not_count(rng):
     rows = x[real].astype(np.float64)
     assert found.tokens == len(rows)
     np.testing.assert_allclose(found.products, rows.T @ rows, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found.mean_magnitude, np.abs(rows).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found.magnitudes, np.abs(rows).sum(0), rtol=1e-5)
     np.testing.assert_allclose(found.hessian, rows.T @ rows / len(rows), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(found.largest_magnitude, np.abs(x[real]).max(0))
     assert found.samples.shape == (4, 6)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,17 +16,15 @@ from mpjax.kernels.attention.plans import Problem
 from mpjax.kernels.attention.plans.rule import config_by_rule
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 FEW_FORMATS = ["KV16", "KV4", "KV2"]
 few_formats = pytest.mark.parametrize("text", [in_sweep("KV16"), "KV4", in_sweep("KV2")])
 EVERY_FORMAT = ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
 LIKE_OTHERS = ["KV8", "K8V4c"]
 every_format = pytest.mark.parametrize("text", EVERY_FORMAT)
-every_variant = pytest.mark.parametrize(
-    "text",
-    [*EVERY_FORMAT, "KV4t", "KV4cg64", "KV4cg32", "K4cV4c", "KV2g64", "KV2g32", "KV2t"],
-)
+VARIANTS = [*EVERY_FORMAT, "KV4t", "KV4cg64", "KV4cg32", "K4cV4c", "KV2g64", "KV2g32", "KV2t"]
+HALF_PRECISION = ["bfloat16", "float16"]
 
 
 def check(test: Scene, dtype: str, splits: int | None, window: int | None = None) -> None:
@@ -86,10 +85,11 @@ def test_one_program_reads_what_is_packed_and_what_waits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "text", ["KV2", "KV2g32", "KV2t", "KV4c", "KV4cg32", "K4cV4c", "K8V4c", "K8V2"]
+@combinations(
+    1,
+    text=["KV2", "KV2g32", "KV2t", "KV4c", "KV4cg32", "K4cV4c", "K8V4c", "K8V2"],
+    dtype=HALF_PRECISION,
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_one_program_reads_both_on_the_gpu(text, dtype, rng):
     for lengths in (BLOCKS, BLOCK_CHUNKS):
         for heads, head_dim, masked in (
@@ -202,8 +202,7 @@ def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", ["KV2t", "K8V4c", "K8V2"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@combinations(1, text=["KV2t", "K8V4c", "K8V2"], dtype=HALF_PRECISION)
 def test_programs_that_help_read_what_waits_on_the_gpu(text, dtype, rng):
     for heads, masks in (((2, 4), {}), ((1, 12), {"sinks": sinks_of(rng, 12)})):
         test = scene(rng, text, dtype, heads=heads, head_dim=128, **RAGGED)
@@ -253,8 +252,7 @@ def test_a_residual_lies_where_the_span_says(residual_splits, rng):
 
 
 @pytest.mark.gpu
-@every_format
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@combinations(1, text=EVERY_FORMAT, dtype=HALF_PRECISION)
 def test_programs_help_on_the_gpu(text, dtype, rng):
     for splits, heads, masks in (
         (1, (2, 4), {}),
@@ -331,11 +329,10 @@ def test_lowers_for_named_shapes(text, tokens, kinds, lower_for_cuda):
 
 
 @pytest.mark.gpu
-@every_format
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "page_size", "splits", "window"),
-    [
+@combinations(
+    1,
+    operands=list(itertools.product(EVERY_FORMAT, HALF_PRECISION)),
+    case=[
         ((2, 2), 64, 128, 1, None),
         ((1, 7), 128, 64, 2, 30),
         ((3, 1), 128, 128, 5, None),
@@ -347,7 +344,8 @@ def test_lowers_for_named_shapes(text, tokens, kinds, lower_for_cuda):
         ((2, 4), 256, 64, 2, None),
     ],
 )
-def test_on_the_gpu(text, dtype, heads, head_dim, page_size, splits, window, rng):
+def test_on_the_gpu(operands, case, rng):
+    (text, dtype), (heads, head_dim, page_size, splits, window) = operands, case
     for lengths in (DECODE, CHUNKS):
         sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
         test = scene(rng, text, dtype, **sizes, **lengths)
@@ -358,18 +356,19 @@ def test_on_the_gpu(text, dtype, heads, head_dim, page_size, splits, window, rng
 
 
 @pytest.mark.gpu
-@every_variant
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("context", "heads", "kinds"),
-    [
+@combinations(
+    1,
+    text=VARIANTS,
+    dtype=HALF_PRECISION,
+    case=[
         (1024, (2, 4), ("normal", "uniform", "outlier", "small")),
         # No small values here: their mean over so many keys is a subnormal float16.
         (32768, (2, 4), ("normal", "uniform", "outlier")),
         (131072, (1, 4), ("normal", "uniform", "outlier")),
     ],
 )
-def test_long_context_on_the_gpu(context, heads, kinds, dtype, text, rng):
+def test_long_context_on_the_gpu(text, dtype, case, rng):
+    context, heads, kinds = case
     attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
     sizes: dict[str, Any] = {"heads": heads, "head_dim": 128, "page_size": 128}
     for kind in kinds:

@@ -13,6 +13,7 @@ from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.gemm.weights import random_weight, weight_struct
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
+from tests.sweeps import combinations
 
 # One of each kind of codes; the K of some is padded to whole blocks.
 KINDS = (
@@ -114,8 +115,7 @@ def test_leading_axes_are_for_vmap_or_scan(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 300, 2048])
-@pytest.mark.parametrize("text", KINDS)
+@combinations(1, text=KINDS, rows=[1, 16, 300, 2048])
 def test_experts_on_the_gpu(text, rows, rng):
     """Whatever implementation is planned for one of them."""
     each = [random_weight(rng, text, 2048, 1536) for _ in range(3)]

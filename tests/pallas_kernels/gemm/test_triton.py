@@ -402,9 +402,10 @@ def test_on_the_gpu(text, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", shapes.QWEN3_8B, ids=lambda shape: shape.name)
-@pytest.mark.parametrize(
-    "text", ["uint4:g128", "uint4:g128:sym", "table3:g64", "float8:gK/float8", *INTEGER_FORMATS]
+@combinations(
+    1,
+    text=["uint4:g128", "uint4:g128:sym", "table3:g64", "float8:gK/float8", *INTEGER_FORMATS],
+    shape=shapes.QWEN3_8B,
 )
 def test_qwen3_8b_on_the_gpu(text, shape, rng):
     weight = random_weight(rng, text, shape.channels, shape.outputs)
@@ -419,9 +420,13 @@ def test_qwen3_8b_on_the_gpu(text, shape, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("splits", "outputs"), [(1, None), (7, None), (2, 128)])
-@pytest.mark.parametrize("text", ["uint4:g32", "table3:g32", "float8:g128", *INTEGER_FORMATS])
-def test_splits_are_exact_on_the_gpu(text, splits, outputs, rng):
+@combinations(
+    1,
+    text=["uint4:g32", "table3:g32", "float8:g128", *INTEGER_FORMATS],
+    case=[(1, None), (7, None), (2, 128)],
+)
+def test_splits_are_exact_on_the_gpu(text, case, rng):
+    splits, outputs = case
     weight = integer_weight(rng, text, 1152, 200)
     x = integer_activations(rng, weight, 21, "bfloat16")
     config = dataclasses.replace(gpu_config(21, weight), splits=splits, unsplit=outputs)

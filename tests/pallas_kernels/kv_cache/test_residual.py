@@ -15,7 +15,7 @@ from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, appen
 from mpjax.kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
 from tests.pallas_kernels.oracles import kv_keys, kv_values
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 HEADS, DIM = 2, 64
 
@@ -273,10 +273,9 @@ def test_flush_lowers_with_every_page_array_aliased(text, tokens, lower_for_cuda
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("text", "page_size"),
-    [
+@combinations(
+    1,
+    case=[
         ("KV4c", 256),
         ("KV4cg32", 32),
         ("KV2", 128),
@@ -285,8 +284,10 @@ def test_flush_lowers_with_every_page_array_aliased(text, tokens, lower_for_cuda
         ("K8V2", 128),
         ("K4cV4c", 256),
     ],
+    dtype=["bfloat16", "float16"],
 )
-def test_bit_for_bit_on_the_gpu(text, page_size, dtype, rng):
+def test_bit_for_bit_on_the_gpu(case, dtype, rng):
+    text, page_size = case
     block = KVFormat.parse(text).block
     assert block is not None
     cache = empty(text, dtype, 4, 5 * block, page_size)

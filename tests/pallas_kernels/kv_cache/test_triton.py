@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tests.pallas_kernels.kv_cache.pages import (
     random_pages,
     vectors,
 )
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 interpreted = jax.jit(functools.partial(triton.append, interpret=True))
 
@@ -152,22 +153,36 @@ def check_flush(rng, text, dtype, head_dim, page_size, tokens, programs=None, se
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 300])
-@pytest.mark.parametrize(("head_dim", "page_size"), [(96, 256), (128, 128), (256, 64)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("text", ["KV4c", "KV2", "KV2g32", "KV2t", "K4cg64V4cg64", "K8V2"])
-def test_flush_bit_for_bit_on_the_gpu(text, dtype, head_dim, page_size, tokens, rng):
+@combinations(
+    1,
+    format=list(
+        itertools.product(
+            ["KV4c", "KV2", "KV2g32", "KV2t", "K4cg64V4cg64", "K8V2"], ["bfloat16", "float16"]
+        )
+    ),
+    sizes=[(96, 256), (128, 128), (256, 64)],
+    tokens=[1, 300],
+)
+def test_flush_bit_for_bit_on_the_gpu(format, sizes, tokens, rng):
+    (text, dtype), (head_dim, page_size) = format, sizes
     if page_size % (KVFormat.parse(text).group or 1):
         page_size = 256
     check_flush(rng, text, dtype, head_dim, page_size, tokens)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 256), (128, 128), (256, 64)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4t", "KVfp8", "K8V4", "KV8s"])
-def test_append_bit_for_bit_on_the_gpu(text, dtype, head_dim, page_size, tokens, rng):
+@combinations(
+    1,
+    format=list(
+        itertools.product(
+            ["KV16", "KV8", "KV4", "KV4t", "KVfp8", "K8V4", "KV8s"], ["bfloat16", "float16"]
+        )
+    ),
+    sizes=[(64, 16), (96, 256), (128, 128), (256, 64)],
+    tokens=[1, 5],
+)
+def test_append_bit_for_bit_on_the_gpu(format, sizes, tokens, rng):
+    (text, dtype), (head_dim, page_size) = format, sizes
     pages = random_pages(
         rng,
         KVFormat.parse(text),

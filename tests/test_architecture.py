@@ -59,8 +59,6 @@ CALLS_WITH_OPTIONS = {
 # Source files without a test file of the same name, and why.
 UNTESTED: dict[str, str] = {}
 
-each_file = pytest.mark.parametrize("path", FILES, ids=str)
-
 
 @functools.cache
 def parse(path: Path) -> ast.Module:
@@ -75,8 +73,13 @@ def floor_name(name: str) -> str:
     return name
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@functools.cache
+def imported_names(path: Path) -> tuple[str, ...]:
     """Every module that a file may import, by its floor: `from a import b` gives `a` and `a.b`."""
+    return tuple(_imported_names(path))
+
+
+def _imported_names(path: Path) -> Iterator[str]:
     package = path.parent.parts
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
@@ -92,18 +95,18 @@ def test_the_floors_have_files():
     assert {path.parts[0] for path in FILES} == set(FLOORS)
 
 
-@each_file
-def test_imports_point_down(path):
-    above = FLOORS[FLOORS.index(path.parts[0]) + 1 :]
-    wrong = [name for name in imported_names(path) if name.split(".")[0] in (*above, "tests")]
-    assert not wrong, f"{path} is on floor {path.parts[0]} and imports {wrong}"
+def test_imports_point_down():
+    for path in FILES:
+        above = FLOORS[FLOORS.index(path.parts[0]) + 1 :]
+        wrong = [name for name in imported_names(path) if name.split(".")[0] in (*above, "tests")]
+        assert not wrong, f"{path} is on floor {path.parts[0]} and imports {wrong}"
 
 
-@each_file
-def test_a_backend_has_its_doors(path):
-    for backend, doors in DOORS.items():
+@pytest.mark.parametrize(("backend", "doors"), DOORS.items(), ids=DOORS)
+def test_a_backend_has_its_doors(backend, doors):
+    for path in FILES:
         wrong = [name for name in imported_names(path) if f"{name}.".startswith(f"{backend}.")]
-        assert str(path) in doors or not wrong, f"only {' and '.join(doors)} may import {wrong[0]}"
+        assert str(path) in doors or not wrong, f"{path} imports {wrong}: only {doors} may"
 
 
 @pytest.mark.parametrize(("room", "folder"), CLOSED.items(), ids=CLOSED)
@@ -156,35 +159,35 @@ def test_no_room_of_a_floor_is_in_a_circle(floor):
         pytest.fail(f"these import each other: {' ← '.join(map(str, error.args[1]))}")
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "pallas_kernels"], ids=str)
-def test_kernels_need_only_jax_and_numpy(path):
-    wrong = {name.split(".")[0] for name in imported_names(path)} - KERNEL_DEPENDENCIES
-    assert not wrong, f"{path} imports {sorted(wrong)}"
+def test_kernels_need_only_jax_and_numpy():
+    for path in FILES:
+        if path.parts[0] == "pallas_kernels":
+            wrong = {name.split(".")[0] for name in imported_names(path)} - KERNEL_DEPENDENCIES
+            assert not wrong, f"{path} imports {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_each_module_has_its_test_file(path):
-    expected = Path("tests", path.parent, f"test_{path.name}")
-    if path.as_posix() in UNTESTED:
-        assert expected not in TEST_FILES, f"{path} has tests: take it off the list UNTESTED"
-    else:
-        assert expected in TEST_FILES, f"{path} has no {expected}"
+def test_each_module_has_its_test_file():
+    for path in MODULES:
+        expected = Path("tests", path.parent, f"test_{path.name}")
+        if path.as_posix() in UNTESTED:
+            assert expected not in TEST_FILES, f"{path} has tests: take it off the list UNTESTED"
+        else:
+            assert expected in TEST_FILES, f"{path} has no {expected}"
 
 
 def test_untested_modules_exist():
     assert set(UNTESTED) <= {path.as_posix() for path in MODULES}
 
 
-@pytest.mark.parametrize("path", FILES + TEST_FILES + BENCHMARK_FILES, ids=str)
-def test_files_are_short(path):
-    lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
-    assert lines <= MAXIMUM_LINES, f"{path} has {lines} lines: one idea a file"
+def test_files_are_short():
+    for path in FILES + TEST_FILES + BENCHMARK_FILES:
+        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        assert lines <= MAXIMUM_LINES, f"{path} has {lines} lines: one idea a file"
 
 
-@each_file
-def test_functions_have_few_parameters(path):
+def test_functions_have_few_parameters():
     """Arguments that travel together are a type; `*arguments` is one parameter."""
-    for node in ast.walk(parse(path)):
+    for path, node in ((file, node) for file in FILES for node in ast.walk(parse(file))):
         if not isinstance(node, ast.FunctionDef):
             continue
         is_command = path.parts[:2] == ("mpjax", "cli") and node.name.endswith("command")
@@ -195,15 +198,15 @@ def test_functions_have_few_parameters(path):
         assert is_command or count <= most, f"{path}: {node.name} has {count} parameters"
 
 
-@each_file
-def test_what_is_public_is_documented(path):
-    module = parse(path)
-    public = [
-        node
-        for node in module.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-        if "overload" not in map(ast.unparse, node.decorator_list)
-    ]
-    bare = [node.name for node in public if not ast.get_docstring(node)]
-    assert ast.get_docstring(module), f"{path} has no docstring"
-    assert not bare, f"{path} does not document {bare}"
+def test_what_is_public_is_documented():
+    for path in FILES:
+        module = parse(path)
+        public = [
+            node
+            for node in module.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if "overload" not in map(ast.unparse, node.decorator_list)
+        ]
+        bare = [node.name for node in public if not ast.get_docstring(node)]
+        assert ast.get_docstring(module), f"{path} has no docstring"
+        assert not bare, f"{path} does not document {bare}"

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.sweeps import combinations, covering, is_asked_for
+from tests.sweeps import combinations, covering, is_asked_for, sampled
 
 SIZES = [(2, 2, 2), (4, 3, 2), (3, 5, 3, 2), (6, 2)]
 
@@ -62,6 +63,29 @@ def test_sweeps_run_where_they_are_asked_for(expression, argument, expected):
 @combinations(1, first=[1, 2], second=[1, 2])
 def test_what_is_marked_is_left_out(first, second, request):
     assert first == second or is_asked_for(request.config)
+
+
+def test_one_of_so_many_cases_runs_and_one_at_least():
+    names = [f"one[{outer}-{inner}]" for outer in range(4) for inner in range(3)]
+    names += ["two[0]", "two[1]", *(f"seven[{number}]" for number in range(7))]
+    left_out = sampled(names, [3] * 12 + [5] * 2 + [2] * 7)
+    running = [name for index, name in enumerate(names) if index not in left_out]
+    tests = Counter(name.partition("[")[0] for name in running)
+    assert tests["one"] == 4
+    assert tests["two"] == 1
+    assert tests["seven"] in (3, 4)
+    assert {name[-2] for name in running if name.startswith("one")} == {"0", "1", "2"}
+    # Other tests beside it change nothing.
+    assert {index + 12 for index in sampled(names[12:], [5] * 2 + [2] * 7)} == left_out - {
+        *range(12)
+    }
+
+
+@pytest.mark.one_of(4)
+@pytest.mark.parametrize("case", range(8))
+def test_cases_of_a_sample_are_left_out(case, request):
+    cases = [item for item in request.session.items if item.function is request.function]
+    assert len(cases) == 2 or is_asked_for(request.config)
 
 
 @pytest.mark.parametrize("case", range(6))

@@ -38,6 +38,7 @@ def load(folder, precision=None, dtype=None):
     return LanguageModel(model, None, precision.kv, Path("the/source"))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("precision", [None, "W4g32A16KV8"])
 def test_parameters_are_counted_however_they_are_stored(name, precision, tmp_path, rng):
@@ -47,6 +48,7 @@ def test_parameters_are_counted_however_they_are_stored(name, precision, tmp_pat
     assert lm.config is lm.model.config
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("precision", ["W4g32A16KV8", "W8gKsymA16KV4", "W16A16KV16"])
 def test_precision_is_what_was_asked_for(precision, tmp_path, rng):
     lm = load(
@@ -77,6 +79,7 @@ def test_precision_is_what_is_there(tmp_path, rng):
     assert rows["mlp.down"] == "W4g64 in 2 layers"
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "precision",
     [
@@ -133,6 +136,7 @@ def fp8_mixture(folder, rng):
     return write_checkpoint(folder, hf, tensors)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("write", "asked", "precision", "others"),
     [
@@ -252,6 +256,7 @@ def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
     assert dataclasses.replace(lm, tokenizer=tokenizer).require_tokenizer() is tokenizer
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("precision", "bits"),
     [

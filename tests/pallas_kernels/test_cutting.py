@@ -49,6 +49,7 @@ def require_equal(found: QuantizedTensor, expected: QuantizedTensor) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.one_of(4)
 @combinations(1, text=FORMATS, runs=(HALVES, UNEVEN, SMALL))
 def test_parts_along_k_have_the_same_weights_and_are_joined_bit_for_bit(text, runs):
     whole = weight(text, max(run.end for run in runs))
@@ -73,6 +74,7 @@ def test_a_part_is_cut_out_of_a_window_with_it(text):
         cut_inputs(permuted, quarters, 3, 512)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "liquid4:g64/int8"])
 def test_parts_along_n_end_with_zeros_and_are_joined_bit_for_bit(text):
     whole = weight(text, 128)
@@ -119,6 +121,7 @@ def in_blocks(channels: int, order: np.ndarray | None = None) -> QuantizedTensor
     )
 
 
+@pytest.mark.one_of(3)
 @combinations(1, size=[512, 384, 128], is_ordered=[False, True])
 def test_blocks_of_activations_keep_their_bits(size, is_ordered):
     """Parts round x as the whole does, to the bit: shares of whole blocks have the same scales."""

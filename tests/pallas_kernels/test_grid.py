@@ -29,6 +29,7 @@ def weight(rng):
     return jnp.asarray(rng.standard_normal((128, 6)), jnp.float32)
 
 
+@pytest.mark.one_of(3)
 def test_quantize_fits_and_rounds(format, weight):
     plain = jax.jit(lambda w: grid.fit(w, format).round(w))(weight)
     packed = unpack(quantize(weight, format))
@@ -36,6 +37,7 @@ def test_quantize_fits_and_rounds(format, weight):
         np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
 
 
+@pytest.mark.one_of(2)
 def test_no_other_code_is_nearer(format, weight, rng):
     """Values are within the range, and differ from those that the grid was fitted to."""
     fitted = grid.fit(weight, format)
@@ -61,6 +63,7 @@ def test_no_other_code_is_nearer(format, weight, rng):
         assert (error <= other + slack).all()
 
 
+@pytest.mark.one_of(2)
 def test_rows_are_those_of_the_whole(format, weight):
     fitted = grid.fit(weight, format)
     plain = fitted.round(weight)

@@ -65,6 +65,7 @@ def assert_equals_oracle(
         assert tensor.table is None
 
 
+@pytest.mark.one_of(5)
 @each_format
 def test_equals_the_oracle(text):
     weight = random_weight(len(text))
@@ -73,6 +74,7 @@ def test_equals_the_oracle(text):
         assert_equals_oracle(quick_quantize(each, WeightFormat.parse(text)), each)
 
 
+@pytest.mark.one_of(5)
 @each_kind
 def test_a_stack_is_quantised_as_each_of_its_matrices(text):
     """Experts [2, 3, K, N]."""
@@ -103,6 +105,7 @@ def test_equals_the_oracle_inside_a_larger_jit(text):
     assert_equals_oracle(doubled(weight), weight * 2)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("activations", ["", "/float8"])
 @pytest.mark.parametrize(("outputs", "channels"), [(1, 384), (128, 300), (300, 384), (300, 257)])
 def test_blocks_of_float8_are_ragged_at_the_end(activations, outputs, channels):
@@ -118,6 +121,7 @@ def test_blocks_of_float8_are_ragged_at_the_end(activations, outputs, channels):
     assert (scales[0, :128] == 1).all()
 
 
+@pytest.mark.one_of(3)
 @combinations(1, text=KINDS, dtype=["bfloat16", "float16"])
 def test_sixteen_bit_weights_are_widened_first(dtype, text):
     weight = jnp.asarray(random_weight(1) * 100, dtype)
@@ -200,6 +204,7 @@ def test_subnormal_scales_divide_nothing_on_a_gpu(text):
         np.testing.assert_allclose(dequantize(tensor), 0, atol=peak * 1.01)
 
 
+@pytest.mark.one_of(5)
 @each_integer_format
 def test_a_group_of_one_sign_keeps_zero_in_its_range(text):
     format = WeightFormat.parse(text)
@@ -424,6 +429,7 @@ def test_scales_in_float32_hold_what_is_large_and_small(text):
         np.testing.assert_allclose(dense / factor, expected, rtol=0.01)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("has_one_sign", [False, True])  # and a smaller scale of such groups
 @pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK", "uint8:g128:sym", "table2:g256"])
 def test_the_smallest_weights_keep_their_precision(text, has_one_sign):

@@ -97,6 +97,7 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     assert tensor.nbytes == format.nbytes((channels, outputs)) + order
 
 
+@pytest.mark.one_of(5)
 @each_layout
 def test_packs_bit_for_bit(text, rng):
     """Blocks that are full and one that isn't, groups of padding, an odd number of outputs."""
@@ -173,6 +174,7 @@ def test_codes_of_any_unsigned_type_pack_alike(dtype, rng):
     assert_packed(dataclasses.replace(plain, codes=plain.codes.astype(dtype)).pack(), plain)
 
 
+@pytest.mark.one_of(5)
 @each_kind
 def test_replace_scales_replaces_nothing_else(text, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 384, 3)
@@ -225,6 +227,7 @@ def test_a_permutation_is_stored_as_int32(dtype, rng):
     assert_same(tensor.permutation, order.astype(np.int32))
 
 
+@pytest.mark.one_of(3)
 @each_kind
 def test_a_tensor_is_a_pytree_with_a_static_layout(text, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 4)
@@ -242,6 +245,7 @@ def stacked(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+@pytest.mark.one_of(3)
 @each_case_of_some
 def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
     """And is unpacked, dequantised and given other scales as they are."""
@@ -273,6 +277,7 @@ def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
             replace_scales(tensor, scales[0])
 
 
+@pytest.mark.one_of(2)
 @each_case_of_some
 def test_concatenate_joins_output_channels(text, permuted, rng):
     format = WeightFormat.parse(text)
@@ -294,6 +299,7 @@ def test_concatenate_joins_output_channels(text, permuted, rng):
     jax.tree.map(np.testing.assert_array_equal, split(joined, (3, 1, 3)), packed)
 
 
+@pytest.mark.one_of(2)
 @each_case_of_some
 def test_outputs_are_taken_in_any_order(text, permuted, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 5)

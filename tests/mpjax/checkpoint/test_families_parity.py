@@ -15,7 +15,7 @@ from tests.mpjax.checkpoint.test_huggingface_parity import (
     generate,
     transformers,
 )
-from tests.sweeps import in_sweep
+from tests.sweeps import in_sweep, is_asked_for
 
 torch = pytest.importorskip("torch")
 
@@ -66,10 +66,14 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 
 
+# Windows and capped logits, angles that depend on the length, layers without a rotation.
+GREEDY = ("gemma2", "phi3-long", "smollm3")
+
+
 @pytest.mark.parametrize(
     "name", [in_sweep(n) if n in ("gemma", "phi3", "phi3-short") else n for n in FAMILIES]
 )
-def test_logits_and_greedy_tokens(name, tmp_path):
+def test_logits_and_greedy_tokens(name, tmp_path, request):
     family, changes = FAMILIES[name]
     model = build(family, changes, "Gemma3Text" if family == "Gemma3" else family)
     model.save_pretrained(tmp_path)
@@ -80,6 +84,8 @@ def test_logits_and_greedy_tokens(name, tmp_path):
     found = np.asarray(loaded(tokens.astype(np.int32)))
     assert abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, atol=5e-5)
+    if name not in GREEDY and not is_asked_for(request.config):
+        return
     if name == "llama-dynamic":  # whose theta in transformers changes with every token
         return
     prompt, count = tokens[:, :20], 12

@@ -62,6 +62,7 @@ def write(folder, written, rng, model="qwen3", plain=(), **changes):
     return write_checkpoint(folder, hf, tensors), tensors, weights
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "model", "sizes"),
     [
@@ -89,6 +90,7 @@ def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
     assert info.inspect(folder).describe() == lm.describe()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [in_sweep("fine-grained", {}), ("fine-grained", CUT), ("dynamic", {}), ("weights only", {})],
@@ -290,6 +292,7 @@ def test_damaged_numbers(tmp_path, rng):
             mpjax.load(folder)
 
 
+@pytest.mark.one_of(2)
 @distinct
 def test_convert_and_back(name, tmp_path, rng):
     sizes = CUT if name == "fine-grained" else {}

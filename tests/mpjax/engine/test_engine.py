@@ -100,7 +100,7 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, speculates, tiny):
     said = [prompt + new.tolist() for prompt, new in zip(prompts, expected, strict=True)]
     with make_engine(tiny, text, speculate=Knowing.of(said) if speculates else None) as engine:
 
-        @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
             order=st.permutations(range(len(prompts))),
             pauses=st.lists(st.integers(0, 3), min_size=len(prompts), max_size=len(prompts)),
@@ -233,7 +233,7 @@ def said_by_itself(engine, prompt, options):
 @pytest.mark.parametrize(
     ("text", "speculates", "examples"),
     [
-        ("KV16", False, 8),
+        ("KV16", False, 4),
         *(in_sweep(text, speculates, 30) for text in ("KV16", "KV4cg32") for speculates in (0, 1)),
     ],
 )

@@ -133,6 +133,7 @@ def test_blocks_are_calibrated_saved_and_described(tiny_folder, tmp_path):
     assert len(mpjax.generate(loaded, ["the quick"], max_new_tokens=2).tokens[0]) == 2
 
 
+@pytest.mark.sweep
 def test_blocks_of_experts_are_calibrated_saved_and_described(tiny, tmp_path):
     """With a gate that limits up, through which channels move and scales don't."""
     experts = ExpertsSpec(192, num_experts=4, bias=True, gate_limit=7.0, gate_alpha=1.7)

@@ -127,6 +127,7 @@ def test_shares_have_whole_blocks(count):
     assert local == GatedMLPSpec({2: 64, 4: 32}[count], hadamard=32)
 
 
+@pytest.mark.sweep
 def test_a_mixture_is_saved_and_generates(tiny, tmp_path):
     spec = ExpertsSpec(64, num_experts=2, experts_per_token=1)
     layer = LayerSpec(GroupedQuerySpec(), spec)

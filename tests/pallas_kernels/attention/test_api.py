@@ -41,6 +41,7 @@ def test_implementations_agree(implementation, transformed, rng, interpreted_tri
     assert test.error(out, window=50) < GATES["float16"]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("implementation", "longest"), [("triton", None), ("triton", 20), ("reference", None)]
 )
@@ -137,6 +138,7 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
     return relative_error(out, expected)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [
@@ -151,6 +153,7 @@ def test_prefill(implementation, options, rng):
     assert prefill_error("float32", rng, implementation=implementation, **options) < 1e-5
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_prefill_with_softcap_and_sinks(implementation, masked, rng, interpreted_triton):
@@ -213,6 +216,7 @@ def test_a_span_is_that_of_the_batch(rng):
         paged_attention(others, *test.arguments[1:])
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["KV8", "KV4c"])
 @pytest.mark.parametrize(
     ("dtype", "of_queries"),

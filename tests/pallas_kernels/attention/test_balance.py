@@ -94,6 +94,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(("splits", "own"), [(1, 1), (3, 3), (4, 6)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_tile_is_read_once_and_no_program_reads_many(case, splits, own, rng):

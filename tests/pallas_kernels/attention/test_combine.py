@@ -8,6 +8,7 @@ from mpjax.kernels.attention import combine as combine_module
 from mpjax.kernels.attention.combine import FLOOR, Partials, combine, combine_balanced
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("programs", [1, 1024])
 @pytest.mark.parametrize(("splits", "dim"), [(3, 64), (5, 96), (70, 96)])
 def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):
@@ -25,6 +26,7 @@ def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("programs", [1, 5, 1024])
 @pytest.mark.parametrize(("own", "dim"), [(1, 64), (2, 96)])
 def test_balanced_parts_are_joined_with_pieces_of_their_sequence(

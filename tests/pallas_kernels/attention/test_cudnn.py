@@ -33,6 +33,7 @@ def plain(queries, keys, values, lengths, scale):
     return out.astype(queries.dtype), jax.nn.logsumexp(scores, -1)
 
 
+@pytest.mark.one_of(3)
 @combinations(1, text=["KV16", "KV8", "KV4", "KV4c", "K8V2"], dtype=["bfloat16", "float16"])
 def test_old_and_new_tokens_are_joined(text, dtype, rng):
     test = scene(rng, text, dtype, **CHUNKS)

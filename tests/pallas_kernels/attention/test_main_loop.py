@@ -15,6 +15,7 @@ from tests.sweeps import combinations, in_sweep
 pytestmark = pytest.mark.any_version
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),
     [
@@ -37,6 +38,7 @@ def test_softcap_and_sinks(text, dtype, splits, softcap, has_sinks, window, leng
 EDGES = [0, 1, 30, 31, 32, 62, 63, 64, 126, 127, 128]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "heads", "tokens", "splits", "window"),
     [
@@ -74,6 +76,7 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
     assert test.error(out, 1e4, softcap=50.0, sinks=sinks) < GATES["bfloat16"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [
@@ -108,6 +111,7 @@ def test_steps_of_channels_lose_little_at_the_query(text, dtype, share, rng):
     assert np.mean(errors) < GATES[dtype] * share
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("text", "dtype"), [in_sweep("KV4c", "bfloat16"), ("KV2", "bfloat16")])
 def test_channels_that_are_all_alike(text, dtype, rng):
     """Their step, that of a range of zero, adds no more than the others' to what is rounded."""
@@ -126,6 +130,7 @@ def test_queries_of_zero_are_means_of_what_they_see(text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", [in_sweep("K16V8"), "KV4"])
 @pytest.mark.parametrize("kind", ["alike", "null"])
 def test_tokens_that_are_all_alike(kind, text, rng):
@@ -134,6 +139,7 @@ def test_tokens_that_are_all_alike(kind, text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["float16"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["KV16", in_sweep("KV8"), in_sweep("K16V4"), "KV2"])
 def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
     """From 2**24 on, an exponent may be rounded to what is beyond the largest float16."""
@@ -160,6 +166,7 @@ def test_a_sink_may_be_infinitely_small(rng):
     assert test.error(out, window=50) < GATES["bfloat16"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("kind", "bits"), [("positive", 13.5), ("positive", 15.5), ("near", 22.5)])
 def test_small_weights_times_small_steps_do_not_vanish_in_float16(kind, bits, rng):
     """Many keys beside a sink that outweighs each of them."""
@@ -170,6 +177,7 @@ def test_small_weights_times_small_steps_do_not_vanish_in_float16(kind, bits, rn
     assert test.error(out, sinks=sinks) < GATES["float16"]
 
 
+@pytest.mark.one_of(2)
 @combinations(
     1,
     text_and_dtype=[("KV2", "bfloat16"), ("K4cV8", "float16")],
@@ -214,6 +222,7 @@ def test_slots_that_were_never_written_have_no_step(text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype"), [in_sweep("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
 )
@@ -236,7 +245,7 @@ def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
     [
         in_sweep("KV8", "bfloat16", False),
         ("KVfp8", "float16", False),
-        ("KV2", "bfloat16", True),
+        in_sweep("KV2", "bfloat16", True),
         in_sweep("K4cV4c", "bfloat16", False),
         in_sweep("KVfp8", "bfloat16", True),
         in_sweep("KV4", "float16", False),
@@ -257,6 +266,7 @@ def test_powers_of_two_make_up_for_codes_that_are_subnormals(
     assert test.error(kernel(*test.arguments, splits=2, **masks), **masks) < GATES[dtype]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("text", [in_sweep("KV8"), "K4cV4c"])
 def test_powers_of_two_in_wide_tiles(text, rng, attention_with_ptx):
     """A block of 128 tokens is packed."""
@@ -264,12 +274,14 @@ def test_powers_of_two_in_wide_tiles(text, rng, attention_with_ptx):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
+@pytest.mark.sweep
 def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV8", "float16", **DECODE)
     out = kernel(*test.arguments, splits=2, scale=0.3)
     assert test.error(out, scale=0.3) < GATES["float16"]
 
 
+@pytest.mark.one_of(3)
 @combinations(1, text=["KV16", "KV4"], behind=["poison", -1, 2**31 - 1], page_size=[16, 64, 128])
 def test_what_the_table_says_behind_the_end_is_not_read(text, behind, page_size, rng):
     """A tile spans four pages, or is one, or a half; tables go on behind the last page in use."""

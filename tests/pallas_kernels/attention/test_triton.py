@@ -39,6 +39,7 @@ BLOCKS: dict[str, Any] = {"starts": [0, 0, 127, 128, 400], "counts": [0, 1, 1, 1
 BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "page_size", "head_dim", "lengths", "masked"),
     [
@@ -107,6 +108,7 @@ def test_one_program_reads_both_on_the_gpu(text, dtype, rng):
             assert error < GATES[dtype], (heads, lengths)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
@@ -123,6 +125,7 @@ def test_decoding(text, dtype, heads, splits, window, rng):
     check(scene(rng, text, dtype, heads=heads, **DECODE), dtype, splits, window)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "head_dim", "page_size", "lengths"),
     [
@@ -142,6 +145,7 @@ def test_more_tiles_than_pages_that_are_looked_up_at_once(text, window, rng):
     check(scene(rng, text, "bfloat16", starts=[2600, 100], counts=[1, 1]), "bfloat16", 1, window)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
@@ -164,7 +168,7 @@ RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0
     [
         in_sweep("KV8", "bfloat16", (2, 3), 1, {}),
         in_sweep("KV16", "float16", (2, 3), 2, {"window": 700}),
-        ("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
+        in_sweep("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
         in_sweep("KV2", "bfloat16", (2, 3), 1, {}),
         in_sweep("KV4cg32", "float16", (2, 3), 2, {"window": 1000, "sinks": True}),
         ("KV8", "bfloat16", (1, 20), 2, {}),  # a wide tile, most of whose keys need no mask
@@ -261,6 +265,7 @@ def test_programs_help_on_the_gpu(text, dtype, rng):
         assert test.error(kernel(*test.arguments, **options), **masks) < GATES[dtype], masks
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [

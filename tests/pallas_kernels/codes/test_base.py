@@ -17,6 +17,7 @@ def operands(format: WeightFormat) -> list[str]:
     return ["int8" if format.operand == "int8" else "float8_e4m3fn"]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "text",
     [

@@ -18,6 +18,7 @@ def test_steps():
     assert [steps_of(channels) for channels in (1, PLAIN_CHANNELS, PLAIN_CHANNELS + 1)] == [1, 1, 2]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("channels", "outputs"), [(128, 32), (100, 40)])
 def test_matrices_that_tiles_divide_or_not(channels, outputs, rng):
     experts = ROUTINGS["mixed"]

@@ -59,6 +59,7 @@ def row_by_row(x: np.ndarray, blocks: ActivationBlocks, experts: np.ndarray) -> 
     return np.stack(found)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 @pytest.mark.parametrize(
     ("channels", "permuted", "per_row"), [(300, True, 2), in_sweep(1200, False, 1)]
@@ -78,6 +79,7 @@ def test_each_row_has_the_blocks_of_its_expert(channels, permuted, per_row, inte
     assert relative_error(values, exact) < 2e-3
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 def test_rows_may_come_from_anywhere(interpret, rng):
     blocks = blocks_of(rng, 128, permuted=True)
@@ -94,6 +96,7 @@ def test_experts_that_are_alike_round_each_token_once(rng):
     assert found.shape == (5, 256)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 def test_products_of_all_mixtures_of_widths(interpret, rng):
     """Each expert reads the channels in its own order; the last block is not whole."""
@@ -113,6 +116,7 @@ def test_products_of_all_mixtures_of_widths(interpret, rng):
     assert relative_error(reference, whole) < GATES["bfloat16"]
 
 
+@pytest.mark.sweep
 @interpreted_here
 def test_rows_in_the_order_of_experts_have_their_widths(rng, monkeypatch):
     """Between the products of warpgroups, rows of tiles that are not used have any."""
@@ -158,6 +162,7 @@ def test_rows_of_tiles_that_are_not_used_come_from_some_row(rng, monkeypatch):
     np.testing.assert_array_equal(sources, [0, 1, 0, 2])
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
 def test_a_layer_lowers_without_a_copy_of_x(tokens, lower_for_cuda, pretend_gpu):
     shape: Any = jax.ShapeDtypeStruct

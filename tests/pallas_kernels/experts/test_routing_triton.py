@@ -36,6 +36,7 @@ def require_equal(found, routing, logits, *added):
     np.testing.assert_allclose(found[1], weights, rtol=1e-5)
 
 
+@pytest.mark.one_of(4)
 @combinations(1, name=tuple(ROUTINGS), is_corrected=(False, True))
 def test_it_is_the_reference(name, is_corrected):
     """Without a correction of scores and a bias of logits, and with both."""

@@ -29,6 +29,7 @@ def require_all_pairs(tiles: Tiles, experts: np.ndarray) -> None:
     np.testing.assert_array_equal(np.sort(seen), np.arange(flat.size))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_sorted_tiles(name):
     tiles = sorted_by_expert(ROUTINGS[name], EXPERTS, 4)

@@ -66,6 +66,7 @@ MAIN = ("uint4:g32", "uint4:g128:sym", "table3:g32", "float8:g128", "bfloat16")
 SOME = (*MAIN, "liquid4:g64/int8", "float8:gK/float8")
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     "text", [t if t in SOME else in_sweep(t) for t in ALL_FORMATS] + ["bfloat16"]
 )
@@ -87,6 +88,7 @@ def test_every_format(text, rng):
     assert relative_error(found, whole) < GATES["bfloat16"]
 
 
+@pytest.mark.one_of(3)
 @combinations(1, name=list(ROUTINGS), tiling=["sorted", "pairs"])
 def test_every_routing(name, tiling, rng):
     """With a gate, of which no tile divides the outputs, and with rows that pairs share."""
@@ -109,6 +111,7 @@ def struct(text: str, channels: int, outputs: int, experts: int) -> Any:
     return array if text == "bfloat16" else jax.eval_shape(lambda w: quantize(w, text), array)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("text", MAIN)
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_a_layer_lowers(text, tokens, lower_for_cuda, pretend_gpu):

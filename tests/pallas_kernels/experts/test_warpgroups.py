@@ -43,6 +43,7 @@ products = jax.jit(
 )
 
 
+@pytest.mark.one_of(3)
 @interpreted_here
 @pytest.mark.parametrize(
     ("text", "gate", "rows", "consumers"),
@@ -115,6 +116,7 @@ def lowered_layer(lower: Any, text: str, tokens: int, dtype: str, **changes: Any
     return lower(layer, x, gate_up, down, chosen, weights)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("text", FORMATS)
 def test_a_layer_lowers(text, lower_for_cuda, pretend_gpu):
     kernel = f"experts_warpgroups_{WeightFormat.parse(text).codes}"

@@ -41,6 +41,7 @@ EIGHT_BITS = ("int8:gK/int8", "float8:gK/float8")
 SMALL_TILES = Plan("triton", TritonConfig(16, 16, 1, 1, 3))
 
 
+@pytest.mark.one_of(2)
 @combinations(
     1,
     leading=[(), (2, 3), (2, 0)],
@@ -79,6 +80,7 @@ def test_the_result_has_the_dtype_that_is_asked_for(text, out_dtype, rng):
     assert matmul(jnp.zeros((0, 128)), weight, out_dtype=out_dtype).dtype == out_dtype
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["float8:gK/float8", "float8:g128/float8", "liquid4:g64/int8"])
 def test_activations_may_come_quantized(text, rng):
     weight = random_weight(rng, text, 256, 10)
@@ -295,6 +297,7 @@ def test_forced_implementations_agree(implementation, text, channels, rng, inter
     assert relative_error(product, wide(x) @ dense(weight)) < GATES["float16"]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("implementation", "text", "channels"),
     [
@@ -327,6 +330,7 @@ def test_quantized_activations_have_no_act_order(rng):
         matmul(int8_rows((2, 1)), weight)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("bits", [in_sweep((4, 4, 4)), (4, 8, 4), (8, 8, 8)])
 def test_blocks_of_all_mixtures(bits, implementation, rng, interpreted_triton):
@@ -385,6 +389,7 @@ def test_every_kind_of_codes_is_tried():
     }
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     "text", [in_sweep(t) if t.startswith(("affine", "table2", "uint8")) else t for t in KINDS]
 )

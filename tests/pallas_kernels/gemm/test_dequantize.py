@@ -65,6 +65,7 @@ def test_two_levels_are_multiplied_as_int8_is(outputs, kernel, pretend_gpu):
 
 
 # Decoding tables is slow without a GPU, and groups are the same for all codes.
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("text", "channels"),
     [
@@ -102,6 +103,7 @@ def multiplied(x: jax.Array, weight: QuantizedTensor, dtype: str) -> jax.Array:
     return dequantize.matmul(x, weight, jnp.dtype(dtype))
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [
@@ -132,6 +134,7 @@ def require_right(rng, text, channels, dtype):
     assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8", "liquid4:g64/int8"])
 def test_float32_products_are_not_rounded_on_the_way(text, rng, interpreted_triton):
     weight = random_weight(rng, text, channels_of(text), 70)
@@ -152,6 +155,7 @@ def test_integers_are_exact(text, rng, interpreted_triton):
     np.testing.assert_array_equal(np.asarray(multiplied(x, weight, "float32")), expected)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", [text if text in SOME else in_sweep(text) for text in ALL_FORMATS])
 def test_lowers(text, lower_for_cuda):
     write = functools.partial(dequantize.write_out, dtype=jnp.dtype(jnp.bfloat16))
@@ -180,6 +184,7 @@ def assert_two_levels_are_the_same_to_the_bit(rng, rows: int, channels: int, out
     np.testing.assert_array_equal(*map(np.asarray, products))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", [(5, 192, 33), (40, 320, 70)])  # K that is no whole blocks
 def test_two_levels_are_the_same_to_the_bit(shape, rng, interpreted_triton):
     assert_two_levels_are_the_same_to_the_bit(rng, *shape)

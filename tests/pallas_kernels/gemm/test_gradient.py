@@ -46,6 +46,7 @@ def operands(rng, text, channels=256, outputs=24, rows=5, dtype="float32", **opt
     return random_array(rng, (rows, channels), dtype), weight, rng.standard_normal((rows, outputs))
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 def test_of_the_activations(text, rng):
     """The gradient is that of a product with the dense matrix, whatever x is rounded to."""
@@ -67,6 +68,7 @@ def test_where_blocks_are_cut(text, rng):
     assert relative_error(gradient, expected) < 1e-5
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [
@@ -124,6 +126,7 @@ def test_of_sixteen_bit_activations(out_dtype, rng):
     assert relative_error(gradient, cotangent @ dense(weight).T) < 8e-3
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", SCALED)
 @pytest.mark.parametrize("permuted", [False, True])
 def test_of_the_scales(text, permuted, rng):
@@ -215,6 +218,7 @@ def test_scales_must_fit(rng):
         matmul(x, weight, scales=jnp.ones((3, 24)))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["uint4:g32", "table2:g32", "int8:gK/int8"])
 @pytest.mark.parametrize("what", ["adapters", "scales"])
 def test_training_beside_a_quantized_weight(text, what, rng):
@@ -259,6 +263,7 @@ def test_of_the_activations_on_the_gpu(text, dtype, rng):
     assert relative_error(gradient, cotangent @ dense(weight).T) < gate
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("text", ["uint4:g64", "uint8:gK", "float8:gK", "int8:gK/int8"])
 @pytest.mark.parametrize("permuted", [False, True])
 def test_of_a_gradient_with_respect_to_scales(text, permuted, rng):

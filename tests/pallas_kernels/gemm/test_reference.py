@@ -31,6 +31,7 @@ each_kind = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "channels"),
     [
@@ -45,6 +46,7 @@ def test_is_the_product_with_the_dequantized_weight(text, channels, rng):
     assert relative_error(product, exact(x) @ dense(weight)) < 1e-6
 
 
+@pytest.mark.one_of(3)
 @each_kind
 def test_products_are_rounded_once(text, rng):
     weight = random_weight(rng, text, 256, 8)

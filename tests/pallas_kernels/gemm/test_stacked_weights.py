@@ -32,6 +32,7 @@ def experts(rng: np.random.Generator, text: str, *, permuted: bool = False):
     return each, stacked(each)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g128", True)]
 )
@@ -62,6 +63,7 @@ def test_experts_multiply_in_triton(rng, interpreted_triton):
     np.testing.assert_array_equal(found, np.stack(expected))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["uint4:g128", "liquid4:g64/int8", "float8:gK/float8"])
 def test_experts_lower_for_cuda(text, lower_for_cuda, pretend_gpu):
     stack = jax.eval_shape(lambda w: stacked([w] * 4), weight_struct(text, 1024, 512))
@@ -70,6 +72,7 @@ def test_experts_lower_for_cuda(text, lower_for_cuda, pretend_gpu):
         assert lower_for_cuda(jax.vmap(matmul), x, stack)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "table3:g64", "int8:gK/int8"])
 def test_a_scan_over_layers(text, rng):
     layers = [random_weight(rng, text, 128, 128) for _ in range(3)]

@@ -134,6 +134,7 @@ def test_every_format_has_a_case():
     assert {case[0] for case in (*CASES, *SWEPT_CASES)} == set(ALL_FORMATS)
 
 
+@pytest.mark.one_of(5)
 @each_case
 def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dtype, rng):
     weight = random_weight(rng, text, channels, outputs, scale_dtype)
@@ -182,6 +183,7 @@ def test_integer_sums_are_exact_where_float32_is_not(text, rng):
     assert_exact(interpreted(x, weight, accumulated(16, 32, 1), "float32"), x, weight)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", [text if text in SOME else in_sweep(text) for text in ALL_FORMATS])
 @settings(max_examples=1)
 @given(
@@ -211,6 +213,7 @@ def test_any_shape(text, rows, multiple, outputs, splits, scaling, dtype):
             assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "float8:g128"])
 def test_scales_may_be_beyond_float16(text, rng):
     weight = random_weight(rng, text, 128, 16, "bfloat16")
@@ -259,6 +262,7 @@ def test_terms_of_splits_are_not_rounded(rng):
     assert relative_error(terms.sum(0), exact(x) @ dense(weight)) < 1e-5
 
 
+@pytest.mark.one_of(5)
 @combinations(
     1,
     text_and_dtype=[
@@ -301,6 +305,7 @@ def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTens
     return triton.matmul(x, weight, config, jnp.dtype(dtype))
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("text", [text if text in MAIN else in_sweep(text) for text in ALL_FORMATS])
 @pytest.mark.parametrize("kinds", ["few", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
@@ -334,6 +339,7 @@ def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     assert lowered
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(("scaling", "width"), [("accumulator", 32), ("weight", None)])
 @pytest.mark.parametrize(
     "text", ["uint4:g64:sym", "uint8:g32", "table4:g64", "table3:g256", "float8:g128", "float8:gK"]

@@ -39,6 +39,7 @@ def decode(codes: KVCodes, words: jax.Array, parameters: Any, dtype: str) -> jax
     return codes.decode(words, parameters, dtype)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("kind", "dtype", "pieces"),
     [
@@ -70,6 +71,7 @@ def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("kind", "dtype", "pieces"),
     [("4c", "bfloat16", 8), ("4c", "float32", 8), ("2g32", "float16", 16)],
@@ -88,6 +90,7 @@ def test_channels_bit_for_bit(kind, dtype, pieces, rng):
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", ["8", "8s", "4", "4c", "2", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("target", [PLAIN, NumpyPTX()], ids=["twin", "ptx"])

@@ -50,6 +50,7 @@ def check(test: Scene, **keywords):
     np.testing.assert_array_equal(*values)
 
 
+@pytest.mark.one_of(4)
 @each_case
 def test_without_norms_by_quarter_turns(
     bits, dtype, heads, head_dim, page_size, tokens, splits, rng
@@ -61,6 +62,7 @@ def test_without_norms_by_quarter_turns(
     check(test, interpret=True)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("bits", [16, "K4V8"])
 def test_few_programs_rotate_many_tokens(bits, rng, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda: 1)
@@ -91,6 +93,7 @@ def test_a_product_is_rounded_before_anything_else(bits, dtype, rng):
     jax.tree.map(np.testing.assert_array_equal, wide_terms, rounded)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(
     ("dtype", "splits", "tokens", "normed"), [("bfloat16", 1, 512, False), ("float16", 3, 1, True)]

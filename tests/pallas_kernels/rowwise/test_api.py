@@ -46,6 +46,7 @@ def test_implementations_agree(text, implementation, rng, interpreted_triton):
     assert_result(result, rows.gated(), "float16", text)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", [None, "int8/int8"])
 def test_gelu_and_a_dtype_of_its_own(text, rng, interpreted_triton):
     """The kernel against the reference: Gemma's gate, and norms whose weights are float32."""
@@ -341,6 +342,7 @@ def test_a_quantised_norm_leaves_the_gradient_of_the_stream(
         np.testing.assert_array_equal(wide(gradient), expected)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", "float8:g128/float8"])
 def test_what_is_quantised_here_equals_what_a_product_quantises(text, rng):
     """But for the rounding to 16 bits that quantising at once leaves out."""

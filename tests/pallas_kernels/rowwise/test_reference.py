@@ -41,6 +41,7 @@ def test_formats_that_quantise_a_token_at_a_time():
     ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("dtype", "splits", "terms_dtype", "residual", "text"),
     [

@@ -61,6 +61,7 @@ def check_gated(rows, dtype, text, **keywords):
     )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("shape", "dtype", "splits", "terms_dtype", "residual", "text"),
     [
@@ -77,6 +78,7 @@ def test_add_rms_norm(shape, dtype, splits, terms_dtype, residual, text, rng):
     check_norm(rows, dtype, text, interpret=True)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("shape", "dtype", "splits", "terms_dtype", "text"),
     [
@@ -102,6 +104,7 @@ def check_quantized(rows, dtype, text, **keywords):
     assert_close(result, run(quantize_activations, x, **keywords), dtype, text)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("shape", "dtype", "text"),
     [
@@ -115,6 +118,7 @@ def test_quantize_rows(shape, dtype, text, rng):
     check_quantized(rows, dtype, text, interpret=True)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
 @pytest.mark.parametrize("peak", [1e-29, 1e-32, 1e-37])
 def test_rows_of_nearly_zeros_stay_finite(text, peak, rng):
@@ -146,6 +150,7 @@ def test_gates_whose_exponentials_overflow(rng):
     check_gated(rows, "float16", None, interpret=True)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rows", [1, 2048])
 @pytest.mark.parametrize(
     ("text", "stored"), [(None, None), ("int8/int8", "i8"), ("float8:gK/float8", "f8E4M3FN")]

@@ -55,6 +55,7 @@ def module(rng, layout="gemv", shape=(128, 16), group=32):
     return tensors, (codes * steps + offsets).T
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("layout", ["gemv", "gemv_fast"])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_every_weight(layout, group, rng):
@@ -79,6 +80,7 @@ def test_one_group_of_all_channels(rng):
         fast.format(NAME, 256)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("layout", ["gemv", "gemv_fast"])
 def test_a_model_has_the_logits_of_its_weights(layout, rng, tmp_path):
     quantized = dict(plain := random_tensors(LLAMA, rng))

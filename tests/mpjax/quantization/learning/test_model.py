@@ -17,6 +17,7 @@ from mpjax.quantization.learning import model as module
 from mpjax.quantization.learning.learned_linear import Learned
 from mpjax.quantization.text import windows_of
 from tests.models.small import CONFIG
+from tests.sweeps import in_sweep
 
 TEXTS = ["the quick brown fox jumps over the lazy dog " * 4, "def f(x):\n    return x\n" * 6]
 LITTLE = mpjax.Calibration(window=32, tokens=128, batch=2)
@@ -60,7 +61,7 @@ def loss_of(lm, teacher=None):
     return float(jnp.concatenate(losses).mean())
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
+@pytest.mark.parametrize("has_teacher", [in_sweep(False), True])
 def test_the_gradient_is_that_of_the_whole_model(rounded, tiny, has_teacher, monkeypatch):
     """As jax.grad finds it, through all layers at once."""
     monkeypatch.setattr(module, "LOGITS_BYTES", 2 * 2048 * 4 * 5)  # five tokens of a row at a time

@@ -40,6 +40,7 @@ def test_they_are_sound_for_any_problem(problem):
         assert plan.config.tile_m <= max(8, 2 * problem.rows)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", [shapes.QWEN3_8B[1], shapes.LLAMA3_70B[2]], ids=lambda s: s.name)
 def test_there_is_enough_to_search_for_named_shapes(shape):
     for text in FORMATS:

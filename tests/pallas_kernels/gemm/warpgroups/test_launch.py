@@ -104,6 +104,7 @@ SWEPT_CASES = [
 ]
 
 
+@pytest.mark.one_of(5)
 @interpreted_here
 @pytest.mark.parametrize(
     ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"),
@@ -174,6 +175,7 @@ def test_bands_of_rows(text, config, interpret, rng, monkeypatch, request):
     np.testing.assert_array_equal(np.asarray(terms), np.asarray(whole))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "dtype", ["float32", in_sweep("float16"), "float8_e4m3fn", in_sweep("int8")]
 )
@@ -193,6 +195,7 @@ def test_every_format_has_a_case():
     assert cases == {*FORMATS, *OTHER_GROUPS}
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("text", [in_sweep(t) if t in LIKE_OTHERS else t for t in FORMATS])
 @pytest.mark.parametrize("kinds", ["tiles", in_sweep("all")])
 def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
@@ -221,6 +224,7 @@ def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
     assert lowered
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("text", "half"),
     [

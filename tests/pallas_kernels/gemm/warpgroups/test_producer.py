@@ -12,6 +12,7 @@ from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here, run_
 from tests.pallas_kernels.gemm.weights import random_activations, random_weight
 
 
+@pytest.mark.one_of(3)
 @interpreted_here
 @pytest.mark.parametrize("what", ["words", "x", "parameters"])
 @pytest.mark.parametrize("config", [WarpgroupConfig(16, 2, 1), WarpgroupConfig(8, 4, 1, 2)])

@@ -205,8 +205,8 @@ if __name__ == "__main__":
         if number == 0:
             call(*pair)
             require_restored_alike(Path(sys.argv[1]) / "saved", *pair)
+    require_no_device_gets_all_logits(pair[1])
     if cases is MANY:
-        require_no_device_gets_all_logits(pair[1])
         require_experts_of_either_division(Path(sys.argv[1]) / "mixture")
         require_comparisons_of_the_vocabulary()
         require_quantised_and_exported_alike(Path(sys.argv[1]) / "quantised")

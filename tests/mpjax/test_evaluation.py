@@ -80,7 +80,6 @@ def test_it_is_the_cross_entropy_of_the_full_forward_pass(tiny, chunked):
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("bits", [16, 4])
 def test_it_reads_the_cache_as_decoding_does(tiny, chunked, bits):
     """Token by token through `step`, each window with a cache of its own."""

@@ -38,7 +38,6 @@ def load(folder, precision=None, dtype=None):
     return LanguageModel(model, None, precision.kv, Path("the/source"))
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("precision", [None, "W4g32A16KV8"])
 def test_parameters_are_counted_however_they_are_stored(name, precision, tmp_path, rng):
@@ -136,7 +135,6 @@ def fp8_mixture(folder, rng):
     return write_checkpoint(folder, hf, tensors)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("write", "asked", "precision", "others"),
     [
@@ -256,7 +254,6 @@ def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
     assert dataclasses.replace(lm, tokenizer=tokenizer).require_tokenizer() is tokenizer
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("precision", "bits"),
     [

@@ -66,7 +66,6 @@ def to_sampling(penalty, **fields):
     return Sampling(repetition_penalty=penalty, **fields)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
 def test_processed_logits_follow_the_definitions(settings):
     logits = random_logits(3, 61)

@@ -42,7 +42,6 @@ def oracle(x: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
     return values, scales
 
 
-@pytest.mark.one_of(5)
 @each_format
 @pytest.mark.parametrize(
     ("shape", "dtype"),

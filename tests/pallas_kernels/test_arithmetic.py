@@ -27,7 +27,6 @@ def assert_divided(quotients: jax.Array, scales: np.ndarray) -> None:
     assert np.count_nonzero(off) <= (5 if len(scales) == 100_000 else 0)
 
 
-@pytest.mark.one_of(3)
 @each_scale_dtype
 @pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
 def test_division_corrects_a_quotient_that_is_off(units, dtype, monkeypatch):

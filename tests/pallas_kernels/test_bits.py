@@ -93,7 +93,6 @@ def ptx(request: pytest.FixtureRequest) -> bool:
     return request.param == "interpreted_ptx"
 
 
-@pytest.mark.one_of(5)
 @each_width
 @each_dtype
 def test_decoded_planes_are_exact(width, dtype, ptx):
@@ -162,7 +161,6 @@ def test_copies_of_codes_are_alike_and_stay_apart(dtype, lower_for_cuda):
     assert first == second == 1
 
 
-@pytest.mark.one_of(3)
 @each_width
 @each_dtype
 def test_scaled_planes_are_rounded_once(width, dtype, ptx, rng):

@@ -74,7 +74,6 @@ def test_a_part_is_cut_out_of_a_window_with_it(text):
         cut_inputs(permuted, quarters, 3, 512)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "liquid4:g64/int8"])
 def test_parts_along_n_end_with_zeros_and_are_joined_bit_for_bit(text):
     whole = weight(text, 128)

@@ -29,7 +29,6 @@ def weight(rng):
     return jnp.asarray(rng.standard_normal((128, 6)), jnp.float32)
 
 
-@pytest.mark.one_of(3)
 def test_quantize_fits_and_rounds(format, weight):
     plain = jax.jit(lambda w: grid.fit(w, format).round(w))(weight)
     packed = unpack(quantize(weight, format))
@@ -63,7 +62,6 @@ def test_no_other_code_is_nearer(format, weight, rng):
         assert (error <= other + slack).all()
 
 
-@pytest.mark.one_of(2)
 def test_rows_are_those_of_the_whole(format, weight):
     fitted = grid.fit(weight, format)
     plain = fitted.round(weight)

@@ -12,7 +12,6 @@ from tests.pallas_kernels.oracles import PACKED_FORMATS, PlainWeight
 FORMATS = [text for text in PACKED_FORMATS if ":g32" not in text and ":g64:" not in text]
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("text", FORMATS)
 def test_dequantize_equals_the_description_of_the_format(text, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 256, 4)

@@ -65,7 +65,6 @@ def assert_equals_oracle(
         assert tensor.table is None
 
 
-@pytest.mark.one_of(5)
 @each_format
 def test_equals_the_oracle(text):
     weight = random_weight(len(text))
@@ -105,7 +104,6 @@ def test_equals_the_oracle_inside_a_larger_jit(text):
     assert_equals_oracle(doubled(weight), weight * 2)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("activations", ["", "/float8"])
 @pytest.mark.parametrize(("outputs", "channels"), [(1, 384), (128, 300), (300, 384), (300, 257)])
 def test_blocks_of_float8_are_ragged_at_the_end(activations, outputs, channels):
@@ -121,7 +119,6 @@ def test_blocks_of_float8_are_ragged_at_the_end(activations, outputs, channels):
     assert (scales[0, :128] == 1).all()
 
 
-@pytest.mark.one_of(3)
 @combinations(1, text=KINDS, dtype=["bfloat16", "float16"])
 def test_sixteen_bit_weights_are_widened_first(dtype, text):
     weight = jnp.asarray(random_weight(1) * 100, dtype)
@@ -429,7 +426,6 @@ def test_scales_in_float32_hold_what_is_large_and_small(text):
         np.testing.assert_allclose(dense / factor, expected, rtol=0.01)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("has_one_sign", [False, True])  # and a smaller scale of such groups
 @pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK", "uint8:g128:sym", "table2:g256"])
 def test_the_smallest_weights_keep_their_precision(text, has_one_sign):

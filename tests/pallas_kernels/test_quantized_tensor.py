@@ -97,7 +97,6 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     assert tensor.nbytes == format.nbytes((channels, outputs)) + order
 
 
-@pytest.mark.one_of(5)
 @each_layout
 def test_packs_bit_for_bit(text, rng):
     """Blocks that are full and one that isn't, groups of padding, an odd number of outputs."""
@@ -277,7 +276,6 @@ def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
             replace_scales(tensor, scales[0])
 
 
-@pytest.mark.one_of(2)
 @each_case_of_some
 def test_concatenate_joins_output_channels(text, permuted, rng):
     format = WeightFormat.parse(text)
@@ -299,7 +297,6 @@ def test_concatenate_joins_output_channels(text, permuted, rng):
     jax.tree.map(np.testing.assert_array_equal, split(joined, (3, 1, 3)), packed)
 
 
-@pytest.mark.one_of(2)
 @each_case_of_some
 def test_outputs_are_taken_in_any_order(text, permuted, rng):
     plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 5)

@@ -47,7 +47,6 @@ def static(values="int8", scale=SCALE):
     return StaticRows(ActivationFormat(values), jnp.full(1, scale))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("values", ["int8", "float8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_codes_are_the_nearest_to_x_over_the_scale(values, dtype, rng):
@@ -92,7 +91,6 @@ def test_there_is_no_kernel():
         quantize_rows(x, static(), implementation="triton")
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", in_sweep("liquid4:g64/int8")])
 def test_a_product_rounds_by_the_weight(text, rng):
     weight = quantize(random_array(rng, (128, 24), "float32"), text)

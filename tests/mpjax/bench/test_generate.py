@@ -94,7 +94,6 @@ def test_longer_contexts_get_positions():
     assert sweep(prompts=(253, 6)).model_config.max_position_embeddings == 257
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_step_reads_all_weights_and_a_part_of_the_cache(tied):
     config = dataclasses.replace(SMALL_MODEL, tie_word_embeddings=tied)

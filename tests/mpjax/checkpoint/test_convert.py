@@ -97,7 +97,6 @@ def test_plain_kernels_are_transposed_and_cast(dtype, rng):
     )
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "uint8:g64:sym", "uint4:gK"])
 def test_rounding_on_load_is_quantize(text, rng):
     files, format = Files(), WeightFormat.parse(text)

@@ -124,7 +124,6 @@ def maps_of(model, folder):
             yield name, stack.data[number // each].chunk(each)[number % each].T
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", [in_sweep("awq"), "gptq-act-order", "fp8"])
 def test_experts_that_are_quantised_one_by_one(name, tmp_path, request):
     # The reference gets the dequantised weights, which float32 holds exactly.

@@ -62,7 +62,6 @@ def write(folder, written, rng, model="qwen3", plain=(), **changes):
     return write_checkpoint(folder, hf, tensors), tensors, weights
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "model", "sizes"),
     [
@@ -292,7 +291,6 @@ def test_damaged_numbers(tmp_path, rng):
             mpjax.load(folder)
 
 
-@pytest.mark.one_of(2)
 @distinct
 def test_convert_and_back(name, tmp_path, rng):
     sizes = CUT if name == "fine-grained" else {}

@@ -225,7 +225,6 @@ QUANTIZED: dict[str, tuple[dict, int, bool]] = {
 }
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_checkpoints(name, tmp_path, request):
     # The reference gets the dequantised weights, which float32 holds exactly. Qwen2 has biases.
@@ -267,7 +266,6 @@ FP8_CHECKPOINTS: dict[str, tuple[dict, str, dict]] = {
 }
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", [in_sweep("fine-grained"), "dynamic", "cut"])
 def test_fp8_checkpoints(name, tmp_path, request):
     # With 16-bit activations, which leave only the weights to differ.

@@ -310,7 +310,6 @@ class Scaled(Linear):
         self.scales = nnx.Param(unpack(self.kernel.get_value()).scales.astype(jnp.float32))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("precision", ["W4g32A16KV8", "WNF2g32A16KV16", "WFP8gKA16KV8"])
 def test_learned_scales_are_saved_in_the_packed_weight(precision, tmp_path, rng):
     lm = load(plain(tmp_path / "original", rng), precision)

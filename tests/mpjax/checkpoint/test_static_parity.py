@@ -158,7 +158,6 @@ def test_the_activations_of_experts_have_a_scale_for_each_token(tmp_path):
     mpjax.load(tmp_path, precision="W8gKA16KV16")  # no warning of activations in 16 bits
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", ["int", "float"])
 def test_compressed_tensors_rounds_alike(kind, tmp_path):
     pytest.importorskip("compressed_tensors")

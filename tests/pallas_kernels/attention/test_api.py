@@ -138,7 +138,6 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
     return relative_error(out, expected)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [
@@ -216,7 +215,6 @@ def test_a_span_is_that_of_the_batch(rng):
         paged_attention(others, *test.arguments[1:])
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["KV8", "KV4c"])
 @pytest.mark.parametrize(
     ("dtype", "of_queries"),

@@ -8,7 +8,6 @@ from mpjax.kernels.attention import combine as combine_module
 from mpjax.kernels.attention.combine import FLOOR, Partials, combine, combine_balanced
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("programs", [1, 1024])
 @pytest.mark.parametrize(("splits", "dim"), [(3, 64), (5, 96), (70, 96)])
 def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):

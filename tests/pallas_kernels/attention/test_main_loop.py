@@ -15,7 +15,6 @@ from tests.sweeps import combinations, in_sweep
 pytestmark = pytest.mark.any_version
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),
     [
@@ -139,7 +138,6 @@ def test_tokens_that_are_all_alike(kind, text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["float16"]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["KV16", in_sweep("KV8"), in_sweep("K16V4"), "KV2"])
 def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
     """From 2**24 on, an exponent may be rounded to what is beyond the largest float16."""
@@ -166,7 +164,6 @@ def test_a_sink_may_be_infinitely_small(rng):
     assert test.error(out, window=50) < GATES["bfloat16"]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("kind", "bits"), [("positive", 13.5), ("positive", 15.5), ("near", 22.5)])
 def test_small_weights_times_small_steps_do_not_vanish_in_float16(kind, bits, rng):
     """Many keys beside a sink that outweighs each of them."""

@@ -65,7 +65,6 @@ def test_joined_splits(splits, heads, dim, rng):
     assert_alike(found, rounded(run(), blocks))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("own", [1, 2])
 def test_balanced_parts(own, rng):
     """Also rows that one program read alone, which are final before."""
@@ -118,7 +117,6 @@ def test_the_kernel_rounds_what_it_gives(text, heads, splits, interpret, rng):
     np.testing.assert_array_equal(largest[0], np.where(np.asarray(blocks.bits) == 4, 7, 127))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("head_dim", "permuted"), [(64, False), (128, False), in_sweep(128, True)])
 def test_elsewhere_another_kernel_rounds(head_dim, permuted, rng):
     """Here, without a GPU, it is the reference."""
@@ -140,7 +138,6 @@ def test_blocks_of_other_channels_are_refused(rng):
         paged_attention(*test.arguments, blocks="W4Ax")  # type: ignore[call-overload]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "batch", "tokens"),
     [("K4cV4c", 1, 4000), ("KV4", 64, 100), ("KV8", 1, 200)],

@@ -51,7 +51,6 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_varlen):
             assert position[number] == STARTS[batch] + of_sequence
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("counts", [[5, 0, 1, 8], [0, 3, 0, 0], [0, 0], [7], [2, 0] * 20 + [9]])
 def test_varlen_tiles_are_those_of_all_sequences(counts):
     """Tiles of sequences, one after another; those that are left have no rows of the last one."""
@@ -101,7 +100,6 @@ def test_channels_that_there_are_not_are_masked():
     np.testing.assert_array_equal(padded[1][0], [True] * 12 + [False] * 4)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("span", "plane"),
     [

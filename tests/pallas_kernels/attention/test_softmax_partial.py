@@ -17,7 +17,6 @@ TOKENS, HEADS, DIM, PROGRAMS = 4, 2, 24, 3
 ROWS = 8
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("few_rows", [True, False])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):

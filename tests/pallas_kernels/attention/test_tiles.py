@@ -77,7 +77,6 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
     np.testing.assert_array_equal(np.ravel(positions), position)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("slots", [64, 128])
 def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
     """Every third tile from the second on; past the end of the table it is its last page."""

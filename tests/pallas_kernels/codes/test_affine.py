@@ -13,7 +13,6 @@ STEPS = np.float16([0.02, -1.7e-3, 3e-7, 0.0, 37.0, 0.5])
 MINIMA = np.float16([-0.16, 0.9, 6e-8, -0.3, 0.0, -(2.0**10)])
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 def test_all_words_decode_with_one_rounding(decode, bits, operand):

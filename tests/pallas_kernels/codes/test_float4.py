@@ -15,7 +15,6 @@ WORDS = np.arange(2**16, dtype=np.uint16).reshape(2048, 32)
 KIND = codes.of(WeightFormat("float4", 32))
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 def test_all_words_decode_to_their_codes_values(decode, operand):
     parameters = np.full(2048, 127, np.uint32)

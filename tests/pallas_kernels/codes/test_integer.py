@@ -21,7 +21,6 @@ def zero_points(bits: int) -> list[int]:
     return every_four if bits == 4 else [0, 1, 2, 127, 128, 129, 200, 254, 255, 256]
 
 
-@pytest.mark.one_of(5)
 @each_bits
 @each_operand
 def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
@@ -38,7 +37,6 @@ def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
         np.testing.assert_array_equal(values.astype(np.float32), expected)
 
 
-@pytest.mark.one_of(4)
 @combinations(
     1,
     bits=[4, 8],

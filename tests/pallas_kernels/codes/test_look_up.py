@@ -36,7 +36,6 @@ def every_pair(entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (low | high << 4 | low << 8 | high << 12).astype(np.uint16), low, high
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("look_up", "bits"),
     [

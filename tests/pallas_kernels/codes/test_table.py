@@ -68,13 +68,11 @@ def assert_decodes(decode, words: np.ndarray, bits: int, operand: str, rng) -> N
             np.testing.assert_array_equal(bits_of(values), bits_of(rounded[indices]))
 
 
-@pytest.mark.one_of(3)
 @combinations(1, bits=[2, 4], operand=["bfloat16", "float16"])
 def test_all_words_decode_to_entries_of_the_table(decode, bits, operand, rng):
     assert_decodes(decode, all_words(rng), bits, operand, rng)
 
 
-@pytest.mark.one_of(3)
 @each_operand
 def test_columns_of_three_bits_decode_to_entries_of_the_table(decode, operand, rng):
     # Every word in every column, beside random words in the other two.

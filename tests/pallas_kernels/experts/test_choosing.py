@@ -31,7 +31,6 @@ def chosen(logits: RouterLogits) -> tuple[jax.Array, jax.Array]:
     )
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("routing", [Routing(5), Routing(4, renormalize=False, scale=2.5)])
 @pytest.mark.parametrize("bias", [None, CORRECTION])
 def test_it_is_the_routing(routing, bias):

@@ -23,7 +23,6 @@ def many(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(0, 20, (100, 3)).astype(np.int32)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_it_gives_the_sorted_tiles(name):
     experts = jnp.asarray(ROUTINGS[name])

@@ -143,7 +143,6 @@ def test_it_lowers_with_one_order_of_tokens(lower_for_cuda, pretend_gpu):
     assert jax.eval_shape(layer, *few).shape == (2, 8, 512)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["float4:g32", "bfloat16"])
 def test_experts_as_published_lower_with_one_order_of_tokens(text, lower_for_cuda, pretend_gpu):
     lowered = lower_for_cuda(layer, *structs(300, text))

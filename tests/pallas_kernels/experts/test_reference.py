@@ -24,7 +24,6 @@ def test_every_routing(name, rng):
     assert relative_error(found, expected(wide(x), wide(weight), experts)) < 1e-5
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", FORMATS)
 def test_a_format_is_its_dequantised_weights(text, rng):
     experts = ROUTINGS["mixed"]

@@ -59,7 +59,6 @@ def row_by_row(x: np.ndarray, blocks: ActivationBlocks, experts: np.ndarray) -> 
     return np.stack(found)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 @pytest.mark.parametrize(
     ("channels", "permuted", "per_row"), [(300, True, 2), in_sweep(1200, False, 1)]
@@ -79,7 +78,6 @@ def test_each_row_has_the_blocks_of_its_expert(channels, permuted, per_row, inte
     assert relative_error(values, exact) < 2e-3
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 def test_rows_may_come_from_anywhere(interpret, rng):
     blocks = blocks_of(rng, 128, permuted=True)
@@ -96,7 +94,6 @@ def test_experts_that_are_alike_round_each_token_once(rng):
     assert found.shape == (5, 256)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 def test_products_of_all_mixtures_of_widths(interpret, rng):
     """Each expert reads the channels in its own order; the last block is not whole."""

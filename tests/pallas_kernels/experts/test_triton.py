@@ -66,7 +66,6 @@ MAIN = ("uint4:g32", "uint4:g128:sym", "table3:g32", "float8:g128", "bfloat16")
 SOME = (*MAIN, "liquid4:g64/int8", "float8:gK/float8")
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     "text", [t if t in SOME else in_sweep(t) for t in ALL_FORMATS] + ["bfloat16"]
 )
@@ -88,7 +87,6 @@ def test_every_format(text, rng):
     assert relative_error(found, whole) < GATES["bfloat16"]
 
 
-@pytest.mark.one_of(3)
 @combinations(1, name=list(ROUTINGS), tiling=["sorted", "pairs"])
 def test_every_routing(name, tiling, rng):
     """With a gate, of which no tile divides the outputs, and with rows that pairs share."""

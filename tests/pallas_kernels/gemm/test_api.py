@@ -41,7 +41,6 @@ EIGHT_BITS = ("int8:gK/int8", "float8:gK/float8")
 SMALL_TILES = Plan("triton", TritonConfig(16, 16, 1, 1, 3))
 
 
-@pytest.mark.one_of(2)
 @combinations(
     1,
     leading=[(), (2, 3), (2, 0)],
@@ -330,7 +329,6 @@ def test_quantized_activations_have_no_act_order(rng):
         matmul(int8_rows((2, 1)), weight)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("bits", [in_sweep((4, 4, 4)), (4, 8, 4), (8, 8, 8)])
 def test_blocks_of_all_mixtures(bits, implementation, rng, interpreted_triton):

@@ -134,7 +134,6 @@ def require_right(rng, text, channels, dtype):
     assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8", "liquid4:g64/int8"])
 def test_float32_products_are_not_rounded_on_the_way(text, rng, interpreted_triton):
     weight = random_weight(rng, text, channels_of(text), 70)
@@ -155,7 +154,6 @@ def test_integers_are_exact(text, rng, interpreted_triton):
     np.testing.assert_array_equal(np.asarray(multiplied(x, weight, "float32")), expected)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", [text if text in SOME else in_sweep(text) for text in ALL_FORMATS])
 def test_lowers(text, lower_for_cuda):
     write = functools.partial(dequantize.write_out, dtype=jnp.dtype(jnp.bfloat16))

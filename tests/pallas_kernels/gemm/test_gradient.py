@@ -68,7 +68,6 @@ def test_where_blocks_are_cut(text, rng):
     assert relative_error(gradient, expected) < 1e-5
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [

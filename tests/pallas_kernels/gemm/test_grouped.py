@@ -34,7 +34,6 @@ def test_tiles_in_bands(rng, monkeypatch):
             assert relative_error(found[rows], whole) < GATES["bfloat16"]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("outputs", [128, 320])
 def test_lowers_with_a_gate(outputs, lower_for_cuda):
     """Also where the last tile sticks out."""

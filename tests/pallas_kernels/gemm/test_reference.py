@@ -46,7 +46,6 @@ def test_is_the_product_with_the_dequantized_weight(text, channels, rng):
     assert relative_error(product, exact(x) @ dense(weight)) < 1e-6
 
 
-@pytest.mark.one_of(3)
 @each_kind
 def test_products_are_rounded_once(text, rng):
     weight = random_weight(rng, text, 256, 8)

@@ -72,7 +72,6 @@ def test_experts_lower_for_cuda(text, lower_for_cuda, pretend_gpu):
         assert lower_for_cuda(jax.vmap(matmul), x, stack)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "table3:g64", "int8:gK/int8"])
 def test_a_scan_over_layers(text, rng):
     layers = [random_weight(rng, text, 128, 128) for _ in range(3)]

@@ -213,7 +213,6 @@ def test_any_shape(text, rows, multiple, outputs, splits, scaling, dtype):
             assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["uint4:g32", "float8:g128"])
 def test_scales_may_be_beyond_float16(text, rng):
     weight = random_weight(rng, text, 128, 16, "bfloat16")

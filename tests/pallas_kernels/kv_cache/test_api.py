@@ -44,7 +44,6 @@ def test_places_are_integers_of_any_size(dtype, rng, interpreted_triton):
     assert_same_bits(written, new.oracle(pages))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("implementation", "longest"), [("triton", 3), ("reference", None)])
 def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     """Four of them, of which one adds nothing and one runs past its end, and then padding."""

@@ -90,7 +90,6 @@ def test_channels_bit_for_bit(kind, dtype, pieces, rng):
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", ["8", "8s", "4", "4c", "2", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("target", [PLAIN, NumpyPTX()], ids=["twin", "ptx"])

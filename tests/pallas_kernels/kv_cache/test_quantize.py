@@ -22,7 +22,6 @@ def encode(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return quantize.encode(values, scale[..., None], zero[..., None], bits), scale, zero
 
 
-@pytest.mark.one_of(3)
 @each_bits
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("transform", [jax.jit, lambda function, **_: function])

@@ -24,7 +24,6 @@ append = jax.jit(reference.append)
 gather = jax.jit(reference.gather)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "dtype", "head_dim", "page_size", "tokens"),
     [
@@ -95,7 +94,6 @@ def test_donated_pages_are_written_in_place(bits, dtype, rng):
     assert memory.temp_size_in_bytes < whole, "the pages are copied"
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["KV16", "KVfp8", "K8V4", "K8sV8", "K4V8s"])
 def test_gather_reads_sequences_back_in_order(text, rng):
     format = KVFormat.parse(text)

@@ -253,7 +253,6 @@ def test_the_last_token_always_waits(length, block):
     assert length == first == 0 or first < length <= first + block
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "tokens"), [("K4cV4c", 512), ("KV2", 1), ("KV2", 512), ("KV2t", 1)]
 )

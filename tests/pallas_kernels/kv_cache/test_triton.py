@@ -59,7 +59,6 @@ def test_tokens_at_negative_positions_are_not_written(rng):
     assert_same_bits(interpreted(pages, *new.arrays()), new.oracle(pages))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", ["KV16", "KV4"])
 def test_few_programs_append_many_tokens(text, rng, monkeypatch):
     """Some of the tokens have no place in the cache."""
@@ -71,7 +70,6 @@ def test_few_programs_append_many_tokens(text, rng, monkeypatch):
     assert_same_bits(written, new.oracle(pages))
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["KV16", "KV8s", "KVfp8", "KV4"])
 @pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 1), ("float16", 512)])
 def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cuda):

@@ -24,7 +24,6 @@ def test_few_tasks_have_a_program_each_and_many_do_not():
     assert [programs_for(batch, 48) for batch in (1, 16, 64, 512)] == [1, 16, 32, 86]
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 8, 12, 24, 48, 64, 96, 128])
 def test_each_channel_is_held_and_stored_once(width):
     held = np.asarray(lanes(width))

@@ -62,7 +62,6 @@ def test_without_norms_by_quarter_turns(
     check(test, interpret=True)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("bits", [16, "K4V8"])
 def test_few_programs_rotate_many_tokens(bits, rng, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda: 1)

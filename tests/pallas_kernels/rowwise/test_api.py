@@ -46,7 +46,6 @@ def test_implementations_agree(text, implementation, rng, interpreted_triton):
     assert_result(result, rows.gated(), "float16", text)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("text", [None, "int8/int8"])
 def test_gelu_and_a_dtype_of_its_own(text, rng, interpreted_triton):
     """The kernel against the reference: Gemma's gate, and norms whose weights are float32."""

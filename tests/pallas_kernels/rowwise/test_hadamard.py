@@ -81,7 +81,6 @@ def test_tiles(block, rng):
     assert relative_error(found, in_blocks(wide(x), block)) < 2.0**-15
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("channels", "block", "dtype", "text"),
     [

@@ -78,7 +78,6 @@ def test_add_rms_norm(shape, dtype, splits, terms_dtype, residual, text, rng):
     check_norm(rows, dtype, text, interpret=True)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("shape", "dtype", "splits", "terms_dtype", "text"),
     [
@@ -104,7 +103,6 @@ def check_quantized(rows, dtype, text, **keywords):
     assert_close(result, run(quantize_activations, x, **keywords), dtype, text)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("shape", "dtype", "text"),
     [
@@ -118,7 +116,6 @@ def test_quantize_rows(shape, dtype, text, rng):
     check_quantized(rows, dtype, text, interpret=True)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
 @pytest.mark.parametrize("peak", [1e-29, 1e-32, 1e-37])
 def test_rows_of_nearly_zeros_stay_finite(text, peak, rng):

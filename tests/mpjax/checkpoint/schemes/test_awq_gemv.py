@@ -55,7 +55,6 @@ def module(rng, layout="gemv", shape=(128, 16), group=32):
     return tensors, (codes * steps + offsets).T
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("layout", ["gemv", "gemv_fast"])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_every_weight(layout, group, rng):

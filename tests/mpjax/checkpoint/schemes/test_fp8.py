@@ -48,7 +48,6 @@ def dequantized(tensors, config):
     return values
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize(
     ("config", "channels"),

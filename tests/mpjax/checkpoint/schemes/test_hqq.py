@@ -41,7 +41,6 @@ def module(rng, shape=(128, 16), group=32, bits=4, dtype=np.float16):
     return tensors, wide.reshape(outputs, channels).T
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64), (4, 256)])
 def test_every_weight(bits, group, dtype, rng):

@@ -58,7 +58,6 @@ def test_every_scheme_that_is_written_is_here():
     assert written == {type(scheme) for scheme, *_ in CASES.values()}
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=2)
 @given(seed=st.integers(0, 2**32 - 1))
@@ -85,7 +84,6 @@ def test_decode_and_encode_are_inverses(case, seed):
         assert np.asarray(again[suffix]).tobytes() == np.asarray(array).tobytes(), suffix
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("case", CASES)
 def test_encode_inside_jit_and_without_numbers(case):
     scheme, shape, asked = CASES[case]

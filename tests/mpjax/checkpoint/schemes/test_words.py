@@ -74,7 +74,6 @@ def test_refuse_packing(tensors, method, message):
         refuse_packing("mlp.up_proj", tensors, method)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_unpack_words_reads_fields_from_the_lowest_bits_up(bits, axis):
@@ -135,7 +134,6 @@ def test_zero_points_in_the_middle():
     jax.jit(traced)(zeros)  # where no value is known
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("order", [None, (1, 0, 3, 2)])

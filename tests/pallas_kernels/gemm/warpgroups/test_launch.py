@@ -175,7 +175,6 @@ def test_bands_of_rows(text, config, interpret, rng, monkeypatch, request):
     np.testing.assert_array_equal(np.asarray(terms), np.asarray(whole))
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "dtype", ["float32", in_sweep("float16"), "float8_e4m3fn", in_sweep("int8")]
 )

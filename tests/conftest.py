@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import fcntl
 import functools
 import gc
 import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 # Threads that Mosaic's interpreter blocks, at most; by default there are as many as cores.
@@ -27,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import sweeps, versions
+from tests import run_folder, sweeps, versions
 
 if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     # The older of its two ways to emit a program compiles in half the time; 0.11 has one way.
@@ -40,36 +34,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
-
-def make_folder_of_a_run() -> str:
-    """A temporary folder until this process ends. Those of runs that were killed are removed.
-
-    A process holds a lock of its folder, which its end releases.
-    """
-    for folder in Path(tempfile.gettempdir()).glob("mpjax-tests-*"):
-        with contextlib.suppress(OSError):
-            _lock(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix="mpjax-tests-")
-    _lock(folder)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _lock(folder: str | Path) -> None:
-    """Locks a folder as long as this process lives; OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-
-
 # Files and processes share the programs that one of them compiled, small ones too, until the end of
 # the run: the first process makes a folder, and those that it starts inherit its name.
 if jax.default_backend() == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _folder = make_folder_of_a_run()
+    _folder = str(run_folder.make())
     for _name, _value in {
         "jax_compilation_cache_dir": _folder,
         "jax_persistent_cache_min_compile_time_secs": 0,

@@ -48,14 +48,15 @@ def combinations(covered: int = 2, **values: Sequence[Any]) -> pytest.MarkDecora
 
 
 def sampled(names: Sequence[str], counts: Sequence[int]) -> set[int]:
-    """The indices of cases that the mark `one_of` leaves to the sweep.
+    """The indices of cases that a sample leaves out.
 
-    One of `counts[i]` cases of a test runs, and one at least. Which they are depends on the test's
-    name alone, and they are not all of one value of a parameter with as many values.
+    One in `counts[i]` cases of a test runs, and one at least. Which they are depends on the test's
+    name and the order of its cases. They are not all of one value of a parameter with as many
+    values.
 
     Args:
         names: of all cases, each `test[values]`, in order.
-        counts: of each case, that of its mark.
+        counts: of each case, that of its test.
     """
     tests: dict[str, list[int]] = {}
     for index, name in enumerate(names):

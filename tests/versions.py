@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from tests.sweeps import sampled
+
 FOLDERS = (
     "tests/benchmarks",
     "tests/examples/train_bundled_model",
@@ -46,17 +48,5 @@ ONE_OF = 3  # the second Python runs one of so many cases of a test
 
 
 def repeated(ids: Sequence[str]) -> set[int]:
-    """The indices of the tests of these ids that are cases which the second Python leaves out.
-
-    One case at least runs of each test. The cases of a test that run are neither all of one value
-    of a parameter with as many values, nor those of the test before.
-    """
-    tests: dict[str, list[int]] = {}
-    for index, name in enumerate(ids):
-        tests.setdefault(name.partition("[")[0], []).append(index)
-    return {
-        index
-        for number, cases in enumerate(tests.values())
-        for place, index in enumerate(cases)
-        if (place + place // ONE_OF + number) % min(ONE_OF, len(cases))
-    }
+    """The indices of the tests of these ids that are cases which the second Python leaves out."""
+    return sampled(ids, [ONE_OF] * len(ids))

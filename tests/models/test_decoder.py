@@ -134,7 +134,6 @@ def test_padding_and_idle_rows_change_nothing(rng):
     assert np.isfinite(logits).all()
 
 
-@pytest.mark.sweep
 def test_fewer_bits_in_the_cache_cost_more(rng):
     model = small_model(SHALLOW)
     tokens = random_tokens(rng, 2, 40)
@@ -270,7 +269,6 @@ def test_interpreted_kernels_inside_a_model(rng, interpreted_triton):
     assert half_precision_error(rng, "uint4:g32", 8, "float16", **how) < 0.005
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "bits", "gates"),
     [

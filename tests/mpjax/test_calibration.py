@@ -30,7 +30,6 @@ def keys_and_values(model, tokens):
     return [gather(pages, cache.block_tables) for pages in cache.layers]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("text", "reach"), [("KV8s", 127), ("K8Vfp8", 448)])
 def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, two_layers):
     lm = dataclasses.replace(two_layers, kv_format=KVFormat.parse(text))

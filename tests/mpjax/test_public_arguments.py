@@ -130,7 +130,6 @@ def test_lists_are_arrays(tiny):
     np.testing.assert_array_equal(found.logprobs, expected.logprobs)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", ["generate", "stream", "generate_tokens"])
 def test_sampling_may_be_a_mapping(name, tiny):
     call, arguments = calls(tiny)[name]

@@ -333,7 +333,7 @@ def test_the_gpu_computes_the_same_but_for_ties(text):
 @pytest.mark.gpu
 @each_format
 def test_the_gpu_dequantizes_as_the_cpu_does(text):
-    """In one program, with the channels and outputs of gpt-oss' down projection."""
+    """In one program, with as many outputs as gpt-oss' down projection and about its channels."""
     format = WeightFormat.parse(text)
     channels = 2880 - 2880 % (format.group_size or 1)
     tensor = quick_quantize(random_weight(7, channels, 2880), format)

@@ -230,7 +230,6 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "layout", [layout if layout == "awq" else in_sweep(layout) for layout in LEFT_OUT]
 )

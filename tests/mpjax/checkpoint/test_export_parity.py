@@ -136,7 +136,6 @@ def weights_of(folder):
     }
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("precision", "layout"), [in_sweep(*case) if case in SWEPT else case for case in EXPORTED]
 )

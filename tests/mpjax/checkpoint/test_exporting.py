@@ -72,7 +72,6 @@ LAYOUTS = {
 SWEPT = ("W4g64symA16KV8", "W4A16KV8", "W8symA16KV8", "WFP8gKA16KV16", "WFP8A16KV16")
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("precision", [in_sweep(p) if p in SWEPT else p for p in LAYOUTS])
 def test_packed_weights_come_back_bit_for_bit(precision, source, tmp_path):
     lm = mpjax.load(source, precision=precision)
@@ -105,7 +104,6 @@ def test_the_folder(source, tmp_path):
     assert mpjax.load(folder).tokenizer is not None
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "precision", ["WNF4A16KV8", "W4A8KV8", in_sweep("W4g32A16KV8"), in_sweep("W8A8KV8")]
 )

@@ -140,7 +140,6 @@ FORMATS = {
 BY_DEFAULT = ("gptq-head", "auto-round-gptq-v1", "nvfp4-compressed")
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", [n if n in BY_DEFAULT else in_sweep(n) for n in FORMATS])
 def test_logits(name, tmp_path, rng):
     format, model = FORMATS[name], build("Qwen2", SQUARE)

@@ -103,7 +103,6 @@ def test_dtypes(stored, computed, tmp_path, rng):
     require_weights(model, tensors, {})
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "written",
     [

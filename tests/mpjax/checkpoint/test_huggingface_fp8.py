@@ -89,7 +89,6 @@ def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
     assert info.inspect(folder).describe() == lm.describe()
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [in_sweep("fine-grained", {}), ("fine-grained", CUT), ("dynamic", {}), ("weights only", {})],

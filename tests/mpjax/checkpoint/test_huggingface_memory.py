@@ -65,7 +65,6 @@ def beside_the_model(folder, precision):
     return extra, measured["nbytes"]
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("precision", ["W16A16KV16", "W4A16KV16"])

@@ -165,8 +165,8 @@ GREEDY = ("qwen3", "mistral-window")
 def test_plain_checkpoints(name, tmp_path, request):
     model = build(*MODELS[name])
     model.save_pretrained(tmp_path)
-    says = name in GREEDY or is_asked_for(request.config)
-    (compare if says else compare_logits)(model, tmp_path, request)
+    is_generated = name in GREEDY or is_asked_for(request.config)
+    (compare if is_generated else compare_logits)(model, tmp_path, request)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from tests.mpjax.checkpoint.saved_models import (
 from tests.mpjax.checkpoint.write_checkpoint import CONFIGS, LLAMA, SQUARE
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("precision", "arrays", "scales"),
     [

@@ -107,7 +107,6 @@ def require_close(found, expected):
     assert errors.max() < 0.1
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("kind", "equal"),
     [

@@ -41,7 +41,6 @@ def test_implementations_agree(implementation, transformed, rng, interpreted_tri
     assert test.error(out, window=50) < GATES["float16"]
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("implementation", "longest"), [("triton", None), ("triton", 20), ("reference", None)]
 )
@@ -152,7 +151,6 @@ def test_prefill(implementation, options, rng):
     assert prefill_error("float32", rng, implementation=implementation, **options) < 1e-5
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_prefill_with_softcap_and_sinks(implementation, masked, rng, interpreted_triton):

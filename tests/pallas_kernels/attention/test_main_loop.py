@@ -37,7 +37,6 @@ def test_softcap_and_sinks(text, dtype, splits, softcap, has_sinks, window, leng
 EDGES = [0, 1, 30, 31, 32, 62, 63, 64, 126, 127, 128]
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "heads", "tokens", "splits", "window"),
     [
@@ -110,7 +109,6 @@ def test_steps_of_channels_lose_little_at_the_query(text, dtype, share, rng):
     assert np.mean(errors) < GATES[dtype] * share
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("text", "dtype"), [in_sweep("KV4c", "bfloat16"), ("KV2", "bfloat16")])
 def test_channels_that_are_all_alike(text, dtype, rng):
     """Their step, that of a range of zero, adds no more than the others' to what is rounded."""
@@ -263,7 +261,6 @@ def test_powers_of_two_make_up_for_codes_that_are_subnormals(
     assert test.error(kernel(*test.arguments, splits=2, **masks), **masks) < GATES[dtype]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("text", [in_sweep("KV8"), "K4cV4c"])
 def test_powers_of_two_in_wide_tiles(text, rng, attention_with_ptx):
     """A block of 128 tokens is packed."""
@@ -271,7 +268,6 @@ def test_powers_of_two_in_wide_tiles(text, rng, attention_with_ptx):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
-@pytest.mark.sweep
 def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV8", "float16", **DECODE)
     out = kernel(*test.arguments, splits=2, scale=0.3)

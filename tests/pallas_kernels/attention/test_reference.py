@@ -25,7 +25,6 @@ def paged(*arguments, **masks):
     return attend(*arguments, Masks(SCALE, **masks))
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize("window", [None, 1, 9])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 7), (2, 2)])
 def test_attention(kv_heads, group, window, rng):
@@ -49,7 +48,6 @@ def test_attention(kv_heads, group, window, rng):
     np.testing.assert_array_equal(np.asarray(out)[expected == 0], 0)
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize("text", ["KV16", "KV8", "K4Vfp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_paged_attention(text, dtype, rng):

@@ -87,7 +87,6 @@ def test_balanced_parts(own, rng):
 on_gpu = pytest.param(False, marks=pytest.mark.gpu)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("interpret", [True, on_gpu])
 @pytest.mark.parametrize(
     ("text", "heads", "splits"),

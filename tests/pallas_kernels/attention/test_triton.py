@@ -39,7 +39,6 @@ BLOCKS: dict[str, Any] = {"starts": [0, 0, 127, 128, 400], "counts": [0, 1, 1, 1
 BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "page_size", "head_dim", "lengths", "masked"),
     [
@@ -108,7 +107,6 @@ def test_one_program_reads_both_on_the_gpu(text, dtype, rng):
             assert error < GATES[dtype], (heads, lengths)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
@@ -125,7 +123,6 @@ def test_decoding(text, dtype, heads, splits, window, rng):
     check(scene(rng, text, dtype, heads=heads, **DECODE), dtype, splits, window)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "head_dim", "page_size", "lengths"),
     [

@@ -43,7 +43,6 @@ products = jax.jit(
 )
 
 
-@pytest.mark.one_of(3)
 @interpreted_here
 @pytest.mark.parametrize(
     ("text", "gate", "rows", "consumers"),

@@ -296,7 +296,6 @@ def test_forced_implementations_agree(implementation, text, channels, rng, inter
     assert relative_error(product, wide(x) @ dense(weight)) < GATES["float16"]
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("implementation", "text", "channels"),
     [

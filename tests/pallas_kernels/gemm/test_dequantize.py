@@ -65,7 +65,6 @@ def test_two_levels_are_multiplied_as_int8_is(outputs, kernel, pretend_gpu):
 
 
 # Decoding tables is slow without a GPU, and groups are the same for all codes.
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("text", "channels"),
     [
@@ -103,7 +102,6 @@ def multiplied(x: jax.Array, weight: QuantizedTensor, dtype: str) -> jax.Array:
     return dequantize.matmul(x, weight, jnp.dtype(dtype))
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [

@@ -46,7 +46,6 @@ def operands(rng, text, channels=256, outputs=24, rows=5, dtype="float32", **opt
     return random_array(rng, (rows, channels), dtype), weight, rng.standard_normal((rows, outputs))
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("text", most_formats(ALL_FORMATS))
 def test_of_the_activations(text, rng):
     """The gradient is that of a product with the dense matrix, whatever x is rounded to."""

@@ -134,7 +134,6 @@ def test_every_format_has_a_case():
     assert {case[0] for case in (*CASES, *SWEPT_CASES)} == set(ALL_FORMATS)
 
 
-@pytest.mark.one_of(5)
 @each_case
 def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dtype, rng):
     weight = random_weight(rng, text, channels, outputs, scale_dtype)

@@ -39,7 +39,6 @@ def decode(codes: KVCodes, words: jax.Array, parameters: Any, dtype: str) -> jax
     return codes.decode(words, parameters, dtype)
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("kind", "dtype", "pieces"),
     [
@@ -71,7 +70,6 @@ def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("kind", "dtype", "pieces"),
     [("4c", "bfloat16", 8), ("4c", "float32", 8), ("2g32", "float16", 16)],

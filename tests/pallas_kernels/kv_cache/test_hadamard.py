@@ -23,7 +23,6 @@ def test_it_is_orthogonal_and_its_own_inverse(dim):
     assert np.unique(np.count_nonzero(matrix, axis=0)) == hadamard.order(dim) == dim & -dim
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("dim", "dtype", "counts"),
     [

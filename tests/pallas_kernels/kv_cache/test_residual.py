@@ -116,7 +116,6 @@ def write(
     return pages
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "dtype", "page_size", "implementation", "padded"),
     [
@@ -181,7 +180,6 @@ def test_token_by_token_equals_all_at_once(rng):
     assert_same(one_by_one(cache.layers[0]), expected_pages(cache, new, lengths), lengths)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("implementation", "longest"), [("triton", None), ("reference", 20)])
 def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     """One completes a block, one adds nothing, one begins; behind them is padding."""

@@ -24,7 +24,6 @@ from tests.sweeps import combinations, in_sweep
 interpreted = jax.jit(functools.partial(triton.append, interpret=True))
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("text", "dtype", "head_dim", "page_size", "tokens"),
     [
@@ -93,7 +92,6 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
         assert f"output_tuple_indices = [{output}], operand_index = {5 + output}," in kernel
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("text", "head_dim", "page_size", "tokens", "programs"),
     [

@@ -85,7 +85,6 @@ def check_beside_a_residual(implementation, rng):
     assert (np.asarray(pages.keys) != np.asarray(before.keys)).any()
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("bits", "implementation"), [(8, "triton"), ("KV4c", "reference")])
 def test_tokens_can_be_varlen(bits, implementation, rng, interpreted_triton):
     check_varlen(bits, implementation, rng)

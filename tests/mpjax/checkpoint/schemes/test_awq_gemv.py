@@ -79,7 +79,6 @@ def test_one_group_of_all_channels(rng):
         fast.format(NAME, 256)
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("layout", ["gemv", "gemv_fast"])
 def test_a_model_has_the_logits_of_its_weights(layout, rng, tmp_path):
     quantized = dict(plain := random_tensors(LLAMA, rng))

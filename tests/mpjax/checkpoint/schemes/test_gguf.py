@@ -25,7 +25,6 @@ def blocks(kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {kind.lower(): data.reshape(SHAPE[0], -1, TYPES[kind][2])}
 
 
-@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_codes_are_kept_where_a_format_has_them(kind, rng):
     scheme, tensors = GGUFScheme({"a": kind}), blocks(kind, rng)

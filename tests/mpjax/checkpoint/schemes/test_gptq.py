@@ -443,7 +443,6 @@ def test_patterns_that_no_module_can_match(pattern):
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
 def test_what_is_written_is_read(layout):
     modules = {

@@ -66,7 +66,6 @@ def dequantized(tensors, bits):
     return weight
 
 
-@pytest.mark.one_of(5)
 @pytest.mark.parametrize("scale_dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     ("weights", "channels"),

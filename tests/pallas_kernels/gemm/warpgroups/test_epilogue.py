@@ -13,7 +13,6 @@ from tests.pallas_kernels.gemm.warpgroups.programs import CODE_UNIT, interpreted
 from tests.pallas_kernels.gemm.weights import integer_activations, integer_weight
 
 
-@pytest.mark.one_of(3)
 @interpreted_here
 @pytest.mark.parametrize("text", ["uint4:g128", "uint4:gK"])
 @pytest.mark.parametrize(("warpgroups", "shares"), [(3, 1), (3, 3), (4, 2)])

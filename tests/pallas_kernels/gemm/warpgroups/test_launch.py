@@ -104,7 +104,6 @@ SWEPT_CASES = [
 ]
 
 
-@pytest.mark.one_of(5)
 @interpreted_here
 @pytest.mark.parametrize(
     ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"),

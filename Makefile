@@ -26,7 +26,7 @@ WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_ex
 
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
 # pip would compile every module of every package to bytecode, which takes a minute. Python compiles what is imported, and
-# keeps it for the next process, also where the environment says otherwise.
+# keeps it for the next process, also where PYTHONDONTWRITEBYTECODE is set.
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
@@ -124,12 +124,12 @@ $(VENV)/.development: $(VENV)/.created
 	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
 	@touch $@ $(VENV)/.runtime
 
-# What tests compare with.
+# What tests compare with. Without torch nothing is installed, so that the next `make test` asks for it again.
 $(VENV)/.oracles: $(VENV)/.development
-	@[ -z "$(TORCH)" ] || { echo "Installing torch into $(VENV)." && $(PIP) $(TORCH) && $(PIP) $(ORACLES); }
-	@touch $@
+	@[ -z "$(TORCH)" ] || \
+		{ echo "Installing torch into $(VENV)." && $(PIP) $(TORCH) && $(PIP) $(ORACLES) && touch $@; }
 
-$(VENV)/.mutants: $(VENV)/.development
+$(VENV)/.mutants: $(VENV)/.oracles
 	@$(PIP) --editable ".[mutants]"
 	@touch $@
 

@@ -24,7 +24,7 @@ E2M1 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))  # the values of
 LARGEST_EXPONENT = 2  # of a code
 _EXPONENT_BITS = 0x7F800000  # of float32
 _MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
-_BIAS, _HALF_BIAS = 127, 63  # of e8m0, and the part of it that one of two powers has
+_BIAS = 127  # of the exponents of e8m0 and of float32
 _NAN = 255  # the byte of e8m0 that is no power of two
 # Bits of numbers in bfloat16: of 2**−127, which is subnormal; of infinity, whose exponent field of
 # 255 is NaN in e8m0; and of NaN.
@@ -67,17 +67,18 @@ class Float4(CodeKind):
         return code | jnp.where(values < 0, jnp.uint8(8), jnp.uint8(0))
 
     def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
-        """e2m1(code) · scale, as the product with two powers of two.
+        """e2m1(code) · scale; NaN where the scale's exponent is 255.
 
-        Neither power is a subnormal, which XLA takes for zero on a CPU, as 2**−127 is. The exponent
-        255, NaN in e8m0, gives NaN.
+        The scale is a product of two powers of two, because 2**−127 is a subnormal, which XLA takes
+        for zero on a CPU. To compare scales with 2**−127 instead goes wrong on a GPU: where XLA
+        fuses the comparison with `scales_of`, it takes max(x << 7, 64) == 64 for true.
         """
         values = jnp.asarray(np.array(E2M1, np.float32))
         bits = jax.lax.bitcast_convert_type(parameters.scales, jnp.uint16)
         exponent = (bits >> jnp.uint16(_MANTISSA_BITS)).astype(jnp.int32)
         half = exponent >> 1
-        first = jnp.where(exponent == _NAN, jnp.nan, _power(half - _HALF_BIAS))
-        return values[codes] * first * _power(exponent - half - (_BIAS - _HALF_BIAS))
+        first = jnp.where(exponent == _NAN, jnp.nan, _power(half - _BIAS // 2))
+        return values[codes] * first * _power(exponent - half - (_BIAS - _BIAS // 2))
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Packs plane j to the bits of a word from 4 · j on."""

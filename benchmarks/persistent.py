@@ -1,4 +1,4 @@
-"""Time of a layer's products after attention as one persistent kernel, beside today's kernels.
+"""Time of a layer's products after attention as one persistent kernel, beside the usual kernels.
 
 python -m benchmarks.persistent
 python -m benchmarks.persistent --out FOLDER --layers 8
@@ -12,8 +12,9 @@ the layer before.
 - `layer`: that of `benchmarks.early`: the product before attention too, and a kernel that takes
   about as long as attention.
 
-Ways: `today` are the kernels as planned, `persistent` is the one kernel in their place, and `early`
-the same, launched before the kernel before has ended. `graph` and `stream`: see `benchmarks.early`.
+Ways: `today` are the kernels of the usual plans, `persistent` is the one kernel in their place, and
+`early` the same, launched before the kernel before has ended. `graph` and `stream`: see
+`benchmarks.early`.
 A loop on the device runs a chain many times, as decoding does; `microseconds` are those of a layer
 of it. `kernels` are the times of a layer's kernels.
 

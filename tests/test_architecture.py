@@ -106,7 +106,9 @@ def test_imports_point_down():
 def test_a_backend_has_its_doors(backend, doors):
     for path in FILES:
         wrong = [name for name in imported_names(path) if f"{name}.".startswith(f"{backend}.")]
-        assert str(path) in doors or not wrong, f"{path} imports {wrong}: only {doors} may"
+        assert str(path) in doors or not wrong, (
+            f"{path} imports {wrong}: only {' and '.join(doors)} may"
+        )
 
 
 @pytest.mark.parametrize(("room", "folder"), CLOSED.items(), ids=CLOSED)

@@ -1,7 +1,8 @@
 """`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
 The commands have one pattern: options give a sweep of cases, each measured row is saved at once,
-and at the end there are a table, a plot of some, and a check of every result against the reference.
+and at the end there are a table, for some commands a plot, and a check of every result against
+the reference.
 """
 
 from __future__ import annotations

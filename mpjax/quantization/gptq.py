@@ -185,7 +185,8 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
     is an upper triangular R with H = R Rᵀ, so that U = R⁻¹. This takes one factorisation, and never
     inverts H. If all attempts fail, U is the identity and the damping NaN.
 
-    hessian: float32 [K, K]. damping: as for `gptq`. Returns U float32 [K, K], and a scalar.
+    hessian: float32 [K, K]. damping: as for `gptq`. Returns U float32 [K, K], and that damping, a
+    float32 scalar.
     """
     diagonal = jnp.diagonal(hessian)
     size = jnp.maximum(diagonal.mean(), jnp.finfo(jnp.float32).tiny)

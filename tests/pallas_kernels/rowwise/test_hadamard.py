@@ -104,8 +104,10 @@ def check(channels, block, dtype, text, rng, count=3, **keywords):
         assert found.dtype == dtype
         assert relative_error(found, exact) < {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
         return
-    # Sums of 4096 float32 numbers are off by 2⁻²¹ of the largest, which e4m3 shows near zero.
-    assert_result(expected, exact, dtype, text, error=2.0**-21)
+    # Float32 sums are off by 2⁻²³ of the largest, and those of 4096 numbers by up to 2⁻²¹ on a GPU.
+    # E4m3 shows that near zero.
+    error = 2.0**-21 if block == 4096 else 2.0**-23
+    assert_result(expected, exact, dtype, text, error=error)
     np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-4)
     one, other = wide(found.values), wide(expected.values)
     assert (np.abs(one - other) <= np.maximum(np.abs(other) * 2.0**-3, 1.0)).all()

@@ -124,7 +124,7 @@ $(VENV)/.development: $(VENV)/.created
 	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
 	@touch $@ $(VENV)/.runtime
 
-# What tests compare with. Without torch nothing is installed, so that the next `make test` asks for it again.
+# Libraries that tests compare results with. Without torch none is installed, so that the next `make test` asks for them again.
 $(VENV)/.oracles: $(VENV)/.development
 	@[ -z "$(TORCH)" ] || \
 		{ echo "Installing torch into $(VENV)." && $(PIP) $(TORCH) && $(PIP) $(ORACLES) && touch $@; }

@@ -1,4 +1,4 @@
-"""What the rows of a result file say of the command that measured them."""
+"""The options of the command that measured a result file, from the file's rows."""
 
 from __future__ import annotations
 

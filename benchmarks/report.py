@@ -455,7 +455,7 @@ def _is_bundled(result: dict[str, Any]) -> bool:
 
 
 def _part_of_file_name(result: dict[str, Any]) -> str:
-    """What the name of a result file says of the model: nothing of the bundled one."""
+    """The part of a result file's name that names its model; empty for the bundled model."""
     return "" if _is_bundled(result) else f"-{result['model'].removesuffix('.gguf').lower()}"
 
 

@@ -159,7 +159,7 @@ class Engine:
         return not self._is_closed and (bool(self._inbox) or self._runner.has_work)
 
     def statistics(self) -> dict[str, float]:
-        """Numbers of now: requests that run and wait, and pages; and sums since the beginning.
+        """Current numbers of requests and pages, and sums since the engine was made.
 
         pages: of the cache. free_pages: of them, those that no request owns. kept_pages: of these,
         those that hold tokens which later requests may share.

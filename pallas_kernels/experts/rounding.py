@@ -49,7 +49,7 @@ def round_to_blocks(
 def reference(
     x: jax.Array, blocks: ActivationBlocks, experts: jax.Array, sources: jax.Array | None = None
 ) -> QuantizedActivations:
-    """What `round_to_blocks` computes, in plain jnp, where experts are not alike."""
+    """`round_to_blocks` in plain jnp, for experts whose orders or widths of channels differ."""
     if sources is None:
         rows = jnp.repeat(x, len(experts) // max(len(x), 1), axis=0)
     else:

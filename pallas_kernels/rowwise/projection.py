@@ -83,7 +83,7 @@ def projected(
     dtype: jnp.dtype,
     interpret: bool = False,
 ) -> Results:
-    """What `project_rms_norm` computes, by the kernel: stream and norm in a dtype of 16 bits."""
+    """`project_rms_norm` by the kernel, whose stream and norm have a dtype of 16 bits."""
     _, *shape, channels = terms.shape
     operands = triton.Terms.of(terms, residual, weight)
     rows, outputs = operands.terms.shape[1], len(matrix)

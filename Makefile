@@ -2,11 +2,14 @@
 #   make test PYTHON=python3.11 VENV=.venv-3.11    another interpreter, beside the first
 #   make test TESTS=tests/models                   a part of the tests
 #   make test MARKS="not any_version"              those that depend on the versions of Python and JAX
+#   make test SHARD=1/4                            the first of four parts
+#   make test CHANGED=1                            the files that test what is not committed; CHANGED=main: since main
 #   make mutants FILES=mpjax/text_stream.py        bugs planted in one file
 
 VENV ?= .venv
 TESTS ?=
-MARKS ?=
+SHARD ?=
+CHANGED ?=
 FILES ?= mpjax/arguments.py mpjax/chat_template.py mpjax/sampling.py mpjax/text_stream.py models/config.py
 # A candidate must run: a pyenv shim of a version that is not activated exists, but fails.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
@@ -14,6 +17,8 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
 # The major CUDA version that the NVIDIA driver supports, empty without a driver; the extra is named after it.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p')
 EXTRA := $(if $(CUDA),cuda$(shell [ $(CUDA) -ge 13 ] && echo 13 || echo 12))
+# With a CUDA GPU, `make test` runs the tests that need one; `make test MARKS="not gpu"` runs the others.
+MARKS ?= $(if $(CUDA),gpu)
 # The oracle of the parity tests. `make test TORCH=` does without it: the parity tests are skipped. On a machine without
 # a GPU, TORCH="torch==2.13.0 --index-url ..." with an index of CPU builds saves 4 GB.
 TORCH ?= torch==2.13.0
@@ -24,7 +29,10 @@ ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbyte
 # the process that takes over.
 WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
-PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
+# On a CPU, tests of a file share the programs that their process compiled. On a GPU most of the time is ptxas', which
+# shares nothing, and a few files have most of the tests.
+WORKERS ?= $(if $(CUDA),$(shell nproc | awk '{print ($$1 < 16) ? $$1 : 16}'),2)
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist $(if $(CUDA),worksteal,loadfile) $(WATCHDOG)
 # pip would compile every module of every package to bytecode, which takes a minute. Python compiles what is imported, and
 # keeps it for the next process, also where PYTHONDONTWRITEBYTECODE is set.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,8 +47,10 @@ help: ## list the targets
 demo: $(VENV)/.runtime ## let the bundled model write some Python
 	$(VENV)/bin/mpjax generate --precision W4A16KV8 --temperature 0.6 --top-p 0.9 --seed 1 --echo "def read_lines(path):"
 
-test: $(VENV)/.oracles ## run the tests (GPU tests too, where there is a CUDA GPU)
-	$(PYTEST) $(if $(MARKS),-m "$(MARKS)") $(TESTS)
+test: $(VENV)/.oracles ## run the tests (where there is a CUDA GPU, those that need one)
+	@tests="$(TESTS)"; $(if $(CHANGED),tests=$$($(VENV)/bin/python -m tests.selection $(CHANGED:1=HEAD)) || exit; \
+	[ -n "$$tests" ] || { echo "No test imports what has changed."; exit; };) \
+	$(PYTEST) $(if $(MARKS),-m "$(MARKS)") $(if $(SHARD),--shard $(SHARD)) $$tests
 
 sweep: $(VENV)/.oracles ## run the rest of the products of parameters, of which `test` runs a part
 	$(PYTEST) -m sweep $(TESTS)

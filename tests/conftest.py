@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import run_folder, sweeps, versions
+from tests import run_folder, selection, sweeps, versions
 
 if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     # The older of its two ways to emit a program compiles in half the time; 0.11 has one way.
@@ -68,6 +68,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--shard 1/4`, which runs a quarter of the files."""
+    parser.addoption("--shard", metavar="NUMBER/COUNT", help="run one of COUNT parts of the files")
+
+
 def _is_sampled(item: pytest.Item) -> bool:
     """Whether the mark `one_of` counts this case: not in the sweep already, and not for a GPU."""
     others = any(map(item.get_closest_marker, ("sweep", "gpu")))
@@ -89,6 +94,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out = [item for item in items if item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
+    if shard := config.getoption("shard"):
+        try:
+            chosen = selection.in_shard([item.location[0] for item in items], shard)
+        except ValueError as error:
+            raise pytest.UsageError(f"--shard: {error}") from error
+        pairs = list(zip(items, chosen, strict=True))
+        config.hook.pytest_deselected(items=[item for item, is_in in pairs if not is_in])
+        items[:] = [item for item, is_in in pairs if is_in]
     cases = [item for item in items if not item.get_closest_marker("gpu")]  # which may be skipped
     for index in versions.repeated([item.nodeid for item in cases]):
         cases[index].add_marker(pytest.mark.any_version)

@@ -257,7 +257,8 @@ def test_the_stamp_is_short(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_small_product_is_tuned_on_the_gpu(tmp_path):
+def test_a_small_product_is_tuned_on_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "CANDIDATES", 4)
     kind = device.kind()
     path = tmp_path / tables.file_name(kind)
     [outcome] = tune.run([ProductJob(UINT4, 512, 384, 16)], path, kind, STAMP)

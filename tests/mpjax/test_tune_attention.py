@@ -108,7 +108,8 @@ def test_a_program_attends_as_planned(two_caches, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", [KV8, KV2])
-def test_attention_is_tuned_on_the_gpu(format, tmp_path):
+def test_attention_is_tuned_on_the_gpu(format, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_attention, "CANDIDATES", 4)
     kind = device.kind()
     path = tmp_path / tables.file_name(kind)
     [outcome] = tune.run([AttentionJob(SHAPE, format)], path, kind, {})

@@ -121,7 +121,8 @@ def test_a_program_multiplies_as_planned(two_stacks, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [GATE_UP, DOWN])
-def test_experts_are_tuned_on_the_gpu(shape, tmp_path):
+def test_experts_are_tuned_on_the_gpu(shape, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_experts, "CANDIDATES", 4)
     kind = device.kind()
     path = tmp_path / tables.file_name(kind)
     job = ExpertsJob(dataclasses.replace(shape, channels=256), UINT4, 16)

@@ -26,9 +26,9 @@ from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, 
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import Limits
-from mpjax.kernels.gemm.plans import TABLES, Problem, plan_by_rule
+from mpjax.kernels.gemm.plans import OPERATION, Problem, plan_by_rule
 from mpjax.kernels.gemm.shapes import MODELS
-from mpjax.kernels.plans.tables import SHIPPED, file_name
+from mpjax.kernels.plans.tables import SHIPPED, file_name, read
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -258,8 +258,8 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
         return False
     format = WeightFormat.parse(row["format"])
     problem = Problem(row["M"], ProductFormat.of(format), row["K"], row["N"], GPUS[device])
-    table = TABLES.read(SHIPPED / file_name(device), device)
-    entry = TABLES.find(table, TABLES.key_of(problem))
+    table = read(OPERATION, SHIPPED / file_name(device), device)
+    entry = OPERATION.find(table.entries, OPERATION.key_of(problem))
     plan = entry.plan if entry else plan_by_rule(problem)
     if plan.implementation != row["implementation"]:
         return True

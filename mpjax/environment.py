@@ -148,16 +148,18 @@ def _kernels() -> dict[str, str]:
 
 
 def _tuning_tables() -> dict[str, str] | str:
-    """Number of plans in each table of products and attention, in the order of the look-up."""
+    """Number of plans in each table, in the order of the look-up."""
     from mpjax.kernels import device
     from mpjax.kernels.attention import plans as of_attention
+    from mpjax.kernels.experts import plans as of_experts
     from mpjax.kernels.gemm import plans as of_products
     from mpjax.kernels.plans import tables
+    from mpjax.kernels.sums import plans as of_sums
 
     kind = device.kind()
     plans: dict[str, int] = {}
-    for operation in (of_products.TABLES, of_attention.TABLES):
-        for path, table in operation.in_use(kind):
+    for operation in (of_products, of_attention, of_experts, of_sums):
+        for path, table in tables.in_use(operation.OPERATION, kind):
             plans[str(path)] = plans.get(str(path), 0) + len(table.entries)
     if plans:
         used = {path: f"{count} plans" for path, count in plans.items()}

@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.device import limits
 from mpjax.kernels.gemm import plans as gemm_plans
-from mpjax.kernels.gemm.plans import TABLES, Entry, Plan, Problem
+from mpjax.kernels.gemm.plans import Entry, Plan, Problem
 from mpjax.kernels.gemm.shapes import MODELS
-from mpjax.kernels.plans.tables import Tables
+from mpjax.kernels.plans import Operation, tables
 from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderConfig, presets
 
@@ -58,24 +58,28 @@ Timer = Callable[..., float]
 class Job(Protocol):
     """An entry of a table that is to be measured on the default device."""
 
-    @property
-    def problem(self) -> Any:
-        """The operation that the entry plans, on the default device."""
+    operation: ClassVar[Operation[Any]]
 
     @property
-    def tables(self) -> Tables[Any]:
-        """The tables of the job's operation."""
+    def problem(self) -> Any:
+        """What the entry plans, on the default device."""
+
+    @property
+    def most_candidates(self) -> int:
+        """The most plans to try."""
 
     @property
     def key(self) -> Any:
         """The key of the job's entry in a table."""
-        return self.tables.key_of(self.problem)
+        return self.operation.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
         """The plan that runs without a table; it is among the candidates."""
+        return self.operation.rule(self.problem)
 
     def candidates(self) -> list[Plan]:
         """Plans to try on this GPU."""
+        return self.operation.candidates(self.problem, self.most_candidates)
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
         """Measures plans on the default device; returns a trial for each, in their order."""
@@ -88,6 +92,7 @@ class ProductJob(Job):
     rows: the largest number of rows of a bucket.
     """
 
+    operation: ClassVar[Operation[Any]] = gemm_plans.OPERATION
     format: WeightFormat
     channels: int
     outputs: int
@@ -100,18 +105,9 @@ class ProductJob(Job):
         return Problem(self.rows, format, self.channels, self.outputs, limits())
 
     @property
-    def tables(self) -> Tables[Problem]:
-        """The tables of products."""
-        return TABLES
-
-    def plan_by_rule(self) -> Plan:
-        """The plan that runs without a table."""
-        return gemm_plans.plan_by_rule(self.problem)
-
-    def candidates(self) -> list[Plan]:
-        """Plans to try on this GPU."""
-        most = CANDIDATES if self.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
-        return gemm_plans.candidates(self.problem, most)
+    def most_candidates(self) -> int:
+        """The most plans to try."""
+        return CANDIDATES if self.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
         """Measures plans; see `try_products`."""
@@ -247,9 +243,10 @@ def run(
     tests. Raises TableError, before anything is measured, for a damaged table.
     """
     exists = os.path.lexists(path)
-    known = {t: t.read(path, device).entries if exists else {} for t in {j.tables for j in jobs}}
+    operations = {job.operation for job in jobs}
+    known = {o: tables.read(o, path, device).entries if exists else {} for o in operations}
     for job in jobs:
-        if not again and (entry := known[job.tables].get(job.key)) is not None:
+        if not again and (entry := known[job.operation].get(job.key)) is not None:
             yield Outcome(job, entry)
             continue
         plans = job.candidates()
@@ -260,7 +257,7 @@ def run(
             continue
         microseconds, plan = min(timed, key=lambda pair: pair[0])
         entry = Entry(plan, microseconds)
-        job.tables.record(path, device, {job.key: entry}, stamp)
+        tables.record(job.operation, path, device, {job.key: entry}, stamp)
         yield Outcome(job, entry, trials)
 
 

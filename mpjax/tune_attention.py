@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from mpjax.bench import attention as bench
 from mpjax.bench import measure
 from mpjax.kernels import KVFormat, KVPages, Span, paged_attention
 from mpjax.kernels.attention import plans as attention_plans
-from mpjax.kernels.attention.plans import TABLES, Plan, Problem
+from mpjax.kernels.attention.plans import Plan, Problem
 from mpjax.kernels.attention.shapes import AttentionShape
 from mpjax.kernels.device import limits
-from mpjax.kernels.plans.tables import Tables
+from mpjax.kernels.plans import Operation
 from mpjax.tune import Job, Program, Trial
 
 CANDIDATES = 20
@@ -35,6 +35,7 @@ class AttentionJob(Job):
     The entry's plan serves all shapes whose sizes are in the same buckets.
     """
 
+    operation: ClassVar[Operation[Any]] = attention_plans.OPERATION
     shape: AttentionShape
     format: KVFormat
 
@@ -48,17 +49,9 @@ class AttentionJob(Job):
         return Problem(shape.batch, rows, tokens, cache, limits())
 
     @property
-    def tables(self) -> Tables[Problem]:
-        """The tables of attention."""
-        return TABLES
-
-    def plan_by_rule(self) -> Plan:
-        """The plan that runs without a table."""
-        return attention_plans.plan_by_rule(self.problem)
-
-    def candidates(self) -> list[Plan]:
-        """Plans to try on this GPU."""
-        return attention_plans.candidates(self.problem, CANDIDATES)
+    def most_candidates(self) -> int:
+        """The most plans to try."""
+        return CANDIDATES
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
         """Measures plans; see `try_attention`."""

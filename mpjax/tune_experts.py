@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mpjax import tune
 from mpjax.bench import experts as bench
@@ -13,10 +13,9 @@ from mpjax.bench import measure
 from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import limits
 from mpjax.kernels.experts import plans as experts_plans
-from mpjax.kernels.experts.plans import TABLES, Problem
+from mpjax.kernels.experts.plans import Problem
 from mpjax.kernels.experts.shapes import AnyShape, ExpertShape, layer_of
-from mpjax.kernels.plans.plan import Plan
-from mpjax.kernels.plans.tables import Tables
+from mpjax.kernels.plans import Operation, Plan
 from mpjax.tune import Job, Program, Trial
 
 BUCKETS = tuple(2**power for power in range(14))  # of tokens, up to 8192
@@ -33,6 +32,7 @@ class ExpertsJob(Job):
     tokens: the largest number of tokens of a bucket.
     """
 
+    operation: ClassVar[Operation[Any]] = experts_plans.OPERATION
     shape: ExpertShape
     format: WeightFormat
     tokens: int
@@ -53,13 +53,9 @@ class ExpertsJob(Job):
         )
 
     @property
-    def tables(self) -> Tables[Problem]:
-        """The tables of products with experts."""
-        return TABLES
-
-    def plan_by_rule(self) -> Plan:
-        """The plan that runs without a table."""
-        return experts_plans.plan_by_rule(self.problem)
+    def most_candidates(self) -> int:
+        """The most plans to try."""
+        return CANDIDATES
 
     @property
     def measured(self) -> AnyShape:
@@ -70,10 +66,6 @@ class ExpertsJob(Job):
         """
         by_warpgroups = self.plan_by_rule().implementation == "mosaic"
         return layer_of(self.shape) if by_warpgroups else self.shape
-
-    def candidates(self) -> list[Plan]:
-        """Plans to try on this GPU."""
-        return experts_plans.candidates(self.problem, CANDIDATES)
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
         """Measures plans; see `try_experts`."""

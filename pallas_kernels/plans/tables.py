@@ -7,24 +7,23 @@ the table that ships with the project.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from mpjax.kernels import files
+from mpjax.kernels.plans.names import require_values
+from mpjax.kernels.plans.operation import Operation
 from mpjax.kernels.plans.plan import Entry, Plan
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
 OPERATIONS = ("gemm", "attention", "experts", "sums")  # the operations that have a section
-
-Problem = TypeVar("Problem")
 
 
 class TableError(ValueError):
@@ -80,176 +79,131 @@ def forget() -> None:
     _read_once.cache_clear()
 
 
-class Tables(abc.ABC, Generic[Problem]):
-    """The measured plans of one operation in all tables, and their form in a file.
+def in_use(operation: Operation[Any], device: str) -> list[tuple[Path, Table]]:
+    """The paths and tables for a kind of device, in the order in which they are looked up.
 
-    operation: its name, which is also the name of its section.
-    levels: the depth of nested objects in the section. Their names, from outside in, are a key.
-    configs: from the names of implementations to the dataclass of their configurations, or None.
+    Each file is read once in a process. Raises TableError for a damaged one.
     """
+    own = own_folder()
+    if own is None:
+        return []
+    paths = [folder / file_name(device) for folder in dict.fromkeys((own, SHIPPED))]
+    found = [(path, _read_once(operation, path, device)) for path in paths]
+    return [(path, table) for path, table in found if table is not None]
 
-    operation: str
-    levels: int
-    configs: Mapping[str, type | None]
 
-    @abc.abstractmethod
-    def key_of(self, problem: Problem) -> Any:
-        """The key of a problem; similar problems, which share a plan, have the same key."""
+def record(
+    operation: Operation[Any],
+    path: Path,
+    device: str,
+    entries: Mapping[Any, Entry],
+    stamp: Mapping[str, Any],
+) -> None:
+    """Adds entries to a file; they replace entries of the same keys, and all others are kept.
 
-    @abc.abstractmethod
-    def names(self, key: Any) -> tuple[str, ...]:
-        """The names of a key in a file, one for each level."""
+    The file is replaced atomically, so that an interrupted process leaves the old or the new one.
+    Raises TableError if the old file is damaged.
+    """
+    table = read(operation, path, device) if os.path.lexists(path) else Table(device)
+    stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
+    entries = {**table.entries, **entries}
+    write(operation, path, dataclasses.replace(table, stamps=stamps, entries=entries))
+    forget()
 
-    @abc.abstractmethod
-    def key(self, names: tuple[str, ...]) -> Any:
-        """The inverse of `names`; raises ValueError for names that are not a key's."""
 
-    @abc.abstractmethod
-    def check(self, key: Any, implementation: str, config: Mapping[str, Any]) -> None:
-        """Raises ValueError for a configuration that its kernel can't run with.
+def write(operation: Operation[Any], path: Path, table: Table) -> None:
+    """Writes a table as sorted JSON, with a line for each entry."""
+    section: dict[str, Any] = {}
+    for key, entry in sorted(table.entries.items()):
+        *outer, last = operation.names_of(key)
+        plans = section
+        for name in outer:
+            plans = plans.setdefault(name, {})
+        config = {} if entry.plan.config is None else dataclasses.asdict(entry.plan.config)
+        config = {name: value for name, value in config.items() if value is not None}
+        fields = {"implementation": entry.plan.implementation, **config}
+        plans[last] = {**fields, "microseconds": round(entry.microseconds, 2)}
+    sections = {**table.others, operation.name: section}
+    sections = {name: sections[name] for name in OPERATIONS if name in sections}
+    content = {"device": table.device, **sections, "stamps": list(table.stamps)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(_to_json(content) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
-        config: the fields of the configuration, as they are in the file.
-        """
 
-    def suits(self, problem: Problem, plan: Plan) -> bool:
-        """Whether a problem can run with a plan that was measured for its key."""
-        return True
+def read(operation: Operation[Any], path: Path, device: str) -> Table:
+    """Reads an operation's table in a file, which must be for `device`.
 
-    def find(self, table: Table, key: Any) -> Entry | None:
-        """The entry of a table that a key's problems use, or None."""
-        return table.entries.get(key)
+    Raises TableError, which names the file, what is wrong in it, and what to do.
+    """
+    try:
+        return _parse(operation, files.read_object(path, ValueError), device)
+    except ValueError as error:
+        reason = str(error).replace(str(path), "it")
+        raise TableError(
+            f"the tuning table {path} can't be used: {reason}; mend it, or delete it and run "
+            "`mpjax tune` again"
+        ) from error
 
-    def look_up(
-        self, device: str, key: Any, suits: Callable[[Plan], bool] = lambda plan: True
-    ) -> Entry | None:
-        """The measured plan of a key on a kind of device, or None.
 
-        suits: tells whether a plan can be used; else the next table is asked. Raises TableError for
-        a damaged table.
-        """
-        for _, table in self.in_use(device):
-            entry = self.find(table, key)
-            if entry is not None and suits(entry.plan):
-                return entry
-        return None
+def _parse(operation: Operation[Any], content: Any, device: str) -> Table:
+    _require_fields(content, {"device", "stamps"}, "the file: ", set(OPERATIONS))
+    if content["device"] != device:
+        raise ValueError(f"it is for the device {content['device']!r}, expected {device!r}")
+    stamps = content["stamps"]
+    if not isinstance(stamps, list) or not all(isinstance(stamp, dict) for stamp in stamps):
+        raise ValueError("stamps must be a list of objects")
+    entries = dict(_entries(operation, content.get(operation.name, {}), ()))
+    sections = [name for name in OPERATIONS if name in content and name != operation.name]
+    return Table(device, tuple(stamps), entries, {name: content[name] for name in sections})
 
-    def in_use(self, device: str) -> list[tuple[Path, Table]]:
-        """The paths and tables for a kind of device, in the order in which they are looked up.
 
-        Each file is read once in a process. Raises TableError for a damaged one.
-        """
-        own = own_folder()
-        if own is None:
-            return []
-        paths = [folder / file_name(device) for folder in dict.fromkeys((own, SHIPPED))]
-        found = [(path, _read_once(self, path, device)) for path in paths]
-        return [(path, table) for path, table in found if table is not None]
-
-    def record(
-        self, path: Path, device: str, entries: Mapping[Any, Entry], stamp: Mapping[str, Any]
-    ) -> None:
-        """Adds entries to a file; they replace entries of the same keys, and all others are kept.
-
-        The file is replaced atomically, so that an interrupted process leaves the old or the new
-        one. Raises TableError if the old file is damaged.
-        """
-        table = self.read(path, device) if os.path.lexists(path) else Table(device)
-        stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
-        entries = {**table.entries, **entries}
-        self.write(path, dataclasses.replace(table, stamps=stamps, entries=entries))
-        forget()
-
-    def write(self, path: Path, table: Table) -> None:
-        """Writes a table as sorted JSON, with a line for each entry."""
-        section: dict[str, Any] = {}
-        for key, entry in sorted(table.entries.items()):
-            *outer, last = self.names(key)
-            plans = section
-            for name in outer:
-                plans = plans.setdefault(name, {})
-            config = {} if entry.plan.config is None else dataclasses.asdict(entry.plan.config)
-            config = {name: value for name, value in config.items() if value is not None}
-            fields = {"implementation": entry.plan.implementation, **config}
-            plans[last] = {**fields, "microseconds": round(entry.microseconds, 2)}
-        sections = {**table.others, self.operation: section}
-        sections = {name: sections[name] for name in OPERATIONS if name in sections}
-        content = {"device": table.device, **sections, "stamps": list(table.stamps)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+def _entries(
+    operation: Operation[Any], value: Any, names: tuple[str, ...]
+) -> Iterator[tuple[Any, Entry]]:
+    """The keys and entries in `value`, the object at `names` in the section."""
+    where = " ".join(names) or operation.name
+    if len(names) == len(operation.levels):
+        key = operation.key(names)
         try:
-            unfinished.write_text(_to_json(content) + "\n", encoding="utf-8")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    def read(self, path: Path, device: str) -> Table:
-        """Reads the table in a file, which must be for `device`.
-
-        Raises TableError, which names the file, what is wrong in it, and what to do.
-        """
-        try:
-            return self._parse(files.read_object(path, ValueError), device)
-        except ValueError as error:
-            reason = str(error).replace(str(path), "it")
-            raise TableError(
-                f"the tuning table {path} can't be used: {reason}; mend it, or delete it and run "
-                "`mpjax tune` again"
-            ) from error
-
-    def _parse(self, content: Any, device: str) -> Table:
-        _require_fields(content, {"device", "stamps"}, "the file", set(OPERATIONS))
-        if content["device"] != device:
-            raise ValueError(f"it is for the device {content['device']!r}, expected {device!r}")
-        stamps = content["stamps"]
-        if not isinstance(stamps, list) or not all(isinstance(stamp, dict) for stamp in stamps):
-            raise ValueError("stamps must be a list of objects")
-        section = content.get(self.operation, {})
-        entries = dict(self._entries(section, ()))
-        others = {
-            name: content[name] for name in OPERATIONS if name in content and name != self.operation
-        }
-        return Table(device, tuple(stamps), entries, others)
-
-    def _entries(self, value: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, Entry]]:
-        """The keys and entries in `value`, the object at `names` in the section."""
-        where = " ".join(names) or self.operation
-        if len(names) == self.levels:
-            key = self.key(names)
-            yield key, self._entry(key, value, where)
-            return
-        for name, inner in _objects(value, where):
-            yield from self._entries(inner, (*names, name))
-
-    def _entry(self, key: Any, fields: Any, where: str) -> Entry:
-        implementation: Any = dict(_objects(fields, where)).get("implementation")
-        if implementation not in self.configs:
-            names = tuple(self.configs)
-            raise ValueError(
-                f"{where}: implementation is {implementation!r}, expected one of {names}"
-            )
-        common = {"implementation", "microseconds"}
-        kind = self.configs[implementation]
-        known: Any = dataclasses.fields(kind) if kind else ()
-        required = {field.name for field in known if field.default is dataclasses.MISSING}
-        _require_fields(fields, common | required, where, {field.name for field in known})
-        microseconds = fields["microseconds"]
-        if type(microseconds) not in (int, float) or not 0 < microseconds < float("inf"):
-            raise ValueError(
-                f"{where}: microseconds is {microseconds!r}, expected a positive number"
-            )
-        if kind is None:
-            return Entry(Plan(implementation), microseconds)
-        config = {name: value for name, value in fields.items() if name not in common}
-        try:
-            self.check(key, implementation, config)
+            yield key, _entry(operation, key, value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        return Entry(Plan(implementation, kind(**config)), microseconds)
+        return
+    for name, inner in _objects(value, f"{where}: "):
+        yield from _entries(operation, inner, (*names, name))
+
+
+def _entry(operation: Operation[Any], key: Any, fields: Any) -> Entry:
+    implementation: Any = dict(_objects(fields)).get("implementation")
+    if implementation not in operation.configs:
+        names = tuple(operation.configs)
+        raise ValueError(f"implementation is {implementation!r}, expected one of {names}")
+    common = {"implementation", "microseconds"}
+    kind = operation.configs[implementation]
+    known: Any = dataclasses.fields(kind) if kind else ()
+    required = {field.name for field in known if field.default is dataclasses.MISSING}
+    _require_fields(fields, common | required, "", {field.name for field in known})
+    microseconds = fields["microseconds"]
+    if type(microseconds) not in (int, float) or not 0 < microseconds < float("inf"):
+        raise ValueError(f"microseconds is {microseconds!r}, expected a positive number")
+    if kind is None:
+        return Entry(Plan(implementation), microseconds)
+    config = {name: value for name, value in fields.items() if name not in common}
+    require_values(kind, config)
+    plan = Plan(implementation, kind(**config))
+    if reason := operation.why_damaged(key, plan):
+        raise ValueError(reason)
+    return Entry(plan, microseconds)
 
 
 @functools.cache
-def _read_once(tables: Tables, path: Path, device: str) -> Table | None:
-    return tables.read(path, device) if os.path.lexists(path) else None
+def _read_once(operation: Operation[Any], path: Path, device: str) -> Table | None:
+    return read(operation, path, device) if os.path.lexists(path) else None
 
 
 def _to_json(value: Any, indent: str = "") -> str:
@@ -266,9 +220,9 @@ def _to_json(value: Any, indent: str = "") -> str:
     return f"{opening}\n{deeper}" + f",\n{deeper}".join(lines) + f"\n{indent}{closing}"
 
 
-def _objects(value: Any, where: str) -> list[tuple[str, Any]]:
+def _objects(value: Any, where: str = "") -> list[tuple[str, Any]]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
+        raise ValueError(f"{where}expected an object, found {type(value).__name__}")
     return list(value.items())
 
 
@@ -279,4 +233,4 @@ def _require_fields(
     problems = [f"unknown field {name!r}" for name in sorted(found - required - optional)]
     problems += [f"missing field {name!r}" for name in sorted(required - found)]
     if problems:
-        raise ValueError(f"{where}: {', '.join(problems)}")
+        raise ValueError(f"{where}{', '.join(problems)}")

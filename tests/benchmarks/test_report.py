@@ -9,7 +9,8 @@ import pytest
 from benchmarks import quantization, report
 from mpjax.bench import attention, gemm, generate
 from mpjax.kernels import ProductFormat
-from mpjax.kernels.gemm.plans import TABLES, Problem, plan_by_rule
+from mpjax.kernels.gemm.plans import OPERATION, Problem, plan_by_rule
+from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.tables import SHIPPED, file_name
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
@@ -108,13 +109,13 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
 
 
 def test_products_with_another_plan_since_are_marked(page):
-    entries = TABLES.read(SHIPPED / file_name("NVIDIA H200"), "NVIDIA H200").entries
+    entries = tables.read(OPERATION, SHIPPED / file_name("NVIDIA H200"), "NVIDIA H200").entries
     tuned = next(key for key, entry in entries.items() if entry.plan.config is not None)
     limits, found = report.GPUS["NVIDIA H200"], []
     by_rule = Problem(7, ProductFormat.of("uint4:g128"), 4224, 4224, limits)
     for key, plan in (
         (tuned, entries[tuned].plan),
-        (TABLES.key_of(by_rule), plan_by_rule(by_rule)),
+        (OPERATION.key_of(by_rule), plan_by_rule(by_rule)),
     ):
         assert plan.config is not None
         place = {"format": key.format, "K": key.channels, "N": key.outputs, "M": key.rows}

@@ -25,8 +25,8 @@ from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.safetensors import DTYPES, Checkpoint
 from mpjax.checkpoint.schemes import registry
 from mpjax.cli import info
-from mpjax.kernels.gemm.plans import TABLES
-from mpjax.kernels.plans import TableError
+from mpjax.kernels.gemm.plans import OPERATION
+from mpjax.kernels.plans import TableError, tables
 from mpjax.tokenizer import Tokenizer
 from tests.mpjax.bad_files.ways import (
     INDEX,
@@ -354,4 +354,4 @@ def test_tuning_tables(tmp_path_factory, data):
     written = json.dumps(changed(data.draw, TABLE)).encode()
     path.write_bytes(written if data.draw(st.booleans()) else damaged(data.draw, written))
     with bounds(), contextlib.suppress(TableError):
-        TABLES.read(path, "NVIDIA Test 1")
+        tables.read(OPERATION, path, "NVIDIA Test 1")

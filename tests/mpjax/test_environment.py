@@ -13,7 +13,7 @@ import mpjax
 from mpjax import environment
 from mpjax.kernels import device
 from mpjax.kernels.attention import plans as attention_plans
-from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan
+from mpjax.kernels.gemm.plans import OPERATION, Entry, Key, Plan
 from mpjax.kernels.plans import tables
 
 
@@ -164,10 +164,10 @@ def test_the_tuning_tables_in_use_are_told(tuned, monkeypatch):
 
     entry = Entry(Plan("dequantize"), 1.0)
     plans = {Key("uint4:g128", 256, 64, rows): entry for rows in (16, 32)}
-    TABLES.record(tuned, "NVIDIA Test", plans, {})
+    tables.record(OPERATION, tuned, "NVIDIA Test", plans, {})
     key = attention_plans.Key("KV8", 8, 128, False, 4, 1, 4096)
     entry = Entry(Plan("triton", attention_plans.AttentionConfig(8, 64, 4, 4, 3)), 1.0)
-    attention_plans.TABLES.record(tuned, "NVIDIA Test", {key: entry}, {})
+    tables.record(attention_plans.OPERATION, tuned, "NVIDIA Test", {key: entry}, {})
     assert environment.collect()["tuning_tables"] == {
         str(tuned): "3 plans",
         "anything else": "heuristics",

@@ -11,7 +11,7 @@ from mpjax.checkpoint.saving import save
 from mpjax.kernels import WeightFormat, device, matmul
 from mpjax.kernels.gemm import plans as gemm_plans
 from mpjax.kernels.gemm import shapes
-from mpjax.kernels.gemm.plans import TABLES, Entry, Plan, TritonConfig
+from mpjax.kernels.gemm.plans import OPERATION, Entry, Plan, TritonConfig
 from mpjax.kernels.plans import tables
 from mpjax.models import presets
 from mpjax.tune import ProductJob, Trial
@@ -104,7 +104,7 @@ def test_jobs_that_can_not_be(text, channels, reason):
 
 def test_the_fastest_plan_goes_into_the_table(path):
     outcomes = run(path, Trials())
-    table = TABLES.read(path, DEVICE)
+    table = tables.read(OPERATION, path, DEVICE)
     assert table.stamps == (STAMP,)
     assert list(table.entries) == [job.key for job in JOBS]
     for job, outcome in zip(JOBS, outcomes, strict=True):
@@ -130,7 +130,7 @@ def test_what_the_table_has_is_not_measured_again(path):
 def test_an_interrupt_keeps_what_was_measured(path):
     with pytest.raises(KeyboardInterrupt):
         run(path, Trials(interrupt_at=64))
-    assert list(TABLES.read(path, DEVICE).entries) == [job.key for job in JOBS[:2]]
+    assert list(tables.read(OPERATION, path, DEVICE).entries) == [job.key for job in JOBS[:2]]
     trials = Trials()
     run(path, trials)
     assert trials.jobs == JOBS[2:]
@@ -140,7 +140,7 @@ def test_a_job_that_nothing_does_has_no_entry(path):
     outcomes = run(path, Trials(nothing_works_at=32))
     assert [outcome.entry is None for outcome in outcomes] == [False, True, False]
     assert outcomes[1].problems == {"does not run: x": len(outcomes[1].trials)}
-    assert list(TABLES.read(path, DEVICE).entries) == [JOBS[0].key, JOBS[2].key]
+    assert list(tables.read(OPERATION, path, DEVICE).entries) == [JOBS[0].key, JOBS[2].key]
 
 
 @pytest.mark.parametrize("again", [True, False])

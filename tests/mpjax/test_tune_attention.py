@@ -10,7 +10,7 @@ from mpjax import tune, tune_attention
 from mpjax.bench import measure
 from mpjax.kernels import KVFormat, device, paged_attention
 from mpjax.kernels.attention import plans as attention_plans
-from mpjax.kernels.attention.plans import TABLES, CacheShape, Plan, Problem
+from mpjax.kernels.attention.plans import OPERATION, CacheShape, Plan, Problem
 from mpjax.kernels.attention.shapes import AttentionShape
 from mpjax.kernels.plans import tables
 from mpjax.tune import Trial
@@ -23,8 +23,8 @@ SHAPE = AttentionShape(2, 4, 2, 64, 300)
 def test_a_job_is_a_line_of_the_table():
     job = AttentionJob(dataclasses.replace(SHAPE, queries=3), KV2)
     assert job.problem == Problem(2, 6, 384, CacheShape(KV2, 2, 64, 128), device.limits())
-    assert job.tables is TABLES
-    assert job.key == TABLES.key_of(job.problem)
+    assert job.operation is OPERATION
+    assert job.key == OPERATION.key_of(job.problem)
     assert str(job) == "KV2 b2-h4/2-d64-c300-q3"
     plans = job.candidates()
     assert plans[0] == job.plan_by_rule() == attention_plans.plan_by_rule(job.problem)

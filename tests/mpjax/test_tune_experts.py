@@ -10,7 +10,7 @@ from mpjax import tune, tune_experts
 from mpjax.bench import measure
 from mpjax.kernels import Gate, WeightFormat, device
 from mpjax.kernels.experts import plans as experts_plans
-from mpjax.kernels.experts.plans import TABLES
+from mpjax.kernels.experts.plans import OPERATION
 from mpjax.kernels.experts.shapes import MODELS, ExpertShape
 from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Plan
@@ -24,8 +24,8 @@ UINT4, UINT8 = WeightFormat.parse("uint4:g32"), WeightFormat.parse("uint8:g32")
 
 def test_a_job_is_a_line_of_the_table():
     job = ExpertsJob(GATE_UP, UINT4, 16)
-    assert job.tables is TABLES
-    assert TABLES.names(job.key) == ("uint4:g32", "2/6 of 128x128 gated", "16")
+    assert job.operation is OPERATION
+    assert OPERATION.names_of(job.key) == ("uint4:g32", "2/6 of 128x128 gated", "16")
     assert str(job) == "uint4:g32 small.gate_up, 16 tokens"
     plans = job.candidates()
     assert plans[0] == job.plan_by_rule()

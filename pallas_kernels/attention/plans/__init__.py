@@ -1,27 +1,34 @@
 """Plans of attention: from a `Problem`, the tiles and programs that read the cache.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`tables`). For a problem that no table has, it asks the rule: `team_rule` chooses tiles and how
+(`operation`). For a problem that no table has, it asks the rule: `team_rule` chooses tiles and how
 many programs share a sequence, `rule` the programs of the residual and the tiles that are read
 ahead, and `register_rule` the registers. `configuration` says which configurations can run.
 """
 
 from mpjax.kernels.attention.plans.candidates import candidates
-from mpjax.kernels.attention.plans.choice import config_of, forced, plan_of
 from mpjax.kernels.attention.plans.configuration import (
     NARROW_ROWS,
     AttentionConfig,
     why_unsound,
 )
+from mpjax.kernels.attention.plans.operation import (
+    OPERATION,
+    PAGE_SIZE,
+    Key,
+    bucket,
+    config_of,
+    forced,
+    plan_of,
+)
 from mpjax.kernels.attention.plans.problem import CacheShape, Problem
 from mpjax.kernels.attention.plans.rule import plan_by_rule
-from mpjax.kernels.attention.plans.tables import PAGE_SIZE, TABLES, Key, bucket
-from mpjax.kernels.plans.plan import Entry, Plan
+from mpjax.kernels.plans import Entry, Plan
 
 __all__ = [
     "NARROW_ROWS",
+    "OPERATION",
     "PAGE_SIZE",
-    "TABLES",
     "AttentionConfig",
     "CacheShape",
     "Entry",

@@ -1,7 +1,16 @@
 """Plans of grouped products: from a `Problem`, the tiles that multiply it."""
 
 from mpjax.kernels.experts.plans.candidates import candidates
-from mpjax.kernels.experts.plans.choice import (
+from mpjax.kernels.experts.plans.configuration import (
+    PLAIN_CHANNELS,
+    ExpertsConfig,
+    ExpertsWarpgroupConfig,
+    Tiling,
+)
+from mpjax.kernels.experts.plans.operation import (
+    OPERATION,
+    Key,
+    bucket,
     config_of,
     forced,
     joint_configs_of,
@@ -9,21 +18,14 @@ from mpjax.kernels.experts.plans.choice import (
     runs_by_warpgroups,
     warpgroup_config_of,
 )
-from mpjax.kernels.experts.plans.configuration import (
-    PLAIN_CHANNELS,
-    ExpertsConfig,
-    ExpertsWarpgroupConfig,
-    Tiling,
-)
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.rule import plan_by_rule
-from mpjax.kernels.experts.plans.tables import TABLES, Key, bucket
 from mpjax.kernels.experts.plans.warpgroup_rule import MOST_TILE_ROWS, why_not_warpgroups
 
 __all__ = [
     "MOST_TILE_ROWS",
+    "OPERATION",
     "PLAIN_CHANNELS",
-    "TABLES",
     "ExpertsConfig",
     "ExpertsWarpgroupConfig",
     "Key",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 from mpjax.kernels.experts.plans.configuration import ExpertsConfig, Tiling
 from mpjax.kernels.experts.plans.problem import Problem
@@ -14,9 +15,13 @@ from mpjax.kernels.experts.plans.rule import (
     plan_by_rule,
     warpgroups_by_rule,
 )
-from mpjax.kernels.experts.plans.tables import TABLES
-from mpjax.kernels.experts.plans.warpgroup_rule import ranked, suits_warpgroups
-from mpjax.kernels.gemm.plans import SCALINGS
+from mpjax.kernels.experts.plans.warpgroup_rule import (
+    ranked,
+    suits_warpgroups,
+    why_not_warpgroups,
+)
+from mpjax.kernels.experts.plans.warpgroup_rule import why_unsound as why_not_by_warpgroups
+from mpjax.kernels.gemm.plans import SCALINGS, why_unsound
 from mpjax.kernels.plans.plan import Plan
 
 MOST_COMPARISONS = 2**21  # counting pairs compares each one with every expert
@@ -38,6 +43,16 @@ def candidates(problem: Problem, most: int = 40) -> list[Plan]:
         return _by_triton(problem, most)
     by_warpgroups = _by_warpgroups(problem, most - most // TRITON_SHARE)
     return [*by_warpgroups, *_by_triton(problem, most - len(by_warpgroups))]
+
+
+def can_run(problem: Problem, plan: Plan) -> bool:
+    """Whether a problem can run with a plan on its GPU."""
+    config: Any = plan.config
+    if plan.implementation == "mosaic":
+        return (why_not_warpgroups(problem) or why_not_by_warpgroups(config, problem)) is None
+    if not problem.format.weight.is_packed:
+        return True
+    return why_unsound(config, problem.product(config.tile_m)) is None
 
 
 def _by_warpgroups(problem: Problem, most: int) -> list[Plan]:
@@ -86,7 +101,7 @@ def _place(config: ExpertsConfig) -> tuple[float, ...]:
 
 def _is_sound(problem: Problem, config: ExpertsConfig) -> bool:
     has_outputs = 16 * config.warps <= config.tile_n <= max(64, problem.outputs)
-    return has_outputs and TABLES.suits(problem, Plan("triton", config))
+    return has_outputs and can_run(problem, Plan("triton", config))
 
 
 def _tilings(problem: Problem) -> tuple[Tiling, ...]:

@@ -1,19 +1,12 @@
 """Plans of products: from a `Problem`, the implementation and the tiles that multiply it.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`tables`). A problem that no table has gets the plan of the rule: `rule` chooses the
+(`operation`). A problem that no table has gets the plan of the rule: `rule` chooses the
 implementation, `triton_rule` and `warpgroup_rule` the tiles, the latter with a `cost_model`.
 `limits` and `shared_memory` say which configurations a GPU can run.
 """
 
 from mpjax.kernels.gemm.plans.candidates import candidates
-from mpjax.kernels.gemm.plans.choice import (
-    forced,
-    plan_of,
-    runs_by_warpgroups,
-    triton_config_of,
-    warpgroup_config_of,
-)
 from mpjax.kernels.gemm.plans.configuration import (
     FEW_ROWS,
     SCALINGS,
@@ -28,18 +21,28 @@ from mpjax.kernels.gemm.plans.limits import (
     why_not_warpgroups,
     why_unsound,
 )
+from mpjax.kernels.gemm.plans.operation import (
+    BUCKETS,
+    OPERATION,
+    Key,
+    bucket,
+    forced,
+    plan_of,
+    runs_by_warpgroups,
+    triton_config_of,
+    warpgroup_config_of,
+)
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.rule import plan_by_rule
-from mpjax.kernels.gemm.plans.tables import BUCKETS, TABLES, Key, bucket
 from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
 from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound as why_unsound_warpgroups
-from mpjax.kernels.plans.plan import Entry, Plan
+from mpjax.kernels.plans import Entry, Plan
 
 __all__ = [
     "BUCKETS",
     "FEW_ROWS",
+    "OPERATION",
     "SCALINGS",
-    "TABLES",
     "Entry",
     "Implementation",
     "Key",

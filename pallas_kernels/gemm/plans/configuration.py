@@ -50,6 +50,16 @@ class TritonConfig:
     width: int | None = None
     unsplit: int | None = None
 
+    def why_not(self) -> str | None:
+        """Why no product can have this configuration; None if some can."""
+        for name in ("tile_m", "tile_n", "warps", "width"):
+            value = getattr(self, name)
+            if value is not None and value & (value - 1):
+                return f"{name} is {value}, expected a power of two"
+        if self.unsplit is not None and self.unsplit % self.tile_n:
+            return f"unsplit is {self.unsplit}, expected a multiple of tile_n"
+        return None
+
     def __str__(self) -> str:
         past = "" if self.unsplit is None else f" past channel {self.unsplit}"
         return (

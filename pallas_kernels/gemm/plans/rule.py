@@ -16,7 +16,7 @@ from mpjax.kernels.plans.plan import Plan
 # K4096 N24576. Triton's kernel decodes the weight again for every tile of rows; the unfused product
 # writes it out once. Codes of a table are slower to decode, so that their limit is lower. Triton
 # multiplies FP8 in 16 bits, so XLA's FP8 product is soon faster. XLA's int8 product never is,
-# because its sums go through memory. liquid4 is written out as int8, half the bytes.
+# because its sums go through memory. liquid4 (W4A8) is written out as int8, half the bytes.
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LIQUID4 = 2048
 # The most rows for which the warpgroups' kernel is faster than a copy of the weight and cuBLAS,

@@ -8,7 +8,8 @@ from mpjax.cli.application import app
 from mpjax.kernels import device
 from mpjax.kernels.attention import plans as attention_plans
 from mpjax.kernels.experts import plans as experts_plans
-from mpjax.kernels.gemm.plans import BUCKETS, TABLES
+from mpjax.kernels.gemm.plans import BUCKETS, OPERATION
+from mpjax.kernels.plans import tables
 from mpjax.tune import Trial
 
 KIND = "NVIDIA Test 1"
@@ -46,7 +47,7 @@ def test_results_are_written_told_and_kept(gpu, tmp_path):
     line = "uint4:g128 256x64, 7 rows: 5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling"
     assert f"{line} the accumulator (untuned 5.0 µs)\n" in result.stderr
     assert "4/4" in result.stderr
-    assert len(TABLES.read(path, "NVIDIA Test 1").entries) == 4
+    assert len(tables.read(OPERATION, path, "NVIDIA Test 1").entries) == 4
 
     more = ("--formats", "uint4:g128,int8", "--output", tmp_path)
     result = invoke(*SHAPES, *more)
@@ -93,8 +94,9 @@ def test_attention_is_tuned_into_the_same_table(gpu, tmp_path, monkeypatch):
     path = tmp_path / "nvidia_test_1.json"
     assert result.stdout == f"{path}: 2 measured, 0 known before\n"
     assert "KV8 b2-h4/2-d64-c4096: 5.0 µs, triton 8x64, " in result.stderr
-    assert {key.format for key in attention_plans.TABLES.read(path, KIND).entries} == {"KV8", "KV2"}
-    assert len(TABLES.read(path, KIND).entries) == 2
+    found = tables.read(attention_plans.OPERATION, path, KIND).entries
+    assert {key.format for key in found} == {"KV8", "KV2"}
+    assert len(tables.read(OPERATION, path, KIND).entries) == 2
     again = invoke(*arguments, "--output", tmp_path)
     assert again.stdout == f"{path}: 0 measured, 2 known before\n"
 
@@ -111,7 +113,7 @@ def test_experts_are_tuned_into_the_same_table(rows, count, gpu, tmp_path, monke
     path = tmp_path / "nvidia_test_1.json"
     assert result.stdout == f"{path}: {count} measured, 0 known before\n"
     assert "uint4:g128 mixtral-8x7b.down, 16 tokens: 5.0 µs, triton " in result.stderr
-    found = experts_plans.TABLES.read(path, KIND).entries
+    found = tables.read(experts_plans.OPERATION, path, KIND).entries
     assert len(found) == count
     assert {key.experts for key in found} == {8}
 
@@ -128,7 +130,9 @@ def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
     result = invoke(*SHAPES, "--output", tmp_path)
     assert result.exit_code == 130
     assert "goes on from here" in result.stderr
-    assert len(TABLES.read(tmp_path / "nvidia_test_1.json", "NVIDIA Test 1").entries) == 2
+    assert (
+        len(tables.read(OPERATION, tmp_path / "nvidia_test_1.json", "NVIDIA Test 1").entries) == 2
+    )
 
 
 def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):

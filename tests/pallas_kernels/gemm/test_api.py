@@ -12,8 +12,8 @@ from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.gemm import dequantize, reference, shapes, triton, xla
 from mpjax.kernels.gemm.api import matmul_terms
-from mpjax.kernels.gemm.plans.choice import forced, plan_of
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.operation import forced, plan_of
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.gemm.weights import (

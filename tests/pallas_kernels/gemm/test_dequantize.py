@@ -25,10 +25,10 @@ from tests.pallas_kernels.gemm.weights import (
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, relative_error
 from tests.sweeps import in_sweep
 
-TABLES = ("table4:g256", "table3:g32", "table2:g64")
+OPERATION = ("table4:g256", "table3:g32", "table2:g64")
 # One of each kind of codes and of parameters.
 SOME = (
-    *("uint4:g32", "uint4:g128:sym", "uint8:gK", "affine4:g32", "affine8:g64", *TABLES),
+    *("uint4:g32", "uint4:g128:sym", "uint8:gK", "affine4:g32", "affine8:g64", *OPERATION),
     *("float8:g128", "float8:gK/float8", "float4:g32", "int4:g128/int8", "liquid4:g64/int8"),
 )
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
@@ -71,7 +71,7 @@ def test_two_levels_are_multiplied_as_int8_is(outputs, kernel, pretend_gpu):
         *(
             (t, channels_of(t)) if t in SOME else in_sweep(t, channels_of(t))
             for t in ALL_FORMATS
-            if t in TABLES or "table" not in t
+            if t in OPERATION or "table" not in t
         ),
         *(("float8:g128", 200), ("float8:g128/float8", 200)),
     ],

@@ -10,8 +10,8 @@ import pytest
 from mpjax.kernels import QuantizedTensor, matmul, quantize
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul_terms
-from mpjax.kernels.gemm.plans.choice import forced
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.operation import forced
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import ALL_FORMATS, dense, integers, random_weight

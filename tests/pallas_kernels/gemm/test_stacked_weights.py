@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import QuantizedTensor, matmul, matmul_terms
-from mpjax.kernels.gemm.plans.choice import forced
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.operation import forced
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.gemm.weights import random_weight, weight_struct
 from tests.pallas_kernels.oracles import random_array, relative_error, wide

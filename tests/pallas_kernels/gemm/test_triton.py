@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mpjax.kernels import ProductFormat, QuantizedTensor, WeightFormat, device
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.gemm import shapes, triton
-from mpjax.kernels.gemm.plans.choice import triton_config_of
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.limits import can_scale_weights
+from mpjax.kernels.gemm.plans.operation import triton_config_of
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
 from mpjax.kernels.quantized_tensor import replace_scales

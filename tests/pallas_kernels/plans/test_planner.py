@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from mpjax.kernels.device import Limits
 from mpjax.kernels.plans import tables
+from mpjax.kernels.plans.operation import Operation
 from mpjax.kernels.plans.plan import Entry, Plan
-from mpjax.kernels.plans.planner import Planner, conditions
-from mpjax.kernels.plans.tables import Tables
+from mpjax.kernels.plans.planner import conditions, forced, measured, plan_of
 
 LIMITS = Limits(132, 9.0, "NVIDIA Test 1")
 MEASURED, RULE, FORCED = Plan("measured"), Plan("rule"), Plan("forced")
@@ -24,34 +24,38 @@ class Sum:
     limits: Limits = LIMITS
 
 
-class Sums(Tables[Sum]):
+class Key(NamedTuple):
+    """The key of a sum."""
+
+    size: int
+
+
+class Sums(Operation[Sum]):
     """Plans of sums; those up to 8 share one."""
 
-    operation = "sums"
-    levels = 1
+    name = "sums"
+    keys = Key
+    levels = ("{size}",)
     configs = {"measured": None}  # noqa: RUF012
 
-    def key_of(self, problem: Sum) -> tuple[int]:
-        return (max(8, problem.size),)
+    def exact(self, problem: Sum) -> Key:
+        return Key(problem.size)
 
-    def names(self, key: tuple[int]) -> tuple[str, ...]:
-        return (str(key[0]),)
+    def bucketed(self, key: Key) -> Key:
+        return Key(max(8, key.size))
 
-    def key(self, names: tuple[str, ...]) -> tuple[int]:
-        return (int(names[0]),)
-
-    def check(self, key: tuple[int], implementation: str, config: Any) -> None:
-        raise AssertionError("nothing has a configuration")
+    def rule(self, problem: Sum) -> Plan:
+        return RULE
 
     def suits(self, problem: Sum, plan: Plan) -> bool:
         return problem.size != 5
 
 
 class Others(Sums):
-    operation = "others"
+    name = "others"
 
 
-PLANNER, OTHER = (Planner(kind(), lambda problem: RULE) for kind in (Sums, Others))
+SUMS, OTHERS = Sums(), Others()
 
 
 @pytest.fixture(autouse=True)
@@ -60,53 +64,55 @@ def _table(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "OPERATIONS", ("sums", "others"))
     monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
     path = tmp_path / tables.file_name(LIMITS.kind)
-    PLANNER.measured.record(path, LIMITS.kind, {(8,): Entry(MEASURED, 1.0)}, {})
+    tables.record(SUMS, path, LIMITS.kind, {Key(8): Entry(MEASURED, 1.0)}, {})
     yield
     tables.forget()
 
 
 def test_a_measured_plan_goes_before_the_rule():
-    assert PLANNER.plan_of(Sum(3)) == PLANNER.plan_of(Sum(8)) == MEASURED
-    assert PLANNER.plan_of(Sum(9)) == RULE
-    assert OTHER.plan_of(Sum(3)) == RULE
+    assert plan_of(SUMS, Sum(3)) == plan_of(SUMS, Sum(8)) == MEASURED
+    assert plan_of(SUMS, Sum(9)) == RULE
+    assert plan_of(OTHERS, Sum(3)) == RULE
+    assert measured(SUMS, Sum(3)) == Entry(MEASURED, 1.0)
+    assert measured(SUMS, Sum(9)) is None
 
 
 def test_a_measured_plan_that_does_not_suit_a_problem_is_not_used():
-    assert PLANNER.plan_of(Sum(5)) == RULE
-    assert PLANNER.plan_of(Sum(6)) == MEASURED
+    assert plan_of(SUMS, Sum(5)) == RULE
+    assert plan_of(SUMS, Sum(6)) == MEASURED
 
 
 @pytest.mark.parametrize("kind", [None, "NVIDIA Test 2"])
 def test_a_plan_was_measured_on_one_kind_of_gpu(kind):
-    assert PLANNER.plan_of(Sum(3, Limits(132, 9.0, kind))) == RULE
+    assert plan_of(SUMS, Sum(3, Limits(132, 9.0, kind))) == RULE
 
 
 def test_a_forced_plan_goes_before_everything():
-    with PLANNER.forced(FORCED):
-        assert PLANNER.plan_of(Sum(3)) == PLANNER.plan_of(Sum(9)) == FORCED
-        with PLANNER.forced(RULE):
-            assert PLANNER.plan_of(Sum(3)) == RULE
-        with PLANNER.forced(None):
-            assert PLANNER.plan_of(Sum(3)) == MEASURED
+    with forced(SUMS, FORCED):
+        assert plan_of(SUMS, Sum(3)) == plan_of(SUMS, Sum(9)) == FORCED
+        with forced(SUMS, RULE):
+            assert plan_of(SUMS, Sum(3)) == RULE
+        with forced(SUMS, None):
+            assert plan_of(SUMS, Sum(3)) == MEASURED
         with concurrent.futures.ThreadPoolExecutor(1) as other:
-            assert other.submit(PLANNER.plan_of, Sum(3)).result() == MEASURED
-        assert PLANNER.plan_of(Sum(3)) == FORCED
-    assert PLANNER.plan_of(Sum(3)) == MEASURED
+            assert other.submit(plan_of, SUMS, Sum(3)).result() == MEASURED
+        assert plan_of(SUMS, Sum(3)) == FORCED
+    assert plan_of(SUMS, Sum(3)) == MEASURED
 
 
 def test_operations_are_forced_apart():
-    with PLANNER.forced(FORCED), OTHER.forced(Plan("another")):
-        assert PLANNER.plan_of(Sum(3)) == FORCED
-        with PLANNER.forced(None):
-            assert OTHER.plan_of(Sum(3)) == Plan("another")
-    assert OTHER.plan_of(Sum(3)) == RULE
+    with forced(SUMS, FORCED), forced(OTHERS, Plan("another")):
+        assert plan_of(SUMS, Sum(3)) == FORCED
+        with forced(SUMS, None):
+            assert plan_of(OTHERS, Sum(3)) == Plan("another")
+    assert plan_of(OTHERS, Sum(3)) == RULE
 
 
 def test_plans_depend_on_what_is_forced_and_on_the_tables(tmp_path, monkeypatch):
     seen = [conditions()]
-    with PLANNER.forced(FORCED):
+    with forced(SUMS, FORCED):
         seen.append(conditions())
-        with OTHER.forced(FORCED):
+        with forced(OTHERS, FORCED):
             seen.append(conditions())
     assert conditions() == seen[0]
     tables.forget()

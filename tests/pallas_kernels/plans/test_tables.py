@@ -4,13 +4,14 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from mpjax.kernels.plans import tables
+from mpjax.kernels.plans.operation import Operation
 from mpjax.kernels.plans.plan import Entry, Plan
-from mpjax.kernels.plans.tables import Table, TableError, Tables
+from mpjax.kernels.plans.tables import Table, TableError
 
 DEVICE = "NVIDIA Test 1"
 STAMP = {"commit": "abc", "jax": "0.11.2"}
@@ -24,34 +25,41 @@ class Tile:
     stages: int = 2
 
 
-class Sums(Tables[int]):
+class Key(NamedTuple):
+    """The key of a sum."""
+
+    size: int
+
+
+class Sums(Operation[Any]):
     """Plans of an operation that there is not: its problems are numbers."""
 
-    operation = "sums"
-    levels = 1
+    name = "sums"
+    keys = Key
+    levels = ("of {size}",)
     configs = {"tiled": Tile, "plain": None}  # noqa: RUF012
 
-    def key_of(self, problem: int) -> tuple[int]:
-        return (problem,)
+    def exact(self, problem: int) -> Key:
+        return Key(problem)
 
-    def names(self, key: tuple[int]) -> tuple[str, ...]:
-        return (f"of {key[0]}",)
+    def bucketed(self, key: Key) -> Key:
+        return key
 
-    def key(self, names: tuple[str, ...]) -> tuple[int]:
-        return (int(names[0].removeprefix("of ")),)
+    def rule(self, problem: int) -> Plan:
+        return Plan("plain")
 
-    def check(self, key: tuple[int], implementation: str, config: Any) -> None:
-        if config["size"] > key[0]:
-            raise ValueError(f"size is {config['size']}, more than {key[0]}")
+    def why_damaged(self, key: Key, plan: Plan) -> str | None:
+        size = plan.config.size
+        return f"size is {size}, more than {key.size}" if size > key.size else None
 
 
 class Others(Sums):
-    operation = "others"
+    name = "others"
 
 
 SUMS, OTHERS = Sums(), Others()
 TILED, PLAIN = Entry(Plan("tiled", Tile(4)), 1.5), Entry(Plan("plain"), 2.0)
-TABLE = Table(DEVICE, (STAMP,), {(8,): TILED, (64,): PLAIN})
+TABLE = Table(DEVICE, (STAMP,), {Key(8): TILED, Key(64): PLAIN})
 TEXT = """\
 {
   "device": "NVIDIA Test 1",
@@ -109,81 +117,77 @@ def test_where_own_tables_are(monkeypatch, variables, folder):
 
 def test_a_table_is_text_that_people_can_read_and_compare(tmp_path):
     path = tmp_path / "new" / "table.json"
-    SUMS.write(path, TABLE)
+    tables.write(SUMS, path, TABLE)
     assert path.read_text() == TEXT
-    assert SUMS.read(path, DEVICE) == TABLE
+    assert tables.read(SUMS, path, DEVICE) == TABLE
     assert os.listdir(path.parent) == ["table.json"]
 
 
 def test_an_operation_keeps_the_sections_of_others(tmp_path):
     path = tmp_path / "table.json"
-    SUMS.write(path, TABLE)
-    OTHERS.record(path, DEVICE, {(3,): PLAIN}, STAMP)
-    SUMS.record(path, DEVICE, {(9,): PLAIN}, STAMP)
-    assert SUMS.read(path, DEVICE).entries == {**TABLE.entries, (9,): PLAIN}
-    assert OTHERS.read(path, DEVICE).entries == {(3,): PLAIN}
-    assert SUMS.read(path, DEVICE).stamps == (STAMP,)
+    tables.write(SUMS, path, TABLE)
+    tables.record(OTHERS, path, DEVICE, {Key(3): PLAIN}, STAMP)
+    tables.record(SUMS, path, DEVICE, {Key(9): PLAIN}, STAMP)
+    assert tables.read(SUMS, path, DEVICE).entries == {**TABLE.entries, Key(9): PLAIN}
+    assert tables.read(OTHERS, path, DEVICE).entries == {Key(3): PLAIN}
+    assert tables.read(SUMS, path, DEVICE).stamps == (STAMP,)
 
 
 def test_a_file_without_a_section_has_no_plans_of_it(tmp_path):
     path = tmp_path / "table.json"
-    SUMS.write(path, TABLE)
-    assert OTHERS.read(path, DEVICE).entries == {}
+    tables.write(SUMS, path, TABLE)
+    assert tables.read(OTHERS, path, DEVICE).entries == {}
 
 
 def test_recording_keeps_what_else_is_there(tmp_path):
     path, newer = tmp_path / "table.json", {"commit": "def", "jax": "0.11.2"}
-    SUMS.record(path, DEVICE, {(8,): PLAIN}, STAMP)
-    SUMS.record(path, DEVICE, {(64,): PLAIN}, STAMP)
-    SUMS.record(path, DEVICE, {(8,): TILED}, newer)
-    assert SUMS.read(path, DEVICE) == Table(DEVICE, (STAMP, newer), TABLE.entries)
+    tables.record(SUMS, path, DEVICE, {Key(8): PLAIN}, STAMP)
+    tables.record(SUMS, path, DEVICE, {Key(64): PLAIN}, STAMP)
+    tables.record(SUMS, path, DEVICE, {Key(8): TILED}, newer)
+    assert tables.read(SUMS, path, DEVICE) == Table(DEVICE, (STAMP, newer), TABLE.entries)
 
 
 def test_a_write_that_fails_leaves_the_old_table(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
-    SUMS.write(path, TABLE)
+    tables.write(SUMS, path, TABLE)
 
     def fail(source, target):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        SUMS.record(path, DEVICE, {(8,): PLAIN}, STAMP)
+        tables.record(SUMS, path, DEVICE, {Key(8): PLAIN}, STAMP)
     assert os.listdir(tmp_path) == ["table.json"]
     assert path.read_text() == TEXT
 
 
 def test_own_plans_go_before_shipped_ones(own):
     name = tables.file_name(DEVICE)
-    assert SUMS.in_use(DEVICE) == []
-    assert SUMS.look_up(DEVICE, (8,)) is None
-
-    SUMS.write(tables.SHIPPED / name, Table(DEVICE, (), {(8,): PLAIN, (64,): PLAIN}))
-    SUMS.record(own / name, DEVICE, {(8,): TILED}, STAMP)
-    assert [path for path, _ in SUMS.in_use(DEVICE)] == [own / name, tables.SHIPPED / name]
-    assert SUMS.look_up(DEVICE, (8,)) == TILED
-    assert SUMS.look_up(DEVICE, (64,)) == PLAIN
-    assert SUMS.look_up(DEVICE, (65,)) is None
-    assert SUMS.look_up("NVIDIA Test 2", (8,)) is None
+    assert tables.in_use(SUMS, DEVICE) == []
+    tables.write(SUMS, tables.SHIPPED / name, Table(DEVICE, (), {Key(8): PLAIN, Key(64): PLAIN}))
+    tables.record(SUMS, own / name, DEVICE, {Key(8): TILED}, STAMP)
+    assert [path for path, _ in tables.in_use(SUMS, DEVICE)] == [own / name, tables.SHIPPED / name]
+    assert tables.in_use(SUMS, "NVIDIA Test 2") == []
 
 
 def test_an_empty_variable_leaves_no_tables(own, monkeypatch):
-    SUMS.record(own / tables.file_name(DEVICE), DEVICE, {(8,): TILED}, STAMP)
+    tables.record(SUMS, own / tables.file_name(DEVICE), DEVICE, {Key(8): TILED}, STAMP)
     monkeypatch.setenv("MPJAX_TUNED", "")
-    assert SUMS.in_use(DEVICE) == []
+    assert tables.in_use(SUMS, DEVICE) == []
 
 
 def test_a_file_is_read_once(own, monkeypatch):
-    SUMS.record(own / tables.file_name(DEVICE), DEVICE, {(8,): TILED}, STAMP)
-    assert SUMS.look_up(DEVICE, (8,)) == TILED
-    monkeypatch.setattr(SUMS, "read", lambda *arguments: pytest.fail("read again"))
-    assert SUMS.look_up(DEVICE, (8,)) == TILED
+    tables.record(SUMS, own / tables.file_name(DEVICE), DEVICE, {Key(8): TILED}, STAMP)
+    found = tables.in_use(SUMS, DEVICE)
+    monkeypatch.setattr(tables, "read", lambda *arguments: pytest.fail("read again"))
+    assert tables.in_use(SUMS, DEVICE) == found
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"size": 9}, "of 8: size is 9, more than 8"),
+        ({"size": 0}, "of 8: size is 0, expected a positive integer"),
         ({"more": 1}, "of 8: unknown field 'more'"),
         ({"implementation": "magic"}, "of 8: implementation is 'magic', expected one of"),
         ({"microseconds": 0}, "of 8: microseconds is 0, expected a positive number"),
@@ -191,12 +195,12 @@ def test_a_file_is_read_once(own, monkeypatch):
 )
 def test_damage_is_told_with_file_and_reason(own, change, reason):
     path = own / tables.file_name(DEVICE)
-    SUMS.write(path, TABLE)
+    tables.write(SUMS, path, TABLE)
     content = json.loads(path.read_text())
     content["sums"]["of 8"].update(change)
     path.write_text(json.dumps(content))
     with pytest.raises(TableError, match=reason) as error:
-        SUMS.look_up(DEVICE, (8,))
+        tables.in_use(SUMS, DEVICE)
     assert str(path) in str(error.value)
     assert "mpjax tune" in str(error.value)
 

@@ -6,8 +6,8 @@ from hypothesis import settings
 from mpjax.kernels.attention import shapes
 from mpjax.kernels.attention.plans.candidates import candidates
 from mpjax.kernels.attention.plans.configuration import why_unsound
+from mpjax.kernels.attention.plans.operation import OPERATION
 from mpjax.kernels.attention.plans.rule import plan_by_rule
-from mpjax.kernels.attention.plans.tables import TABLES
 from tests.pallas_kernels.attention.plans.problems import FORMATS, any_problem, problem
 
 
@@ -20,7 +20,7 @@ def test_they_are_sound_for_any_problem(problem):
     for plan in plans:
         assert plan.implementation == "triton"
         assert why_unsound(plan.config, problem) is None
-        assert TABLES.suits(problem, plan)
+        assert OPERATION.suits(problem, plan)
 
 
 @pytest.mark.parametrize("shape", shapes.DECODE[1:4], ids=lambda shape: shape.name)

@@ -6,7 +6,8 @@ import pytest
 
 from mpjax.kernels.device import Limits
 from mpjax.kernels.experts.plans import candidates, plan_by_rule
-from mpjax.kernels.experts.plans.tables import TABLES
+from mpjax.kernels.experts.plans.operation import OPERATION
+from mpjax.kernels.plans.names import require_values
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.plans.problems import qwen3
 
@@ -18,7 +19,7 @@ def test_plans_are_sound_and_the_rules_is_first(text):
         plans = candidates(problem, 30)
         assert plans[0] == plan_by_rule(problem)
         assert len(set(plans)) == len(plans) == 30
-        assert all(TABLES.suits(problem, plan) for plan in plans)
+        assert all(OPERATION.suits(problem, plan) for plan in plans)
         triton = [plan.config for plan in plans if plan.implementation == "triton"]
         assert all(config.tile_n >= 16 * config.warps for config in triton)
         has_two_kernels = tokens == 4096 and "float8" not in text
@@ -48,12 +49,9 @@ def test_a_product_that_routes_has_whole_sums():
 def test_plans_of_a_table_can_be_written():
     problem = qwen3(16)
     for plan in candidates(problem):
-        fields = dataclasses.asdict(plan.config)
-        TABLES.check(TABLES.key_of(problem), plan.implementation, _given(fields))
-
-
-def _given(fields):
-    return {name: value for name, value in fields.items() if value is not None}
+        fields = dataclasses.asdict(plan.config).items()
+        require_values(type(plan.config), {name: x for name, x in fields if x is not None})
+        assert OPERATION.why_damaged(OPERATION.key_of(problem), plan) is None
 
 
 def test_a_gpu_without_the_format_has_the_reference_alone():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import ProductFormat, quantize
-from mpjax.kernels.experts.plans import TABLES, Problem
+from mpjax.kernels.experts.plans import OPERATION, Problem
 from mpjax.kernels.experts.plans.rule import config_by_rule
 from mpjax.kernels.experts.plans.warpgroup_rule import expected_tiles, suits_warpgroups
 from tests.pallas_kernels.experts.plans.problems import qwen3
@@ -42,7 +42,7 @@ def test_a_part_of_the_experts_has_its_part_of_the_tokens():
         assert config_by_rule(part).tile_m == config_by_rule(whole).tile_m
         assert suits_warpgroups(part) == suits_warpgroups(whole)
         assert expected_tiles(part, 64) == pytest.approx(expected_tiles(whole, 64) / 4)
-        assert TABLES.key_of(part) == TABLES.key_of(whole)
+        assert OPERATION.key_of(part) == OPERATION.key_of(whole)
 
 
 def test_more_experts_of_a_token_than_the_stack_has():

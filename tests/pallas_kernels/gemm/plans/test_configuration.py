@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels.gemm.plans.configuration import Implementation, TritonConfig, WarpgroupConfig
-from mpjax.kernels.gemm.plans.tables import TABLES
+from mpjax.kernels.gemm.plans.operation import OPERATION
 from mpjax.kernels.plans.plan import Plan
 
 
@@ -35,7 +35,7 @@ def test_nothing_changes_afterwards(value):
 
 def test_a_plan_is_for_a_gpu():
     """Tables name every implementation but the reference, which needs no plan."""
-    assert {*TABLES.configs, "reference"} == set(typing.get_args(Implementation))
+    assert {*OPERATION.configs, "reference"} == set(typing.get_args(Implementation))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 
 from mpjax.kernels import ProductFormat, matmul, quantize_activations
 from mpjax.kernels.gemm import shapes
-from mpjax.kernels.gemm.plans.choice import forced, warpgroup_config_of
 from mpjax.kernels.gemm.plans.configuration import FEW_ROWS, WarpgroupConfig
+from mpjax.kernels.gemm.plans.operation import forced, warpgroup_config_of
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.warpgroup_rule import warpgroups_by_rule, why_unsound
 from mpjax.kernels.gemm.warpgroups import launch

@@ -1,16 +1,31 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import ProductFormat, WeightFormat
+from mpjax.kernels import ProductFormat, UnsupportedError, WeightFormat, device, matmul, quantize
 from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.plans.configuration import TritonConfig, WarpgroupConfig
+from mpjax.kernels.gemm.plans.operation import (
+    OPERATION,
+    Key,
+    bucket,
+    forced,
+    plan_of,
+    runs_by_warpgroups,
+    triton_config_of,
+    warpgroup_config_of,
+)
 from mpjax.kernels.gemm.plans.problem import Problem
-from mpjax.kernels.gemm.plans.tables import TABLES, Key, bucket
+from mpjax.kernels.gemm.plans.rule import plan_by_rule
+from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
+from mpjax.kernels.gemm.plans.warpgroup_rule import warpgroups_by_rule
 from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Entry, Plan
 from mpjax.kernels.plans.tables import Table, TableError
@@ -48,9 +63,15 @@ OF_WARPGROUPS = Entry(Plan("mosaic", WarpgroupConfig(32, 3, 4)), 9.78)
 
 
 def key(format, channels, outputs, rows):
-    return TABLES.key_of(
+    return OPERATION.key_of(
         Problem(rows, ProductFormat.of(format), channels, outputs, Limits(132, 9.0))
     )
+
+
+def look_up(wanted):
+    """The entry of a key in the tables in use."""
+    found = (OPERATION.find(table.entries, wanted) for _, table in tables.in_use(OPERATION, DEVICE))
+    return next((entry for entry in found if entry is not None), None)
 
 
 @pytest.fixture
@@ -73,8 +94,8 @@ def test_buckets(rows, expected):
 
 def test_plans_of_warpgroups_come_back(tmp_path):
     path, table = tmp_path / "table.json", Table(DEVICE, (), {SMALL: OF_WARPGROUPS, LARGE: FUSED})
-    TABLES.write(path, table)
-    assert TABLES.read(path, DEVICE) == table
+    tables.write(OPERATION, path, table)
+    assert tables.read(OPERATION, path, DEVICE) == table
 
 
 @pytest.mark.parametrize(
@@ -90,20 +111,19 @@ def test_plans_of_warpgroups_come_back(tmp_path):
 )
 def test_damaged_plans_of_warpgroups_are_refused(change, reason, tmp_path):
     path = tmp_path / "table.json"
-    TABLES.write(path, Table(DEVICE, (), {SMALL: OF_WARPGROUPS}))
+    tables.write(OPERATION, path, Table(DEVICE, (), {SMALL: OF_WARPGROUPS}))
     content = json.loads(path.read_text())
     content["gemm"]["uint4:g128"]["4096x6144"]["16"].update(change)
     path.write_text(json.dumps(content))
     with pytest.raises(TableError, match=re.escape(reason)):
-        TABLES.read(path, DEVICE)
+        tables.read(OPERATION, path, DEVICE)
 
 
 def test_a_multiple_of_eight_serves_the_rows_below_it(own):
     def found(entry):
         tables.forget()
-        TABLES.write(own / tables.file_name(DEVICE), Table(DEVICE, (), {SMALL: entry}))
-        keys = [key(UINT4, 4096, 6144, rows) for rows in range(8, 18)]
-        return [TABLES.look_up(DEVICE, wanted) for wanted in keys]
+        tables.write(OPERATION, own / tables.file_name(DEVICE), Table(DEVICE, (), {SMALL: entry}))
+        return [look_up(key(UINT4, 4096, 6144, rows)) for rows in range(8, 18)]
 
     assert found(FUSED) == [None, *[FUSED] * 8, None]
     # With other numbers of rows, x would be copied.
@@ -118,9 +138,9 @@ def test_symmetric_codes_have_plans_of_their_own():
 
 def test_a_table_is_text_that_people_can_read_and_compare(tmp_path):
     path = tmp_path / "new" / "table.json"
-    TABLES.write(path, TABLE)
+    tables.write(OPERATION, path, TABLE)
     assert path.read_text() == TEXT
-    assert TABLES.read(path, DEVICE) == TABLE
+    assert tables.read(OPERATION, path, DEVICE) == TABLE
     assert os.listdir(path.parent) == ["table.json"]
 
 
@@ -128,26 +148,26 @@ def test_fields_with_defaults_may_be_missing(own):
     path = own / tables.file_name(DEVICE)
     own.mkdir()
     path.write_text(json.dumps(content(scaling=None)))
-    assert TABLES.look_up(DEVICE, SMALL) == FUSED
+    assert look_up(SMALL) == FUSED
     entry = Entry(Plan("triton", TritonConfig(16, 64, 2, 2, 3, "weight", 32)), 7.0)
-    TABLES.record(path, DEVICE, {SMALL: entry}, STAMP)
-    assert TABLES.look_up(DEVICE, SMALL) == entry
+    tables.record(OPERATION, path, DEVICE, {SMALL: entry}, STAMP)
+    assert look_up(SMALL) == entry
     assert '"width": 32' in path.read_text()
 
 
 def test_an_empty_table(tmp_path):
     path = tmp_path / "table.json"
-    TABLES.write(path, Table(DEVICE))
-    assert TABLES.read(path, DEVICE) == Table(DEVICE)
+    tables.write(OPERATION, path, Table(DEVICE))
+    assert tables.read(OPERATION, path, DEVICE) == Table(DEVICE)
 
 
 def test_recording_keeps_what_else_is_there(tmp_path):
     path = tmp_path / "table.json"
-    TABLES.record(path, DEVICE, {SMALL: UNFUSED}, STAMP)
-    TABLES.record(path, DEVICE, {LARGE: UNFUSED}, STAMP)
+    tables.record(OPERATION, path, DEVICE, {SMALL: UNFUSED}, STAMP)
+    tables.record(OPERATION, path, DEVICE, {LARGE: UNFUSED}, STAMP)
     newer = {"commit": "def", "jax": "0.11.2"}
-    TABLES.record(path, DEVICE, {SMALL: FUSED}, newer)
-    assert TABLES.read(path, DEVICE) == Table(DEVICE, (STAMP, newer), TABLE.entries)
+    tables.record(OPERATION, path, DEVICE, {SMALL: FUSED}, newer)
+    assert tables.read(OPERATION, path, DEVICE) == Table(DEVICE, (STAMP, newer), TABLE.entries)
 
 
 def content(**changes):
@@ -174,9 +194,9 @@ def with_plan(fields, format="uint4:g128", shape="4096x6144", rows="16"):
         (json.loads(TEXT) | {"gemm": []}, "gemm: expected an object, found list"),
         (with_plan({}, format="uint5:g128"), "uint5"),
         (with_plan({}, format="uint4:g999"), "999"),
-        (with_plan({}, format="int8"), "the format is written .int8:gK/int8. in a table"),
-        (with_plan({}, shape="4096"), "the shape '4096' is not KxN"),
-        (with_plan({}, rows="17"), "uint4:g128 4096x6144 17: rows must be one of"),
+        (with_plan({}, format="int8"), "int8 4096x6144 16: in a table this is int8:gK/int8 4096x"),
+        (with_plan({}, shape="4096"), "'4096' is not of the form 'channelsxoutputs'"),
+        (with_plan({}, rows="17"), "4096x6144 17: in a table this is uint4:g128 4096x6144 31"),
         (with_plan([]), "uint4:g128 4096x6144 16: expected an object, found list"),
         (with_plan({}), "implementation is None, expected one of"),
         (content(implementation="cutlass"), "implementation is 'cutlass'"),
@@ -203,11 +223,11 @@ def test_damage_is_told_with_file_and_reason(own, damaged, reason):
     text = damaged if isinstance(damaged, str | bytes) else json.dumps(damaged)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(TableError, match=reason) as error:
-        TABLES.look_up(DEVICE, SMALL)
+        look_up(SMALL)
     assert str(path) in str(error.value)
     assert "mpjax tune" in str(error.value)
     with pytest.raises(TableError, match=reason):  # and is not written over
-        TABLES.record(path, DEVICE, {SMALL: FUSED}, STAMP)
+        tables.record(OPERATION, path, DEVICE, {SMALL: FUSED}, STAMP)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +244,9 @@ def test_what_is_no_file_is_no_table(own, make, reason):
     own.mkdir()
     make(path)
     with pytest.raises(TableError, match=reason):
-        TABLES.look_up(DEVICE, SMALL)
+        look_up(SMALL)
     with pytest.raises(TableError, match=reason):
-        TABLES.record(path, DEVICE, {SMALL: FUSED}, STAMP)
+        tables.record(OPERATION, path, DEVICE, {SMALL: FUSED}, STAMP)
 
 
 def test_the_shipped_tables_have_plans():
@@ -235,4 +255,92 @@ def test_the_shipped_tables_have_plans():
     for path in shipped:
         device = json.loads(path.read_text())["device"]
         assert path.name == tables.file_name(device)
-        assert TABLES.read(path, device).entries
+        assert tables.read(OPERATION, path, device).entries
+
+
+def here(rows: int, channels: int = 4096, outputs: int = 6144, text: str = "uint4:g128") -> Problem:
+    """A problem on this device."""
+    return Problem(rows, ProductFormat.of(text), channels, outputs, device.limits())
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Puts a plan for 16 rows, one for 32 and one of warpgroups into a table for this device."""
+    monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
+    kind = device.kind()
+    plans = {
+        16: Plan("triton", TritonConfig(16, 128, 5, 8, 4)),
+        32: Plan("dequantize"),
+        64: Plan("mosaic", WarpgroupConfig(48, 2, 3)),
+    }
+    entries = {OPERATION.key_of(here(rows)): Entry(plan, 7.0) for rows, plan in plans.items()}
+    tables.record(OPERATION, tmp_path / tables.file_name(kind), kind, entries, {})
+    yield plans
+    tables.forget()
+
+
+def test_a_measured_plan_goes_before_the_rule(measured):
+    assert plan_of(here(9)) == plan_of(here(16)) == measured[16]
+    assert triton_config_of(here(9)) == measured[16].config
+    for problem in (here(65), here(1, 4096, 6145)):
+        assert plan_of(problem) == plan_by_rule(problem)
+
+
+def test_a_kernel_that_is_forced_has_a_configuration_all_the_same(measured):
+    problem = here(17)
+    assert plan_of(problem) == Plan("dequantize")
+    assert warpgroup_config_of(problem) == warpgroups_by_rule(problem)
+    assert triton_config_of(problem) == triton_by_rule(problem)
+
+
+def test_a_measured_plan_of_warpgroups_goes_before_the_cost_model(measured):
+    problem = here(40)
+    assert plan_of(problem) == measured[64]
+    assert warpgroup_config_of(problem) == measured[64].config
+    assert measured[64].config != warpgroups_by_rule(problem)
+    assert triton_config_of(problem) == triton_by_rule(problem)
+
+
+def test_a_table_is_for_its_own_kind_of_gpu(measured):
+    problem = here(16)
+    other = dataclasses.replace(problem.limits, kind="NVIDIA Other")
+    for limits in (other, dataclasses.replace(problem.limits, kind=None)):
+        elsewhere = dataclasses.replace(problem, limits=limits)
+        assert plan_of(elsewhere) == plan_by_rule(problem)
+
+
+def test_fused_fp8_products_need_a_gpu_that_has_them():
+    with device.described_as("some GPU", compute_capability=8.6):
+        problem = here(1, 4096, 4096, "float8:gK/float8")
+        assert plan_of(problem) == Plan("dequantize")
+        with pytest.raises(UnsupportedError, match=r"came with compute capability 8\.9"):
+            triton_config_of(problem)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a CPU does with plans for a GPU")
+def test_products_that_are_traced_follow_a_forced_plan():
+    x, w = jnp.ones((3, 256), jnp.bfloat16), jnp.ones((256, 32), jnp.bfloat16)
+    weight = quantize(w, WeightFormat.parse("float8:gK/float8"))
+
+    def multiplies_bytes(plan):
+        with forced(plan):
+            text = jax.jit(lambda x, weight: matmul(x, weight)).lower(x, weight).as_text()
+        [product] = [line for line in text.splitlines() if "dot_general" in line]
+        return "f8E4M3FN" in product
+
+    plans = [Plan("xla"), Plan("dequantize"), Plan("xla")]  # the second is the reference on a CPU
+    assert [multiplies_bytes(plan) for plan in plans] == [True, False, True]
+
+
+def test_what_runs_by_warpgroups_on_this_device(pretend_gpu):
+    for text, rows, outputs, expected in (
+        *(("uint4:g128", 7, 128, False), ("uint4:g128", 8, 128, True)),
+        *(("table4:g64", 1, 128, True), ("uint4:g128", 8, 100, False)),
+        *(("liquid4:g64/int8", 32, 128, False), ("liquid4:g64/int8", 33, 128, True)),
+    ):
+        found = runs_by_warpgroups(here(rows, 512, outputs, text))
+        assert found == expected, (text, rows, outputs)
+
+
+def test_nothing_runs_by_warpgroups_without_a_gpu():
+    assert not runs_by_warpgroups(here(16, 512, 128))

@@ -1,0 +1,140 @@
+"""Grouped products as an operation that is planned, and the configurations of chosen kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mpjax.kernels import device, plans
+from mpjax.kernels.experts.plans.candidates import can_run, candidates
+from mpjax.kernels.experts.plans.configuration import ExpertsConfig, ExpertsWarpgroupConfig
+from mpjax.kernels.experts.plans.problem import Problem
+from mpjax.kernels.experts.plans.rule import config_by_rule, plan_by_rule, warpgroups_by_rule
+from mpjax.kernels.experts.plans.warpgroup_rule import (
+    ranked,
+    why_not_warpgroups,
+    why_unsound,
+)
+from mpjax.kernels.plans import Operation, Plan
+from mpjax.kernels.product_format import ProductFormat
+
+
+class Key(NamedTuple):
+    """The key of a plan: the fields of its Problem, with the tokens' bucket."""
+
+    format: str
+    per_token: int
+    experts: int
+    channels: int
+    outputs: int
+    gated: bool
+    tokens: int
+
+
+def bucket(tokens: int) -> int:
+    """The bucket of a number of tokens: the next power of two."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+class GroupedProducts(Operation[Problem]):
+    """The products of tokens with their experts, by format, shape and bucket of tokens.
+
+    The name of a shape, such as `8/128 of 2048x1536 gated`, has the experts of a token and of all,
+    and K and N of each.
+    """
+
+    name = "experts"
+    keys = Key
+    levels = (
+        "{format}",
+        "{per_token}/{experts} of {channels}x{outputs}{gated: gated}",
+        "{tokens}",
+    )
+    configs: Mapping[str, type | None] = {
+        "triton": ExpertsConfig,
+        "mosaic": ExpertsWarpgroupConfig,
+    }
+
+    def exact(self, problem: Problem) -> Key:
+        """See Operation."""
+        return Key(
+            str(problem.format),
+            problem.per_token,
+            problem.experts,
+            problem.channels,
+            problem.outputs,
+            problem.gated,
+            problem.tokens,
+        )
+
+    def bucketed(self, key: Key) -> Key:
+        """See Operation."""
+        format = str(ProductFormat.of(key.format))
+        return key._replace(format=format, tokens=bucket(key.tokens))
+
+    def rule(self, problem: Problem) -> Plan:
+        """See Operation."""
+        return plan_by_rule(problem)
+
+    def candidates(self, problem: Problem, most: int) -> list[Plan]:
+        """See Operation."""
+        return candidates(problem, most)
+
+    def why_damaged(self, key: Key, plan: Plan) -> str | None:
+        """See Operation."""
+        config: Any = plan.config
+        return config.why_not() if plan.implementation == "triton" else None
+
+    def suits(self, problem: Problem, plan: Plan) -> bool:
+        """See Operation."""
+        return can_run(problem, plan)
+
+
+OPERATION = GroupedProducts()
+plan_of = functools.partial(plans.plan_of, OPERATION)
+forced = functools.partial(plans.forced, OPERATION)
+
+
+def runs_by_warpgroups(problem: Problem) -> bool:
+    """Whether the warpgroups' kernel is planned and able to run, on the default device.
+
+    Activations are taken to have the weight's dtype, or bfloat16.
+    """
+    if device.why_triton_cannot_run() is not None:
+        return False
+    return plan_of(problem).implementation == "mosaic" and why_not_warpgroups(problem) is None
+
+
+def config_of(problem: Problem) -> ExpertsConfig:
+    """The configuration of Triton's kernel: the plan's, or the rule's if it plans another.
+
+    Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
+    """
+    config = plan_of(problem).config
+    return config if isinstance(config, ExpertsConfig) else config_by_rule(problem)
+
+
+def warpgroup_config_of(problem: Problem) -> ExpertsWarpgroupConfig:
+    """The warpgroups' configuration: the plan's, or the rule's if the plan has another kernel."""
+    config = plan_of(problem).config
+    return config if isinstance(config, ExpertsWarpgroupConfig) else warpgroups_by_rule(problem)
+
+
+def joint_configs_of(
+    first: Problem, second: Problem, *, planned: bool = True
+) -> tuple[ExpertsWarpgroupConfig, ExpertsWarpgroupConfig] | None:
+    """The configurations of two products of the same tiles, by warpgroups, or None.
+
+    The first product, which has more outputs, decides the tiles. planned: whether the plans of both
+    must be the warpgroups' kernel.
+    """
+    if planned and {plan_of(each).implementation for each in (first, second)} != {"mosaic"}:
+        return None
+    config, own = warpgroup_config_of(first), warpgroup_config_of(second)
+    alike = [
+        each
+        for each in (own, *ranked(second))
+        if each.tile_m == config.tile_m and why_unsound(each, second) is None
+    ]
+    return (config, alike[0]) if alike else None

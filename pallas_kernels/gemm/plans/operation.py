@@ -1,0 +1,143 @@
+"""Products as an operation that is planned, and the configurations of kernels chosen already.
+
+A caller may force a kernel that the plan does not name, or the planned one may be unable to run the
+call. `triton_config_of` and `warpgroup_config_of` therefore give a configuration for any problem.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mpjax.kernels import device, plans
+from mpjax.kernels.gemm.plans import limits
+from mpjax.kernels.gemm.plans.candidates import candidates
+from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, TritonConfig, WarpgroupConfig
+from mpjax.kernels.gemm.plans.problem import Problem
+from mpjax.kernels.gemm.plans.rule import plan_by_rule
+from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
+from mpjax.kernels.gemm.plans.warpgroup_rule import warpgroups_by_rule, why_unsound
+from mpjax.kernels.plans import Entry, Operation, Plan
+from mpjax.kernels.product_format import ProductFormat
+
+# The numbers of rows for which plans are measured. A problem with other rows uses the next larger
+# bucket. Up to 32 rows, multiples of ROW_MULTIPLE have their own buckets, because the warpgroups'
+# kernel pads other numbers of rows above ROW_MULTIPLE.
+BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class Key(NamedTuple):
+    """The key of a plan.
+
+    format: the weight format's text. channels, outputs: K and N. rows: one of BUCKETS.
+    """
+
+    format: str
+    channels: int
+    outputs: int
+    rows: int
+
+
+def bucket(rows: int) -> int:
+    """The bucket of a number of rows: the next of BUCKETS, or the last for more rows.
+
+    Up to 32 rows, a multiple of ROW_MULTIPLE has the next bucket that is a multiple, too: 24 rows
+    have the bucket 32, but 23 rows the bucket 31.
+    """
+    size = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
+    return size + 1 if rows % ROW_MULTIPLE == 0 and size % ROW_MULTIPLE else size
+
+
+class Products(Operation[Problem]):
+    """The products of rows with a packed weight, by format, shape and bucket of rows."""
+
+    name = "gemm"
+    keys = Key
+    # uint4:g128 (W4A16) or liquid4:g64/int8 (W4A8), 4096x24576, 64
+    levels = ("{format}", "{channels}x{outputs}", "{rows}")
+    configs: Mapping[str, type | None] = {
+        "triton": TritonConfig,
+        "mosaic": WarpgroupConfig,
+        "dequantize": None,
+        "xla": None,
+    }
+
+    def exact(self, problem: Problem) -> Key:
+        """See Operation."""
+        return Key(str(problem.format), problem.channels, problem.outputs, problem.rows)
+
+    def bucketed(self, key: Key) -> Key:
+        """See Operation."""
+        format = str(ProductFormat.of(key.format))
+        return key._replace(format=format, rows=bucket(key.rows))
+
+    def rule(self, problem: Problem) -> Plan:
+        """See Operation."""
+        return plan_by_rule(problem)
+
+    def candidates(self, problem: Problem, most: int) -> list[Plan]:
+        """See Operation."""
+        return candidates(problem, most)
+
+    def find(self, entries: Mapping[Any, Entry], key: Key) -> Entry | None:
+        """The entry of a key, or None.
+
+        A bucket without an entry uses the one for the next multiple of ROW_MULTIPLE rows, unless
+        that entry's plan is the warpgroups' kernel.
+        """
+        if key in entries or not key.rows % ROW_MULTIPLE:
+            return entries.get(key)
+        other = entries.get(key._replace(rows=key.rows + 1))
+        return None if other is None or other.plan.implementation == "mosaic" else other
+
+    def why_damaged(self, key: Key, plan: Plan) -> str | None:
+        """See Operation."""
+        weight, config = ProductFormat.of(key.format).weight, plan.config
+        if plan.implementation == "mosaic":
+            return why_unsound(config, weight)
+        if reason := config.why_not():
+            return str(reason)
+        if config.width is not None and weight.plane_width % config.width:
+            return f"width is {config.width}, expected a divisor of {weight.plane_width}"
+        return None
+
+    def suits(self, problem: Problem, plan: Plan) -> bool:
+        """See Operation."""
+        if plan.implementation == "triton":
+            return limits.why_unsound(plan.config, problem) is None
+        if plan.implementation == "mosaic":
+            return limits.why_not_warpgroups(problem) is None
+        is_plain_product = problem.weight.is_flat and problem.weight.group_size is None
+        return plan.implementation != "xla" or is_plain_product
+
+
+OPERATION = Products()
+plan_of = functools.partial(plans.plan_of, OPERATION)
+forced = functools.partial(plans.forced, OPERATION)
+
+
+def runs_by_warpgroups(problem: Problem) -> bool:
+    """Whether the warpgroups' kernel is planned and able to run, on the default device.
+
+    Activations are taken to be bfloat16, unless the format rounds them to 8 bits.
+    """
+    if device.why_triton_cannot_run() is not None:
+        return False
+    is_planned = plan_of(problem).implementation == "mosaic"
+    return is_planned and limits.why_not_warpgroups(problem) is None
+
+
+def triton_config_of(problem: Problem) -> TritonConfig:
+    """The configuration of Triton's kernel: the plan's, or the rule's if the plan has another.
+
+    Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
+    """
+    config = plan_of(problem).config
+    return config if isinstance(config, TritonConfig) else triton_by_rule(problem)
+
+
+def warpgroup_config_of(problem: Problem) -> WarpgroupConfig:
+    """The warpgroups' configuration: the plan's, or the rule's if the plan has another kernel."""
+    config = plan_of(problem).config
+    return config if isinstance(config, WarpgroupConfig) else warpgroups_by_rule(problem)

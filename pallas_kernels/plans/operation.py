@@ -1,0 +1,85 @@
+"""An operation whose problems are planned: its rule, its candidates, and the keys of its plans."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from mpjax.kernels.device import Limits
+from mpjax.kernels.plans import names
+from mpjax.kernels.plans.plan import Entry, Plan
+
+
+class OnGpu(Protocol):
+    """A problem of any operation: it has the limits of the GPU that it is planned for."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the GPU."""
+
+
+Problem = TypeVar("Problem", bound=OnGpu)
+
+
+class Operation(abc.ABC, Generic[Problem]):
+    """How the problems of one operation are planned: a subclass for each operation.
+
+    name: of the operation, and of its section in a table.
+    keys: the type of the keys of measured plans, a NamedTuple of texts, integers and bools.
+    levels: the names of a key in the section, from outside in, as templates (`plans.names`).
+    configs: from the names of implementations to the dataclass of their configurations, or None.
+    """
+
+    name: str
+    keys: type[Any]
+    levels: tuple[str, ...]
+    configs: Mapping[str, type | None]
+
+    @abc.abstractmethod
+    def exact(self, problem: Problem) -> Any:
+        """The key with a problem's own sizes."""
+
+    @abc.abstractmethod
+    def bucketed(self, key: Any) -> Any:
+        """The key of the problems that share a plan with a key's.
+
+        Sizes are those of their buckets, and formats are written as tables have them. Raises
+        ValueError for a format that there is not.
+        """
+
+    @abc.abstractmethod
+    def rule(self, problem: Problem) -> Plan:
+        """The plan of a problem that no table has."""
+
+    def candidates(self, problem: Problem, most: int) -> list[Plan]:
+        """At most `most` plans of a problem to measure, the most promising first."""
+        return [self.rule(problem)]
+
+    def suits(self, problem: Problem, plan: Plan) -> bool:
+        """Whether a problem can run with a plan that was measured for its key."""
+        return True
+
+    def why_damaged(self, key: Any, plan: Plan) -> str | None:
+        """Why no problem of a key can run with a plan, whose fields have the right types."""
+        return None
+
+    def find(self, entries: Mapping[Any, Entry], key: Any) -> Entry | None:
+        """The entry of a table that a key's problems use, or None."""
+        return entries.get(key)
+
+    def key_of(self, problem: Problem) -> Any:
+        """The key of a problem; similar problems, which share a plan, have the same key."""
+        return self.bucketed(self.exact(problem))
+
+    def names_of(self, key: Any) -> tuple[str, ...]:
+        """The names of a key in a table, one for each level."""
+        return tuple(names.write(level, key) for level in self.levels)
+
+    def key(self, found: tuple[str, ...]) -> Any:
+        """The inverse of `names_of`; raises ValueError for names that no key has."""
+        fields = [names.read(*pair, self.keys) for pair in zip(self.levels, found, strict=True)]
+        key = self.keys(**{name: value for read in fields for name, value in read.items()})
+        if (expected := self.names_of(self.bucketed(key))) != found:
+            raise ValueError(f"{' '.join(found)}: in a table this is {' '.join(expected)}")
+        return key

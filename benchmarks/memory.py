@@ -62,8 +62,6 @@ QWEN3_8B: dict[str, Any] = {
 VOCABULARY = 32_000  # of a narrower model
 POOL = 1 << 22  # random numbers, of which all weights consist
 INTERVAL = 0.02  # seconds between two readings of the process's memory
-HOST_BYTES = 4e9  # beside the hidden states
-DEVICE_BYTES = 12e9
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -153,14 +151,12 @@ def run(
         "device_peak_bytes": device,
         "packed_layer_bytes": layer_bytes,
         "device_peak_bytes_of_all_layers": device and device + missing * layer_bytes,
-        "device_limit_bytes": DEVICE_BYTES,
         "host_bytes_before": before["all"],
         "host_bytes_of_started_device": started,
         "host_peak_bytes_by_kind": watch.peaks,
         "host_anonymous_peak_bytes_of_layers": watch.peaks_between([begin, *ends]),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "hidden_states_bytes": states,
-        "host_limit_bytes": states + HOST_BYTES,
     }
 
 

@@ -16,8 +16,8 @@ MINIMUM_WIDTH = 140  # of a table; in a narrower terminal lines wrap, and no tex
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table without its empty columns; the text ends with a line break."""
     headers, rows = _filled(headers, rows)
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    table = Growing(headers, is_markdown=True)
+    return "".join(map(table.add, rows))
 
 
 class _Console(rich.console.Console):

@@ -29,7 +29,7 @@ def values(rows: Iterable[Row], key: str, default: Any = None) -> str:
 
 
 def options(given: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> str:
-    """The options of a command, each behind a space.
+    """The options of a command, each after a space.
 
     given: the value by the option's name; True is a switch, and None and False leave it out.
     usual: values that are the command's defaults, and left out too.

@@ -6,10 +6,10 @@ python -m benchmarks.memory --hidden 512 --layers 10 --tokens 32768     narrower
 
 Weights are random. The peaks are those of the whole process, with the libraries that CUDA and JAX
 map into it; those of anonymous memory leave out the pages of files, which the system takes back
-where it needs room. Every layer takes the same memory and
-time but for the first, which compiles, and the quantised ones before it, which stay on the device;
-the figures of all layers are sums of the measured ones. The peaks of anonymous memory in each layer
-show whether the host's memory grows with layers. On a CPU, the host's memory contains the device's.
+where it needs room. Every layer takes the same memory and time, except the first, which compiles.
+The quantised layers before it stay on the device. The figures of all layers are extrapolated. The
+peaks of anonymous memory in each layer show whether the host's memory grows with layers. On a CPU,
+the host's memory contains the device's.
 With --hidden, results are printed and not written.
 """
 

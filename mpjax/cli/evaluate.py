@@ -270,7 +270,7 @@ def _report(
 ) -> None:
     """Adds each row to the result's rows as it is measured, prints it, and writes the result.
 
-    JSON is one object, printed behind the last row, also where another row can't be measured.
+    JSON is one object, printed after the last row, also where another row can't be measured.
     """
     from mpjax.atomic_write import atomic_write
 
@@ -304,7 +304,7 @@ def _defaults(folder: Path) -> list[Precision]:
 
 
 def _grouped(precisions: list[Precision]) -> list[Precision]:
-    """Precisions of the same weights behind each other, so that each is loaded once."""
+    """Precisions of the same weights after each other, so that each is loaded once."""
     weights = list(dict.fromkeys(precision.of_weights for precision in precisions))
     return sorted(precisions, key=lambda precision: weights.index(precision.of_weights))
 

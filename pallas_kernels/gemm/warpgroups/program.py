@@ -312,7 +312,7 @@ class Program:
 
 
 def _of_expert(arguments: Arguments, expert: jax.Array) -> Arguments:
-    """The arguments of one expert, but for words and parameters, whose axes are joined."""
+    """The arguments of one expert, except for words and parameters, whose axes are joined."""
     names = "table", "channel_scales", "bias"
     stacks = {name: getattr(arguments, name) for name in names}
     own = {name: stack.at[expert] for name, stack in stacks.items() if stack is not None}

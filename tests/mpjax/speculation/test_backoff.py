@@ -7,31 +7,31 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.speculation.patience import Patience
+from mpjax.speculation.backoff import Backoff
 
 pytestmark = pytest.mark.any_version
 
 
 def test_a_row_waits_longer_after_each_refusal_until_a_token_is_accepted():
-    patience, known, waits = Patience.create(2), jnp.array([10, 10]), []
+    backoff, known, waits = Backoff.create(2), jnp.array([10, 10]), []
     four = jnp.array([4, 4])
     for _ in range(6):
-        patience = patience.settled(known, four, jnp.array([0, 1]))
-        known = patience.resume.at[1].set(10)
-        waits.append(int(patience.resume[0]))
-        assert patience.is_over(known).all()
-        assert patience.is_over(known - 1).tolist() == [False, True]
+        backoff = backoff.settled(known, four, jnp.array([0, 1]))
+        known = backoff.resume.at[1].set(10)
+        waits.append(int(backoff.resume[0]))
+        assert backoff.is_over(known).all()
+        assert backoff.is_over(known - 1).tolist() == [False, True]
     steps = np.diff([10, *waits])
     assert steps.tolist() == [1, 3, 7, 15, 15, 15]
-    patience = patience.settled(known, four, jnp.array([1, 0]))
-    assert patience.refused.tolist() == [0, 1]
-    patience = patience.settled(known, four, jnp.array([0, 0]))
-    assert (patience.resume - known).tolist() == [1, 3]
+    backoff = backoff.settled(known, four, jnp.array([1, 0]))
+    assert backoff.refused.tolist() == [0, 1]
+    backoff = backoff.settled(known, four, jnp.array([0, 0]))
+    assert (backoff.resume - known).tolist() == [1, 3]
 
 
 def test_a_row_that_was_proposed_nothing_keeps_its_state():
-    patience = Patience(jnp.array([3]), jnp.array([40]))
-    same = patience.settled(jnp.array([20]), jnp.array([0]), jnp.array([0]))
+    backoff = Backoff(jnp.array([3]), jnp.array([40]))
+    same = backoff.settled(jnp.array([20]), jnp.array([0]), jnp.array([0]))
     assert (same.refused.tolist(), same.resume.tolist()) == ([3], [40])
 
 
@@ -41,7 +41,7 @@ def test_an_ngram_proposes_nothing_to_rows_that_wait():
     context = type("Context", (), {})()
     context.history, context.known = history, jnp.array([9, 9])
     context.most = jnp.array([4, 4])
-    own = Patience(jnp.array([2, 2]), jnp.array([10, 9]))
+    own = Backoff(jnp.array([2, 2]), jnp.array([10, 9]))
     context.state = type("State", (), {"speculation": type("Speculation", (), {"own": own})})
     proposal, after = mpjax.Ngram().propose(context)
     assert proposal.counts.tolist() == [0, 4]

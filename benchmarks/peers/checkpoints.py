@@ -14,6 +14,7 @@ import inspect
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mpjax
 from mpjax.bench.random_model import random_model
@@ -38,7 +39,7 @@ def main() -> None:
         print(write(given.folder, name, json.loads((CONFIGS / f"{name}.json").read_text())))
 
 
-def write(folder: Path, name: str, config: dict[str, object]) -> Path:
+def write(folder: Path, name: str, config: dict[str, Any]) -> Path:
     """Writes a model's folders; returns that of the whole checkpoint. config: its config.json."""
     source = folder / name
     source.mkdir(parents=True)

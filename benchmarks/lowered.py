@@ -87,7 +87,7 @@ def lower(gpu: str, function: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 
 def printed(text: str) -> str:
-    """StableHLO with numbers in the place of kernels, then the module of each kernel."""
+    """StableHLO with numbers instead of kernels, then the module of each kernel."""
     modules: list[str] = []
 
     def take(match: re.Match[str]) -> str:

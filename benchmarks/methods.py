@@ -53,7 +53,7 @@ CASES = {
     ),
 }
 CALIBRATION = mpjax.Calibration(window=512, tokens=48 * 512, batch=8)
-LEARNED = "+learn_scales"  # behind a method: then scales of the whole model are learned
+LEARNED = "+learn_scales"  # after a method: then scales of the whole model are learned
 HELD_OUT_CHARACTERS = 20_000
 HEADERS = ("precision", "method", "perplexity", "Δ")
 

@@ -1,7 +1,7 @@
 """Measures an engine on several loads in a process: python -m benchmarks.serving FOLDER [NAME ...].
 
 Each case is a run of `mpjax bench serve`, which writes serve-NAME.json to the folder as soon as it
-has ended. The ratios of all cases that the folder has are written to ratios.json behind each. NAME
+has ended. The ratios of all cases that the folder has are written to ratios.json after each. NAME
 may also be a group: `short` or `long`. A case takes one to two minutes on an H100, most of which is
 compiling.
 """

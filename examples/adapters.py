@@ -61,8 +61,8 @@ tokens = jnp.array(ids[: len(ids) // LENGTH * LENGTH]).reshape(-1, LENGTH)
 def loss(adapters: nnx.State, frozen: nnx.State, tokens: jax.Array) -> jax.Array:
     """Mean negative log-likelihood, in nats, of each token given the tokens before it."""
     model: Decoder = nnx.merge(structure, adapters, frozen)
-    chances = jax.nn.log_softmax(model(tokens[:, :-1]))
-    return -jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
+    logprobs = jax.nn.log_softmax(model(tokens[:, :-1]))
+    return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""Serves requests that come and go from one batch: an engine, first by hand and then by asyncio.
+"""Serves requests in a continuous batch: an engine, stepped by hand and then by asyncio.
 
 python examples/engine.py                 # the bundled model
 python examples/engine.py Qwen3-8B-AWQ/   # any checkpoint folder

@@ -25,8 +25,8 @@ tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
 
 def loss(model: Qwen3, tokens: jax.Array) -> jax.Array:
     """Mean negative log-likelihood, in nats, of each token given the tokens before it."""
-    chances = jax.nn.log_softmax(model(tokens[:, :-1]))
-    return -jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
+    logprobs = jax.nn.log_softmax(model(tokens[:, :-1]))
+    return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
 
 value, gradient = jax.jit(jax.value_and_grad(loss))(model, tokens)

@@ -63,7 +63,7 @@ class AttentionModule(Protocol):
         """The input of each linear map, by its path, from the arguments of `attend` and `terms`."""
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """Makes norms over all heads those over the heads of all devices of a mesh axis."""
+        """Makes joint norms cover the heads of all devices of a mesh axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Attention(nnx.Module):
         return self.output(attended), pages
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """Makes joint norms those over the heads of all devices of a mesh axis.
+        """Makes joint norms cover the heads of all devices of a mesh axis.
 
         A key head counts as often as there are devices with a copy of it.
         """

@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
         return self._logits(hidden), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits float32 [..., vocabulary] of hidden states [..., hidden] behind the last layer."""
+        """Logits float32 [..., vocabulary] of hidden states [..., hidden] after the last layer."""
         return self._logits(self.norm(as_array("hidden", hidden)))
 
     def _read_step(
@@ -259,12 +259,12 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, PagedKVCache]:
         """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
 
-        tokens: int32 [tokens], those of all sequences one after another, and padding behind them.
+        tokens: int32 [tokens], those of all sequences one after another, and padding after them.
         counts: int32 [batch], the number of each sequence's new tokens.
-        encoded: as in Span, for sequences that begin behind a shared prefix.
+        encoded: as in Span, for sequences that begin after a shared prefix.
         every_position: whether to return logits after each token (static).
         riders: number of sequences, the last ones, that have one token each, which stand at the end
-            of `tokens`, behind the padding (static). Attention takes them as rows that decode, and
+            of `tokens`, after the padding (static). Attention takes them as rows that decode, and
             not as prompts. A count of 0 is a rider that adds nothing. `encoded` is of the others.
 
         New tokens read earlier keys and values, and their own, from the cache in its format. In

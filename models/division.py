@@ -111,7 +111,7 @@ class Division:
         return [[share.run(self.config.vocab_size, size)] for share in self._shares]
 
     def rows(self, place: ArrayPlace, numbers: Sequence[int]) -> Window | None:
-        """The rows of a table that some shares need together; None for another array."""
+        """The union of the rows of a table that these shares need; None for another array."""
         if place.path not in TABLES:
             return None
         runs = self.runs_of_table()
@@ -133,7 +133,7 @@ class Division:
         return put_runs(shares, self._outputs(place.path), -1)
 
     def windows(self, place: LinearPlace, numbers: Sequence[int]) -> list[Window]:
-        """The channels of each map in the files of a place that some shares need together.
+        """For each map of a place in the files, the union of the channels that these shares need.
 
         Of experts that are whole, there is a window of experts for each map of an expert.
         """
@@ -221,7 +221,7 @@ class Division:
         return joined
 
     def cut_cache_scales(self, scales: Any, number: int) -> Any:
-        """The share of a cache's scales [layers, 2, KV heads, ...], with ones behind it."""
+        """The share of a cache's scales [layers, 2, KV heads, ...], with ones after it."""
         [run] = self._runs_of_kv_heads()[number]
         found = np.ones((*scales.shape[:2], run.size, *scales.shape[3:]), np.float32)
         found[:, :, : run.length] = scales[:, :, run.begin : run.end]

@@ -171,7 +171,7 @@ class ExpertsSpec(MLPSpec):
     def spread(self, count: int, units: Mapping[str, int]) -> SpreadExpertsSpec:
         """The spec with a share of the experts, and of the shared MLP's channels.
 
-        Where the number of experts does not divide, the last shares end with experts of zeros.
+        If the number of experts does not divide, the last shares are padded with experts of zeros.
         """
         whole = dataclasses.replace(self, shared_size=self._shared_share(count, units))
         fields = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}

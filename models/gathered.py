@@ -1,4 +1,4 @@
-"""Arrays that are divided among devices, and joined when somebody asks for their numbers."""
+"""Arrays that are divided among devices, and joined when NumPy reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Gathered:
-    """An array whose shares are read and joined when NumPy asks for its numbers.
+    """An array whose shares are read and joined when NumPy reads it.
 
     like: its shape and dtype. join: makes it.
     """
@@ -27,12 +27,12 @@ class Gathered:
 
 
 def gather(tree: Any) -> Any:
-    """The tree with JAX arrays, on the default device, in the place of Gathered ones."""
+    """The tree with JAX arrays, on the default device, instead of Gathered ones."""
     return _replace(tree, lambda leaf: jnp.asarray(np.asarray(leaf)))
 
 
 def abstract(tree: Any) -> Any:
-    """The tree with zeros in the place of Gathered arrays, for use under `jax.eval_shape`."""
+    """The tree with zeros instead of Gathered arrays, for use under `jax.eval_shape`."""
     return _replace(tree, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
 
 

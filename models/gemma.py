@@ -81,7 +81,7 @@ class Gemma3(Gemma2):
 def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a file, with those that it may leave out.
 
-    A key that is null is one that is left out, but for softcaps: null is none of them.
+    A null key counts as missing, except softcaps, where null means no softcap.
     Files have `hidden_activation`; `hidden_act` of the first ones is not what they were trained
     with, and no implementation reads it.
     """
@@ -91,7 +91,7 @@ def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(hf: Mapping[str, Any], default: int, every: int) -> tuple[int | None, ...]:
-    """The window of each layer: none in every so manieth, unless the file lists the types."""
+    """The window of each layer: none in every n-th, unless the file lists the types."""
     window = config_json.sliding_window(hf, default)
     if hf.get("layer_types"):
         return layer_windows(hf, window)

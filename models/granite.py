@@ -16,7 +16,8 @@ class Granite(Decoder):
     """Granite: Llama with factors of the embedding, the scores, the residual sums and the logits.
 
     The outputs of both halves are multiplied by residual_multiplier before they are added to the
-    residual stream. Here the stream is divided by it, which a norm doesn't see but for its epsilon.
+    residual stream. Here the stream is divided by it instead, which changes a norm only by its
+    epsilon.
     """
 
     @classmethod

@@ -34,7 +34,7 @@ Rounding = ActivationFormat | ActivationBlocks | DividedRows | StaticRows
 
 
 class Projection(NamedTuple):
-    """How activations are read whose products with the rows of a matrix are wanted beside them.
+    """Asks a norm to also multiply its result by a matrix, such as a router's.
 
     matrix: [outputs, hidden].
     """
@@ -111,11 +111,11 @@ class Linear(nnx.Module):
         return self(x)[None]
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
+        """The same terms [splits, ..., out], since this map is not divided among devices."""
         return terms
 
     def own(self, experts: jax.Array) -> jax.Array | LocalExperts:
-        """The experts int32 [..., k] of tokens as `grouped_matmul` takes them: this map has all."""
+        """The same experts int32 [..., k], since this map has all experts."""
         return experts
 
     def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
@@ -127,7 +127,7 @@ class Linear(nnx.Module):
 
     @property
     def divided_rows(self) -> DividedRows | None:
-        """How the kernel's input is rounded if it is a part of rows: here it is whole."""
+        """How parts of rows are rounded; None, since the input has whole rows here."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Spans of programs that read prompts while other rows decode."""
+"""Spans of mixed batches: programs that read prompts and decode one token of other rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class RidersSpan:
-    """The place of varlen tokens of prompts, and behind them of one token of each of some rows.
+    """The tokens of a mixed batch: varlen tokens of prompts, then one token of each decoding row.
 
     Products of a layer run over all tokens together. Attention runs apart over the two parts: that
     of prompts is for many queries of a sequence, that of rows for one.

@@ -46,7 +46,7 @@ class ShardedDecoder(Decoder):
     `of` makes one without numbers; `put_array`, `put_linears` and `put_cache_scales` take whole
     parameters and leave each device its share. It is called like any decoder, also inside `jit`.
     Logits have a column for each token id, and, where devices don't divide the vocabulary, columns
-    of -inf behind them; each device computes a part of the columns.
+    of -inf after them; each device computes a part of the columns.
 
     config: of the whole model. division: the rules. mesh: the devices.
     share: a Decoder of the configuration of one device, whose arrays are those of all devices, one
@@ -347,7 +347,7 @@ class ShardedDecoder(Decoder):
         return self.division.join_cache_scales(jnp.split(found, self.shards, axis=2)), is_well
 
     def share_shapes(self) -> Decoder:
-        """The share of one device, with ShapeDtypeStructs in the place of arrays."""
+        """The share of one device, with ShapeDtypeStructs instead of arrays."""
 
         def shape(array: Any) -> jax.ShapeDtypeStruct:
             first, *others = array.shape

@@ -1,8 +1,8 @@
 """The division of a decoder among devices: the shares of heads, of channels and of the vocabulary.
 
 Attention is divided by heads, the MLP by its intermediate channels, and embedding and head by token
-ids. Each share has whole norms. Where a number does not divide, the last shares end with zeros:
-heads, channels and ids that change nothing.
+ids. Each share has whole norms. Uneven sizes are padded with heads,
+channels and ids of zeros, which don't change results.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Stack:
 
 
 def unstack(stacked: Linear, experts: int) -> list[Linear]:
-    """One Linear for each expert: undoes `stack`, but for the joining."""
+    """One Linear for each expert: undoes `stack`, except for the joining."""
     arrays = _arrays(stacked)
     return [
         Linear(*jax.tree.map(lambda leaf, i=expert: leaf[i], arrays)) for expert in range(experts)

@@ -1,4 +1,4 @@
-"""Symmetry of formats: maps of one product have zero points where any of them has.
+"""Symmetry of formats: if any map of a joint product has zero points, all get them.
 
 A symmetric format is an asymmetric one whose zero points are all the middle of the codes, so that a
 kernel that is declared asymmetric keeps its numbers.

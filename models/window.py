@@ -1,4 +1,4 @@
-"""A window of channels or experts, which a process reads in the place of all of them."""
+"""A window of channels or experts, which a process reads instead of all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpjax.kernels.cutting import Run
 
 
 class Window(NamedTuple):
-    """The input or the output channels [begin, end) of a linear map, and all of the others.
+    """A range of the input or the output channels of a linear map, with all of the others.
 
     is_of_inputs: whether they are input channels. is_of_experts: whether they are no channels, but
     experts of a stack.
@@ -24,7 +24,7 @@ class Window(NamedTuple):
     def around(cls, is_of_inputs: bool, runs: Iterable[Run]) -> Window:
         """The smallest window with all of some runs.
 
-        Where all are empty, it is the first place: a device without a share still reads one.
+        If all are empty, it is the first place, since a device without a share still reads one.
         """
         filled = [run for run in runs if run.length] or [Run(0, 1, 1)]
         return cls(is_of_inputs, min(run.begin for run in filled), max(run.end for run in filled))

@@ -54,7 +54,7 @@ def count_by_layer(model: Decoder) -> list[BlockCount]:
 
 
 def blocks_of_share(share: Fraction) -> int:
-    """The blocks in 8 bits that a layer has if this many are its share: rounded, at least one."""
+    """The number of blocks in 8 bits for a share of a layer's blocks: rounded, at least one."""
     return max(1, int(share + Fraction(1, 2)))
 
 
@@ -62,8 +62,8 @@ def has_share(model: Decoder, one_in: int) -> bool:
     """Whether each layer has as many blocks in 8 bits as quantisation gives it.
 
     one_in: as `Precision.wide_blocks`. Several shares may round to the same blocks. The default,
-    which W4Ax alone stands for, is that of all models in which some blocks have 8 bits and others
-    4, since an error of outputs, or rules for single maps, may have chosen them.
+    `W4Ax` without a number, fits every model with blocks of both widths, since an error limit or
+    rules for single maps may have chosen them.
     """
     layers = count_by_layer(model)
     if one_in == DEFAULT_WIDE_BLOCKS:

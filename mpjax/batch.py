@@ -199,7 +199,7 @@ def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_toke
 def _choose_rows(
     lm: LanguageModel, batch: int, padded: int, room: int, speculate: Proposer | None = None
 ) -> int:
-    """The number of rows to which a batch is padded: `batch` where memory lacks for more.
+    """The number of rows to which a batch is padded: `batch` itself if memory is short.
 
     Raises DeviceMemoryError where it lacks for the batch itself.
     """

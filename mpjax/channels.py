@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """The markers of a chat template, and what is behind each of them.
+    """The markers of a chat template, and what follows each of them.
 
     states: for each marker, `text`, `reasoning`, `hidden` (such as a role's name), `name` (of a
         channel), or `named`: text where the last name is FINAL or there is none, else reasoning.
@@ -57,7 +57,7 @@ class Splitter:
     """Divides an answer that comes in pieces.
 
     prompt: the text before the answer; where it ends with a marker, as some templates do, the
-    answer goes on behind that. Space behind a marker is left out, and before the first one.
+    answer goes on after that. Space after a marker is left out, and before the first one.
     """
 
     def __init__(self, channels: Channels, prompt: str = "") -> None:
@@ -118,7 +118,7 @@ class Splitter:
         return self._is_new if self._states[marker] == "reasoning" else self._state == "reasoning"
 
     def _enter(self, state: str) -> None:
-        """Goes on behind a marker."""
+        """Goes on after a marker."""
         if state == "named":
             name = self._name.split()
             state = "reasoning" if name and name[0] != FINAL else "text"

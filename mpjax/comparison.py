@@ -79,18 +79,18 @@ def compare(
     _require_one_tokenizer(lm, reference, found, expected_cut)
     sequences = [piece.tokens for piece in found.windows]
     scores = read([lm, reference], _differ, sequences, batch=batch, progress=progress)
-    for index, (chances, expected, *_) in enumerate(scores):
-        for model, values in ((lm, chances), (reference, expected)):
+    for index, (own, expected, *_) in enumerate(scores):
+        for model, values in ((lm, own), (reference, expected)):
             if np.isnan(values).any():
                 raise NotFiniteError("window", index, model.config.dtype)
-    chances, expected, divergences, agrees = zip(*scores, strict=True)
+    own, expected, divergences, agrees = zip(*scores, strict=True)
     kept = [
         np.concatenate(
             [one[piece.first - 1 :] for one, piece in zip(arrays, found.windows, strict=True)]
         )
         for arrays in (divergences, agrees)
     ]
-    measures: dict[str, Any] = dataclasses.asdict(summarise(chances, found))
+    measures: dict[str, Any] = dataclasses.asdict(summarise(own, found))
     measures |= _of_divergences(kept[0].astype(np.float64))
     return Comparison(
         **measures,
@@ -144,10 +144,10 @@ def _differ(
     )
     agrees = found.argmax(-1) == exact.argmax(-1)
     found, exact = (jax.nn.log_softmax(logits, axis=-1) for logits in (found, exact))
-    chances, expected = (
+    own, expected = (
         jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
         for values in (found, exact)
     )
     # Rounding can take a sum slightly below zero, which no divergence is.
     divergences = jnp.maximum(divergence(exact, found), 0.0)
-    return (chances, expected, divergences, agrees), (cache, other)
+    return (own, expected, divergences, agrees), (cache, other)

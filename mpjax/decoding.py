@@ -176,7 +176,7 @@ def _share(model: Decoder) -> Decoder:
 
 
 def _problems(model: Decoder, batch: int) -> list[Problem]:
-    """The products of a step of `batch` rows, each once, but for those of experts."""
+    """The products of a step of `batch` rows, each once, except for those of experts."""
     leaves = jax.tree.leaves(_share(model), is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     matrices = (leaf for leaf in leaves if isinstance(leaf, QuantizedTensor))
     weights = [matrix for matrix in matrices if len(matrix.shape) == 2]

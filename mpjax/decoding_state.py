@@ -85,7 +85,7 @@ class DecodingState:
     step: int32 scalar, number of new tokens of the longest row.
     speculation: a Speculation, which `speculation/loop.py` adds; None without one.
     candidates: the likeliest tokens beside each new one, int32, and their log-probabilities,
-        float32, [batch, room, number] both; None where none are told.
+        float32, [batch, room, number] both; None if they are not asked for.
     """
 
     cache: PagedKVCache

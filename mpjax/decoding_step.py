@@ -21,7 +21,7 @@ Settings = TypeVar("Settings")
 class Draw(NamedTuple):
     """A token for each row, int32 [batch], and its log-probability, float32 [batch].
 
-    candidates: as in DecodingState, [batch, number] both; None where none are told.
+    candidates: as in DecodingState, [batch, number] both; None if they are not asked for.
     """
 
     tokens: jax.Array
@@ -46,20 +46,23 @@ class Rule(Protocol):
         logits: [batch, vocabulary], any float dtype. divided: whether devices have parts of them.
         """
 
-    def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
+    def is_end(self, drawn: jax.Array, logprob: jax.Array, counts: jax.Array) -> jax.Array:
         """Whether a row ends with its token, bool [batch].
 
-        chance: the tokens' log-probabilities. counts: int32 [batch], new tokens with these.
+        logprob: the tokens' log-probabilities. counts: int32 [batch], new tokens with these.
         """
 
     def drawn(self, counts: jax.Array) -> jax.Array:
         """The new tokens of rows, int32, also those that a state does not count."""
 
     def told(self, logits: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        """The candidates of a Draw from logits [batch, vocabulary]."""
+        """The likeliest tokens and their log-probabilities, as `Draw.candidates`.
+
+        logits: [batch, vocabulary].
+        """
 
     def at_positions(self, positions: int) -> Rule:
-        """The rule of a batch in which each of so many positions of a row is a row."""
+        """The rule of a batch that has a row for each position of each row."""
 
     def hide(self, logits: jax.Array, counts: jax.Array) -> jax.Array:
         """Logits [batch, vocabulary] with -inf for stop tokens of rows that are too short to end.
@@ -88,7 +91,7 @@ class BatchRule:
             *drawing.draw(logits, allowed, keys, self.sampling, state.seen, divided=divided)
         )
 
-    def is_end(self, drawn: jax.Array, chance: jax.Array, counts: jax.Array) -> jax.Array:
+    def is_end(self, drawn: jax.Array, logprob: jax.Array, counts: jax.Array) -> jax.Array:
         """See Rule."""
         return self.limits.stops(drawn) | (counts >= self.limits.maximum)
 
@@ -116,7 +119,7 @@ class BatchRule:
 
 
 def at_positions(settings: Settings, positions: int) -> Settings:
-    """Settings in which each position of a row is a row, with the row's numbers.
+    """The settings of rows, repeated for each of their positions.
 
     settings: a pytree of numbers, and of arrays [batch, …].
     """
@@ -149,7 +152,7 @@ def draw(
 
     logits, divided: as for Rule.draw.
     """
-    drawn, chance, candidates = rule.draw(logits, state, divided=divided)
+    drawn, logprob, candidates = rule.draw(logits, state, divided=divided)
     counts = state.counts + alive.astype(jnp.int32)
     seen = state.seen
     if seen is not None:
@@ -166,9 +169,9 @@ def draw(
     return dataclasses.replace(
         state,
         tokens=record(state.tokens, drawn),
-        logprobs=record(state.logprobs, chance),
+        logprobs=record(state.logprobs, logprob),
         counts=counts,
-        finished=state.finished | (alive & rule.is_end(drawn, chance, counts)),
+        finished=state.finished | (alive & rule.is_end(drawn, logprob, counts)),
         seen=seen,
         step=state.step + alive.any().astype(jnp.int32),
         candidates=jax.tree.map(record, state.candidates, candidates),

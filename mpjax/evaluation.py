@@ -185,8 +185,8 @@ def token_scores(
     as `evaluate` does.
     """
     found = read([lm], _score, sequences, batch=batch, progress=progress)
-    for index, (chances, _) in enumerate(found):
-        if np.isnan(chances).any():
+    for index, (values, _) in enumerate(found):
+        if np.isnan(values).any():
             raise NotFiniteError(kind, index, lm.config.dtype)
     return [TokenScores(*arrays) for arrays in found]
 

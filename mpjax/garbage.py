@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """Leaves all objects that exist out of Python's collections of garbage inside.
+    """Excludes all existing objects from garbage collection while the context is open.
 
     A full collection visits each of them. Those of JAX and of compiled programs are some hundred
     thousand, which takes a third of a second, in which no request gets a token.

@@ -89,8 +89,8 @@ def generate(
     speculate: proposes tokens that the model verifies several at a time, which is faster where many
         are accepted and changes nothing else: `Ngram()` for texts that repeat themselves, or
         `Draft(lm)` with a smaller model. With Ngram the tokens are those of plain decoding, greedy
-        or drawn, but for rounding: kernels choose their tiles by the number of tokens. With Draft
-        that holds for greedy rows, and drawn tokens have the same distribution.
+        or drawn, except for rounding: kernels choose their tiles by the number of tokens. With
+        Draft that holds for greedy rows, and drawn tokens have the same distribution.
 
     A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens.
     To compile few of them, all three are rounded up: the batch to 1, 2, 4 or a multiple of 8, the

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PART = 512  # logits that are reduced at first
-LAST = np.int32(np.iinfo(np.int32).max)  # behind all token ids
+LAST = np.int32(np.iinfo(np.int32).max)  # after all token ids
 
 _Partial = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -35,8 +35,8 @@ def likeliest(logits: jax.Array, allowed: jax.Array | None = None) -> tuple[jax.
     counts = jnp.where(ids < wide.shape[1], np.float32(1), np.float32(0))
     each = parts[0], ids, parts[1], counts
     best, token, top, total = _reduced(_reduced(each, 2), 1)
-    chance = best - (top + jnp.log(total))
-    return token, jnp.where(jnp.isposinf(top), jnp.nan, chance)
+    logprob = best - (top + jnp.log(total))
+    return token, jnp.where(jnp.isposinf(top), jnp.nan, logprob)
 
 
 def _cut(x: jax.Array) -> jax.Array:

@@ -186,7 +186,7 @@ class HarnessLM(TemplateLM):
         *before, last = chat_history
         if not isinstance(content := last.get("content"), str):
             raise ValueError(f"the last message has content {content!r:.40}: expected a text")
-        # A mark, because the message's own text could also occur in the markup behind it.
+        # A mark, because the message's own text could also occur in the markup after it.
         marked = [*before, {**last, "content": content + END_OF_MESSAGE}]
         text = self.tokenizer.chat(marked, False, self._template)
         text, mark, rest = text.rpartition(END_OF_MESSAGE.strip())

@@ -100,11 +100,11 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not, and behind them `H…` and `E…`.
+        """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not, and after them `H…` and `E…`.
 
         W, the weights: 16; 8 or 4 (integers); M8 or M4 (integers with a float minimum); FP8 (e4m3);
             MXFP4 (e2m1, times a power of two); NF4, NF3 or NF2 (normal float). `gSIZE`
-            behind it is the number of input channels that share a scale, or K for all; `sym` fixes
+            after it is the number of input channels that share a scale, or K for all; `sym` fixes
             the zero point of integers in the middle. Without a W part, as in `A16KV8`, linear maps
             keep the checkpoint's format, and FP8 ones its activation format. Several W parts, as in
             `W16+W4A16KV8` and `W16A16+W8A8KV8`, name all formats of a checkpoint's linear maps.
@@ -212,7 +212,7 @@ def describe_weights(format: WeightFormat, bits: int = 16) -> str:
 
 
 def describe_table(format: WeightFormat) -> str:
-    """The text behind H or E in a precision, such as `8`, `4g64` or `16`."""
+    """The text after H or E in a precision, such as `8`, `4g64` or `16`."""
     if not format.is_packed:
         return "16"
     weights, activations = parts = _parts_of(format)

@@ -244,7 +244,7 @@ def sample(
         for `repetition_penalty` and ignored without it.
       divided: whether devices have parts of the vocabulary's axis (static). Top-k and top-p then
         search for their thresholds in plain JAX, so that no device needs all logits. The draws are
-        the same, but for rounding of the probabilities.
+        the same, except for rounding of the probabilities.
 
     Returns:
       Tokens int32 [batch]. Among equal logits a greedy row takes the lowest token id.

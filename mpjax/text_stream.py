@@ -24,7 +24,7 @@ class TextStream:
     The pieces joined are exactly `Tokenizer.decode` of all ids. No piece ends within a character:
     text that later ids could change is held back until they arrive, or until `finish`.
 
-    skip_special: whether special tokens are left out of the text, but for the markers of channels.
+    skip_special: whether special tokens are left out of the text, except the markers of channels.
     context: ids before the first one, such as a prompt's, whose text the caller has already. The
         pieces joined are the text that the ids add to `Tokenizer.decode` of the context: a
         SentencePiece "▁" keeps its space, and a character that begins in the context comes whole.
@@ -41,7 +41,7 @@ class TextStream:
         self._run = 0  # the number of byte-fallback tokens at the window's end
         self._append(self._end(context))
         # The number of characters of the window's text that the caller has. The last `_unfinished`
-        # of them are U+FFFD in the place of a character that later ids may complete; they occur
+        # of them are U+FFFD instead of a character that later ids may complete; they occur
         # only after a context, since pieces hold such characters back.
         self._emitted = len(self._decode(self._window))
         self._unfinished = self._emitted - self._certain(self._window)
@@ -87,7 +87,7 @@ class TextStream:
         return begin
 
     def _shorten_window(self, complete: int) -> None:
-        """Drops ids whose text is certain, but for the last ones that have any text.
+        """Drops ids whose text is certain, except for the last ones that have any text.
 
         The ids that stay are the context of later ones: decoders treat the first token differently
         (a SentencePiece "▁" loses its space). complete: the number of ids whose text is certain.

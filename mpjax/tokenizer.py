@@ -108,7 +108,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token are skipped, broken UTF-8 becomes U+FFFD.
 
-        skip_special: whether special tokens are skipped too, but for the markers of channels.
+        skip_special: whether special tokens are skipped too, except for the markers of channels.
         """
         found = [int(i) for i in ids]
         if skip_special and self.hidden_ids != self.special_ids:

@@ -89,7 +89,7 @@ def joined(
     """Windows of the documents joined by empty lines, as papers measure perplexity.
 
     Each has `window` tokens, and begins `stride` tokens after the one before; it predicts those of
-    its tokens that no window before it predicted, and never its first. Tokens behind the last whole
+    its tokens that no window before it predicted, and never its first. Tokens after the last whole
     window are left out, unless the text is shorter than a window. With a stride of `window` this is
     the measure of GPTQ and AWQ; with a shorter one predictions depend on at least `window − stride`
     tokens.

@@ -46,12 +46,12 @@ class ActivationBlocks:
         return FORMAT
 
     def checked(self, operation: str, channels: int) -> ActivationBlocks:
-        """These blocks with arrays in the place of lists.
+        """These blocks with arrays instead of lists.
 
         operation: the function that takes them, for messages. channels: K.
 
         Raises ValueError for arrays that aren't integers, or are for another number of channels,
-        and where values are known, for other widths and for channels that there are none of.
+        and, where values are known, for other widths and for channels out of range.
         """
         found: dict[str, jax.Array | None] = {}
         for name, size in (("bits", FORMAT.groups(channels)), ("permutation", channels)):

@@ -130,7 +130,7 @@ def quantize_activations(
 
 
 def _with_static_scale(x: jax.Array, rows: StaticRows, dtype: str) -> QuantizedActivations:
-    """The codes of x [..., K] beside one scale; larger magnitudes become the largest code."""
+    """The codes of x [..., K] beside one scale; larger magnitudes are clamped."""
     wide, scale = x.astype(jnp.float32), jax.lax.broadcast_to_rank(rows.scale, x.ndim)
     scaled = wide / scale
     if rows.values == "int8":

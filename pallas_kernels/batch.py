@@ -38,7 +38,7 @@ class Span:
         By default the residual has a page for each sequence, in their order.
     encoded: int32 [batch], for formats with blocks: the number of tokens, in whole blocks, that are
         in encoded pages already although they end at the start, as those of a shared prefix do. By
-        default a block is encoded when the first token behind it comes.
+        default a block is encoded when the first token after it comes.
 
     Arrays may also be lists or NumPy's arrays. Under `jit` a span can be an argument, as a pytree.
 
@@ -63,7 +63,7 @@ class Span:
 
     @property
     def ends(self) -> jax.Array:
-        """The position behind each sequence's last new token, int32 [batch]."""
+        """The position after each sequence's last new token, int32 [batch]."""
         return self.starts + self.counts
 
     @property

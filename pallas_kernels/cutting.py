@@ -85,7 +85,7 @@ def cutting_unit(format: WeightFormat) -> int:
 def cut_outputs(tensor: QuantizedTensor, runs: Runs) -> QuantizedTensor:
     """The output channels of the runs, one run after the other.
 
-    The zeros behind a run are channels whose weights are zero.
+    The zeros after a run are channels whose weights are zero.
     """
     return _each_output_array(tensor, lambda name, axis: take_runs(name(tensor), runs, axis))
 
@@ -98,7 +98,7 @@ def join_outputs(parts: Sequence[QuantizedTensor], runs: Sequence[Runs]) -> Quan
 
 
 def _each_output_array(tensor: QuantizedTensor, function: Any) -> QuantizedTensor:
-    """The tensor with the result of a function in the place of each array that N divides.
+    """The tensor with the result of a function instead of each array that N divides.
 
     function: takes a getter of the array, and its axis of output channels.
     """
@@ -123,7 +123,7 @@ def cut_inputs(tensor: QuantizedTensor, runs: Runs, number: int, begin: int = 0)
     """The part with the input channels of one of the runs.
 
     runs: of all parts, which have one size and together each input channel once. The channels of a
-        part behind its run must meet zeros in x.
+        part after its run must meet zeros in x.
     number: of the part.
     begin: the place at which the tensor begins, where it has some of the input channels alone, with
         those of the part: a multiple of `cutting_unit` and of the group size.
@@ -204,7 +204,7 @@ def _sources_of_groups(
 
 
 def _is_aligned(format: WeightFormat, runs: Runs) -> bool:
-    """Whether all runs are whole units, but for the end of the tensor."""
+    """Whether all runs are whole units, except for the end of the tensor."""
     unit, channels = cutting_unit(format), max(run.end for run in runs)
     return all(
         run.begin % unit == run.size % unit == 0 and (run.end % unit == 0 or run.end == channels)
@@ -263,7 +263,7 @@ def _cut_codes(tensor: QuantizedTensor, run: Run, size: int | None) -> Quantized
 def _cut_widths(tensor: QuantizedTensor, run: Run) -> Any:
     """The activation bits of a run of whole groups; None for a tensor without any.
 
-    Groups of zeros behind the run have the fewest bits of any group, so that those of a tensor
+    Groups of zeros after the run have the fewest bits of any group, so that those of a tensor
     whose groups are alike stay alike.
     """
     bits, size = tensor.activation_bits, tensor.format.group_size

@@ -125,7 +125,7 @@ def multiprocessors() -> int:
 
 
 def limits() -> Limits:
-    """The limits of the default device; if it is not a GPU, an H200's but for the kind."""
+    """The limits of the default device; if it is not a GPU, an H200's except for the kind."""
     return Limits(multiprocessors(), compute_capability() or 9.0, kind())
 
 

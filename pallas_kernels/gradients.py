@@ -35,7 +35,7 @@ def _backward(
     def of_result(gradient: jax.Array, result: jax.Array) -> jax.Array:
         if gradient.dtype == jax.dtypes.float0:  # of integers
             return gradient
-        if gradient.ndim > result.ndim:  # whoever adds terms up has the same gradient for each
+        if gradient.ndim > result.ndim:  # the terms are summed, so each has the gradient of the sum
             gradient = gradient.mean(0)
         return gradient.astype(result.dtype)
 

@@ -24,7 +24,7 @@ def packed_shapes(
     mixed: bool = False,
     static: bool = False,
 ) -> QuantizedTensor:
-    """The result of `pack` for a weight, with `jax.ShapeDtypeStruct`s in the place of arrays.
+    """The result of `pack` for a weight, with `jax.ShapeDtypeStruct`s instead of arrays.
 
     shape: of the weight, [..., K, N].
     scale_dtype: of its scales, such as "float16".

@@ -23,7 +23,7 @@ def partition_specs(
     n: AxisNames = None,
     leading: tuple[AxisNames, ...] | None = None,
 ) -> QuantizedTensor:
-    """The tensor with a `PartitionSpec` in the place of each array, as `jax.shard_map` takes it.
+    """The tensor with a `PartitionSpec` instead of each array, as `jax.shard_map` takes it.
 
     A shard is itself a packed tensor. Divided along K, a shard multiplies its own input channels of
     x, and `jax.lax.psum` adds up the products (row-parallel). Divided along N, shards give the

@@ -19,8 +19,8 @@ from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
-# float16 rounds a smaller scale by 3 % and more, and in the end to zero. By one of float32, or of
-# bfloat16, that is smaller nothing is divided.
+# float16 rounds a smaller scale by 3 % or more, or to zero. Smaller scales in float32 and
+# bfloat16 are subnormal, and quantisers do not divide by them.
 LEAST_FLOAT16_SCALE, LEAST_SCALE = 2.0**-20, float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -126,7 +126,7 @@ def _are_minima_finite(packed: QuantizedTensor | jax.Array) -> bool:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _largest(array: jax.Array, leading: int) -> jax.Array:
-    """The largest magnitude behind so many leading axes."""
+    """The largest magnitude after so many leading axes."""
     return jnp.abs(array).max(tuple(range(leading, array.ndim)))
 
 

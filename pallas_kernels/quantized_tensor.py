@@ -65,7 +65,7 @@ class QuantizedTensor:
     scale_dtype: the dtype of the scales that `parameters` stand for: `float16`, `bfloat16`,
         `float32`, or `uint16` for the steps of `liquid4` (static).
     padding: the number of input channels beyond K that pad the last block (static). Their codes are
-        multiplied with zeros in the place of activations.
+        multiplied with zeros instead of activations.
     permutation: int32 [K] or None; row i of the packed matrix is input channel permutation[i]
         (GPTQ's act-order, or the order of an `int4` weight's blocks).
     channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
@@ -88,9 +88,9 @@ class QuantizedTensor:
     activation_scale: jax.Array | None = None
 
     def __repr__(self) -> str:
-        """The format, the shape, and what each array is: codes themselves say nothing to people.
+        """The format, the shape, and the dtype and shape of each array, without the codes.
 
-        JAX also puts other objects in the place of arrays, such as the specs of a division.
+        JAX also puts other objects instead of arrays, such as the specs of a division.
         """
         arrays = {name: getattr(self, name) for name in ARRAYS}
         has_shape = len(getattr(self.words, "shape", ())) >= 3
@@ -148,7 +148,7 @@ class QuantizedTensor:
     ) -> jax.Array:
         """The weight [..., K, N] in the order of the input channels, computed in float32.
 
-        scales: [..., groups, N] in the place of the tensor's own, without groups of padding.
+        scales: [..., groups, N] instead of the tensor's own, without groups of padding.
 
         Raises ValueError for scales of another shape, and for any scales where the format is
         `liquid4`, whose steps are integers, or `float4`, which has exponents for scales.
@@ -348,7 +348,7 @@ def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor
 
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
-    """Scales [..., groups, N] in the place of a tensor's own.
+    """Scales [..., groups, N] instead of a tensor's own.
 
     Raises ValueError for another shape, and where a tensor's scales are fixed.
     """

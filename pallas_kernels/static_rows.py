@@ -19,7 +19,7 @@ from mpjax.kernels.product_format import ActivationFormat
 class StaticRows:
     """How the activations x [..., K] of one weight are rounded with one scale for all tokens.
 
-    Values beyond the range of the codes become the largest code. The scale is an array, so that
+    Values out of range are clamped. The scale is an array, so that
     layers which differ in it alone share their compiled programs.
 
     format: of the activations, which have a scale for each row otherwise. scale: float32 [1].
@@ -48,7 +48,7 @@ class StaticRows:
         return self.format.scales_rows
 
     def checked(self, operation: str) -> StaticRows:
-        """The same with an array in the place of a number.
+        """The same with an array instead of a number.
 
         operation: the function that takes it, for messages. Raises ValueError for anything but one
         number, and where it is known, unless it is positive and finite.

@@ -41,3 +41,19 @@ def test_a_block_runs_as_it_stands(place, code, monkeypatch):
 
     monkeypatch.setattr(mpjax, "load", load_bundled)
     exec(compile(code, place, "exec"), {"__name__": place})
+
+
+FILE = re.compile(r"`((?:benchmarks|examples|models|mpjax|pallas_kernels|tests)/[\w/]+\.\w+)`")
+MODULE = re.compile(r"python -m ((?:benchmarks|examples)(?:\.\w+)*)")
+MADE_UP = {"pallas_kernels/codes/offset.py"}  # a file that a tutorial adds
+
+
+def test_files_and_commands_that_pages_name_exist():
+    named: dict[str, str] = {}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        modules = (f"{module.replace('.', '/')}.py" for module in MODULE.findall(text))
+        named |= dict.fromkeys([*FILE.findall(text), *modules], page.name)
+    assert len(named) > 50
+    missing = {name for name in named if not (ROOT / name).exists()} - MADE_UP
+    assert not missing, {name: named[name] for name in missing}

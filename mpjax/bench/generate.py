@@ -369,8 +369,8 @@ def _read(
         nonlocal state
         cache = dataclasses.replace(state.cache, lengths=from_host(np.zeros(batch, np.int32)))
         if piece is not None:
-            best, chances, cache = read_pieces(lm.model, tokens, cache, piece)
-            first = state.tokens.at[:, 0].set(best), state.logprobs.at[:, 0].set(chances)
+            best, logprobs, cache = read_pieces(lm.model, tokens, cache, piece)
+            first = state.tokens.at[:, 0].set(best), state.logprobs.at[:, 0].set(logprobs)
             state = dataclasses.replace(state, cache=cache, tokens=first[0], logprobs=first[1])
             return state.tokens
         # Always the same keys: those of the result have another sharding, and so another program.

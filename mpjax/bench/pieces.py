@@ -36,9 +36,9 @@ def read_pieces(
     ) -> tuple[PagedKVCache, tuple[jax.Array, jax.Array]]:
         logits, cache = model.step(part, counts, cache)
         best = logits.argmax(-1).astype(jnp.int32)
-        chance = logits.max(-1) - jax.nn.logsumexp(logits, -1)
-        return cache, (best, chance)
+        logprob = logits.max(-1) - jax.nn.logsumexp(logits, -1)
+        return cache, (best, logprob)
 
     parts = tokens.reshape(batch, -1, piece).swapaxes(0, 1)
-    cache, (best, chances) = jax.lax.scan(read, cache, parts)
-    return best[-1], chances[-1], cache
+    cache, (best, logprobs) = jax.lax.scan(read, cache, parts)
+    return best[-1], logprobs[-1], cache

@@ -45,7 +45,7 @@ class Forced(Ngram):
     proposes: bool = True
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
-        """The tokens that Ngram finds, or whatever lies there."""
+        """The tokens that Ngram finds; any tokens if it finds none."""
         proposal, own = super().propose(context)
         counts = context.most if self.proposes else jnp.zeros_like(context.most)
         return dataclasses.replace(proposal, counts=counts), own

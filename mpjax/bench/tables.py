@@ -16,8 +16,8 @@ MINIMUM_WIDTH = 140  # of a table; in a narrower terminal lines wrap, and no tex
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table without its empty columns; the text ends with a line break."""
     headers, rows = _filled(headers, rows)
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    table = Growing(headers, is_markdown=True)
+    return "".join(map(table.add, rows))
 
 
 class _Console(rich.console.Console):
@@ -48,7 +48,7 @@ class Growing:
 
     headers: as many as a row has cells. is_markdown: whether the table is in Markdown; otherwise
         columns are as wide as their header, their first cell and COLUMN_WIDTH, and a longer cell
-        moves those behind it.
+        moves those after it.
     """
 
     def __init__(self, headers: Sequence[str], *, is_markdown: bool = False) -> None:
@@ -56,7 +56,7 @@ class Growing:
         self._widths: list[int] = []
 
     def add(self, cells: Sequence[str]) -> str:
-        """The line of a row with its line break, behind the headers if it is the first."""
+        """The line of a row with its line break, after the headers if it is the first."""
         lines = [cells] if self._widths else [self._headers, cells]
         if len(lines) == 2 and self._is_markdown:
             lines.insert(1, ["---", *["---:"] * (len(cells) - 1)])

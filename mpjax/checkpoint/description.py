@@ -121,9 +121,9 @@ class Description:
         return json.dumps(value, indent=1)
 
     def abstract(self, folder: Path, read: Mapping[str, Any] | None = None) -> LanguageModel:
-        """The model with ShapeDtypeStructs in the place of arrays, and without a tokenizer.
+        """The model with ShapeDtypeStructs instead of arrays, and without a tokenizer.
 
-        read: arrays that the model has all the same, by name.
+        read: arrays that the model gets nevertheless, by name.
         """
         model = nnx.eval_shape(lambda: self.decoder(self.config, nnx.Rngs(0)))
         shapes = {

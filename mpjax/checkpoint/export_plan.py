@@ -237,7 +237,7 @@ def _with_head(scheme: Scheme, packed: Modules, head: Modules) -> Scheme | None:
 
 
 def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:
-    """The plain codes of each linear map, shapes in the place of arrays; None of plain maps."""
+    """The plain codes of each linear map, shapes instead of arrays; None of plain maps."""
     places = model.linear_places(model.config)
 
     def codes() -> dict[str, PlainCodes | None]:

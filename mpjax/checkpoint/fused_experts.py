@@ -28,7 +28,7 @@ MOST_EXPERTS = 4096
 
 
 def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
-    """The checkpoint with a tensor for each expert in the place of those of all experts.
+    """The checkpoint with a tensor for each expert instead of those of all experts.
 
     decoder: its names tell whether an expert's gate and up are one map or two. A checkpoint without
     such tensors is returned as it is.

@@ -1,7 +1,7 @@
 """Takes a decoder's arrays out by name, as a saved model holds them, checks them, puts them in.
 
 An array outside linear maps has the path of its place, such as `layers.0.mlp_norm.weight`. The
-arrays of a linear map have the number of a part and a name behind the path: `kernel` and `bias` in
+arrays of a linear map have the number of a part and a name after the path: `kernel` and `bias` in
 `layers.0.attention.qkv.0.kernel`, or the arrays of a packed kernel, as in
 `layers.0.attention.qkv.0.words`.
 """

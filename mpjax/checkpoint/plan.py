@@ -265,7 +265,7 @@ def _scheme_of(
 def _table_source(
     modules: Mapping[str, Mapping[str, TensorInfo]], name: str, scheme: Scheme | None
 ) -> TableSource | None:
-    """The quantised tensors of a parameter, `name` with `.weight` behind; None for a plain one."""
+    """The quantised tensors of a parameter, `name` with `.weight` after; None for a plain one."""
     module = name.removesuffix(".weight")
     tensors = modules.get(module, {})
     stored = registry.of_module(tensors)

@@ -129,7 +129,7 @@ def _names_of_places(description: Description) -> dict[str, list[str]]:
 
 
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
-    """A saved model with ShapeDtypeStructs in the place of arrays, and without a tokenizer.
+    """A saved model with ShapeDtypeStructs instead of arrays, and without a tokenizer.
 
     Only mpjax.json is read, and of W4Ax the widths of blocks of activations, which are arrays.
     Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.

@@ -160,7 +160,7 @@ class _Writer:
         self.said = ""
 
     def write(self, piece: str) -> None:
-        """Writes the next piece, as far as it is certain what it belongs to."""
+        """Writes the part of the next piece that is known to be text or reasoning."""
         parts = [Part(False, piece)] if self._splitter is None else self._splitter.push(piece)
         self._write(parts)
 

@@ -270,7 +270,7 @@ def _report(
 ) -> None:
     """Adds each row to the result's rows as it is measured, prints it, and writes the result.
 
-    JSON is one object, printed behind the last row, also where another row can't be measured.
+    JSON is one object, printed after the last row, also where another row can't be measured.
     """
     from mpjax.atomic_write import atomic_write
 
@@ -281,7 +281,7 @@ def _report(
             if output is not None:
                 atomic_write(output, to_json(result, indent=1) + "\n")
             if format is not Format.json:
-                headers, cells = _table(rows)
+                headers, cells = table_of(rows)
                 table = table or tables.Growing(headers, is_markdown=format is Format.markdown)
                 write(table.add(cells[-1]))
     finally:
@@ -304,7 +304,7 @@ def _defaults(folder: Path) -> list[Precision]:
 
 
 def _grouped(precisions: list[Precision]) -> list[Precision]:
-    """Precisions of the same weights behind each other, so that each is loaded once."""
+    """Precisions of the same weights after each other, so that each is loaded once."""
     weights = list(dict.fromkeys(precision.of_weights for precision in precisions))
     return sorted(precisions, key=lambda precision: weights.index(precision.of_weights))
 
@@ -354,7 +354,7 @@ def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def table_of(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
     """The headers and cells of rows, which are those of comparisons if they have a divergence."""
     if "kl_mean" in rows[0]:
         return agreement.HEADERS, [agreement.cells(row) for row in rows]
@@ -373,10 +373,3 @@ def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         )
         for index, row in enumerate(rows)
     ]
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows of a result as a Markdown table."""
-    headers, cells = _table(rows)
-    table = tables.Growing(headers, is_markdown=True)
-    return "".join(map(table.add, cells)).removesuffix("\n")

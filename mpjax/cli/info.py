@@ -206,7 +206,7 @@ def _size(nbytes: int) -> str:
 
 
 def inspect(folder: Path) -> LanguageModel:
-    """The model that `load` would make of a folder, with shapes in the place of arrays.
+    """The model that `load` would make of a folder, with shapes instead of arrays.
 
     Its `describe` is exact except where values of tensors decide: for the bytes of GPTQ's
     permutations, maps that can't be fused because of permutations, and integers that count as
@@ -234,7 +234,7 @@ def inspect(folder: Path) -> LanguageModel:
 
 
 def _from_headers(folder: Path) -> LanguageModel:
-    """The model of a Hugging Face checkpoint, with shapes in the place of arrays."""
+    """The model of a Hugging Face checkpoint, with shapes instead of arrays."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

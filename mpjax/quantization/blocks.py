@@ -32,7 +32,7 @@ class BlockRule:
 
     one_in: one block in so many has 8 bits, of all linear maps of a layer with such a rule
         together, rounded, at least one; 0 for none.
-    error: in the place of `one_in`, the largest squared error of each map's outputs, relative to
+    error: instead of `one_in`, the largest squared error of each map's outputs, relative to
         their squares, that rounding activations may cause; blocks take 8 bits until it is reached,
         or all have them.
     is_ordered: whether channels are sorted; for comparisons, False keeps their order.
@@ -151,7 +151,7 @@ def choose_widths(
     """The bits uint8 [blocks], or [experts, blocks], of the activations of a layer's linear maps.
 
     Each expert is a map of its own. Blocks whose errors are NaN have 8 bits, as nothing is known of
-    them, and count in no share.
+    them, and the share does not count them.
 
     rules, errors: by the maps' paths; errors as `block_errors` returns them, of a stack
         [2, experts, blocks].

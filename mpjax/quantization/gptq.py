@@ -150,7 +150,7 @@ def _compensate(
 
     weight: [K, N], with its rows in the order of rounding. factor: upper triangular [K, K], from
     `inverse_factor`. The error of a row corrects the rest of its block of `size` rows at once; all
-    rows behind the block are corrected by one product when the block is done.
+    rows after the block are corrected by one product when the block is done.
     """
     channels, outputs = weight.shape
     missing = -channels % size

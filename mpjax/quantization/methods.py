@@ -34,9 +34,9 @@ STEPS = (*OF_MODEL, *SCALINGS, *ROUNDINGS, LEARN)
 
 
 def read_method(text: str) -> tuple[tuple[str, ...], Method]:
-    """The steps of the whole model that a method begins with, and the method behind them.
+    """The steps of the whole model that a method begins with, and the method after them.
 
-    The latter rounds by `range` where nothing stands behind them. Raises ValueError for unknown,
+    The latter rounds by `range` where nothing stands after them. Raises ValueError for unknown,
     repeated or misplaced steps.
     """
     names = _names(text)

@@ -232,9 +232,9 @@ class Recipe:
         )
 
     def require_used(self, paths: list[str]) -> None:
-        """Raises ValueError for a rule that is the first to match none of a model's linear maps.
+        """Raises ValueError for a rule that applies to no linear map of a model.
 
-        The last rule, for all others, may be left over.
+        The last rule, for all others, may apply to none.
         """
         left = list(paths)
         for number, rule in enumerate(self.rules):

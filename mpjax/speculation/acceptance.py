@@ -46,13 +46,13 @@ def count_agreeing(drawn: jax.Array, proposal: Proposal) -> jax.Array:
 def accept(
     p: jax.Array, proposal: Proposal, keys: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Accepts tokens of a proposal with distributions, and draws the token behind them.
+    """Accepts tokens of a proposal with distributions, and draws the token after them.
 
     p: float32 [batch, k + 1, vocabulary], the model's distribution at each position.
-    proposal: with chances q, [batch, k, vocabulary].
+    proposal: with probabilities q, `chances` [batch, k, vocabulary].
     keys: typed PRNG keys [batch]. counts: int32 [batch], new tokens before the proposal.
 
-    Returns the tokens int32 [batch, k + 1], of which those behind the first that is drawn mean
+    Returns the tokens int32 [batch, k + 1], of which those after the first that is drawn mean
     nothing, and the number of accepted ones, int32 [batch].
     """
     assert proposal.chances is not None
@@ -62,7 +62,7 @@ def accept(
     position = counts[:, None] + jnp.arange(k)[None]
     coin = jax.vmap(_coins)(keys, position)
     accepted = count_leading((coin * q_of < p_of) & is_proposed(proposal))
-    # The position behind the accepted tokens: a rejected token, or the end of the proposal.
+    # The position after the accepted tokens: a rejected token, or the end of the proposal.
     row = jnp.arange(batch)
     here = p[row, accepted]
     is_rejected = accepted < proposal.counts

@@ -25,7 +25,7 @@ COMPARED = 1000  # token ids whose texts are compared between two tokenizers
 
 @jax.tree_util.register_pytree_node_class
 class Draft(Proposer):
-    """Proposes what a smaller model says, which has a cache of its own.
+    """Proposes the tokens of a smaller model, which has a cache of its own.
 
     The draft model draws as the large one does (temperature, top-k, top-p, min-p, penalty), one
     token after another. It pays where it is many times faster than the large model and often agrees
@@ -125,7 +125,7 @@ class Draft(Proposer):
         return dataclasses.replace(own, layers=rows.layers, lengths=lengths)
 
     def propose(self, context: Context) -> tuple[Proposal, PagedKVCache]:
-        """Reads the tokens that the draft's cache lacks, and draws up to k behind them.
+        """Reads the tokens that the draft's cache lacks, and draws up to k after them.
 
         The cache lacks the newest token, and the one before it if all of the last proposal was
         accepted, whose last token the draft model has drawn and not read.

@@ -91,9 +91,9 @@ def most_proposed(
     maximum: int32 [batch], the most new tokens of each row. alive: bool [batch]. k: the most of any
     row. block: tokens of a block of the cache, or None.
 
-    The model draws one token behind the proposed ones, so a row that lacks r tokens gets r − 1 at
+    The model draws one token after the proposed ones, so a row that lacks r tokens gets r − 1 at
     most. In formats with blocks, the proposed tokens stay in the block of the newest token, which
-    the residual holds in 16 bits. A block is encoded when the first token behind it comes, and that
+    the residual holds in 16 bits. A block is encoded when the first token after it comes, and that
     is then a token that stays. So no rejected token is ever encoded, and the residual needs no more
     room.
     """
@@ -104,7 +104,7 @@ def most_proposed(
 
 
 class _Proposed(NamedTuple):
-    """A state with what is proposed to its rows that are alive, bool [batch]."""
+    """A state, with a proposal for its rows that are alive, bool [batch]."""
 
     state: DecodingState
     proposal: Proposal
@@ -228,7 +228,7 @@ class Steps:
         """The state `end` with the speculation of `begin`, brought up to the new tokens.
 
         most: new tokens that a row may have (static). done: what was done in between.
-        accepted: tokens of the proposal, also those behind the end of a row.
+        accepted: tokens of the proposal, also those after the end of a row.
         """
         before, known = begin.speculation, begin.cache.lengths + 1
         counts = end.counts - begin.counts
@@ -241,7 +241,7 @@ class Steps:
         return dataclasses.replace(end, step=end.counts.max(), speculation=speculation)
 
     def read(self, state: DecodingState, proposal: Proposal, alive: jax.Array) -> _Drawn:
-        """Reads each row's newest token and its proposed ones, and draws a token behind each."""
+        """Reads each row's newest token and its proposed ones, and draws a token after each."""
         last = jnp.maximum(state.counts - 1, 0)[:, None]
         newest = jnp.take_along_axis(state.tokens, last, axis=1)
         inputs = jnp.concatenate([newest, proposal.tokens], axis=1)
@@ -260,9 +260,9 @@ class Steps:
 
     def is_end(self, state: DecodingState, drawn: _Drawn) -> jax.Array:
         """Whether a row would end with the token at each position, bool [batch, positions]."""
-        tokens, chances = drawn.draw.tokens, drawn.draw.logprobs
+        tokens, logprobs = drawn.draw.tokens, drawn.draw.logprobs
         counts = state.counts[:, None] + 1 + jnp.arange(tokens.shape[1])[None]
-        return jax.vmap(self.rule.is_end, in_axes=1, out_axes=1)(tokens, chances, counts)
+        return jax.vmap(self.rule.is_end, in_axes=1, out_axes=1)(tokens, logprobs, counts)
 
     def record(self, state: DecodingState, drawn: _Drawn, counts: jax.Array) -> DecodingState:
         """The state with counts[b] more tokens of each row b."""
@@ -277,7 +277,7 @@ class Steps:
 
         return dataclasses.replace(
             state,
-            # Keys and values behind the kept tokens are overwritten by the next step's.
+            # Keys and values after the kept tokens are overwritten by the next step's.
             cache=dataclasses.replace(drawn.cache, lengths=state.cache.lengths + counts),
             tokens=record(state.tokens, tokens),
             logprobs=record(state.logprobs, drawn.draw.logprobs),

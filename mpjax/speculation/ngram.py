@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.speculation.patience import Patience
+from mpjax.speculation.backoff import Backoff
 from mpjax.speculation.proposer import Context, Proposal, Proposer, read_k, whole
 
 LONGEST = 16  # tokens that a proposer compares
@@ -22,7 +22,7 @@ class Ngram(Proposer):
 
     It needs no second model, and pays where a text repeats its prompt or itself: when code is
     edited, a text is summed up or quoted. Where the last n tokens are new, steps are those of plain
-    decoding, and a row whose proposals are refused gets fewer of them (`Patience`). (Saxena,
+    decoding, and a row whose proposals are rejected gets fewer (`Backoff`). (Saxena,
     "Prompt lookup decoding", 2023; Yang et al., "Inference with reference", 2023.)
 
     k: the most tokens that are proposed at a time, 1 to 32. n: the tokens that are compared, 1 to
@@ -38,28 +38,28 @@ class Ngram(Proposer):
         object.__setattr__(self, "k", read_k("Ngram", self.k))
         object.__setattr__(self, "n", whole("Ngram: n", self.n, 1, LONGEST))
 
-    def create(self, batch: int, tokens: int) -> Patience:
-        """How long each row waits for its next proposal."""
-        return Patience.create(batch)
+    def create(self, batch: int, tokens: int) -> Backoff:
+        """The back-off of each row."""
+        return Backoff.create(batch)
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
-        """The tokens behind the most recent match of each row; see `continuation`."""
-        patience: Patience = context.state.speculation.own
+        """The tokens after the most recent match of each row; see `continuation`."""
+        backoff: Backoff = context.state.speculation.own
         tokens, is_found = continuation(context.history, context.known, self.n, self.k)
-        counts = jnp.where(is_found & patience.is_over(context.known), context.most, 0)
-        return Proposal(tokens, counts), patience
+        counts = jnp.where(is_found & backoff.is_over(context.known), context.most, 0)
+        return Proposal(tokens, counts), backoff
 
     def settle(
-        self, own: Patience, known: jax.Array, proposed: jax.Array, accepted: jax.Array
-    ) -> Patience:
-        """Rows that were refused all of their proposal wait."""
+        self, own: Backoff, known: jax.Array, proposed: jax.Array, accepted: jax.Array
+    ) -> Backoff:
+        """Rows whose whole proposal was rejected back off."""
         return own.settled(known, proposed, accepted)
 
 
 def continuation(
     history: jax.Array, known: jax.Array, n: int, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The k tokens behind the most recent place where a row had its last n tokens before.
+    """The k tokens after the most recent place where a row had its last n tokens before.
 
     history: int32 [batch, tokens], of which known[b], int32 [batch], are tokens of row b.
 

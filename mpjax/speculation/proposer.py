@@ -30,8 +30,8 @@ class Proposal:
     """Tokens that may come next.
 
     tokens: int32 [batch, k]. counts: int32 [batch], how many of a row's tokens are proposed.
-    chances: float32 [batch, k, vocabulary], the distributions from which the tokens were drawn;
-        None where a token is certain, given those before it.
+    chances: float32 [batch, k, vocabulary], the probabilities with which the tokens were drawn;
+        None for a proposer that draws nothing at random.
     """
 
     tokens: jax.Array
@@ -58,7 +58,7 @@ class Speculated:
 class Speculation:
     """The part of a DecodingState that speculation adds.
 
-    history: int32 [batch, tokens], each row's prompt and new tokens; without meaning behind them.
+    history: int32 [batch, tokens], each row's prompt and new tokens; undefined after them.
     own: the state of the proposer. done: counts of tokens and steps, a Speculated; None between the
     programs of an engine.
     """
@@ -143,7 +143,7 @@ class Proposer:
         return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), own, rows)
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
-        """Proposes tokens behind each row's newest; returns them and the proposer's next state."""
+        """Proposes tokens after each row's newest; returns them and the proposer's next state."""
         raise NotImplementedError
 
     def settle(self, own: Any, known: jax.Array, proposed: jax.Array, accepted: jax.Array) -> Any:

@@ -14,7 +14,7 @@ class SpeculationReport:
     proposed, accepted: numbers of proposed tokens, and of those that the model accepted.
     steps: steps of the model in which the row got a token or more.
     tokens: new tokens of these steps, which is all but each row's first. If a row ends at a stop
-        string, they include those behind it that were generated before the host saw it.
+        string, they include those after it that were generated before the host saw it.
     """
 
     proposed: list[int]

@@ -17,9 +17,9 @@ from mpjax.speculation.proposer import Proposal
 def verify(
     logits: jax.Array, proposal: Proposal, state: DecodingState, rule: Rule, *, divided: bool
 ) -> tuple[Draw, jax.Array]:
-    """The tokens that a row gets behind its newest, if the model accepts the proposal.
+    """The tokens that a row gets after its newest, if the model accepts the proposal.
 
-    logits: [batch, positions, vocabulary], behind the newest token and each of the proposed ones.
+    logits: [batch, positions, vocabulary], after the newest token and each of the proposed ones.
     rule: how tokens are drawn, and what ends rows.
     divided: whether devices have parts of the logits' vocabulary; see `sample`.
 
@@ -72,7 +72,7 @@ def distribution(
     A greedy row has 1 for its likeliest token. Arguments are those of `sample`.
     """
     processed = process_logits(logits, sampling, seen, divided=divided)
-    chances = jax.nn.softmax(processed, axis=-1)
+    probabilities = jax.nn.softmax(processed, axis=-1)
     best = jax.nn.one_hot(jnp.argmax(processed, axis=-1), logits.shape[-1], dtype=jnp.float32)
     temperature = jnp.asarray(sampling.temperature, jnp.float32).reshape(-1, 1)
-    return jnp.where(temperature > 0, chances, best)
+    return jnp.where(temperature > 0, probabilities, best)

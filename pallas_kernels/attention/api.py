@@ -75,7 +75,7 @@ def paged_attention(
         cross the end of a block, all of them read that block in codes, its own tokens included;
         tokens that come one at a time read their own block in 16 bits.
     span: where the new tokens lie, as given to `append`. Sequence b has starts[b] + counts[b]
-        keys. The outputs of padding tokens have no meaning. Slots behind a sequence's last key, in
+        keys. The outputs of padding tokens have no meaning. Slots after a sequence's last key, in
         the pages of its block table, must hold finite numbers (KVPages).
     masks: the scale, window, softcap and sinks of the scores.
     transformed: whether the queries already went through the Hadamard transform of the pages' keys,

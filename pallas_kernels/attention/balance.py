@@ -38,7 +38,7 @@ class Task(NamedTuple):
     split: jax.Array  # the program's number in the sequence; -1 for a piece, which adds no sink
     first: jax.Array  # the first tile
     stride: Any  # from one tile to the next; an int where it is static
-    end: jax.Array  # the tile behind the last
+    end: jax.Array  # the tile after the last
     slot: jax.Array  # where the task's partial result is stored
     first_piece: jax.Array  # the slot of the sequence's first piece, or -1 if it has no surplus
     stores_first: Any  # whether this task is the one that stores `first_piece`
@@ -199,7 +199,7 @@ class Balance:
 
 
 def slots(batch: int, own: int, splits: int) -> int:
-    """The number of slots for partial results: of own tasks and, behind them, of pieces.
+    """The number of slots for partial results: of own tasks and, after them, of pieces.
 
     A piece ends where the room of a program ends or the surplus of a sequence. So there are at most
     as many pieces as programs that share tiles and sequences.

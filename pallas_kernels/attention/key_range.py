@@ -21,13 +21,13 @@ class KeyRange(NamedTuple):
     pages: KVPages  # references
     block_tables: Any  # a reference [batch, pages per sequence]; None if page b is sequence b's
     begin: jax.Array  # position of the first token of the first page
-    end: jax.Array  # position behind the last token
+    end: jax.Array  # position after the last token
     tile_keys: int
     number: jax.Array  # the program's first tile
     programs: Any  # how many programs share the tiles: an int, or a scalar of the kernel
     split: jax.Array  # the program's number among all that share the sequence; 0 adds the sinks
     most: int | None = None  # the most tiles of a program, if `programs` is no int
-    limit: jax.Array | None = None  # the tile behind the last that it may read, if there is one
+    limit: jax.Array | None = None  # the tile after the last that it may read, if there is one
 
     def tiles_below(self, tile: jax.Array, first_tile: jax.Array) -> jax.Array:
         """The number of the program's tiles from `first_tile`, its first, to before `tile`.

@@ -8,7 +8,7 @@ multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros of key 
 applied to the query instead (`queries`). In a wide tile, keys and values are decoded to 16 bits
 with scale and zero applied, and the loop goes on as it does without codes.
 
-Decoded operands may be tiny, since a code may stand in the place of a subnormal's mantissa. Powers
+Decoded operands may be tiny, since a code may stand instead of a subnormal's mantissa. Powers
 of two on queries, weights and sums make up for that, and change nothing else.
 """
 

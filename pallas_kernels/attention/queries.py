@@ -81,7 +81,7 @@ def times_channels(
     With a midpoint, a product is one rounded term r ≈ q·s, and Σ q·z is computed as
     Σ q·(z + m·s) − m·Σ r. So the error of r counts times (code − m) in a score, not times the code.
     Without a midpoint, a product is two terms: its value rounded to float16, and the remainder,
-    which float16 holds but for digits below its subnormals.
+    which float16 holds except for digits below its subnormals.
     """
 
     # The tensor cores compute the sums, the same for each slot, as products with a constant. With

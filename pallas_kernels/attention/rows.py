@@ -97,7 +97,7 @@ def varlen_tile(
     """The sequence of a tile, and the number of the tile's first row in it; inside a kernel.
 
     counts: a reference int32 [batch], the numbers of new tokens of varlen sequences, whose tiles
-        are numbered one sequence after another. Numbers behind all tiles are of padding behind the
+        are numbered one sequence after another. Numbers after all tiles are of padding after the
         last sequence.
     """
     sequences = counts.shape[0]

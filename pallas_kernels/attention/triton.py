@@ -274,7 +274,7 @@ class _Program(NamedTuple):
         return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)
 
     def _ends(self, start: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The position behind a sequence's last token, and that behind its last packed token."""
+        """The position after a sequence's last token, and that after its last packed token."""
         capacity = self.operands.span.block_tables.shape[1] * self.pages.page_size
         end = jnp.minimum(start + count, capacity)
         residual = self.pages.residual

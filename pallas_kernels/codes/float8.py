@@ -20,7 +20,7 @@ LARGEST = 448.0  # of e4m3, which has no infinities
 
 
 def to_float8(x: jax.Array) -> jax.Array:
-    """Rounds float32 x to the nearest float8_e4m3fn; larger magnitudes become the largest one."""
+    """Rounds float32 x to the nearest float8_e4m3fn; larger magnitudes are clamped."""
     return narrow(jnp.clip(x, -LARGEST, LARGEST), jnp.float8_e4m3fn)
 
 

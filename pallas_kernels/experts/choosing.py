@@ -1,7 +1,7 @@
 """The choice of one expert of a token inside of a kernel, which the programs of a product repeat.
 
-All logits are compared with each other at once, in the place of one search after another: a program
-finds the expert that has as many before it as its pair has experts.
+All logits are compared with each other at once, instead of searching k times: an expert's rank is
+the number of larger logits, and a program takes the expert whose rank is that of its pair.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def products_by_kernel(
 
 
 def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
-    """Terms [splits · k, tokens, N], with zeros in the place of those that no program has stored.
+    """Terms [splits · k, tokens, N], with zeros instead of those that no program has stored.
 
     experts: int32 [tokens, k], −1 for those.
     """

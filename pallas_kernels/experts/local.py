@@ -1,4 +1,4 @@
-"""The experts of tokens beside a stack that has some of the experts alone."""
+"""The experts of tokens, for a stack that holds only some of the experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.kernels.checks import as_array, shown, whole_number
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["total"])
 @dataclasses.dataclass(frozen=True)
 class LocalExperts:
-    """The experts of tokens by their places in a stack that does not have all of them.
+    """The experts of tokens, as indices into a stack that holds only some of the experts.
 
     numbers: int32 [..., k], places in the stack; −1 for an expert that it does not have.
     total: the number of all experts (static), by which plans know how many tokens an expert has;

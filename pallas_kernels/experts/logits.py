@@ -24,7 +24,7 @@ class RouterLogits:
     logits: [..., experts]. routing: how experts are chosen and weighted (static). correction:
     [experts], added to scores. bias: [experts], added to logits.
 
-    `expert_mlp_terms` takes it in the place of experts: the first product of few tokens chooses
+    `expert_mlp_terms` takes it instead of experts: the first product of few tokens chooses
     experts itself, which spares a kernel.
     """
 

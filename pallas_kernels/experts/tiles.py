@@ -75,7 +75,7 @@ def sorted_by_expert(experts: jax.Array, count: int, tile_m: int) -> Tiles:
 def places(tiles: Tiles) -> jax.Array:
     """The place of each pair, int32 [pairs], among the rows of all tiles one after another.
 
-    A pair that no tile has is behind all rows.
+    A pair that no tile has is after all rows.
     """
     if tiles.pairs is None:
         return jnp.arange(tiles.count, dtype=jnp.int32)

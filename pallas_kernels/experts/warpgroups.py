@@ -94,7 +94,7 @@ def of_tiles(
 def of_tokens(products: jax.Array, tiles: Tiles, per_token: int) -> jax.Array:
     """The float32 sums [tokens, N] of each token's products, in the order of k."""
     of_token = places(tiles).reshape(-1, per_token)
-    # Pairs of other devices' experts have places behind all rows.
+    # Pairs of other devices' experts have places after all rows.
     others: dict[str, Any] = {"mode": "fill", "fill_value": 0}
     rule = others if tiles.is_partial else {"mode": "clip"}
     total, *more = (jnp.take(products, place, axis=0, **rule) for place in of_token.T)

@@ -52,9 +52,9 @@ def matmul(
     - `reference`: plain jnp in float32, on any device.
 
     out_dtype: of the product; by default the dtype of x, or for a plain weight that of `jnp.dot`.
-    scales: [groups, N] in the place of the weight's own.
+    scales: [groups, N] instead of the weight's own.
     activations: the format that an array x is quantised to. The default, the format that suits the
-        weight's operand, is the only valid one (`ProductFormat`), but for DividedRows of it, where
+        weight's operand, is the only valid one (`ProductFormat`), except DividedRows of it, where
         x and the weight are parts of rows and of input channels.
 
     Where x is an array, the product is differentiable in reverse (grad, vjp; JAX refuses jvp and

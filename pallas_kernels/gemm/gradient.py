@@ -32,7 +32,7 @@ def differentiable(
 ) -> jax.Array:
     """The terms [splits, M, N] of multiply(x, weight), with the derivatives of their sum, x · W.
 
-    x: [M, K]. scales: [groups, N] in the place of the weight's own, or None.
+    x: [M, K]. scales: [groups, N] instead of the weight's own, or None.
     """
     return multiply(x, weight if scales is None else with_scales(weight, scales))
 
@@ -47,7 +47,7 @@ def _backward(
     multiply: Multiply, saved: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array, QuantizedTensor, jax.Array | None]:
     x, weight, scales = saved
-    # The gradient of the sum: a consumer that adds up the terms has the same gradient for each.
+    # The terms are summed, so each has the gradient of the sum.
     gradient = gradient.mean(0)
     x_gradient = _times_transposed(gradient.astype(x.dtype), weight, scales)
     if scales is None and weight.channel_scales is None and weight.table is None:

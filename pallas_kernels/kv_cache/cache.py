@@ -34,7 +34,7 @@ class Side(NamedTuple):
 class KVPages:
     """The pages of one layer.
 
-    Slots of a page behind its sequence's length must hold finite numbers, since attention reads
+    Slots of a page after its sequence's length must hold finite numbers, since attention reads
     them with the weight zero: clear a page with NaN or infinity before another sequence takes it.
 
     keys, values: for 16-bit kinds, [pages, KV heads, page size, head dim] in the compute dtype. For
@@ -47,7 +47,7 @@ class KVPages:
         dim]. Otherwise None.
     residual: for formats with blocks, 16-bit pages of the size of a block; else None. Page b is for
         row b of the batch: it holds the tokens of the last block that sequence b has begun, at
-        their positions in the block. When the first token behind a block comes, the block is
+        their positions in the block. When the first token after a block comes, the block is
         encoded into the other pages. Row b must stay the same sequence, whose length must not
         shrink, except to 0.
     parameter_dtype: "bfloat16" or "float16", the dtype of the scales and zeros of tokens and of

@@ -52,7 +52,7 @@ def append(pages: KVPages, keys: jax.Array, values: jax.Array, span: Span) -> KV
 
 
 def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span: Span) -> KVPages:
-    """Encodes the complete blocks of sequences whose new tokens begin a block behind them.
+    """Encodes the complete blocks of sequences whose new tokens begin a block after them.
 
     keys, values: the new tokens as api.append takes them; None where each sequence gets at most one
         token, since complete blocks are then in the residual alone.

@@ -13,7 +13,7 @@ from mpjax.kernels.batch import Span
 class Tokens(NamedTuple):
     """The sequence of each varlen token, and the token's number in it.
 
-    Tokens behind those of the last sequence are padding.
+    Tokens after those of the last sequence are padding.
     """
 
     sequence: jax.Array  # int32 [tokens]

@@ -124,20 +124,3 @@ def give_registers() -> None:
 def take_registers(warpgroups: int) -> None:
     """Takes the producer's registers; each of `warpgroups` consumers calls this first."""
     plgpu.set_max_registers(registers_per_thread(warpgroups), action="increase")
-
-
-def launch_next() -> None:
-    """Allows the next kernel to be launched as soon as all programs of this one have begun."""
-    if not current_target().is_interpreted:
-        plgpu.griddepcontrol_launch_dependents()
-
-
-def wait_for_inputs() -> None:
-    """Waits until all kernels before this one have ended, so that what they write can be read.
-
-    JAX launches a kernel that calls this before the last one has ended ("programmatic dependent
-    launch", compute capability 9.0). Until this call, a program may read only memory that no kernel
-    of the same stream writes, and may write none.
-    """
-    if not current_target().is_interpreted:
-        plgpu.griddepcontrol_wait()

@@ -137,7 +137,7 @@ def _require_fitting(terms: jax.Array, pages: KVPages, rotation: Rotation) -> No
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     """Rotary embedding of x [batch, tokens, heads, head dim], computed in float32 (RoFormer).
 
-    cosines, sines: [batch, tokens, head dim / 2], or with 1 in the place of the batch or of the
+    cosines, sines: [batch, tokens, head dim / 2], or with 1 instead of the batch or of the
         tokens, of each token's angles. Channels i and i + head dim / 2 form a pair that is rotated
         together, the convention of Hugging Face checkpoints.
 

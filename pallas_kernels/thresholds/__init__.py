@@ -1,1 +1,1 @@
-"""The number in each row at which whole-number weights of the largest numbers reach a sum."""
+"""Thresholds of top-k and top-p: where the weights of a row's largest numbers reach a sum."""

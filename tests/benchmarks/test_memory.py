@@ -51,21 +51,6 @@ def test_peaks_are_seen_though_they_pass():
     assert watch.peaks["anonymous"] >= before["anonymous"] + (100 << 20)
 
 
-def test_peaks_are_those_of_their_layers():
-    watch = memory.Watch()
-    watch.anonymous = [(0.5, 9), (1.0, 2), (1.5, 5), (2.0, 3)]
-    assert watch.peaks_between([1.0, 2.0, 3.0, 4.0]) == [5, 3, 0]
-
-
-def test_a_narrower_model_has_the_same_proportions():
-    whole, narrow = memory.shapes(4, None), memory.shapes(4, 512)
-    assert whole == memory.QWEN3_8B | {"num_hidden_layers": 4}
-    for config in (whole, narrow):
-        assert config["intermediate_size"] == 3 * config["hidden_size"]
-        assert config["num_attention_heads"] * config["head_dim"] == config["hidden_size"]
-    assert narrow["num_key_value_heads"] == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -77,10 +62,3 @@ def test_sizes_that_can_not_be_measured(options, message, capsys):
     with pytest.raises(SystemExit):
         memory.main(options)
     assert message in capsys.readouterr().err
-
-
-def test_the_text_is_long_enough():
-    texts = memory.python_texts(1000)
-    assert sum(map(len, texts)) > 12_000
-    tokenizer = mpjax.load(mpjax.bundled_model(), progress=False).tokenizer
-    assert sum(len(tokenizer.encode(text)) for text in texts) > 1000

@@ -61,10 +61,3 @@ def test_groups_must_divide_the_channels(tmp_path):
     cases = {"W4A16KV16": ("rtn",), "W4g64A16KV16": ("rtn",), "A16KV16H8": ("rtn",)}
     assert [*methods.possible(cases, tmp_path)] == ["W4g64A16KV16", "A16KV16H8"]
     assert methods.possible(methods.CASES, mpjax.bundled_model()) == methods.CASES
-
-
-def test_english_is_split_in_two():
-    text, held_out = methods.english()
-    assert len(text[0]) > 100_000
-    assert len(held_out[0]) == methods.HELD_OUT_CHARACTERS
-    assert held_out[0][:2000] not in text[0]

@@ -52,19 +52,6 @@ def test_rows_compare_each_proposer_with_plain_decoding(tmp_path, monkeypatch, c
     )
 
 
-def test_without_rounds_there_is_no_speed(tmp_path, monkeypatch):
-    def generate(lm, prompts, **options):
-        report = SpeculationReport([4], [3], [2], [5]) if "speculate" in options else None
-        return generation([1, 2], 0.1, report)
-
-    monkeypatch.setattr(mpjax, "generate", generate)
-    file = tmp_path / "rows.json"
-    assert speculation.main([str(file), "--speculate", "ngram:4:2", "--rounds", "0"]) == 0
-    rows = json.loads(file.read_text())["results"]
-    assert speculation.cells(rows[0])[4:] == ["ngram:4:2", "", "", "", "2.50", "75%", "2.00"]
-    assert speculation.command(rows).endswith("--speculate ngram:4:2 --rounds 0")
-
-
 def test_an_engine_is_measured_too(tmp_path, monkeypatch):
     asked, made = [], []
 
@@ -95,10 +82,3 @@ def test_an_engine_is_measured_too(tmp_path, monkeypatch):
     assert made[0] == {"slots": 1, "max_tokens": 1024, "steps": 16, "speculate": None}
     assert made[1] == made[0] | {"speculate": mpjax.Ngram(4, 2)}
     assert speculation.command(rows).endswith("--speculate ngram:4:2 --engine 16")
-
-
-def test_a_chat_model_gets_requests():
-    tokenizer = SimpleNamespace(chat_templates={"default": ""})
-    found = speculation.prompts(SimpleNamespace(require_tokenizer=lambda: tokenizer))
-    assert set(speculation.REPEATING) & set(found) == {"edit", "quote", "answer"}
-    assert found["quote"][0]["content"].endswith(speculation.PROSE)

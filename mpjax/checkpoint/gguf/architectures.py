@@ -58,7 +58,7 @@ class Architecture:
     def translate(self, name: str) -> str:
         """The name of a module in Hugging Face's files; its own for one that is unknown.
 
-        Modules of experts, and no others, have the expert's number behind their name.
+        Modules of experts, and no others, have the expert's number after their name.
         """
         if name == "output":
             return "lm_head"

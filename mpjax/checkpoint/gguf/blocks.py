@@ -2,7 +2,7 @@
 
 A block is some neighbouring numbers of a row. Source: ggml, src/ggml-common.h and
 src/ggml-quants.c. Every product below is exact in float32, so the values are the same bits
-everywhere, also where a compiler fuses the product with the sum behind it.
+everywhere, also where a compiler fuses the product with the sum after it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 
-# Names in Hugging Face's files of what a layer has in the place of a gated MLP.
+# Names in Hugging Face's files of what a layer has instead of a gated MLP.
 QWEN_NAMES: Mapping[str, str] = {
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{w}_exps": f"mlp.experts.{{expert}}.{w}_proj" for w in ("gate", "up", "down")},

@@ -191,7 +191,7 @@ class FP8Scheme(Scheme):
         return channels, outputs
 
     def _grid_of_modelopt(self, grid: tuple[int, ...], specs: Specs) -> tuple[int, ...]:
-        """The shape of ModelOpt's scales, which has no axes of one, or one behind each of two."""
+        """The shape of ModelOpt's scales, which has no axes of one, or one after each of two."""
         if self.block[1] is None:
             return grid[:-1]
         found = specs[self.scale_name].shape if self.scale_name in specs else ()

@@ -142,7 +142,7 @@ class MixedScheme(Scheme):
 
     @property
     def contents(self) -> str:
-        """The text of each part, behind its first targets."""
+        """The text of each part, after its first targets."""
         parts = []
         for targets, scheme in self.parts:
             more = len(targets) - SHOWN_TARGETS

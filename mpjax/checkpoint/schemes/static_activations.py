@@ -1,8 +1,8 @@
 """The scale of a module's activations that lies beside its weight: static quantisation.
 
 The tensor `input_scale` is one number, [1] in compressed-tensors and [] in ModelOpt. A product
-rounds its input x to the codes nearest to x / input_scale, and codes beyond the range of the type
-become its largest. Source: compressed-tensors, quantization/lifecycle/forward.py.
+rounds its input x to the codes nearest to x / input_scale, and clamps values out of range.
+Source: compressed-tensors, quantization/lifecycle/forward.py.
 """
 
 from __future__ import annotations

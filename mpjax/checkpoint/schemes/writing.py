@@ -49,7 +49,7 @@ def require_codes(
 
 
 def only_format(layout: str, modules: Modules) -> WeightFormat:
-    """The one format of all modules, but for symmetry. Raises ValueError where they differ."""
+    """The one format of all modules, except for symmetry. Raises ValueError where they differ."""
     found = {
         dataclasses.replace(plain.format, symmetric=False): name for name, plain in modules.items()
     }

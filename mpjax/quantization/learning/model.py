@@ -58,7 +58,7 @@ def learn_scales(
 
     documents: the text. reference: the 16-bit model, or its checkpoint's folder or hub id, of which
         one layer at a time is read. The loss is then the divergence from its predictions; without
-        one, −ln p of the next token, FLUTE's loss, which also teaches the text itself.
+        one, −ln p of the next token, as in FLUTE, so that the model also learns the text.
     rechoose: whether codes are chosen anew in each step, as those nearest to the weights of
         `reference`, a LanguageModel; for an `lm` that was rounded from it by `rtn`, `range` or
         `clip`. Otherwise they stay as they are.
@@ -207,7 +207,7 @@ class _Lesson:
         return found[::-1]
 
     def _forward(self, index: int) -> list[jax.Array]:
-        """The hidden states before each layer, and behind the last."""
+        """The hidden states before each layer, and after the last."""
         states = [self.model.embed(jnp.asarray(self.batches[index].tokens))]
         for layer in self.model.layers:
             states.append(_forward(layer, states[-1], self.angles[layer.rope]))

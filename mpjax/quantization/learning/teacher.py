@@ -1,4 +1,4 @@
-"""The teacher of a quantised model: its 16-bit version, or in its place the text itself."""
+"""The teacher of a quantised model: its 16-bit version, or else the text itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpjax.quantization.text import Windows
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A model without its layers, and the hidden states behind them.
+    """A model without its layers, and the hidden states after them.
 
     ends: embedding, final norm and head. states: [batch, tokens, hidden] for each batch.
     """
@@ -81,7 +81,7 @@ def ends_of(model: Decoder) -> Decoder:
 def token_losses(
     ends: Decoder, states: jax.Array, teacher: Decoder | None, goal: jax.Array
 ) -> jax.Array:
-    """The loss of each position, float32 [batch, tokens], for hidden states behind the layers.
+    """The loss of each position, float32 [batch, tokens], for hidden states after the layers.
 
     teacher: None where the goal is the next tokens, int32 [batch, tokens], and the loss −ln p; else
         the ends of the model whose hidden states [batch, tokens, hidden] are the goal, and the loss

@@ -83,9 +83,9 @@ class Problem:
         return max(1, min(self.pairs, round(self.held * (1 - missed))))
 
     def product(self, rows: int) -> Product:
-        """The product with one matrix that has as many tiles of `rows` rows as all that are hit.
+        """The dense product that has as many tiles as this one: over the experts that get a token.
 
-        Its outputs are those of all experts that are hit, side by side.
+        Its outputs are those of these experts, side by side.
         """
         tiles = max(self.hit, -(-self.own_pairs // rows))
         return Product(rows, self.format, self.channels, self.outputs * tiles, self.limits)

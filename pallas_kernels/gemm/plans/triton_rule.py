@@ -142,7 +142,7 @@ def _scaling(problem: Problem, tile: Tile) -> Scaling:
     Scaling the sum takes an instruction for each output and group; scaling weights takes one for
     every two weights, or none for symmetric weights in bfloat16. With four warps, which multiply by
     `wgmma`, the compiler loads the scale ahead only if it is part of an operand. A group of
-    `float4` is one plane, so that a block takes a single product in the place of four.
+    `float4` is one plane, so that a block takes a single product instead of four.
     """
     scales_weights = tile.rows >= 64 or problem.has_table or problem.weight.symmetric
     scales_weights |= problem.weight.codes == "float4" and tile.warps >= 4

@@ -39,7 +39,7 @@ from mpjax.kernels.target import tracing_for
 BAND_BYTES = 2**24
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret", "ahead"))
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def matmul_terms(
     x: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
@@ -47,7 +47,6 @@ def matmul_terms(
     out_dtype: jnp.dtype,
     *,
     interpret: bool = False,
-    ahead: int = 0,
 ) -> jax.Array:
     """Terms [splits, M, N] whose sum over the first axis is x [M, K] · W [K, N].
 
@@ -56,9 +55,6 @@ def matmul_terms(
 
     x: bfloat16 or float16, or QuantizedActivations if the format has 8-bit activations.
     weight: one that `limits.why_not_warpgroups` does not refuse.
-    ahead: blocks of K of each share whose words are copied before the kernel before has ended, with
-        a slot for each; 0: the kernel is not launched early. For few rows of 16 bits, where no
-        kernel of the program writes the weight or its table; it is up to the caller to see that.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     format, outputs = weight.format, weight.shape[1]
@@ -76,20 +72,17 @@ def matmul_terms(
     assert why_unsound(config, format) is None
     x_bytes = rows * weight.padded_channels * values.dtype.itemsize
     bands, band_tiles = bands_of(pl.cdiv(rows, config.tile_m), x_bytes)
-    staged = stages(format, config, dtype)
-    assert not ahead or (config.has_few_rows and staged.parts == 1 and not format.operand)
     call = Call(
         format=format,
         scale_dtype=weight.scale_dtype,
         config=config,
         splits=splits,
-        stages=staged._replace(blocks=ahead, x=ahead) if ahead else staged,
+        stages=stages(format, config, dtype),
         operand=values.dtype,
         sum_dtype=jnp.dtype(jnp.int32 if values.dtype == jnp.int8 else jnp.float32),
         axis="split" if is_cluster else None,
         band_tiles=band_tiles if bands > 1 else None,
         interpret=interpret,
-        ahead=ahead,
     )
     # The last axis varies fastest, so that programs that read the same words run at the same time.
     axes = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import memory
-from mpjax.kernels.mosaic.launch import launch_next, wait_for_inputs
 
 
 class _Block(NamedTuple):
@@ -28,58 +25,29 @@ class _Block(NamedTuple):
 
 
 def produce(program: Program) -> None:
-    """Copies all blocks of a program to shared memory, each as soon as a slot for it is free.
+    """Copies all blocks of a program to shared memory, each as soon as a slot for it is free."""
+    shares = program.call.config.shares
 
-    A kernel that is launched early copies the words of its first blocks while the kernel before
-    still computes x.
-    """
-    ahead, shares = program.call.ahead, program.call.config.shares
-
-    def copy_rounds(
-        copy: Callable[[Program, _Block], None], start: int, stop: jax.Array | int
-    ) -> None:
-        """Copies the blocks `start` … `stop` − 1 of all shares."""
-
-        def run(number: jax.Array, _: None) -> None:
-            _copy(copy, program, number, 0)  # no share has more blocks than the first
-            for share in range(1, shares):
-                exists = program.first + number * shares + share < program.last
-                pl.when(exists)(functools.partial(_copy, copy, program, number, share))
-
-        jax.lax.fori_loop(start, stop, run, None)
+    def copy_round(number: jax.Array, _: None) -> None:
+        """Copies the block `number` of each share."""
+        _copy(program, number, 0)  # no share has more blocks than the first
+        for share in range(1, shares):
+            exists = program.first + number * shares + share < program.last
+            pl.when(exists)(functools.partial(_copy, program, number, share))
 
     rounds = pl.cdiv(program.last - program.first, shares)
-    if ahead:
-        launch_next()
-        copy_rounds(_copy_words, 0, jnp.minimum(ahead, rounds))
-        wait_for_inputs()
-        copy_rounds(_copy_x, 0, jnp.minimum(ahead, rounds))
-    copy_rounds(_copy_when_free, ahead, rounds)
+    jax.lax.fori_loop(0, rounds, copy_round, None)
 
 
-def _copy(
-    copy: Callable[[Program, _Block], None], program: Program, number: jax.Array, share: int
-) -> None:
-    call = program.call
-    block = program.first + number * call.config.shares + share
-    copy(
-        program,
-        _Block(number, share, block, program.slot(share, number, call.stages.blocks)),
-    )
-
-
-def _copy_when_free(program: Program, block: _Block) -> None:
-    """Copies the words, parameters, x and scales of x of a block."""
-    is_used = block.number >= program.call.stages.blocks
-    pl.when(is_used)(lambda: memory.wait(program.shared.free.at[block.slot]))
-    _copy_words(program, block)
-    _copy_x(program, block)
-
-
-def _copy_words(program: Program, block: _Block) -> None:
-    """Copies the words and parameters of a block, whose slot is free."""
+def _copy(program: Program, number: jax.Array, share: int) -> None:
+    """Copies the words, parameters, x and scales of x of a share's block."""
+    staged = program.call.stages
+    block = program.first + number * program.call.config.shares + share
+    slot = program.slot(share, number, staged.blocks)
+    pl.when(number >= staged.blocks)(lambda: memory.wait(program.shared.free.at[slot]))
     for half in range(program.call.halves):
-        _copy_half(program, block.block, block.slot, half)
+        _copy_half(program, block, slot, half)
+    _copy_x(program, _Block(number, share, block, slot))
 
 
 def _copy_x(program: Program, block: _Block) -> None:

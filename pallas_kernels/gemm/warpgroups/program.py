@@ -30,7 +30,6 @@ class Call(NamedTuple):
     blocks: of K, in each matrix of a stack of experts, of which a tile of rows has one; None if
         there is a single matrix.
     gate: joins the sums of two output channels, one in each half of a matrix; or None.
-    ahead: blocks of each share whose words are copied before the kernel before has ended.
     """
 
     format: WeightFormat
@@ -45,7 +44,6 @@ class Call(NamedTuple):
     interpret: bool
     blocks: int | None = None
     gate: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    ahead: int = 0
 
     @property
     def kind(self) -> code_kinds.CodeKind:
@@ -314,7 +312,7 @@ class Program:
 
 
 def _of_expert(arguments: Arguments, expert: jax.Array) -> Arguments:
-    """The arguments of one expert, but for words and parameters, whose axes are joined."""
+    """The arguments of one expert, except for words and parameters, whose axes are joined."""
     names = "table", "channel_scales", "bias"
     stacks = {name: getattr(arguments, name) for name in names}
     own = {name: stack.at[expert] for name, stack in stacks.items() if stack is not None}

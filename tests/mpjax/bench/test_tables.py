@@ -11,14 +11,14 @@ HEADERS = ("format", "µs", "GB/s")
 
 def test_markdown():
     assert tables.markdown(HEADERS, [["a", "1", "2"], ["b", "3", ""]]) == (
-        "| format | µs | GB/s |\n| --- | --- | --- |\n| a | 1 | 2 |\n| b | 3 |  |\n"
+        "| format | µs | GB/s |\n| --- | ---: | ---: |\n| a | 1 | 2 |\n| b | 3 |  |\n"
     )
 
 
 def test_empty_columns_are_left_out():
     rows = iter([["a", "1", ""], ["b", "3", ""]])
     assert tables.markdown(HEADERS, rows) == (
-        "| format | µs |\n| --- | --- |\n| a | 1 |\n| b | 3 |\n"
+        "| format | µs |\n| --- | ---: |\n| a | 1 |\n| b | 3 |\n"
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
+from mpjax.bench import tables
 from mpjax.cli import evaluate as command
 from mpjax.cli import options
 from mpjax.cli.application import app
@@ -196,7 +197,7 @@ def test_every_precision_is_checked_before_one_is_loaded(run, monkeypatch):
 
 
 def test_markdown_can_be_made_from_what_was_written():
-    assert command.markdown(ROWS) == MARKDOWN
+    assert tables.markdown(*command.table_of(ROWS)) == MARKDOWN + "\n"
 
 
 def test_precisions_by_default(tiny_folder, tmp_path):

@@ -130,22 +130,6 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
             np.testing.assert_array_equal(np.asarray(product), rounded)
 
 
-@interpreted_here
-@pytest.mark.parametrize(
-    ("rows", "channels", "config", "ahead"),
-    [
-        (1, 768, WarpgroupConfig(8, 2, 1, 2), 3),  # more slots than blocks
-        in_sweep(16, 1536, WarpgroupConfig(16, 2, 2), 2),
-    ],
-)
-def test_words_are_copied_before_x(rows, channels, config, ahead, rng):
-    weight = random_weight(rng, "uint4:g128", channels, 64)
-    x = random_activations(rng, weight, rows, "bfloat16")
-    run = functools.partial(launch.matmul_terms, interpret=True)
-    expected, found = (run(x, weight, config, x.dtype, ahead=n) for n in (0, ahead))
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-
-
 @pytest.mark.parametrize(
     "interpret",
     [pytest.param(True, marks=interpreted_here), pytest.param(False, marks=pytest.mark.gpu)],

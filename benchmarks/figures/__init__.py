@@ -1,0 +1,14 @@
+"""The figures that pages of the docs show, by the names that the pages give."""
+
+from __future__ import annotations
+
+from benchmarks.figures import peers, quality, speed, summary, systems
+from benchmarks.report import Figures
+
+FIGURES: dict[str, Figures] = {
+    **summary.FIGURES,
+    **speed.FIGURES,
+    **quality.FIGURES,
+    **systems.FIGURES,
+    **peers.FIGURES,
+}

@@ -1,0 +1,37 @@
+"""Figures of mpjax beside other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.report import Figures, Result, Results
+
+FIRST = "1 after 2048"  # the load of a single prompt
+
+
+def _table(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    """A line for each file, with tokens/s of each load that any of them has."""
+    loads = list(dict.fromkeys(row["load"] for result in results for row in result["results"]))
+    headers = ["engine", "weights", *loads, "first token", "start"]
+    return headers, [_cells(result, loads) for result in results]
+
+
+def _cells(result: Result, loads: Sequence[str]) -> list[str]:
+    rows = {row["load"]: row for row in result["results"]}
+    rates = [f"{rows[load]['tokens_per_second']:,.0f}" if load in rows else "" for load in loads]
+    first = rows[FIRST].get("first_tokens_seconds") if FIRST in rows else None
+    start = result.get("start_seconds")
+
+    return [
+        result["engine"],
+        result["weights"],
+        *rates,
+        "" if first is None else f"{first * 1e3:,.0f} ms",
+        "" if start is None else f"{start:.0f} s",
+    ]
+
+
+FIGURES = {
+    f"peers-{model}": Figures((f"peers-{model}-*.json",), _table)
+    for model in ("qwen3-8b", "gpt-oss-20b", "cpu")
+}

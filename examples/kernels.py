@@ -14,7 +14,7 @@ weight = jax.random.normal(keys[0], (1024, 512), jnp.bfloat16)
 packed = quantize(weight, "uint4:g128")
 x = jax.random.normal(keys[1], (3, 1024), jnp.bfloat16)
 error = jnp.abs(matmul(x, packed) - x @ weight).mean() / jnp.abs(x @ weight).mean()
-print(f"{packed.format}: {weight.nbytes} bytes become {packed.nbytes}, mean error {error:.1%}")
+print(f"uint4:g128: {weight.nbytes} bytes become {packed.nbytes}, mean error {error:.1%}")
 
 # Two sequences of 100 and 37 tokens in a cache of 8-bit pages, and attention of their last tokens.
 layout = KVLayout(kv_heads=2, head_dim=64, format="KV8")

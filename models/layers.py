@@ -118,7 +118,9 @@ class Linear(nnx.Module):
         """The same experts int32 [..., k], since this map has all experts."""
         return experts
 
-    def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+    def routed(
+        self, x: jax.Array, experts: jax.Array
+    ) -> tuple[jax.Array, QuantizedTensor | jax.Array]:
         """The input [..., k, in] of k experts, and the stack of kernels that multiplies it.
 
         experts: int32 [..., k], their numbers.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from mpjax.models.config import DecoderConfig, LinearMaps
@@ -65,7 +66,7 @@ class ArrayPlace:
     shape: tuple[int, ...]
     offset: float = 0.0
 
-    def read(self, model: nnx.Module) -> Any:
+    def read(self, model: nnx.Module) -> jax.Array:
         """The parameter's array."""
         return find(model, self.path).get_value()
 

@@ -53,7 +53,9 @@ def pack(table: nnx.Param, format: WeightFormat) -> Linear:
 
 @functools.partial(jax.jit, static_argnames="format")
 def _quantize(rows: jax.Array, format: WeightFormat) -> QuantizedTensor:
-    return quantize(rows.T, format)
+    packed = quantize(rows.T, format)
+    assert isinstance(packed, QuantizedTensor)  # `format` has codes
+    return packed
 
 
 def look_up(table: Table, tokens: jax.Array, dtype: str) -> jax.Array:

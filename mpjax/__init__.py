@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib
 
-from mpjax import plain_names
+from mpjax import floors
 
 TYPE_CHECKING = False  # `import typing` would double the time that `import mpjax` takes
 if TYPE_CHECKING:
-    from typing import Any
-
+    import mpjax.kernels as kernels
+    import mpjax.models as models
     from mpjax.calibration import calibrate_cache
     from mpjax.checkpoint.exporting import export
     from mpjax.checkpoint.saving import save
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-plain_names.install()
+floors.install()
 
 __all__ = [
     "BudgetRecipe",
@@ -75,8 +75,10 @@ __all__ = [
     "export",
     "generate",
     "generate_tokens",
+    "kernels",
     "learn_scales",
     "load",
+    "models",
     "quantize",
     "recipe_for_budget",
     "save",
@@ -114,8 +116,10 @@ _MODULES = {
     "export": "checkpoint.exporting",
     "generate": "generation",
     "generate_tokens": "decoding",
+    "kernels": "kernels",
     "learn_scales": "quantization.learning.model",
     "load": "loading",
+    "models": "models",
     "quantize": "quantization.api",
     "recipe_for_budget": "quantization.budget",
     "save": "checkpoint.saving",
@@ -125,12 +129,15 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker that saw it would accept misspelt names
+
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+        value = module if _MODULES[name] == name else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -55,13 +55,13 @@ class Sampling:
         filter without a temperature. The values of tracers are not checked.
     """
 
-    temperature: Any = None
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
-    repetition_penalty: Any = None
-    min_new_tokens: Any = None
-    stop_ids: Any = None
+    temperature: jax.typing.ArrayLike | None = None
+    top_k: jax.typing.ArrayLike | None = None
+    top_p: jax.typing.ArrayLike | None = None
+    min_p: jax.typing.ArrayLike | None = None
+    repetition_penalty: jax.typing.ArrayLike | None = None
+    min_new_tokens: jax.typing.ArrayLike | None = None
+    stop_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_ids", _stop_ids(self.stop_ids))

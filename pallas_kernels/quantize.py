@@ -29,7 +29,7 @@ def quantize(
     format: WeightFormat | str,
     *,
     table: jax.typing.ArrayLike | Sequence[float] | None = None,
-) -> Any:
+) -> QuantizedTensor | jax.Array:
     """Rounds `weight` [..., K, N] to the nearest codes of `format`: a QuantizedTensor.
 
     A 16-bit format just casts, to a plain array.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 # Marks of tests that are left out unless they are asked for.
-LEFT_OUT = ("sweep", "fuzz")
+LEFT_OUT = ("sweep", "fuzz", "install")
 
 
 def is_asked_for(config: pytest.Config, mark: str = "sweep") -> bool:

@@ -6,17 +6,18 @@ import ast
 import functools
 import graphlib
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mpjax.floors import FLOORS as IMPORTED  # the names by which the library imports its folders
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # From the lowest floor to the highest; a floor imports only from itself and from below.
 FLOORS = ("pallas_kernels", "models", "mpjax")
-# How the library imports its lower floors: they are links in the folder `mpjax`.
-IMPORT_NAMES = {"mpjax.kernels": "pallas_kernels", "mpjax.models": "models"}
 FILES = [
     path.relative_to(ROOT) for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))
 ]
@@ -67,7 +68,7 @@ def parse(path: Path) -> ast.Module:
 
 def floor_name(name: str) -> str:
     """A module's name below its floor: `models.config` of `mpjax.models.config`."""
-    for imported, floor in IMPORT_NAMES.items():
+    for floor, imported in IMPORTED.items():
         if name == imported or name.startswith(f"{imported}."):
             return floor + name.removeprefix(imported)
     return name
@@ -93,6 +94,18 @@ def _imported_names(path: Path) -> Iterator[str]:
 
 def test_the_floors_have_files():
     assert {path.parts[0] for path in FILES} == set(FLOORS)
+
+
+def test_packages_and_checkouts_name_the_floors_alike():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["sources"] == {folder: name.replace(".", "/") for folder, name in IMPORTED.items()}
+
+
+def test_no_file_is_a_link():
+    """Programs that walk through folders would find its target twice, or never."""
+    folders = [ROOT / name for name in (*FLOORS, "tests", "benchmarks", "docs", "examples")]
+    assert not [path for folder in folders for path in folder.rglob("*") if path.is_symlink()]
 
 
 def test_imports_point_down():

@@ -275,7 +275,9 @@ def _transpose(weight: jax.Array, dtype: str) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="format")
 def _quantize(weight: jax.Array, format: WeightFormat) -> QuantizedTensor:
-    return quantize(weight.T, format)
+    packed = quantize(weight.T, format)
+    assert isinstance(packed, QuantizedTensor)  # `format` has codes
+    return packed
 
 
 @jax.jit

@@ -30,8 +30,8 @@ Examples:
 POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and
 /metrics. Texts come whole, or as server-sent events ("stream": true).
 Besides OpenAI's keys there are top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, best_of,
-suffix, logit_bias and penalties of presence and frequency are refused.
+stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, suffix,
+logit_bias and penalties of presence and frequency are refused.
 logprobs and top_logprobs are up to 20. With "echo" an answer also has the
 prompt's log-probabilities, as lm_eval's local-completions needs:
   lm_eval --model local-completions --tasks arc_easy --model_args \\
@@ -100,6 +100,13 @@ def command(
             "be repeated.",
         ),
     ] = None,
+    ignore_unknown: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-unknown",
+            help="Ignore keys of requests that the server does not know; else they are refused.",
+        ),
+    ] = False,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
@@ -138,7 +145,7 @@ def command(
             with output.status("Compiling"):
                 engine.compile()
         name = name or lm.source.resolve().name
-        limits = Limits(max_waiting, max_body, api_key)
+        limits = Limits(max_waiting, max_body, api_key, ignore_unknown)
         served = application(engine, name, limits, origins=allow_origin or ())
         url = listening.listen(sockets, host)
         output.note(

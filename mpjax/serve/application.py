@@ -24,11 +24,13 @@ from mpjax.engine.engine import Engine
 from mpjax.engine.handle import Handle
 from mpjax.json_text import json_text
 from mpjax.language_model import LanguageModel
+from mpjax.random_keys import following
 from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
+from mpjax.serve.errors import MODEL_NOT_FOUND, WRONG_API_KEY, RequestError
 from mpjax.serve.metrics import exposition
-from mpjax.serve.requests import Asked, RequestError, read_chat, read_completion
+from mpjax.serve.requests import Asked, read_chat, read_completion, refusal_of_engine
 
-Read = Callable[[LanguageModel, Any], Asked]
+Read = Callable[[LanguageModel, Any, bool], Asked]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Limits:
 
     waiting: requests that wait for the engine, beyond which others are refused (503).
     body_bytes: of a body (413). api_key: without which requests are refused (401), or None.
+    ignore_unknown: whether keys that the server does not know are ignored, and not refused (400).
 
     Raises ValueError for an empty key, which a request without one would have.
     """
@@ -44,6 +47,7 @@ class Limits:
     waiting: int = 1000
     body_bytes: int = 8 << 20
     api_key: str | None = None
+    ignore_unknown: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key == "":
@@ -76,6 +80,7 @@ def application(
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
             Route("/v1/models", server.models),
+            Route("/v1/models/", server.models),
             Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.metrics),
@@ -113,8 +118,9 @@ class _Server:
         """The answer to a body. Raises RequestError for a wrong one, and ClientDisconnect."""
         body = await self._body(request)
         # In a thread: other requests go on while a long text is tokenised.
-        asked = await asyncio.to_thread(read, self.engine.lm, body)
-        self._require_model(body.get("model", self.name), "model")
+        asked = await asyncio.to_thread(read, self.engine.lm, body, self.limits.ignore_unknown)
+        if asked.model is not None:
+            self._require_model(asked.model)
         handles = self._submit(asked)
         answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
         if asked.stream:
@@ -130,7 +136,7 @@ class _Server:
     async def model(self, request: Request) -> Response:
         """The one model."""
         self._authorise(request)
-        self._require_model(request.path_params["name"], "model")
+        self._require_model(request.path_params["name"].rstrip("/"))
         return JSONResponse(self._model())
 
     async def health(self, _: Request) -> Response:
@@ -149,24 +155,32 @@ class _Server:
         facts = {"id": self.name, "object": "model", "created": self.began, "owned_by": "mpjax"}
         return facts | {"max_model_len": self.engine.max_tokens}
 
-    def _require_model(self, name: Any, key: str) -> None:
+    def _require_model(self, name: str) -> None:
         if name != self.name:
             raise RequestError(
                 f"there is no model {json_text(name, 80)}: this server has "
                 f"{json_text(self.name, 80)}",
-                key,
+                "model",
                 404,
+                MODEL_NOT_FOUND,
             )
 
     def _authorise(self, request: Request) -> None:
         if (key := self.limits.api_key) is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
-            raise RequestError("the API key is missing or wrong", status=401)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Starlette reads the bytes of a header as Latin-1.
+        is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        if scheme.lower() != "bearer" or not is_same:
+            message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+            raise RequestError(message, status=401, code=WRONG_API_KEY)
 
     async def _body(self, request: Request) -> Any:
         """The JSON in a body, of which no more than the limit is read."""
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            message = f"the body has the content-encoding {json_text(coding)}: send it uncompressed"
+            raise RequestError(message, status=415)
         most, read = self.limits.body_bytes, bytearray()
         async for part in request.stream():
             read += part
@@ -203,7 +217,7 @@ class _Server:
                         max_new_tokens=wanted,
                         sampling=asked.sampling,
                         stop=asked.stop,
-                        seed=(asked.seed + number) % 2**32,
+                        seed=following(asked.seed, number),
                         priority=asked.priority,
                         prompt_logprobs=asked.echo and asked.logprobs,
                         logprobs=asked.candidates,
@@ -213,7 +227,7 @@ class _Server:
             for handle in handles:
                 handle.cancel()
             status = 503 if self.engine.is_closed else 400
-            raise RequestError.of_engine(error, status) from error
+            raise refusal_of_engine(error, status, asked.key) from error
         return handles
 
 
@@ -274,7 +288,7 @@ async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> As
             async for piece in pieces(answer, handle):
                 queue.put_nowait(style.chunk(answer, index, piece))
         except (ValueError, RuntimeError) as error:
-            queue.put_nowait(_error(str(error), None, 500))
+            queue.put_nowait(RequestError(str(error), status=500).as_object)
         finally:
             queue.put_nowait(None)
 
@@ -298,18 +312,14 @@ def _event(data: Any) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _error(message: str, parameter: str | None, status: int) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": parameter, "code": status}
-    return {"error": error}
-
-
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(_error(str(error), error.parameter, error.status), error.status)
+    return JSONResponse(error.as_object, error.status)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(_error(message, None, error.status_code), error.status_code)
+    response = await _refuse(request, RequestError(message, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response

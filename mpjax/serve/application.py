@@ -219,7 +219,7 @@ class _Server:
                         stop=asked.stop,
                         seed=following(asked.seed, number),
                         priority=asked.priority,
-                        prompt_logprobs=asked.echo and asked.logprobs,
+                        prompt_logprobs=asked.echoes is not None and asked.logprobs,
                         logprobs=asked.candidates,
                     )
                 )
@@ -278,15 +278,19 @@ async def _wait(request: Request, handles: Sequence[Handle]) -> None:
 
 
 async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> AsyncIterator[str]:
-    """The chunks of all choices as server-sent events."""
+    """The chunks of all choices as server-sent events.
+
+    With the usage in a last chunk, all others have null in its place.
+    """
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    usage: dict[str, Any] = {"usage": None} if answer.asked.with_usage else {}
 
     async def read(index: int, handle: Handle) -> None:
         try:
             if (first := style.first(answer, index, handle)) is not None:
-                queue.put_nowait(first)
+                queue.put_nowait(first | usage)
             async for piece in pieces(answer, handle):
-                queue.put_nowait(style.chunk(answer, index, piece))
+                queue.put_nowait(style.chunk(answer, index, piece) | usage)
         except (ValueError, RuntimeError) as error:
             queue.put_nowait(RequestError(str(error), status=500).as_object)
         finally:

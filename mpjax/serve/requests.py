@@ -50,8 +50,8 @@ class Asked:
     model: the name that the client gives, or None.
     choices: of each prompt. stream: whether text comes as it is generated. with_usage: whether a
         stream ends with the numbers of tokens.
-    echo: whether the prompt is part of the text. logprobs: whether log-probabilities are wanted,
-        and top: of how many of the likeliest tokens beside each.
+    echoes: the texts of the prompts, if they are to be part of the answers. logprobs: whether
+        log-probabilities are wanted, and top: of how many of the likeliest tokens beside each.
     """
 
     prompts: list[list[int]]
@@ -64,7 +64,7 @@ class Asked:
     choices: int = 1
     stream: bool = False
     with_usage: bool = False
-    echo: bool = False
+    echoes: list[str] | None = None
     logprobs: bool = False
     top: int = 0
     priority: int = 0
@@ -91,7 +91,7 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
             "best_of",
             code=NOT_OFFERED,
         )
-    prompts = _prompts(lm, values["prompt"])
+    texts, prompts = _prompts(lm, values["prompt"])
     wanted, maximum, echo = values["logprobs"], values["max_tokens"], values["echo"]
     if maximum == 0 and not echo:
         raise RequestError("max_tokens is 0, which leaves only the prompt: set echo", "max_tokens")
@@ -102,7 +102,7 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
         values,
         prompts,
         max_new_tokens=maximum,
-        echo=echo,
+        echoes=texts if echo else None,
         logprobs=wanted is not None,
         top=wanted or 0,
     )
@@ -115,15 +115,21 @@ def _values(body: Any, table: Table, ignore_unknown: bool) -> dict[str, Any]:
     return values
 
 
-def _prompts(lm: LanguageModel, found: Any) -> list[list[int]]:
-    """The ids of each prompt. Raises RequestError for anything but texts and token ids."""
+def _prompts(lm: LanguageModel, found: Any) -> tuple[list[str], list[list[int]]]:
+    """The text and the ids of each prompt.
+
+    The text of ids has special tokens, too. Raises RequestError for anything but texts and ids.
+    """
     batch = [found] if is_single(found) else found
     if not isinstance(batch, list) or not all(map(_is_prompt, batch)):
         raise RequestError(f"prompt is {json_text(found)}: expected {PROMPT}", "prompt")
+    tokenizer = lm.require_tokenizer()
     try:
-        return encode(lm.require_tokenizer(), batch, lm.config.vocab_size)
+        ids = encode(tokenizer, batch, lm.config.vocab_size)
     except ValueError as error:
         raise RequestError(str(error), "prompt") from error
+    texts = (one if isinstance(one, str) else tokenizer.decode(one, False) for one in batch)
+    return list(texts), ids
 
 
 def _is_prompt(value: Any) -> bool:

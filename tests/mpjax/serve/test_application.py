@@ -52,6 +52,7 @@ def test_a_stream_has_the_same_text(client, alone):
     *chunks, last, done = events(response.text)
     assert done == "[DONE]"
     assert json.loads(last)["usage"]["completion_tokens"] == 24
+    assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
     texts, logprobs, reasons = ["", ""], [[], []], []
     for chunk in map(json.loads, chunks):
         [choice] = chunk["choices"]
@@ -72,6 +73,7 @@ def test_a_chat_whole_and_streamed(client, lm):
     assert choice["message"]["content"] == expected.text[0]
     assert len(choice["logprobs"]["content"]) == len(expected.tokens[0])
     *chunks, _ = events(client.post("/v1/chat/completions", json=body | {"stream": True}).text)
+    assert not any("usage" in json.loads(chunk) for chunk in chunks)  # which nobody asked for
     deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant"
     assert "".join(delta.get("content", "") for delta in deltas) == expected.text[0]
@@ -126,6 +128,18 @@ def test_the_choices_of_each_prompt_are_neighbours(client, stream):
     new = [text.removeprefix(prompt) for text, prompt in zip(alone, prompts, strict=True)]
     assert new[0] != new[1]
     assert texts == [alone[0], alone[0], alone[1], alone[1]]
+
+
+def test_tokens_in_the_cache_are_counted_once_for_all_choices(client):
+    """Of a prompt that nobody has sent none are there, though its choices share it."""
+    ids = np.random.default_rng(1).integers(1, 2048, 82).tolist()
+    body = {"prompt": ids, "n": 4, "max_tokens": 1, "temperature": 0}
+    for cached in (0, 64):
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+    # Of two prompts, each has its own.
+    usage = client.post("/v1/completions", json=body | {"prompt": [ids, ids[:40]]}).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (122, 96)
 
 
 def test_the_model_health_and_metrics(client, server):

@@ -72,6 +72,15 @@ def test_what_is_given_is_passed_on(tiny):
     assert completion(tiny, n=2, best_of=2).choices == 2
 
 
+def test_an_echo_is_the_prompt_as_it_was_sent_with_special_tokens(tiny):
+    special = tiny.tokenizer.decode([0], skip_special=False)
+    assert special
+    assert completion(tiny, prompt=f"a{special} b", echo=True).echoes == [f"a{special} b"]
+    ids = [0, *tiny.tokenizer.encode("import")]
+    assert completion(tiny, prompt=ids, echo=True).echoes == [special + "import"]
+    assert completion(tiny).echoes is None
+
+
 @pytest.mark.parametrize(
     ("body", "message", "parameter"),
     [

@@ -27,6 +27,7 @@ from mpjax.language_model import LanguageModel
 from mpjax.random_keys import following
 from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
 from mpjax.serve.errors import MODEL_NOT_FOUND, WRONG_API_KEY, RequestError
+from mpjax.serve.logs import GONE, LOGGER, AccessLog, Record, record_of
 from mpjax.serve.metrics import exposition
 from mpjax.serve.requests import Asked, read_chat, read_completion, refusal_of_engine
 
@@ -68,10 +69,14 @@ def application(
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        began = time.monotonic()
         try:
             yield
         finally:
             await asyncio.to_thread(engine.close)
+            new = engine.statistics()["new_tokens"]
+            seconds = time.monotonic() - began
+            LOGGER.info(f"stopped after {seconds:.0f} seconds and {new:,} new tokens")
 
     completions = server.endpoint(read_completion, Completions())
     chats = server.endpoint(read_chat, Chats())
@@ -85,7 +90,10 @@ def application(
             Route("/health", server.health),
             Route("/metrics", server.metrics),
         ],
-        middleware=[Middleware(CORSMiddleware, **_allowed(origins))] if origins else [],
+        middleware=[
+            Middleware(AccessLog),
+            *([Middleware(CORSMiddleware, **_allowed(origins))] if origins else []),
+        ],
         exception_handlers={RequestError: _refuse, HTTPException: _refuse_route},
         lifespan=lifespan,
     )
@@ -110,6 +118,7 @@ class _Server:
             try:
                 return await self._complete(request, read, style)
             except ClientDisconnect:
+                record_of(request.scope).error = GONE
                 return Response(status_code=499)  # which nobody receives
 
         return handle
@@ -121,10 +130,11 @@ class _Server:
         asked = await asyncio.to_thread(read, self.engine.lm, body, self.limits.ignore_unknown)
         if asked.model is not None:
             self._require_model(asked.model)
-        handles = self._submit(asked)
-        answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
+        record = record_of(request.scope)
+        record.handles = handles = self._submit(asked)
+        record.answer = answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
         if asked.stream:
-            return _Events(_stream(style, answer, handles), handles)
+            return _Events(_stream(style, answer, record), record)
         await _wait(request, handles)
         return JSONResponse(style.whole(answer, handles))
 
@@ -234,16 +244,18 @@ class _Server:
 class _Events(StreamingResponse):
     """Server-sent events; the requests end with them, also if no event was ever asked for."""
 
-    def __init__(self, events: AsyncIterator[str], handles: Sequence[Handle]) -> None:
+    def __init__(self, events: AsyncIterator[str], record: Record) -> None:
         headers = {"Cache-Control": "no-cache"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._handles = handles
+        self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for handle in self._handles:
+            if not all(handle.is_finished for handle in self._record.handles):
+                self._record.error = GONE
+            for handle in self._record.handles:
                 handle.cancel()
 
 
@@ -277,7 +289,7 @@ async def _wait(request: Request, handles: Sequence[Handle]) -> None:
         await asyncio.gather(readers, watcher, return_exceptions=True)  # else asyncio logs them
 
 
-async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> AsyncIterator[str]:
+async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator[str]:
     """The chunks of all choices as server-sent events.
 
     With the usage in a last chunk, all others have null in its place.
@@ -292,11 +304,12 @@ async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> As
             async for piece in pieces(answer, handle):
                 queue.put_nowait(style.chunk(answer, index, piece) | usage)
         except (ValueError, RuntimeError) as error:
-            queue.put_nowait(RequestError(str(error), status=500).as_object)
+            record.error = RequestError(str(error), status=500)
+            queue.put_nowait(record.error.as_object)
         finally:
             queue.put_nowait(None)
 
-    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(handles)]
+    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(record.handles)]
     try:
         left = len(tasks)
         while left:
@@ -305,7 +318,7 @@ async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> As
             else:
                 yield _event(chunk)
         if answer.asked.with_usage:
-            yield _event(style.last(answer) | {"usage": answer.usage(handles)})
+            yield _event(style.last(answer) | {"usage": answer.usage(record.handles)})
         yield "data: [DONE]\n\n"
     finally:
         for task in tasks:
@@ -316,8 +329,9 @@ def _event(data: Any) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    record_of(request.scope).error = error
     return JSONResponse(error.as_object, error.status)
 
 

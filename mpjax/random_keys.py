@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 THREEFRY = "threefry2x32"
+SEEDS = range(-(2**63), 2**63)  # those of an int64
 EXPECTED = "integers [batch], or keys: typed [batch], or raw uint32 [batch, 2]"
 
 
 def row_keys(seeds: Any, batch: int | None = None, rows: int | None = None) -> jax.Array:
     """Makes a typed PRNG key [batch] for each row from seeds.
 
-    seeds: integers [batch], each in [0, 2**32), or JAX's keys: typed [batch], or raw uint32
-        [batch, 2]. A seed n is the same as `jax.random.key(n, impl="threefry2x32")`.
+    seeds: integers [batch] of an int64, or JAX's keys: typed [batch], or raw uint32 [batch, 2]. A
+        seed n is the same as `jax.random.key(n, impl="threefry2x32")` with JAX's 64-bit types,
+        which those from 0 to 2**32 - 1 don't need.
     batch: the expected number of seeds. rows: the number of keys to which seeds are padded; only
     for seeds that are not traced.
 
@@ -64,11 +66,18 @@ def key_words(seeds: Any) -> Any:
     if seeds.ndim != 1 or not np.issubdtype(seeds.dtype, np.integer):
         raise ValueError(f"seeds are {seeds.dtype} {seeds.shape}: expected {EXPECTED}")
     if isinstance(seeds, jax.core.Tracer):
-        return jnp.stack([jnp.zeros_like(seeds), seeds], 1).astype(jnp.uint32)
+        high = seeds >> 32 if seeds.dtype.itemsize == 8 else -(seeds < 0).astype(jnp.int32)
+        return jnp.stack([high.astype(jnp.uint32), seeds.astype(jnp.uint32)], 1)
     seeds = np.asarray(seeds)
-    if np.any(seeds < 0) or np.any(seeds >= 2**32):
-        raise ValueError(f"seeds are {seeds.tolist()}: expected each in [0, 2**32)")
-    return np.stack([np.zeros_like(seeds), seeds], 1).astype(np.uint32)
+    if np.any(seeds >= SEEDS.stop):
+        raise ValueError(f"seeds are {seeds.tolist()}: expected each below 2**63")
+    seeds = seeds.astype(np.int64)
+    return np.stack([seeds >> 32, seeds], 1).astype(np.uint32)
+
+
+def following(seed: int, number: int) -> int:
+    """The seed that is `number` behind another; behind the largest comes the smallest."""
+    return (seed - SEEDS.start + number) % 2**64 + SEEDS.start
 
 
 def _is_key(value: Any) -> bool:

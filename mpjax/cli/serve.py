@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib.util
 import ipaddress
+import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +16,7 @@ from mpjax.garbage import short_collections
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from starlette.applications import Starlette
 
@@ -30,8 +32,8 @@ Examples:
 POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and
 /metrics. Texts come whole, or as server-sent events ("stream": true).
 Besides OpenAI's keys there are top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, best_of,
-suffix, logit_bias and penalties of presence and frequency are refused.
+stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, suffix,
+logit_bias and penalties of presence and frequency are refused.
 logprobs and top_logprobs are up to 20. With "echo" an answer also has the
 prompt's log-probabilities, as lm_eval's local-completions needs:
   lm_eval --model local-completions --tasks arc_easy --model_args \\
@@ -43,6 +45,15 @@ The server listens on this machine alone unless --host says otherwise. Set
 MPJAX_API_KEY to a key that clients have to give. It needs
 pip install "mpjax[serve]".
 """
+
+
+class LogLevel(enum.StrEnum):
+    """The least level of the lines of a log."""
+
+    debug = enum.auto()
+    info = enum.auto()
+    warning = enum.auto()
+    error = enum.auto()
 
 
 def command(
@@ -100,6 +111,23 @@ def command(
             "be repeated.",
         ),
     ] = None,
+    ignore_unknown: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-unknown",
+            help="Ignore keys of requests that the server does not know; else they are refused.",
+        ),
+    ] = False,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            help="What is logged to stderr: with info, a line for each request; with warning, for "
+            "those that are refused or fail; with error, for those that fail."
+        ),
+    ] = LogLevel.info,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Write each line of the log as an object of JSON.")
+    ] = False,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
@@ -138,24 +166,48 @@ def command(
             with output.status("Compiling"):
                 engine.compile()
         name = name or lm.source.resolve().name
-        limits = Limits(max_waiting, max_body, api_key)
+        limits = Limits(max_waiting, max_body, api_key, ignore_unknown)
         served = application(engine, name, limits, origins=allow_origin or ())
         url = listening.listen(sockets, host)
-        output.note(
-            f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening "
-            f"on {url}"
-        )
-        with short_collections():
+        with _log(log_level, log_json), short_collections():
+            logging.getLogger("mpjax.serve").info(
+                f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; "
+                f"listening on {url}"
+            )
             _run(served, sockets)
     finally:
         listening.close(sockets)
+
+
+class _Notes(logging.Handler):
+    """Writes each record of a log as a note."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        output.note(self.format(record))
+
+
+@contextlib.contextmanager
+def _log(level: LogLevel, as_json: bool) -> Iterator[None]:
+    """Writes the logs of all libraries to stderr: those of the server from a level on."""
+    from mpjax.serve.logs import LOGGER, Lines
+
+    handler = _Notes(level.upper())
+    handler.setFormatter(Lines(as_json))
+    logging.getLogger().addHandler(handler)
+    LOGGER.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def _run(served: Starlette, sockets: Sequence[socket.socket]) -> None:
     """Serves until Ctrl-C or a signal ends it; exits with 1 if it could not begin."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(served, log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(served, log_config=None, log_level="warning", access_log=False)
+    )
     with contextlib.suppress(KeyboardInterrupt):  # requests have been finished by then
         server.run(sockets=list(sockets))
     if not server.started:

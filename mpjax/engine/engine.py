@@ -228,8 +228,8 @@ class Engine:
         logprobs: how many of the likeliest tokens to tell beside each token, with their
             log-probabilities, 0 to 20; rows that decode with such a request take a step at a time.
 
-        Raises ValueError for arguments that don't fit, for a request that the cache or the model
-        can never hold, and for an engine that is closed.
+        Raises TooLongError for a request that the cache or the model can never hold, and
+        ValueError for arguments that don't fit and for an engine that is closed.
         """
         checks.require_priority(priority)
         require_type("prompt_logprobs", prompt_logprobs, bool)
@@ -239,12 +239,12 @@ class Engine:
         settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
         settings.row.candidates[0] = logprobs
         if len(ids) + settings.most > self.max_tokens:
-            raise ValueError(
+            raise checks.TooLongError(
                 f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
                 f"pass the {self.max_tokens} tokens of a request: shorten it, or ask for fewer"
             )
         if reason := self._runner.planner.why_never(len(ids), settings.most):
-            raise ValueError(f"the prompt's {reason}")
+            raise checks.TooLongError(f"the prompt's {reason}")
         number = next(self._numbers)
         handle = Handle(self, number, ids, row_text(self.lm, ids, settings))
         shares = self._shares and not settings.has_penalty and not prompt_logprobs

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,7 @@ class Handle:
         least one. None until the prompt was read, and where they were not asked for.
       shared_tokens: of the prompt, those that were in the cache already.
       speculation: how many tokens were proposed and accepted so far; None without speculation.
+      first_token_time: `time.perf_counter()` when the first new tokens were reported; None before.
       version: the number of reports so far, each of new tokens or an end.
     """
 
@@ -135,6 +137,7 @@ class Handle:
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.speculation: SpeculationReport | None = None
+        self.first_token_time: float | None = None
         self.shared_tokens = self.version = 0
         self.certain = ""  # the text that has been reported
 
@@ -229,6 +232,8 @@ class Handle:
     def report(self, tokens: list[int]) -> Event:
         """Tells all that wait that there is something new; returns the event."""
         piece = "" if self._row_text is None else self._row_text.take()
+        if tokens and self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
         with self._changed:
             self.certain += piece
             self.version += 1

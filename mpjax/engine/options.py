@@ -8,6 +8,10 @@ from typing import Any
 from mpjax.engine.state import CANDIDATES
 
 
+class TooLongError(ValueError):
+    """A request has more tokens than an engine's requests may have, or than its cache can hold."""
+
+
 def require_gap(max_gap: Any) -> None:
     """Raises ValueError for a `max_gap` that is no number of seconds, nor None."""
     is_number = isinstance(max_gap, numbers.Real) and not isinstance(max_gap, bool)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mpjax.channels import Part, Splitter, joined
 from mpjax.engine.handle import Handle
+from mpjax.serve.places import Places, prompt_places
 from mpjax.serve.requests import Asked
 from mpjax.serve.spelling import token_bytes, token_name
 from mpjax.tokenizer import Tokenizer
@@ -31,16 +32,20 @@ class Answer:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def usage(self, handles: Sequence[Handle]) -> dict[str, Any]:
-        """The numbers of tokens."""
-        # The choices of a prompt have it in common.
-        prompt = sum(len(handle.prompt) for handle in handles[:: self.asked.choices])
+        """The numbers of tokens.
+
+        The choices of a prompt have it in common. Those behind the first find in the cache what the
+        first one wrote, so that only the first one's tokens were there before the request.
+        """
+        first = handles[:: self.asked.choices]
+        prompt = sum(len(handle.prompt) for handle in first)
         is_generated = self.asked.max_new_tokens != 0
         new = sum(len(handle.tokens) for handle in handles if is_generated)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(h.shared_tokens for h in handles)},
+            "prompt_tokens_details": {"cached_tokens": sum(h.shared_tokens for h in first)},
         }
 
     def frame(self, kind: str, prefix: str, choices: list[Any]) -> dict[str, Any]:
@@ -53,6 +58,14 @@ class Answer:
         if (channels := self.tokenizer.channels) is None:
             return None
         return Splitter(channels, self.tokenizer.decode(handle.prompt[-TAIL:], skip_special=False))
+
+    def echo(self, index: int) -> str:
+        """The text of a choice's prompt, if it is to be part of the answer."""
+        return self.asked.echoes[index // self.asked.choices] if self.asked.echoes else ""
+
+    def places(self, handle: Handle, echo: str = "") -> Places:
+        """The places of a choice's new tokens in its text. echo: the prompt in front of them."""
+        return Places(self.tokenizer, handle.prompt, len(echo))
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token, special ones too."""
@@ -79,8 +92,9 @@ class Style(Protocol):
 class Piece:
     """New text of a request, with the tokens since the piece before.
 
-    finish_reason: in the last piece. offset: characters of the tokens before, if log-probabilities
-    are asked for. parts: of the text, divided by channels, which may lag behind it.
+    finish_reason: in the last piece. offsets: the places of the tokens in the text, if
+    log-probabilities are asked for. parts: of the text, divided by channels, which may lag behind
+    it.
     """
 
     handle: Handle
@@ -88,24 +102,26 @@ class Piece:
     begin: int
     end: int
     finish_reason: str | None = None
-    offset: int = 0
+    offsets: Sequence[int] = ()
     parts: Sequence[Part] = ()
 
 
 async def pieces(answer: Answer, handle: Handle) -> AsyncIterator[Piece]:
     """The text of a request in pieces, each with its tokens; the last has the reason of the end."""
-    begin = offset = 0
+    begin = 0
     splitter = answer.splitter(handle)
-    async for text in handle:
+    places = answer.places(handle) if answer.asked.logprobs else None
+
+    def piece(text: str, reason: str | None, parts: Sequence[Part]) -> Piece:
         end = len(handle.tokens)
-        parts = [Part(False, text)] if splitter is None else splitter.push(text)
-        yield Piece(handle, text, begin, end, None, offset, parts)
-        if answer.asked.logprobs:
-            spelled = map(answer.bytes_of, handle.tokens[begin:end])
-            offset += sum(map(_characters, spelled))
-        begin = end
-    rest = [] if splitter is None else splitter.finish()
-    yield Piece(handle, "", begin, len(handle.tokens), handle.finish_reason, offset, rest)
+        offsets = [] if places is None else places.of(handle.tokens[begin:end])
+        return Piece(handle, text, begin, end, reason, offsets, parts)
+
+    async for text in handle:
+        new = piece(text, None, [Part(False, text)] if splitter is None else splitter.push(text))
+        begin = new.end
+        yield new
+    yield piece("", handle.finish_reason, [] if splitter is None else splitter.finish())
 
 
 class Completions:
@@ -117,31 +133,34 @@ class Completions:
         return answer.frame("text_completion", "cmpl", choices) | {"usage": answer.usage(handles)}
 
     def _choice(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any]:
-        asked = answer.asked
+        asked, echo = answer.asked, answer.echo(index)
         only_prompt = asked.max_new_tokens == 0
-        prompt = answer.tokenizer.decode(handle.prompt) if asked.echo else ""
         text, reason = ("", "length") if only_prompt else (handle.text, handle.finish_reason)
-        found: dict[str, Any] = {"index": index, "text": prompt + text, "finish_reason": reason}
+        found: dict[str, Any] = {"index": index, "text": echo + text, "finish_reason": reason}
         found["logprobs"] = None
         if asked.logprobs:
-            entries = _prompt_entries(answer, handle) if asked.echo else []
+            entries, offsets = [], []
+            if asked.echoes:
+                entries += _prompt_entries(answer, handle)
+                offsets += prompt_places(answer.tokenizer, handle.prompt, echo)
             if not only_prompt:
                 entries += _entries(answer, handle, 0, len(handle.tokens))
-            found["logprobs"] = _in_columns(entries, asked.top > 0)
+                offsets += answer.places(handle, echo).of(handle.tokens)
+            found["logprobs"] = _in_columns(entries, offsets, asked.top > 0)
         return found
 
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
         """The prompt, if it is to be echoed."""
-        if not answer.asked.echo:
+        if not answer.asked.echoes:
             return None
-        return self._chunk(answer, index, answer.tokenizer.decode(handle.prompt), None, None)
+        return self._chunk(answer, index, answer.echo(index), None, None)
 
     def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
         """A chunk with the next text of a choice."""
         logprobs = None
         if answer.asked.logprobs:
             entries = _entries(answer, piece.handle, piece.begin, piece.end)
-            logprobs = _in_columns(entries, answer.asked.top > 0, piece.offset)
+            logprobs = _in_columns(entries, piece.offsets, answer.asked.top > 0)
         return self._chunk(answer, index, piece.text, logprobs, piece.finish_reason)
 
     def last(self, answer: Answer) -> dict[str, Any]:
@@ -280,19 +299,13 @@ def _prompt_entries(answer: Answer, handle: Handle) -> list[_Entry]:
     return entries
 
 
-def _in_columns(entries: Sequence[_Entry], with_top: bool, begin: int = 0) -> dict[str, Any]:
-    """Log-probabilities as /v1/completions has them. begin: characters before the first token."""
-    offsets, at = [], begin
-    for entry in entries:
-        offsets.append(at)
-        at += _characters(entry.spelled)
+def _in_columns(
+    entries: Sequence[_Entry], offsets: Sequence[int], with_top: bool
+) -> dict[str, Any]:
+    """Log-probabilities as /v1/completions has them. offsets: places of the tokens in the text."""
     return {
         "tokens": [entry.name for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": [entry.by_name for entry in entries] if with_top else None,
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
-
-
-def _characters(spelled: bytes) -> int:
-    return len(spelled.decode(errors="replace"))

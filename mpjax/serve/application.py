@@ -24,11 +24,14 @@ from mpjax.engine.engine import Engine
 from mpjax.engine.handle import Handle
 from mpjax.json_text import json_text
 from mpjax.language_model import LanguageModel
+from mpjax.random_keys import following
 from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
+from mpjax.serve.errors import MODEL_NOT_FOUND, WRONG_API_KEY, RequestError
+from mpjax.serve.logs import GONE, LOGGER, AccessLog, Record, record_of
 from mpjax.serve.metrics import exposition
-from mpjax.serve.requests import Asked, RequestError, read_chat, read_completion
+from mpjax.serve.requests import Asked, read_chat, read_completion, refusal_of_engine
 
-Read = Callable[[LanguageModel, Any], Asked]
+Read = Callable[[LanguageModel, Any, bool], Asked]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Limits:
 
     waiting: requests that wait for the engine, beyond which others are refused (503).
     body_bytes: of a body (413). api_key: without which requests are refused (401), or None.
+    ignore_unknown: whether keys that the server does not know are ignored, and not refused (400).
 
     Raises ValueError for an empty key, which a request without one would have.
     """
@@ -44,6 +48,7 @@ class Limits:
     waiting: int = 1000
     body_bytes: int = 8 << 20
     api_key: str | None = None
+    ignore_unknown: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key == "":
@@ -64,10 +69,14 @@ def application(
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         engine.start()
+        began = time.monotonic()
         try:
             yield
         finally:
             await asyncio.to_thread(engine.close)
+            new = engine.statistics()["new_tokens"]
+            seconds = time.monotonic() - began
+            LOGGER.info(f"stopped after {seconds:.0f} seconds and {new:,} new tokens")
 
     completions = server.endpoint(read_completion, Completions())
     chats = server.endpoint(read_chat, Chats())
@@ -76,11 +85,15 @@ def application(
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
             Route("/v1/models", server.models),
+            Route("/v1/models/", server.models),
             Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.metrics),
         ],
-        middleware=[Middleware(CORSMiddleware, **_allowed(origins))] if origins else [],
+        middleware=[
+            Middleware(AccessLog),
+            *([Middleware(CORSMiddleware, **_allowed(origins))] if origins else []),
+        ],
         exception_handlers={RequestError: _refuse, HTTPException: _refuse_route},
         lifespan=lifespan,
     )
@@ -105,6 +118,7 @@ class _Server:
             try:
                 return await self._complete(request, read, style)
             except ClientDisconnect:
+                record_of(request.scope).error = GONE
                 return Response(status_code=499)  # which nobody receives
 
         return handle
@@ -113,12 +127,14 @@ class _Server:
         """The answer to a body. Raises RequestError for a wrong one, and ClientDisconnect."""
         body = await self._body(request)
         # In a thread: other requests go on while a long text is tokenised.
-        asked = await asyncio.to_thread(read, self.engine.lm, body)
-        self._require_model(body.get("model", self.name), "model")
-        handles = self._submit(asked)
-        answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
+        asked = await asyncio.to_thread(read, self.engine.lm, body, self.limits.ignore_unknown)
+        if asked.model is not None:
+            self._require_model(asked.model)
+        record = record_of(request.scope)
+        record.handles = handles = self._submit(asked)
+        record.answer = answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
         if asked.stream:
-            return _Events(_stream(style, answer, handles), handles)
+            return _Events(_stream(style, answer, record), record)
         await _wait(request, handles)
         return JSONResponse(style.whole(answer, handles))
 
@@ -130,7 +146,7 @@ class _Server:
     async def model(self, request: Request) -> Response:
         """The one model."""
         self._authorise(request)
-        self._require_model(request.path_params["name"], "model")
+        self._require_model(request.path_params["name"].rstrip("/"))
         return JSONResponse(self._model())
 
     async def health(self, _: Request) -> Response:
@@ -149,24 +165,32 @@ class _Server:
         facts = {"id": self.name, "object": "model", "created": self.began, "owned_by": "mpjax"}
         return facts | {"max_model_len": self.engine.max_tokens}
 
-    def _require_model(self, name: Any, key: str) -> None:
+    def _require_model(self, name: str) -> None:
         if name != self.name:
             raise RequestError(
                 f"there is no model {json_text(name, 80)}: this server has "
                 f"{json_text(self.name, 80)}",
-                key,
+                "model",
                 404,
+                MODEL_NOT_FOUND,
             )
 
     def _authorise(self, request: Request) -> None:
         if (key := self.limits.api_key) is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
-            raise RequestError("the API key is missing or wrong", status=401)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Starlette reads the bytes of a header as Latin-1.
+        is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        if scheme.lower() != "bearer" or not is_same:
+            message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+            raise RequestError(message, status=401, code=WRONG_API_KEY)
 
     async def _body(self, request: Request) -> Any:
         """The JSON in a body, of which no more than the limit is read."""
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            message = f"the body has the content-encoding {json_text(coding)}: send it uncompressed"
+            raise RequestError(message, status=415)
         most, read = self.limits.body_bytes, bytearray()
         async for part in request.stream():
             read += part
@@ -203,9 +227,9 @@ class _Server:
                         max_new_tokens=wanted,
                         sampling=asked.sampling,
                         stop=asked.stop,
-                        seed=(asked.seed + number) % 2**32,
+                        seed=following(asked.seed, number),
                         priority=asked.priority,
-                        prompt_logprobs=asked.echo and asked.logprobs,
+                        prompt_logprobs=asked.echoes is not None and asked.logprobs,
                         logprobs=asked.candidates,
                     )
                 )
@@ -213,23 +237,25 @@ class _Server:
             for handle in handles:
                 handle.cancel()
             status = 503 if self.engine.is_closed else 400
-            raise RequestError.of_engine(error, status) from error
+            raise refusal_of_engine(error, status, asked.key) from error
         return handles
 
 
 class _Events(StreamingResponse):
     """Server-sent events; the requests end with them, also if no event was ever asked for."""
 
-    def __init__(self, events: AsyncIterator[str], handles: Sequence[Handle]) -> None:
+    def __init__(self, events: AsyncIterator[str], record: Record) -> None:
         headers = {"Cache-Control": "no-cache"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._handles = handles
+        self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for handle in self._handles:
+            if not all(handle.is_finished for handle in self._record.handles):
+                self._record.error = GONE
+            for handle in self._record.handles:
                 handle.cancel()
 
 
@@ -263,22 +289,27 @@ async def _wait(request: Request, handles: Sequence[Handle]) -> None:
         await asyncio.gather(readers, watcher, return_exceptions=True)  # else asyncio logs them
 
 
-async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> AsyncIterator[str]:
-    """The chunks of all choices as server-sent events."""
+async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator[str]:
+    """The chunks of all choices as server-sent events.
+
+    With the usage in a last chunk, all others have null in its place.
+    """
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    usage: dict[str, Any] = {"usage": None} if answer.asked.with_usage else {}
 
     async def read(index: int, handle: Handle) -> None:
         try:
             if (first := style.first(answer, index, handle)) is not None:
-                queue.put_nowait(first)
+                queue.put_nowait(first | usage)
             async for piece in pieces(answer, handle):
-                queue.put_nowait(style.chunk(answer, index, piece))
+                queue.put_nowait(style.chunk(answer, index, piece) | usage)
         except (ValueError, RuntimeError) as error:
-            queue.put_nowait(_error(str(error), None, 500))
+            record.error = RequestError(str(error), status=500)
+            queue.put_nowait(record.error.as_object)
         finally:
             queue.put_nowait(None)
 
-    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(handles)]
+    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(record.handles)]
     try:
         left = len(tasks)
         while left:
@@ -287,7 +318,7 @@ async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> As
             else:
                 yield _event(chunk)
         if answer.asked.with_usage:
-            yield _event(style.last(answer) | {"usage": answer.usage(handles)})
+            yield _event(style.last(answer) | {"usage": answer.usage(record.handles)})
         yield "data: [DONE]\n\n"
     finally:
         for task in tasks:
@@ -298,18 +329,15 @@ def _event(data: Any) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _error(message: str, parameter: str | None, status: int) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": parameter, "code": status}
-    return {"error": error}
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return JSONResponse(_error(str(error), error.parameter, error.status), error.status)
+    record_of(request.scope).error = error
+    return JSONResponse(error.as_object, error.status)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(_error(message, None, error.status_code), error.status_code)
+    response = await _refuse(request, RequestError(message, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response

@@ -7,78 +7,51 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax.engine.state import CANDIDATES
+from mpjax.engine.options import TooLongError
 from mpjax.json_text import json_text
-from mpjax.kernels.checks import did_you_mean, nearest
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import encode, is_single
+from mpjax.serve.errors import NOT_OFFERED, TOO_LONG, RequestError
+from mpjax.serve.keys import Table, read_keys
 from mpjax.serve.messages import read_messages
+from mpjax.serve.tables import CHAT, COMPLETION, PROMPT
 from mpjax.tokenizer import Tokenizer
 
-SEEDS = 2**32
-MOST_CHOICES = 128
-
-# Keys that are not offered, and the values with which they change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-}
-IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
-SHARED = {
-    *("model", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop"),
-    *("seed", "logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
-    *("priority",),
-}
-COMPLETION = SHARED | {"prompt", "echo"}
-CHAT = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-
-
 # The keys of clients for what the engine's messages call otherwise.
-KEYS = {
+NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_ids": "stop_token_ids",
 }
 
 
-class RequestError(ValueError):
-    """A body that can't be served. status: of HTTP. parameter: the key that is wrong, if one is."""
+def refusal_of_engine(error: ValueError, status: int, prompts: str) -> RequestError:
+    """The refusal of an engine, in the client's words; most messages begin with the key.
 
-    def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.parameter, self.status = parameter, status
-
-    @classmethod
-    def of_engine(cls, error: ValueError, status: int) -> RequestError:
-        """The refusal of an engine, in the client's words; most messages begin with the key."""
-        message = str(error)
-        for name, key in KEYS.items():
-            message = message.replace(name, key)
-        first = message.partition(" ")[0]
-        return cls(message, first if first in SHARED else None, status)
+    prompts: the key of the prompts.
+    """
+    message = str(error)
+    for name, key in NAMES.items():
+        message = message.replace(name, key)
+    if isinstance(error, TooLongError):
+        return RequestError(message, prompts, status, TOO_LONG)
+    first = message.partition(" ")[0]
+    return RequestError(message, first if first in COMPLETION else None, status)
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """The request in a body.
 
-    prompts: ids of each prompt. max_new_tokens: None for as many as a request may have.
+    prompts: ids of each prompt, and key: of the body that has them.
+    max_new_tokens: None for as many as a request may have.
     sampling, stop, priority: as for Engine.submit. seed: of the first choice; the next has the next
         number.
+    model: the name that the client gives, or None.
     choices: of each prompt. stream: whether text comes as it is generated. with_usage: whether a
         stream ends with the numbers of tokens.
-    echo: whether the prompt is part of the text. logprobs: whether log-probabilities are wanted,
-        and top: of how many of the likeliest tokens beside each.
+    echoes: the texts of the prompts, if they are to be part of the answers. logprobs: whether
+        log-probabilities are wanted, and top: of how many of the likeliest tokens beside each.
     """
 
     prompts: list[list[int]]
@@ -86,10 +59,12 @@ class Asked:
     sampling: dict[str, Any]
     stop: list[str]
     seed: int
+    key: str = "prompt"
+    model: str | None = None
     choices: int = 1
     stream: bool = False
     with_usage: bool = False
-    echo: bool = False
+    echoes: list[str] | None = None
     logprobs: bool = False
     top: int = 0
     priority: int = 0
@@ -102,41 +77,59 @@ class Asked:
         return self.top if self.top > 1 or not is_greedy else 0
 
 
-def read_completion(lm: LanguageModel, body: Any) -> Asked:
-    """Reads the body of /v1/completions. Raises RequestError, which names the key."""
-    _require_known(body, COMPLETION)
-    prompts = _prompts(lm, body)
-    wanted = _whole(body, "logprobs", None, 0, CANDIDATES)
-    maximum = _whole(body, "max_tokens", 16, 0, None)
-    echo = _bool(body, "echo")
+def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
+    """Reads the body of /v1/completions.
+
+    ignore_unknown: whether keys that the server does not know are ignored. Raises RequestError,
+    which names the key.
+    """
+    values = _values(body, COMPLETION, ignore_unknown)
+    if values["best_of"] not in (None, values["n"]):
+        raise RequestError(
+            f"best_of is {values['best_of']} and n {values['n']}, and this server does not offer "
+            "to choose among answers: leave best_of out",
+            "best_of",
+            code=NOT_OFFERED,
+        )
+    texts, prompts = _prompts(lm, values["prompt"])
+    wanted, maximum, echo = values["logprobs"], values["max_tokens"], values["echo"]
     if maximum == 0 and not echo:
         raise RequestError("max_tokens is 0, which leaves only the prompt: set echo", "max_tokens")
-    if echo and (wanted is not None or maximum == 0) and _bool(body, "stream"):
+    if echo and (wanted is not None or maximum == 0) and values["stream"]:
         raise RequestError("a prompt's log-probabilities come whole: leave stream out", "stream")
     return _shared(
         lm,
-        body,
+        values,
         prompts,
         max_new_tokens=maximum,
-        echo=echo,
+        echoes=texts if echo else None,
         logprobs=wanted is not None,
         top=wanted or 0,
     )
 
 
-def _prompts(lm: LanguageModel, body: Mapping[str, Any]) -> list[list[int]]:
-    """The ids of each prompt. Raises RequestError for anything but texts and token ids."""
-    expected = "expected a text, token ids, or a list of them"
-    if "prompt" not in body:
-        raise RequestError(f"prompt is missing: {expected}", "prompt")
-    found = body["prompt"]
+def _values(body: Any, table: Table, ignore_unknown: bool) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise RequestError("the body is not a JSON object")
+    values: dict[str, Any] = read_keys(body, table, ignore_unknown)
+    return values
+
+
+def _prompts(lm: LanguageModel, found: Any) -> tuple[list[str], list[list[int]]]:
+    """The text and the ids of each prompt.
+
+    The text of ids has special tokens, too. Raises RequestError for anything but texts and ids.
+    """
     batch = [found] if is_single(found) else found
     if not isinstance(batch, list) or not all(map(_is_prompt, batch)):
-        raise RequestError(f"prompt is {json_text(found)}: {expected}", "prompt")
+        raise RequestError(f"prompt is {json_text(found)}: expected {PROMPT}", "prompt")
+    tokenizer = lm.require_tokenizer()
     try:
-        return encode(lm.require_tokenizer(), batch, lm.config.vocab_size)
+        ids = encode(tokenizer, batch, lm.config.vocab_size)
     except ValueError as error:
         raise RequestError(str(error), "prompt") from error
+    texts = (one if isinstance(one, str) else tokenizer.decode(one, False) for one in batch)
+    return list(texts), ids
 
 
 def _is_prompt(value: Any) -> bool:
@@ -144,11 +137,11 @@ def _is_prompt(value: Any) -> bool:
     return is_ids or isinstance(value, str)
 
 
-def read_chat(lm: LanguageModel, body: Any) -> Asked:
-    """Reads the body of /v1/chat/completions. Raises RequestError, which names the key."""
-    _require_known(body, CHAT)
+def read_chat(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
+    """Reads the body of /v1/chat/completions. Arguments and errors are as for completions."""
+    values = _values(body, CHAT, ignore_unknown)
     tokenizer = lm.require_tokenizer()
-    variables = _variables(body, tokenizer)
+    variables = _variables(values, tokenizer)
     if not tokenizer.chat_templates:
         raise RequestError(
             "the model has no chat template, like most base models: send a prompt to "
@@ -156,28 +149,32 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
             "messages",
         )
     try:
-        ids = tokenizer.encode_chat(read_messages(body.get("messages")), **variables)
+        ids = tokenizer.encode_chat(read_messages(values["messages"]), **variables)
+    except RequestError:
+        raise
     except (ValueError, TypeError) as error:
         message = str(error).replace(tokenizer.name, "the model")  # the name is the server's path
         raise RequestError(message, "messages") from error
-    maximum = _whole(body, "max_completion_tokens", None, 1, None)
-    if maximum is None:
-        maximum = _whole(body, "max_tokens", None, 1, None)
-    wanted = _bool(body, "logprobs")
-    top = _whole(body, "top_logprobs", 0, 0, CANDIDATES) or 0
+    maximum, wanted, top = (
+        values["max_completion_tokens"],
+        values["logprobs"],
+        values["top_logprobs"],
+    )
     if top and not wanted:
         raise RequestError(
             f"top_logprobs is {top}, and logprobs is not true: set logprobs to true, or leave "
             "top_logprobs out",
             "top_logprobs",
         )
-    return _shared(lm, body, [ids], max_new_tokens=maximum, logprobs=wanted, top=top)
+    maximum = values["max_tokens"] if maximum is None else maximum
+    found = {"max_new_tokens": maximum, "logprobs": wanted, "top": top}
+    return _shared(lm, values, [ids], key="messages", **found)
 
 
-def _variables(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _variables(values: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Further variables of the chat template. Raises RequestError for those of the server."""
     key = "chat_template_kwargs"
-    variables = _object(body, key)
+    variables = values[key]
     for name in ("messages", "self"):
         if name in variables:
             raise RequestError(f"{key} has {name!r}, which may not be among its keys", key)
@@ -186,123 +183,66 @@ def _variables(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
         raise RequestError(
             f"chat_template of {key} is not the name of a template of the model", key
         )
-    return variables
+    key = "reasoning_effort"
+    if (effort := values[key]) is None:
+        return variables
+    if not any(key in template for template in tokenizer.chat_templates.values()):
+        if effort == "medium":  # OpenAI's default
+            return variables
+        raise RequestError(
+            f"{key} is {json_text(effort)}, and the chat template of the model has no such "
+            "variable: leave it out",
+            key,
+            code=NOT_OFFERED,
+        )
+    return {key: effort} | variables
 
 
 def _shared(
-    lm: LanguageModel, body: Mapping[str, Any], prompts: list[list[int]], **found: Any
+    lm: LanguageModel, values: Mapping[str, Any], prompts: list[list[int]], **found: Any
 ) -> Asked:
-    options, stream = _object(body, "stream_options"), _bool(body, "stream")
-    if body.get("stream_options") is not None and not stream:
+    options, stream, seed, stop = (values[k] for k in ("stream_options", "stream", "seed", "stop"))
+    if options is not None and not stream:
         raise RequestError(
             "stream_options is given, and stream is not true: set stream to true, or leave "
             "stream_options out",
             "stream_options",
         )
-    seed = _whole(body, "seed", None, 0, SEEDS - 1)
     return Asked(
         prompts=prompts,
-        sampling=_sampling(body, lm.config.vocab_size),
-        stop=_stop(body.get("stop")),
-        seed=secrets.randbelow(SEEDS) if seed is None else seed,
-        choices=_whole(body, "n", 1, 1, MOST_CHOICES) or 1,
+        sampling=_sampling(values, lm.config.vocab_size),
+        stop=stop if isinstance(stop, list) else [stop],
+        seed=secrets.randbits(32) if seed is None else seed,
+        model=values["model"],
+        choices=values["n"],
         stream=stream,
-        with_usage=options.get("include_usage") is True,
-        priority=_whole(body, "priority", 0, -(2**31), 2**31) or 0,
+        with_usage=bool(options and options["include_usage"]),
+        priority=values["priority"],
         **found,
     )
 
 
-def _stop(stop: Any) -> list[str]:
-    """The strings that end a text. Raises RequestError for anything else."""
-    texts = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    for text in texts:
-        if not isinstance(text, str):
-            found = f"stop {'has' if text is not stop else 'is'} {json_text(text)}"
-            raise RequestError(f"{found}: expected a text, or a list of texts", "stop")
-        if not text:
-            raise RequestError(
-                "stop has an empty string, which would end every text: leave it out", "stop"
-            )
-    return texts
-
-
-def _sampling(body: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    temperature = _number(body, "temperature", 1.0, 0.0)
-    sampling: dict[str, Any] = {"repetition_penalty": _number(body, "repetition_penalty", None, 0)}
-    if least := _whole(body, "min_tokens", 0, 0, None):
+def _sampling(values: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"repetition_penalty": values["repetition_penalty"]}
+    if least := values["min_tokens"]:
         sampling["min_new_tokens"] = least
-    if (ids := body.get("stop_token_ids")) is not None:
+    if (ids := values["stop_token_ids"]) is not None:
         sampling["stop_ids"] = _stop_ids(ids, vocabulary)
-    filters = {name: _number(body, name, None, None) for name in ("top_p", "top_k", "min_p")}
-    if temperature:
-        sampling |= {"temperature": temperature} | filters
-        if filters["top_k"] in (0, -1):  # as other servers switch it off
+    # With a temperature or a top_p of 0, only the likeliest token is left.
+    if values["temperature"] and values["top_p"] != 0:
+        sampling |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+        if values["top_k"] in (0, -1):  # as other servers switch it off
             del sampling["top_k"]
     return sampling
 
 
-def _stop_ids(ids: Any, vocabulary: int) -> list[int]:
+def _stop_ids(ids: list[Any], vocabulary: int) -> list[int]:
     """Ids of a body. Raises RequestError for others than the model's, which could end nothing."""
-    expected = f"expected a list of token ids from 0 to {vocabulary - 1}"
-    if not isinstance(ids, list):
-        raise RequestError(f"stop_token_ids is {json_text(ids)}: {expected}", "stop_token_ids")
     for one in ids:
-        if type(one) is not int or not 0 <= one < vocabulary:
-            raise RequestError(f"stop_token_ids has {json_text(one)}: {expected}", "stop_token_ids")
-    return ids
-
-
-def _require_known(body: Any, known: set[str]) -> None:
-    if not isinstance(body, dict):
-        raise RequestError("the body is not a JSON object")
-    for key, value in body.items():
-        if key in NEUTRAL:
-            if value not in NEUTRAL[key]:
-                message = f"{key} is {json_text(value, 60)}, and this server does not offer it"
-                raise RequestError(message, key)
-        elif key not in known | IGNORED:
-            hint = did_you_mean(nearest(key, sorted(known)))
-            raise RequestError(f"{key!r} is no key of this request{hint}", key)
-
-
-def _object(body: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object; an empty one where it is missing or null."""
-    if (found := body.get(key)) is None:
-        return {}
-    if not isinstance(found, dict):
-        raise RequestError(f"{key} is {json_text(found)}: expected an object", key)
-    return found
-
-
-def _bool(body: Mapping[str, Any], key: str) -> bool:
-    """True or false; false where it is missing or null."""
-    if (found := body.get(key)) is None:
-        return False
-    if not isinstance(found, bool):
-        raise RequestError(f"{key} is {json_text(found)}: expected true or false", key)
-    return found
-
-
-def _whole(
-    body: Mapping[str, Any], key: str, default: int | None, least: int, most: int | None
-) -> int | None:
-    """A whole number; the default where it is missing or null."""
-    if (found := body.get(key)) is None:
-        return default
-    if type(found) is not int or found < least or (most is not None and found > most):
-        limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
-        raise RequestError(f"{key} is {json_text(found)}: expected a whole number {limits}", key)
-    return found
-
-
-def _number(
-    body: Mapping[str, Any], key: str, default: float | None, least: float | None
-) -> float | None:
-    if (found := body.get(key)) is None:
-        return default
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not is_number or (least is not None and found < least):
-        limit = "" if least is None else f" of {least:g} or more"
-        raise RequestError(f"{key} is {json_text(found)}: expected a number{limit}", key)
-    return found
+        if not 0 <= one < vocabulary:
+            raise RequestError(
+                f"stop_token_ids has {json_text(one)}: expected a list of token ids from 0 to "
+                f"{vocabulary - 1}",
+                "stop_token_ids",
+            )
+    return [int(one) for one in ids]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.random_keys import row_keys, step_keys
+from mpjax.random_keys import following, row_keys, step_keys
 
 
 def test_step_keys_take_one_step_or_one_per_row():
@@ -25,9 +25,29 @@ def test_row_keys_take_every_32_bit_seed_and_any_default_generator():
     np.testing.assert_array_equal(
         jax.random.key_data(jax.jit(row_keys)(jnp.asarray(seeds, jnp.uint32))), data
     )
-    for bad in ([-1], [2**32], [0.5], 3):
+    for bad in ([2**63], [-(2**63) - 1], [0.5], 3):
         with pytest.raises(ValueError, match="seeds are"):
             row_keys(bad)
+
+
+def test_row_keys_take_every_64_bit_seed():
+    """As JAX does with its 64-bit types; also where they are traced."""
+    seeds = [-1, -(2**63), 2**63 - 1, 2**32, 5, -(2**31)]
+    found = jax.random.key_data(row_keys(seeds))
+    with jax.enable_x64(True):
+        keys = [jax.random.key(seed, impl="threefry2x32") for seed in seeds]
+        expected = jax.random.key_data(jnp.stack(keys))
+        traced = jax.random.key_data(jax.jit(row_keys)(jnp.asarray(seeds)))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(traced, expected)
+    narrow = jnp.asarray([-1, 5, -(2**31)], jnp.int32)
+    for keys in (row_keys(narrow), jax.jit(row_keys)(narrow)):
+        np.testing.assert_array_equal(jax.random.key_data(keys), expected[jnp.asarray([0, 4, 5])])
+
+
+def test_seeds_follow_each_other_in_a_circle():
+    assert [following(-1, number) for number in range(3)] == [-1, 0, 1]
+    assert following(2**63 - 1, 1) == -(2**63)
 
 
 def test_row_keys_are_seeds_as_keys():

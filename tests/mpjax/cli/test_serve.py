@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import logging
 import socket
 
 import pytest
@@ -32,7 +34,6 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
         server.started = True
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
-    # It would close the handlers of this process, pytest's among them.
     monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda config: None)
     compiled = []
     monkeypatch.setattr(mpjax.Engine, "compile", lambda engine: compiled.append(engine))
@@ -46,6 +47,37 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     assert "tiny: 2 requests at a time, a cache of 256 tokens" in result.stderr
     assert ("no API key is set" in result.stderr) == warned
     assert len(compiled) == warned
+
+
+@pytest.mark.parametrize(
+    ("options", "levels"),
+    [
+        ([], ["info", "warning", "error"]),
+        (["--log-level", "warning"], ["warning", "error"]),
+        (["--log-level", "error"], ["error"]),
+    ],
+)
+def test_the_log_has_lines_of_a_level(options, levels, monkeypatch, tiny_folder):
+    pytest.importorskip("starlette")
+    uvicorn = pytest.importorskip("uvicorn")
+    logger, other = logging.getLogger("mpjax.serve"), logging.getLogger("uvicorn.error")
+
+    def run(server, sockets):
+        server.started = True
+        logger.info("read")
+        logger.warning("refused")
+        other.error("failed")
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    command = ["serve", "--model", str(tiny_folder), "--slots", "2", "--port", "0"]
+    command += ["--max-tokens", "64", "--ignore-unknown", *options]
+    lines = runner.invoke(app, command).stderr.splitlines()
+    begin = ["info"] if "info" in levels else []
+    assert [line.split()[1] for line in lines] == [*begin, *levels]
+    lines = runner.invoke(app, [*command, "--log-json"]).stderr.splitlines()
+    assert [json.loads(line)["level"] for line in lines] == [*begin, *levels]
+    assert json.loads(lines[-1])["message"] == "failed"
+    assert not logging.getLogger("mpjax.serve").handlers
 
 
 def test_an_empty_key_is_refused_before_the_model_is_loaded():

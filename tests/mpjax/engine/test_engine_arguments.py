@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpjax.engine.options import TooLongError
 from tests.mpjax.engine.conftest import make_engine, resize
 
 
@@ -22,18 +23,20 @@ from tests.mpjax.engine.conftest import make_engine, resize
         ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number"),
         ({"max_new_tokens": 10**30}, f"with {10**30} new ones it would pass the 192"),
         ({"stop": np.array(3)}, "stop has array.3.: expected a string"),
-        ({"seed": -1}, "seeds are"),
+        ({"seed": 2**63}, "seeds are"),
     ],
 )
 def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(**({"prompt": "import"} | arguments))
     assert not engine.has_work
+    with pytest.raises(TooLongError):
+        engine.submit([1] * 192, max_new_tokens=1)
     with pytest.raises(ValueError, match="handle is 3: expected a Handle, as submit returns it"):
         engine.cancel(3)
 
 
-@pytest.mark.parametrize("seeds", [3, [1, 2], "ab", [None], [-1]])
+@pytest.mark.parametrize("seeds", [3, [1, 2], "ab", [None], [2**63]])
 def test_seeds_of_a_batch_are_one_for_each_prompt(engine, seeds):
     with pytest.raises(ValueError, match="seed"):
         engine.generate(["import"], seeds=seeds)
@@ -43,7 +46,7 @@ def test_seeds_of_a_batch_are_one_for_each_prompt(engine, seeds):
 def test_a_request_larger_than_the_cache_is_refused(engine):
     resize(engine, pages=4)  # one of which is nowhere
     assert engine.capacity == 3 * 32
-    with pytest.raises(ValueError, match="the prompt's 90 tokens and 8 new ones don't fit"):
+    with pytest.raises(TooLongError, match="the prompt's 90 tokens and 8 new ones don't fit"):
         engine.submit([1] * 90, max_new_tokens=8)
     assert len(engine.submit([1] * 90, max_new_tokens=7).result().tokens) == 7
     resize(engine, pages=25)

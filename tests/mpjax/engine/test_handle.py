@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -58,6 +59,17 @@ def test_an_end_is_known_when_it_is_reported(handle):
     assert event.finish_reason == "cancelled"
     with pytest.raises(CancelledError, match="request 4"):
         list(handle)
+
+
+def test_the_time_of_the_first_token_is_kept(handle):
+    handle.report([])
+    assert handle.first_token_time is None
+    before = time.perf_counter()
+    handle.report([1])
+    first = handle.first_token_time
+    assert before <= first <= time.perf_counter()
+    handle.report([2])
+    assert handle.first_token_time == first
 
 
 def test_a_thread_waits_for_the_next_report(handle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -29,7 +30,8 @@ def handle():
 
 
 def answer(tiny, **changes):
-    asked = Asked([[70, 71, 72]], 2, {}, [], 0, **({"logprobs": True} | changes))
+    echoes = [tiny.tokenizer.decode([70, 71, 72])] if changes.pop("echo", False) else None
+    asked = Asked([[70, 71, 72]], 2, {}, [], 0, echoes=echoes, **({"logprobs": True} | changes))
     return Answer(tiny.tokenizer, "tiny", asked)
 
 
@@ -51,10 +53,12 @@ def test_parts_of_a_character_have_their_own_bytes_and_names(tiny, handle):
     top = np.array([[third], [third]])
     handle.prompt_logprobs = dataclasses.replace(handle.prompt_logprobs, top=top)
     asked = answer(tiny, echo=True, top=1)
+    asked.asked.echoes[:] = ["€"]
     [choice] = Completions().whole(asked, [handle])["choices"]
     names = [rf"bytes:\x{byte:02x}" for byte in "€".encode()]
     assert choice["logprobs"]["tokens"] == [*names, *names[:2]]
-    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    # The prompt is a character of three tokens, and the answer two tokens of the next one.
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 1]
     assert choice["logprobs"]["top_logprobs"][1] == {names[1]: -3.0, names[2]: -2.0}
     [choice] = Chats().whole(asked, [handle])["choices"]
     spelled = [entry["bytes"] for entry in choice["logprobs"]["content"]]
@@ -91,7 +95,7 @@ def test_candidates_stand_beside_each_token(tiny, handle):
         (name[80], -0.5),
     ]
     assert bytes(first["top_logprobs"][0]["bytes"]).decode() == name[90]
-    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2, offset=7))["choices"]
+    [chunk] = Completions().chunk(asked, 0, Piece(handle, "b", 1, 2, offsets=[7]))["choices"]
     assert chunk["logprobs"]["text_offset"] == [7]
 
 
@@ -171,6 +175,11 @@ def test_reasoning_is_told_apart_from_the_answer(handle):
 def test_choices_of_a_prompt_share_it(tiny, handle):
     found = answer(tiny, choices=2).usage([handle, handle])
     assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 4)
+    later = copy.copy(handle)
+    later.shared_tokens = 2  # which the first choice has written
+    assert answer(tiny, choices=2).usage([handle, later])["prompt_tokens_details"] == {
+        "cached_tokens": 0
+    }
 
 
 @pytest.mark.parametrize("style", [Completions(), Chats()])

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.serve.requests import RequestError, read_chat, read_completion
+from mpjax.engine.options import TooLongError
+from mpjax.serve.errors import RequestError
+from mpjax.serve.requests import read_chat, read_completion, refusal_of_engine
 
 pytestmark = pytest.mark.any_version
 
@@ -27,7 +29,7 @@ def test_what_is_left_out_is_openais(tiny):
     assert (asked.max_new_tokens, asked.choices, asked.stream) == (16, 1, False)
     assert asked.sampling["temperature"] == 1.0
     assert completion(tiny).seed != completion(tiny).seed
-    assert completion(tiny, seed=2**32 - 1).seed == 2**32 - 1
+    assert completion(tiny, seed=-(2**63)).seed == -(2**63)
 
 
 def test_what_is_given_is_passed_on(tiny):
@@ -66,30 +68,43 @@ def test_what_is_given_is_passed_on(tiny):
     assert completion(tiny, **greedy, min_tokens=2).candidates == 1
     assert completion(tiny, **greedy | {"logprobs": 4}).candidates == 4
     assert "temperature" not in completion(tiny, temperature=0, top_p=0.5).sampling
+    assert completion(tiny, top_p=0).sampling == completion(tiny, temperature=0).sampling
+    assert completion(tiny, n=2, best_of=2).choices == 2
+
+
+def test_an_echo_is_the_prompt_as_it_was_sent_with_special_tokens(tiny):
+    special = tiny.tokenizer.decode([0], skip_special=False)
+    assert special
+    assert completion(tiny, prompt=f"a{special} b", echo=True).echoes == [f"a{special} b"]
+    ids = [0, *tiny.tokenizer.encode("import")]
+    assert completion(tiny, prompt=ids, echo=True).echoes == [special + "import"]
+    assert completion(tiny).echoes is None
 
 
 @pytest.mark.parametrize(
     ("body", "message", "parameter"),
     [
         ({"prompt": 5}, "prompt is 5: expected a text, token ids, or a list of them", "prompt"),
-        ({"prompt": None}, "prompt is null: expected a text, token ids", "prompt"),
+        ({"prompt": None}, "prompt 0 is empty: expected at least one token", "prompt"),
         ({"prompt": ["a", True]}, r'prompt is \["a", true\]: expected a text', "prompt"),
         ({"prompt": [{"role": "user"}]}, r'prompt is \[\{"role": "user"\}\]: expected', "prompt"),
         ({"prompt": []}, "prompts are empty", "prompt"),
         ({"prompt": [99999]}, "token id 99999", "prompt"),
-        ({"max_token": 5}, r"'max_token' is no key of this request \(did you mean", "max_token"),
-        ({"best_of": 4}, "best_of is 4, and this server does not offer it", "best_of"),
+        ({"max_token": 5}, r'"max_token" is no key of this request \(did you mean', "max_token"),
+        ({"best_of": 4}, "best_of is 4 and n 1, and this server does not offer to", "best_of"),
+        ({"suffix": "x"}, 'suffix is "x", and this server does not offer it: expected', "suffix"),
         ({"logprobs": 21}, "logprobs is 21: expected a whole number from 0 to 20", "logprobs"),
         ({"max_tokens": 0}, "which leaves only the prompt", "max_tokens"),
         ({"max_tokens": "9"}, 'max_tokens is "9": expected a whole number', "max_tokens"),
         ({"temperature": "hot"}, 'temperature is "hot": expected a number of 0', "temperature"),
         ({"temperature": True}, "temperature is true", "temperature"),
-        ({"best_of": [None]}, r"best_of is \[null\], and", "best_of"),
-        ({"stop": [1]}, "stop has 1: expected a text, or a list of texts", "stop"),
-        ({"stop": 1}, "stop is 1: expected a text, or a list of texts", "stop"),
-        ({"stop": ["", "a"]}, "stop has an empty string, which would end every text", "stop"),
-        ({"seed": 2**32}, "seed is 4294967296: .* from 0 to 4294967295", "seed"),
-        ({"seed": -1}, "seed is -1: .* from 0 to 4294967295", "seed"),
+        ({"best_of": [None]}, r"best_of is \[null\]: expected", "best_of"),
+        ({"stop": [1]}, r"stop is \[1\]: expected a text that is not empty, or a list", "stop"),
+        ({"stop": 1}, "stop is 1: expected a text that is not empty, or a list", "stop"),
+        ({"stop": ["", "a"]}, r'stop is \["", "a"\]: expected a text that is not', "stop"),
+        ({"stop": "\ud800"}, r'stop is "\\ud800": expected a text', "stop"),
+        ({"seed": 2**63}, "seed is 9223372036854775808: expected a whole number from -", "seed"),
+        ({"top_p": 1.5}, "top_p is 1.5: expected a number from 0 to 1", "top_p"),
         ({"stream": 1}, "stream is 1: expected true or false", "stream"),
         ({"stream_options": 1}, "stream_options is 1: expected an object", "stream_options"),
         ({"stream_options": {}}, "stream_options is given, and stream is not", "stream_options"),
@@ -98,7 +113,7 @@ def test_what_is_given_is_passed_on(tiny):
         ({"n": 0}, "n is 0", "n"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5: expected a list", "stop_token_ids"),
         ({"stop_token_ids": [2, 99999]}, "has 99999: .* from 0 to 2047", "stop_token_ids"),
-        ({"stop_token_ids": [True]}, "stop_token_ids has true", "stop_token_ids"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids is \[true\]", "stop_token_ids"),
     ],
 )
 def test_what_is_wrong_is_named(tiny, body, message, parameter):
@@ -109,10 +124,13 @@ def test_what_is_wrong_is_named(tiny, body, message, parameter):
 
 def test_an_engines_messages_use_the_clients_keys():
     error = ValueError("min_new_tokens is 9 and max_new_tokens 4; expected less")
-    found = RequestError.of_engine(error, 400)
+    found = refusal_of_engine(error, 400, "prompt")
     assert str(found) == "min_tokens is 9 and max_tokens 4; expected less"
     assert (found.parameter, found.status) == ("min_tokens", 400)
-    assert RequestError.of_engine(ValueError("the engine is closed"), 503).parameter is None
+    closed = refusal_of_engine(ValueError("the engine is closed"), 503, "prompt")
+    assert closed.parameter is None
+    long = refusal_of_engine(TooLongError("the prompt has 9 tokens"), 400, "messages")
+    assert (long.parameter, long.code) == ("messages", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("body", [None, [], "x", {}])
@@ -147,6 +165,21 @@ def test_chats_go_through_the_template(chat_folder):
         with pytest.raises(RequestError, match=message) as error:
             read_chat(lm, {"messages": plain, key: value})
         assert error.value.parameter == key
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(chat_folder):
+    import mpjax
+
+    lm = mpjax.load(chat_folder)
+    body = {"messages": [{"role": "user", "content": "Why"}]}
+    plain = read_chat(lm, body).prompts
+    assert read_chat(lm, body | {"reasoning_effort": "medium"}).prompts == plain
+    with pytest.raises(RequestError, match="the chat template of the model has no such") as error:
+        read_chat(lm, body | {"reasoning_effort": "high"})
+    assert error.value.code == "unsupported_parameter"
+    lm.tokenizer.chat_templates["default"] = "{{ reasoning_effort | default('medium') }}"
+    [ids] = read_chat(lm, body | {"reasoning_effort": "high"}).prompts
+    assert lm.tokenizer.decode(ids) == "high"
 
 
 def test_messages_for_a_model_without_a_template(tiny):

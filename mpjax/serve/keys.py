@@ -1,0 +1,171 @@
+"""Reads objects of a request by tables of their keys: which are obeyed, ignored and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpjax.json_text import json_text
+from mpjax.kernels.checks import did_you_mean, nearest
+from mpjax.serve.errors import NOT_OFFERED, UNKNOWN_KEY, RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What values of a key are accepted, and what becomes of them.
+
+    effect: "obeyed", "ignored" (it can't change an answer) or "refused" (it could, and the server
+        does not offer it, except for the values that change nothing).
+    expected: the accepted values, in words.
+    read: the value as the server uses it. Raises Misfit for values that are not accepted, and
+        RequestError for those that it explains itself.
+    default: the value where the key is missing or null, which are the same for all keys.
+    """
+
+    effect: str
+    expected: str
+    read: Callable[[Any], Any]
+    default: Any = None
+
+    def or_else(self, default: Any) -> Key:
+        """The same key with a default."""
+        return dataclasses.replace(self, default=default)
+
+
+class Misfit(ValueError):
+    """A value that a key does not accept."""
+
+
+Table = Mapping[str, Key]
+
+
+def read_keys(found: Any, table: Table, ignore_unknown: bool = False, place: str = "") -> Any:
+    """The values of the obeyed keys of a table, by name; those that are missing are the defaults.
+
+    found: an object of JSON. ignore_unknown: whether keys that are not in the table are ignored,
+    and not only if they are null. place: of the object in the body, such as "stream_options.".
+
+    Raises RequestError, which names the key.
+    """
+    values = {name: key.default for name, key in table.items() if key.effect == "obeyed"}
+    for name, value in found.items():
+        key, full = table.get(name), place + name
+        if value is None or (key is None and ignore_unknown):
+            continue
+        if key is None:
+            hint = did_you_mean(nearest(name, sorted(table)))
+            message = f"{json_text(full, 80)} is no key of this request{hint}"
+            raise RequestError(message, full, code=UNKNOWN_KEY)
+        try:
+            read = key.read(value)
+        except Misfit:
+            raise _refusal(key, full, value) from None
+        if key.effect == "obeyed":
+            values[name] = read
+    return values
+
+
+def _refusal(key: Key, name: str, value: Any) -> RequestError:
+    if key.effect == "obeyed":
+        return RequestError(f"{name} is {json_text(value)}: expected {key.expected}", name)
+    return RequestError(
+        f"{name} is {json_text(value)}, and this server does not offer it: expected {key.expected}",
+        name,
+        code=NOT_OFFERED,
+    )
+
+
+def ignored() -> Key:
+    """A key that can't change an answer."""
+    return Key("ignored", "any value", lambda value: value)
+
+
+def refused(*neutral: Any) -> Key:
+    """A key that is not offered. neutral: the values, besides null, that change nothing."""
+
+    def read(value: Any) -> Any:
+        if not any(_equal(value, one) for one in neutral):
+            raise Misfit
+        return value
+
+    return Key("refused", " or ".join(["null", *map(json_text, neutral)]), read)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON, where true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def accepted(expected: str, accepts: Callable[[Any], bool]) -> Key:
+    """An obeyed key whose values are those for which `accepts` is true."""
+
+    def read(value: Any) -> Any:
+        if not accepts(value):
+            raise Misfit
+        return value
+
+    return Key("obeyed", expected, read)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, as in JSON: 16.0 is one, and true is none."""
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
+
+
+def whole(least: int, most: int | None = None) -> Key:
+    """A whole number."""
+
+    def read(value: Any) -> int:
+        if not is_whole(value) or value < least or (most is not None and value > most):
+            raise Misfit
+        return int(value)
+
+    limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+    return Key("obeyed", f"a whole number {limits}", read)
+
+
+def number(least: float, most: float | None = None) -> Key:
+    """A finite number, as a float."""
+
+    def read(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Misfit
+        try:
+            found = float(value)
+        except OverflowError:
+            raise Misfit from None
+        if not math.isfinite(found) or found < least or (most is not None and found > most):
+            raise Misfit
+        return found
+
+    limits = f"of {least:g} or more" if most is None else f"from {least:g} to {most:g}"
+    return Key("obeyed", f"a number {limits}", read)
+
+
+def flag() -> Key:
+    """True or false; false where it is missing."""
+    return accepted("true or false", lambda value: isinstance(value, bool)).or_else(False)
+
+
+def text() -> Key:
+    """A text."""
+    return accepted("a text", lambda value: isinstance(value, str))
+
+
+def anything(expected: str) -> Key:
+    """A value that its reader checks. expected: the values that this accepts, in words."""
+    return accepted(expected, lambda value: True)
+
+
+def record(name: str, table: Table) -> Key:
+    """An object with a table of its own. name: of the key."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise Misfit
+        return read_keys(value, table, place=f"{name}.")
+
+    spelled = ", ".join(name for name, key in table.items() if key.effect == "obeyed")
+    return Key("obeyed", f"an object with {spelled}", read)

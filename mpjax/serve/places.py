@@ -1,0 +1,64 @@
+"""Places of tokens in a text: the number of characters in front of each."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Iterable, Sequence
+
+from mpjax.serve.spelling import token_bytes
+from mpjax.tokenizer import Tokenizer
+
+BYTES = 4  # of the longest character
+
+
+class Places:
+    """Places of the new tokens of a text, which come a few at a time.
+
+    context: tokens in front, whose last character may be unfinished. begin: characters in front of
+    the first new token.
+
+    A token within a character is placed where the character begins. A special token, which is not
+    in the text, is placed where the next one begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), begin: int = 0) -> None:
+        self._pieces = _Pieces(tokenizer)
+        self._hidden, self._at = tokenizer.hidden_ids, begin
+        for token in context[1 - BYTES :]:
+            self._pieces.next(token)
+
+    def of(self, tokens: Iterable[int]) -> list[int]:
+        """The places of the next tokens."""
+        found = []
+        for token in tokens:
+            found.append(self._at)
+            self._at += 0 if token in self._hidden else len(self._pieces.next(token))
+        return found
+
+
+def prompt_places(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """The places of a prompt's tokens in its text.
+
+    What tokens spell in front of the text or behind it, such as a bos token that the tokenizer
+    adds, or the first space of SentencePiece, has no characters there.
+    """
+    pieces = _Pieces(tokenizer)
+    spelled = [pieces.next(token) for token in ids]
+    before = max(0, ("".join(spelled) + pieces.rest()).find(text))
+    ends = itertools.accumulate(map(len, spelled), initial=0)
+    return [min(max(end - before, 0), len(text)) for end, _ in zip(ends, ids, strict=False)]
+
+
+class _Pieces:
+    """The characters that each token completes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token: int) -> str:
+        return self._decoder.decode(token_bytes(self._tokenizer, token))
+
+    def rest(self) -> str:
+        return self._decoder.decode(b"", final=True)

@@ -189,13 +189,7 @@ class HarnessLM(TemplateLM):
         # A mark, because the message's own text could also occur in the markup behind it.
         marked = [*before, {**last, "content": content + END_OF_MESSAGE}]
         text = self.tokenizer.chat(marked, False, self._template)
-        text, mark, rest = text.rpartition(END_OF_MESSAGE.strip())
-        if not mark:
-            raise ValueError(
-                f"the chat template of {self.lm.source} doesn't write the end of the last message, "
-                f"{content[-40:]!r}, which is to be continued: use a task without gen_prefix, or "
-                "another chat template"
-            )
+        text, _, rest = text.rpartition(END_OF_MESSAGE.strip())
         if rest.startswith("\t"):
             return text
         # The template has trimmed the message: its trailing spaces come off too.

@@ -128,7 +128,7 @@ def load(
     if precision is not None:
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
-    lm = LanguageModel(model, tokenizer, kv_format, folder)
+    lm = LanguageModel(model, tokenizer, kv_format, folder, sampling=source.read_sampling())
     return _with_limits(lm, max_positions, page_size)
 
 

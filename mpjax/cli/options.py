@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from mpjax.cli import output
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
@@ -115,8 +118,9 @@ MaxGap = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Draw tokens from the softmax of logits / temperature. Without it, always take the "
-        "most likely token (greedy)."
+        help="Draw tokens from the softmax of logits / temperature; 0 always takes the most likely "
+        "token (greedy).",
+        show_default="the model's own, or greedy",
     ),
 ]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")]
@@ -177,22 +181,33 @@ def parse_speculate(text: str | None) -> Proposer | None:
         raise typer.BadParameter(str(error), param_hint="--speculate") from error
 
 
-def sampling_options(
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    min_new_tokens: int = 0,
-) -> Sampling:
-    """The Sampling of the options; values out of range are wrong usage."""
+def sampling_options(**options: float | None) -> dict[str, float]:
+    """The fields of a Sampling that the options set; values out of range are wrong usage."""
+    from mpjax.sampling import Sampling
+
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        Sampling.of({"temperature": 1.0} | given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return given
+
+
+def choose_sampling(lm: LanguageModel, given: Mapping[str, float]) -> Sampling:
+    """The model's own sampling with the fields that options set; a line on stderr shows it.
+
+    The line is left out where neither the model nor an option says how tokens are drawn. A filter
+    without a temperature, of a model that has none, is wrong usage.
+    """
     from mpjax.sampling import Sampling
 
     try:
-        least = min_new_tokens or None
-        return Sampling(temperature, top_k, top_p, min_p, repetition_penalty, least)
+        chosen = Sampling.of(given, lm.sampling)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if lm.sampling is not None:
+        output.note(f"sampling: {chosen}; the model's own is {lm.sampling}")
+    return chosen
 
 
 def load(

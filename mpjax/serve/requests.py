@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpjax.engine.state import CANDIDATES
+from mpjax.generation_config import to_keys
 from mpjax.json_text import json_text
 from mpjax.kernels.checks import did_you_mean, nearest
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import encode, is_single
+from mpjax.sampling import FILTERS
 from mpjax.serve.messages import read_messages
 from mpjax.tokenizer import Tokenizer
 
@@ -97,8 +99,8 @@ class Asked:
     @property
     def candidates(self) -> int:
         """How many candidates the engine has to tell. Where a token is the likeliest, it is one."""
-        is_greedy = not {"temperature", "min_new_tokens"} & {*self.sampling}
-        is_greedy &= self.sampling["repetition_penalty"] in (None, 1)
+        is_greedy = not self.sampling["temperature"] and "min_new_tokens" not in self.sampling
+        is_greedy &= self.sampling.get("repetition_penalty", 1) == 1
         return self.top if self.top > 1 or not is_greedy else 0
 
 
@@ -202,7 +204,7 @@ def _shared(
     seed = _whole(body, "seed", None, 0, SEEDS - 1)
     return Asked(
         prompts=prompts,
-        sampling=_sampling(body, lm.config.vocab_size),
+        sampling=_sampling(body, lm),
         stop=_stop(body.get("stop")),
         seed=secrets.randbelow(SEEDS) if seed is None else seed,
         choices=_whole(body, "n", 1, 1, MOST_CHOICES) or 1,
@@ -227,18 +229,27 @@ def _stop(stop: Any) -> list[str]:
     return texts
 
 
-def _sampling(body: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    temperature = _number(body, "temperature", 1.0, 0.0)
-    sampling: dict[str, Any] = {"repetition_penalty": _number(body, "repetition_penalty", None, 0)}
-    if least := _whole(body, "min_tokens", 0, 0, None):
-        sampling["min_new_tokens"] = least
+def _sampling(body: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
+    """The model's own sampling with the fields that a body gives.
+
+    Where the model's files say nothing, the temperature is OpenAI's 1.
+    """
+    least: dict[str, float | None] = {"temperature": 0, "repetition_penalty": 0}
+    least |= dict.fromkeys(FILTERS)
+    given = {name: _number(body, name, None, limit) for name, limit in least.items()}
+    sampling: dict[str, Any] = {"temperature": 1.0} if lm.sampling is None else to_keys(lm.sampling)
+    sampling.pop("do_sample", None)
+    sampling |= {name: value for name, value in given.items() if value is not None}
+    if not sampling.get("temperature"):  # filters of greedy rows are not looked at
+        sampling = {"temperature": 0.0} | {
+            name: value for name, value in sampling.items() if name == "repetition_penalty"
+        }
+    elif sampling.get("top_k") in (0, -1):  # as other servers switch it off
+        sampling["top_k"] = None
+    if least_new := _whole(body, "min_tokens", 0, 0, None):
+        sampling["min_new_tokens"] = least_new
     if (ids := body.get("stop_token_ids")) is not None:
-        sampling["stop_ids"] = _stop_ids(ids, vocabulary)
-    filters = {name: _number(body, name, None, None) for name in ("top_p", "top_k", "min_p")}
-    if temperature:
-        sampling |= {"temperature": temperature} | filters
-        if filters["top_k"] in (0, -1):  # as other servers switch it off
-            del sampling["top_k"]
+        sampling["stop_ids"] = _stop_ids(ids, lm.config.vocab_size)
     return sampling
 
 

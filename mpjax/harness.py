@@ -1,6 +1,6 @@
 """Runs benchmarks of lm_eval, the Language Model Evaluation Harness.
 
-It needs `pip install "mpjax[eval]"`. Load a model in the precision to measure:
+It needs `pip install lm_eval`. Load a model in the precision to measure:
 
     lm = mpjax.load("Qwen/Qwen3-8B", precision="W4A16KV8")
 
@@ -32,7 +32,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, simple_parse_args_string
 except ImportError as error:
-    raise ImportError('mpjax.harness needs lm_eval: pip install "mpjax[eval]"') from error
+    raise ImportError("mpjax.harness needs lm_eval: pip install lm_eval") from error
 
 
 # Marks the end of a message in a rendered chat. A template that trims messages removes the tab.

@@ -243,7 +243,7 @@ def _fetch(repository: str, file: str | None) -> Path:
     except ImportError as error:
         raise CheckpointError(
             f"{repository} is not a folder here; to fetch it from the Hugging Face hub, "
-            'pip install "mpjax[hub]"'
+            "pip install huggingface_hub"
         ) from error
     try:
         if file is not None:

@@ -229,9 +229,7 @@ def _require_usage(
     if against is None:
         raise typer.BadParameter("a plot compares models: give --against", param_hint="--plot")
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            'plots need matplotlib: pip install "mpjax[bench]"', param_hint="--plot"
-        )
+        raise ValueError("plots need matplotlib: pip install matplotlib")
 
 
 def _read_precisions(texts: list[str]) -> list[Precision]:

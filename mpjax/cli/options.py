@@ -171,12 +171,15 @@ def parse_precision(text: str) -> Precision:
 
 def parse_speculate(text: str | None) -> Proposer | None:
     """The proposer of --speculate, whose draft model is loaded; None without the option."""
+    from mpjax.errors import CheckpointError
     from mpjax.speculation.spelling import parse
 
     if text is None:
         return None
     try:
         return parse(text)
+    except CheckpointError:  # of the draft model, whatever the option says
+        raise
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--speculate") from error
 

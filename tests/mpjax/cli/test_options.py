@@ -7,6 +7,7 @@ import typer
 
 import mpjax
 from mpjax.cli import options
+from mpjax.errors import CheckpointError
 from mpjax.precision import Precision
 
 
@@ -21,6 +22,8 @@ def test_a_proposer_that_can_not_be_read_is_wrong_usage():
     assert options.parse_speculate("ngram:5").k == 5
     with pytest.raises(typer.BadParameter, match="speculate is 'fast': expected ngram"):
         options.parse_speculate("fast")
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        options.parse_speculate("draft:4:./nowhere")
 
 
 def test_sampling_values_out_of_range_are_wrong_usage():

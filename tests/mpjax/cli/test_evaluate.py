@@ -232,7 +232,7 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--precision", "W3"], 2, "can't read the precision"),
+        (["--precision", "W3"], 2, "W3A16 is not implemented"),
         (["--window", "0"], 2, "--window"),
         (["--window", "300", "--precision", "A16KV16"], 1, "256, the positions"),
         (

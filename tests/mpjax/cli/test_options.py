@@ -13,7 +13,7 @@ from mpjax.precision import Precision
 
 def test_a_precision_that_can_not_be_read_is_wrong_usage():
     assert options.parse_precision("W4g32A16KV8") == Precision.parse("W4g32A16KV8")
-    with pytest.raises(typer.BadParameter, match="can't read the precision 'W3'"):
+    with pytest.raises(typer.BadParameter, match="precision 'W3': W3A16 is not implemented"):
         options.parse_precision("W3")
 
 

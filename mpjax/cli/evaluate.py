@@ -83,6 +83,7 @@ class Format(enum.StrEnum):
 
 def command(
     source: options.Source = None,
+    model: options.SourceOption = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -173,6 +174,7 @@ def command(
     from mpjax.loading import find_folder, require_loadable
 
     _require_usage(format, json, output, plot, against)
+    source = options.one_source(source, model)
     folder = find_folder(mpjax.bundled_model() if source is None else source)
     chosen = _grouped(_read_precisions(precision) if precision else _defaults(folder))
     if text is None:

@@ -69,6 +69,7 @@ in the way; with --json, can_run is false and in_the_way has that sentence.
 
 def command(
     source: options.Source = None,
+    model: options.SourceOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint is, whether it runs, and its memory."""
@@ -81,7 +82,7 @@ def command(
     from mpjax.loading import find_folder
     from mpjax.memory import free_bytes
 
-    folder = None
+    folder, source = None, options.one_source(source, model)
     try:
         folder = find_folder(mpjax.bundled_model() if source is None else source)
         lm, tokenizer = inspect(folder), locate(folder).read_tokenizer()

@@ -39,6 +39,10 @@ class ExpertsKind(enum.StrEnum):
     whole = "whole"
 
 
+SourceOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FOLDER_OR_ID", help="The same as SOURCE.", show_default=False),
+]
 Source = Annotated[str | None, typer.Argument(help=SOURCE_HELP, show_default=False)]
 Model = Annotated[
     str | None, typer.Option(metavar="FOLDER_OR_ID", help=SOURCE_HELP, show_default=False)
@@ -157,6 +161,13 @@ Speculate = Annotated[
         show_default=False,
     ),
 ]
+
+
+def one_source(source: str | None, model: str | None) -> str | None:
+    """The model of an argument or of --model, which may not both be given; None without them."""
+    if source is not None and model is not None:
+        raise typer.BadParameter(f"{source} is a model too: give one of them", param_hint="--model")
+    return model if source is None else source
 
 
 def parse_precision(text: str) -> Precision:

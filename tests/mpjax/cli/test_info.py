@@ -102,6 +102,19 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     assert memory["KV8"] == {"256": summary["packed_bytes"] + summary["other_bytes"] + cache.nbytes}
 
 
+def test_the_model_is_an_argument_or_an_option(tmp_path, rng):
+    file = str(write_llama(tmp_path / "m.gguf", rng))
+    found = [
+        CliRunner().invoke(app, ["info", *arguments]) for arguments in ([file], ["--model", file])
+    ]
+    assert found[0].exit_code == 0
+    rows = [result.stdout.splitlines()[:-1] for result in found]  # without the free memory
+    assert rows[0] == rows[1] != []
+    twice = CliRunner().invoke(app, ["info", file, "--model", file])
+    assert twice.exit_code == 2
+    assert "m.gguf is a model too: give one of them" in " ".join(twice.stderr.split())
+
+
 def test_the_models_own_sampling_is_shown(tiny_folder, tmp_path):
     folder = tmp_path / "own"
     shutil.copytree(tiny_folder, folder)

@@ -67,9 +67,8 @@ def test_the_conversation_is_remembered_until_it_is_reset(talk, heard):
 def test_the_models_own_sampling_is_taken_and_shown(chat_folder, heard, tmp_path):
     folder = tmp_path / "own"
     shutil.copytree(chat_folder, folder)
-    file = folder / "generation_config.json"
-    written = json.loads(file.read_text()) | {"temperature": 0.6, "top_p": 0.9}
-    file.write_text(json.dumps(written))
+    written = {"temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(written))
     for arguments, chosen in (
         ((), mpjax.Sampling(0.6, top_p=0.9)),
         (("--temperature", "0"), mpjax.Sampling()),

@@ -356,12 +356,13 @@ def _meant(text: str) -> str | None:
 
 
 def _why_not(text: str) -> str | None:
-    """Why there are no such weights, for a W part, with or without an A part; None for others."""
+    """Why there are no such weights, for a W part and what follows it; None for other texts."""
     part = _compact(text)
+    pattern = rf"(?P<w>{_W_PART})(?P<a>{_A_PART})?(?P<kv>K\w*V\w+)?"
     for whole in (part, f"W{part}"):
-        if match := re.fullmatch(rf"{_W_PART}(?:{_A_PART})?", whole, re.IGNORECASE):
+        if match := re.fullmatch(pattern, whole, re.IGNORECASE):
             try:
-                _read(f"{whole}{'' if match[4] else 'A16'}KV16")
+                _read(f"{match['w']}{match['a'] or 'A16'}{match['kv'] or 'KV16'}")
             except ValueError as error:
                 return str(error)
     return None

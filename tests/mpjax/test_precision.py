@@ -193,6 +193,7 @@ def test_what_was_probably_meant(text, meant):
     [
         ("W5A16", "W5A16 is not implemented: expected W16A16, W8A16, W4A16"),
         ("W6A8", "W6A8 is not implemented: expected"),
+        ("W3KV16", "W3A16 is not implemented: expected"),
         ("nf5", "WNF5A16 is not implemented: expected"),
         ("W4g7", "W4g7 is not implemented with A16: expected g32, g64, g128 or gK"),
     ],

@@ -31,9 +31,9 @@ def read_sampling(metadata: Metadata) -> Sampling | None:
         for key, value in metadata.values.items()
         if key.startswith(PREFIX)
     }
-    for switch, keys in OFF.items():
+    for switch, names in OFF.items():
         if not found.get(switch):
-            found = {key: value for key, value in found.items() if key not in keys}
+            found = {key: value for key, value in found.items() if key not in names}
     if found.get("penalty_repeat", 1) == 1:
         found.pop("penalty_last_n", None)
     for key in ("temp", "top_p", "min_p", "penalty_repeat"):

@@ -120,7 +120,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     # Check the arguments, and encode the prompts.
-    stop, sampling = stop_strings(job.stop), Sampling.of(job.sampling)
+    stop, sampling = stop_strings(job.stop), Sampling.of(job.sampling, lm.sampling)
     speculate = read_speculate(job.speculate)
     max_new_tokens = most_new_tokens(job.max_new_tokens, sampling.min_new_tokens)
     tokenizer = lm.require_tokenizer()

@@ -14,11 +14,16 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from mpjax.chat_messages import checked, left_out, marked, require_plain, spellings
+
 
 def render(
     source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], name: str
 ) -> str:
     """Render messages with a chat template, as transformers does.
+
+    The messages get the spelling that the template takes, and nothing that they say is left out.
+    Reasoning of earlier answers, names and ids may be, as the template wishes.
 
     Args:
       source: Jinja source.
@@ -28,19 +33,34 @@ def render(
       name: the tokenizer's name, for error messages.
 
     Raises:
-      ValueError: for messages of another form, values that are not plain JSON types, and a template
-        that fails or calls `raise_exception`; the message says which.
+      ValueError: for messages of another form, values that are not plain JSON types, anything that
+        is said and that the template leaves out (a message, a part of its content, a call, tools,
+        documents), and a template that fails or calls `raise_exception`; the message says which.
     """
-    conversation = _checked(messages)
+    conversation = checked(messages)
     for key, value in variables.items():
-        _check_plain(value, key)
-    try:
-        return _compile(source).render({**variables, "messages": conversation})
-    except Exception as error:  # a template is a program, which may raise anything
-        raise ValueError(
-            f"the chat template of {name} can't render these messages: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        require_plain(value, key)
+        if key in ("tools", "documents") and value and key not in source:
+            raise ValueError(f"the chat template of {name} has no place for {key}.")
+    lost: list[str] = []
+    failure: Exception | None = None
+    for spelled in spellings(conversation, knows_developer="developer" in source):
+        probe, marks = marked(spelled)
+        try:
+            prompt = _compile(source).render({**variables, "messages": probe})
+            missing = left_out(prompt, marks)
+            if not missing:
+                return _compile(source).render({**variables, "messages": spelled})
+            if not lost or len(missing) < len(lost):
+                lost = missing
+        except Exception as error:  # a template is a program, which may raise anything
+            failure = failure or error
+    if lost:
+        raise ValueError(f"the chat template of {name} leaves out {lost[0]}.")
+    raise ValueError(
+        f"the chat template of {name} can't render these messages: "
+        f"{type(failure).__name__}: {failure}"
+    ) from failure
 
 
 class _Generation(jinja2.ext.Extension):
@@ -82,39 +102,3 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(source)
-
-
-def _checked(messages: Any) -> list[dict[str, Any]]:
-    example = '[{"role": "user", "content": "Hello"}]'
-    if not isinstance(messages, (list, tuple)) or not messages:
-        found = "empty" if isinstance(messages, (list, tuple)) else type(messages).__name__
-        raise ValueError(f"messages is {found}: expected a list like {example}.")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"message {number} is {message!r:.80}: expected a dict with a role, as {example}."
-            )
-        _check_plain(message, f"message {number}")
-        content = message.get("content")
-        if content is None and not any(message[key] for key in message if key != "role"):
-            raise ValueError(f"message {number} has no content: expected a text, as {example}.")
-        if isinstance(content, int | float):
-            raise ValueError(
-                f"the content of message {number} is {content!r}: expected a text, as {example}."
-            )
-    return [{key: value for key, value in m.items() if value is not None} for m in messages]
-
-
-def _check_plain(value: Any, where: str) -> None:
-    """Raises ValueError for anything but plain JSON types: a template could call its methods."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            _check_plain(item, f"{where}[{number}]")
-    elif not isinstance(value, (str, int, float, bool, type(None))):
-        raise ValueError(
-            f"{where} is {type(value).__name__}; a chat template takes plain JSON types (tools as "
-            "JSON schemas)."
-        )

@@ -205,7 +205,8 @@ def generate_tokens(
         uint32 [batch, 2]); 0 … batch − 1 by default. A row's draws depend on its seed alone. Greedy
         generation uses none.
     max_new_tokens: the most new tokens of each row.
-    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. Without
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default, also for
+        a model whose files say otherwise (`lm.sampling`), which is not an argument here. Without
         stop_ids, rows end at the stop ids of the model's configuration (eos_token_id in
         config.json). `generate` instead ends them at `lm.tokenizer.stop_ids`, which come from
         generation_config.json and eos_token: pass these as stop_ids for the same ends.

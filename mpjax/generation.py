@@ -78,7 +78,9 @@ def generate(
         to which nothing is added; or a chat, a list of `{"role": ..., "content": ...}` that a chat
         template turns into a prompt. An array [batch, tokens] is a batch of token ids.
     max_new_tokens: the most new tokens of each row.
-    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. With
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}, which changes only these fields
+        of the model's own, `lm.sampling`. By default the model's own, which is greedy unless its
+        files say otherwise; {"temperature": 0} and Sampling() are greedy for every model. With
         min_new_tokens, no stop token is drawn and no stop string ends the row before that number.
     stop: a string, or several, that end a row; the text ends before them.
     seeds: one for each prompt; row numbers by default. Integers or JAX keys, as for

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.activation_widths import count_blocks, find_share
+from mpjax.generation_config import to_keys
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.precision import Precision, describe_weights
+from mpjax.sampling import Sampling
 from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
@@ -31,6 +33,9 @@ class LanguageModel:
 
     tokenizer: None for a checkpoint without tokenizer.json. source: the folder of the checkpoint.
     page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
+    sampling: how tokens are drawn where a caller does not say: as generation_config.json or the
+        GGUF file says, None where it says nothing, which is greedy. A mapping that a caller gives
+        as `sampling` changes some of its fields, and a Sampling replaces it.
 
     Raises ValueError for another page size, and for one that the KV format can't have.
     """
@@ -40,6 +45,7 @@ class LanguageModel:
     kv_format: KVFormat
     source: Path
     page_size: int = 128
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_size", read_page_size(self.page_size, self.kv_format))
@@ -126,7 +132,8 @@ class LanguageModel:
         each weight format. `tables` has the bytes and the format of the embedding and, unless it is
         tied to the embedding, of the head. `eight_bit_blocks` is the number of blocks of
         activations in 8 bits, and of all, in W4Ax, and otherwise None. `hadamard_block` is the
-        number of channels in each block that is mixed before down projections, or None.
+        number of channels in each block that is mixed before down projections, or None. `sampling`
+        has the keys of generation_config.json, or is None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -154,6 +161,7 @@ class LanguageModel:
             "eight_bit_blocks": count_blocks(self.model),
             "hadamard_block": max((it for it in config.hadamard_blocks if it), default=None),
             "tables": {path: self._table(path) for path in config.tables},
+            "sampling": None if self.sampling is None else to_keys(self.sampling),
         }
 
     def describe(self) -> list[tuple[str, str]]:
@@ -175,6 +183,7 @@ class LanguageModel:
             ("packed weights", f"{found['packed_bytes'] / MEGABYTE:,.1f} MB"),
             ("other weights", f"{found['other_bytes'] / MEGABYTE:,.1f} MB in {found['dtype']}"),
             ("cache scales", scales[found["cache_scales"]]),
+            ("sampling", str(self.sampling or "the files say nothing, and so greedy")),
         ]
         if (blocks := found["eight_bit_blocks"]) is not None:
             share = f"{blocks.wide} of {blocks.total} blocks, {blocks.wide / blocks.total:.1%}"

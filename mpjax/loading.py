@@ -128,7 +128,7 @@ def load(
     if precision is not None:
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
-    lm = LanguageModel(model, tokenizer, kv_format, folder)
+    lm = LanguageModel(model, tokenizer, kv_format, folder, sampling=source.read_sampling())
     return _with_limits(lm, max_positions, page_size)
 
 
@@ -243,7 +243,7 @@ def _fetch(repository: str, file: str | None) -> Path:
     except ImportError as error:
         raise CheckpointError(
             f"{repository} is not a folder here; to fetch it from the Hugging Face hub, "
-            'pip install "mpjax[hub]"'
+            "pip install huggingface_hub"
         ) from error
     try:
         if file is not None:

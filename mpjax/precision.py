@@ -131,7 +131,10 @@ class Precision:
         except ValueError as error:
             raise ValueError(f"precision {text!r}: {error}") from error
         if found is None:
-            meant = _meant(text) or nearest(_compact(text), _usual())
+            meant = _meant(text)
+            if meant is None and (reason := _why_not(text)):
+                raise ValueError(f"precision {text!r}: {reason}")
+            meant = meant or nearest(_compact(text), _usual())
             hint = f"did you mean {meant!r}?" if meant else EXPECTED
             raise ValueError(f"can't read the precision {text!r}: {hint}")
         return found
@@ -344,10 +347,24 @@ def _meant(text: str) -> str | None:
     part = _compact(text).removeprefix("INT").removesuffix("BIT")
     if not part:
         return None
-    for whole in (part, f"{part}KV16", f"{part}A16KV16", f"W{part}A16KV16", f"A16{part}"):
+    wholes = [part, f"{part}KV16", f"{part}A16KV16", f"W{part}A16KV16", f"A16{part}"]
+    for whole in (*wholes, re.sub(r"^(W\w*?)(?=K\w*V)", r"\1A16", part)):
         with contextlib.suppress(ValueError):
             if (found := _read(whole)) is not None:
                 return str(found)
+    return None
+
+
+def _why_not(text: str) -> str | None:
+    """Why there are no such weights, for a W part and what follows it; None for other texts."""
+    part = _compact(text)
+    pattern = rf"(?P<w>{_W_PART})(?P<a>{_A_PART})?(?P<kv>K\w*V\w+)?"
+    for whole in (part, f"W{part}"):
+        if match := re.fullmatch(pattern, whole, re.IGNORECASE):
+            try:
+                _read(f"{match['w']}{match['a'] or 'A16'}{match['kv'] or 'KV16'}")
+            except ValueError as error:
+                return str(error)
     return None
 
 

@@ -82,13 +82,19 @@ class Sampling:
                     )
 
     @classmethod
-    def of(cls, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
-        """A Sampling from a Sampling, from a mapping of its fields, or from None, which is greedy.
+    def of(
+        cls, sampling: Sampling | Mapping[str, Any] | None, usual: Sampling | None = None
+    ) -> Sampling:
+        """A Sampling from a Sampling, from a mapping of its fields, or from None, which is `usual`.
 
         Functions that take a Sampling accept all three. Raises ValueError for anything else.
+
+        usual: a model's, which has the fields that a mapping leaves out; None is greedy. Filters of
+            it go with its temperature, where that is switched off.
         """
+        usual = cls() if usual is None else usual
         if sampling is None:
-            return cls()
+            return usual
         if isinstance(sampling, Sampling):
             return sampling
         if not isinstance(sampling, Mapping):
@@ -100,7 +106,16 @@ class Sampling:
             if name not in _NAMES:
                 hint = did_you_mean(nearest(str(name), _NAMES))
                 raise ValueError(f"sampling has {name!r}{hint}: expected {', '.join(_NAMES)}")
-        return cls(**sampling)
+        fields = {name: getattr(usual, name) for name in _NAMES}
+        if sampling.get("temperature", 1) is None:
+            fields |= dict.fromkeys(FILTERS)
+        return cls(**fields | dict(sampling))
+
+    def __str__(self) -> str:
+        """The settings in words, such as `temperature 0.6, top_p 0.95`, or `greedy`."""
+        fields = {name: getattr(self, name) for name in _NAMES}
+        texts = [f"{name} {shown(it)}" for name, it in fields.items() if it is not None]
+        return ", ".join((["greedy"] if self.greedy else []) + texts)
 
     def split(self, usual: Sequence[int], vocabulary: int | None = None) -> tuple[Sampling, Any]:
         """Splits off the stop ids, which are `usual` where `stop_ids` is None.

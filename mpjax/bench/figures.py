@@ -1,4 +1,4 @@
-"""How plots look, and how they are written as SVG (`pip install "mpjax[bench]"`).
+"""How plots look, and how they are written as SVG (`pip install matplotlib`).
 
 Equal figures give equal files.
 """
@@ -15,7 +15,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise ImportError('plots need matplotlib: pip install "mpjax[bench]"') from error
+    raise ImportError("plots need matplotlib: pip install matplotlib") from error
 
 __all__ = ["COLORS", "GREY", "MARKERS", "SETTINGS", "Axes", "figure_of", "style_of"]
 

@@ -32,7 +32,8 @@ class ExportPlan:
     scheme: the format of packed maps; None if all maps are plain numbers.
     quantization: the `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy
     of the FP8 cache's scales that are written, or None if none are. dequantized: names of packed
-    tables that the format has no place for, and that are written as plain numbers.
+    tables that the format has no place for, or that the caller wants so, and that are written as
+    plain numbers. caution: which readers don't load the export, and what they load; None if all do.
     """
 
     model: Decoder
@@ -40,6 +41,7 @@ class ExportPlan:
     quantization: dict[str, Any] | None
     cache: str | None
     dequantized: tuple[str, ...] = ()
+    caution: str | None = None
 
     def tensors(self, read: Callable[[Any], Any] = gather) -> Iterator[tuple[str, Any]]:
         """All names and arrays, each made when it is asked for.
@@ -119,11 +121,12 @@ def _without_offset(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Arra
     return (array - jnp.float32(place.offset)).astype(dtype) if place.offset else array
 
 
-def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
+def make_plan(model: Decoder, layout: str | None, *, plain_head: bool = False) -> ExportPlan:
     """Decides how a model is written.
 
-    layout: one of `layouts()`; None chooses the one that suits the model's weights. Raises
-    ValueError for an unknown layout, and for one that can't hold the weights.
+    layout: one of `layouts()`; None chooses the one that suits the model's weights. plain_head:
+    whether a packed head is dequantised. Raises ValueError for an unknown layout, and for one that
+    can't hold the weights.
     """
     require_layout(layout)
     if any(model.config.hadamard_blocks):
@@ -146,14 +149,19 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     joint = _joint_experts(model)
     scheme = _usual(packed, joint) if layout is None else _of_layout(layout, packed, joint)
     head = name_of(model.names, "head").removesuffix(".weight")
-    if head in tables and (wider := _with_head(scheme, packed, {head: tables[head]})):
+    remedy = f"export with format={PLAIN!r}"
+    can_pack = head in tables and not plain_head
+    if can_pack and (wider := _with_head(scheme, packed, {head: tables[head]})):
+        if wider.caution != scheme.caution:
+            remedy = "export with plain_head=True (--plain-head), which dequantises the head"
         scheme = wider
         packed[head] = tables.pop(head)
     left = [head, *_routers(model), *(name for name in maps if name not in tables)]
     left = [name for name in left if name not in packed]
     cache = _cache_strategy(model) if scheme.can_hold_cache_scales else None
     quantization = scheme.quantization_config(left, cache)
-    return ExportPlan(model, scheme, quantization, cache, tuple(tables))
+    caution = scheme.caution and f"{scheme.caution}: for it, {remedy}"
+    return ExportPlan(model, scheme, quantization, cache, tuple(tables), caution)
 
 
 def require_layout(layout: str | None) -> None:

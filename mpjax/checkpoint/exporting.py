@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from pathlib import Path
 
 from mpjax.checkpoint import exported_config, model_arrays, shards
@@ -39,6 +40,7 @@ def export(
     folder: str | os.PathLike[str],
     *,
     format: str | None = None,
+    plain_head: bool = False,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> tuple[str, ...]:
@@ -47,8 +49,9 @@ def export(
     vLLM, transformers and `mpjax.load` read it, the last bit for bit, apart from what is
     dequantised. docs/precision.md says which server takes which format.
 
-    Returns the names of packed tables, the head or the embedding, that the format has no place for,
-    and that are dequantised to the dtype that the model computes in; none for `plain`.
+    Returns the names of packed tables, the head or the embedding, that are dequantised to the dtype
+    that the model computes in, because the format has no place for them or by `plain_head`; none
+    for `plain`.
 
     format: how the packed weights are written:
         `awq`: 4 bits in groups, AutoAWQ's `gemm` layout.
@@ -64,6 +67,9 @@ def export(
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
             `awq` and `gptq_v2` for integers with zero points or channels in another order, and
             `plain` where no map is packed.
+    plain_head: dequantise a packed head, such as the H8 of `mpjax.quantize`, which the format could
+        hold: some servers read maps of one format only. Where transformers would not load the
+        export, a warning says so before anything is written.
     overwrite: replace an earlier export. It stays whole until the new one is, so that the disk must
         have room for both.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
@@ -84,7 +90,9 @@ def export(
         lm = dataclasses.replace(lm, model=lm.model.whole())
     require_all_held(lm.model, model_arrays.take(lm.model))
     require_tokenizer_files(lm)
-    plan = make_plan(lm.model, format)
+    plan = make_plan(lm.model, format, plain_head=plain_head)
+    if plan.caution:
+        warnings.warn(plan.caution, stacklevel=2)
     config = json.dumps(exported_config.make(lm, plan.quantization), indent=2)
     files = shards.divide(plan.specs())
     source = locate(lm.source)

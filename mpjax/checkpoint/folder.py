@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpjax import generation_config
 from mpjax.checkpoint import foreign
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.checkpoint.schemes import modelopt, registry
@@ -16,7 +17,9 @@ from mpjax.checkpoint.source import Source
 from mpjax.checkpoint.text_model import text_config, text_tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import files
+from mpjax.sampling import Sampling
 from mpjax.tokenizer import Tokenizer
+from mpjax.tokenizer_files import read_optional
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
 MODELOPT_NAME = "hf_quant_config.json"  # where ModelOpt once wrote what it quantised
@@ -66,6 +69,11 @@ class HuggingFaceFolder(Source):
         """The tokenizer of tokenizer.json and the files beside it."""
         has_one = os.path.lexists(self.path / TOKENIZER_NAME)
         return Tokenizer.from_folder(self.path) if has_one else None
+
+    def read_sampling(self) -> Sampling | None:
+        """The sampling of generation_config.json."""
+        path = self.path / generation_config.NAME
+        return generation_config.read_sampling(read_optional(path), str(path))
 
     def file_bytes(self, names: Iterable[str]) -> int:
         """Bytes of those files that are there."""

@@ -55,9 +55,10 @@ def restore(
     """
     folder = Path(folder).resolve()
     description, infos, lm = prepare(folder, precision=precision, dtype=dtype, mesh=mesh)
-    tokenizer = HuggingFaceFolder(folder).read_tokenizer()
+    source = HuggingFaceFolder(folder)
+    tokenizer, sampling = source.read_tokenizer(), source.read_sampling()
     kv_format = precision.kv if precision else lm.kv_format
-    lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
+    lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format, sampling=sampling)
     total = sum(info.nbytes for info in infos.values())
     device = default_device()
     with bytes_bar("Loading", folder, progress, total) as advance:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.sampling import Sampling
 from mpjax.tokenizer import Tokenizer
 
 
@@ -38,6 +39,10 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def read_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None where there is none."""
+
+    @abc.abstractmethod
+    def read_sampling(self) -> Sampling | None:
+        """How the checkpoint's authors draw tokens; None where it does not say."""
 
     @abc.abstractmethod
     def file_bytes(self, names: Iterable[str]) -> int:

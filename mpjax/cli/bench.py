@@ -480,7 +480,7 @@ def _progress(name: str, rows: Iterable[T], total: int) -> Iterable[T]:
 
 def _draw(function: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        note('no plot: matplotlib is missing (pip install "mpjax[bench]")')
+        note("no plot: matplotlib is missing (pip install matplotlib)")
         return
     from mpjax.bench import roofline
 

@@ -43,7 +43,8 @@ table4:g64 table3:g64 float8:gK/float8.
   as         the implementation: triton or mosaic (fused kernels), dequantize
              (then cuBLAS), or xla
 
-The plot needs pip install "mpjax[bench]". It has a line for each format, and its rooflines.
+The plot needs matplotlib (pip install matplotlib). It has a line for each
+format, and its rooflines.
 
 \b
 With --experts, rows are tokens, and each token draws its experts at random.

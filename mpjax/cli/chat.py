@@ -66,7 +66,13 @@ def command(
     ] = None,
 ) -> None:
     """Chat with a model in the terminal."""
-    sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
+    given = options.sampling_options(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
     lm = options.load(model, precision, dtype, max_positions, devices, experts)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
@@ -76,7 +82,7 @@ def command(
     proposer = options.parse_speculate(speculate)
     start = [] if system is None else [{"role": "system", "content": system}]
     settings = {
-        "sampling": sampling,
+        "sampling": options.choose_sampling(lm, given),
         "stop": stop or [],
         "seed": seed,
         "speculate": proposer,

@@ -83,6 +83,7 @@ class Format(enum.StrEnum):
 
 def command(
     source: options.Source = None,
+    model: options.SourceOption = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -173,6 +174,7 @@ def command(
     from mpjax.loading import find_folder, require_loadable
 
     _require_usage(format, json, output, plot, against)
+    source = options.one_source(source, model)
     folder = find_folder(mpjax.bundled_model() if source is None else source)
     chosen = _grouped(_read_precisions(precision) if precision else _defaults(folder))
     if text is None:
@@ -229,9 +231,7 @@ def _require_usage(
     if against is None:
         raise typer.BadParameter("a plot compares models: give --against", param_hint="--plot")
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            'plots need matplotlib: pip install "mpjax[bench]"', param_hint="--plot"
-        )
+        raise ValueError("plots need matplotlib: pip install matplotlib")
 
 
 def _read_precisions(texts: list[str]) -> list[Precision]:

@@ -51,6 +51,13 @@ def command(
             "W8A8, float-quantized for FP8, mxfp4 for gpt-oss, plain for 16 bits.",
         ),
     ] = None,
+    plain_head: Annotated[
+        bool,
+        typer.Option(
+            "--plain-head",
+            help="Write a packed head (H8) in the model's dtype, for readers of one format only.",
+        ),
+    ] = False,
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
     devices: options.DeviceCount = 1,
@@ -73,14 +80,15 @@ def command(
     # `export` raises this as well, but only after the model has been loaded.
     exporting.require_replaceable(target, overwrite)
     lm = options.load(source, precision, dtype, devices=devices)
-    dequantized = mpjax.export(lm, target, format=format, overwrite=overwrite)
+    dequantized = mpjax.export(
+        lm, target, format=format, plain_head=plain_head, overwrite=overwrite
+    )
     written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     weights = lm.precision.removesuffix(str(lm.kv_format))
     typer.echo(f"{target}: {size(written)} of weights from {lm.source} ({weights})")
     for name in dequantized:
-        typer.echo(
-            f"{name} is dequantised to {lm.config.dtype}, because the format has no place for it"
-        )
+        why = "" if plain_head else ", because the format has no place for it"
+        typer.echo(f"{name} is dequantised to {lm.config.dtype}{why}")
     formats = map(ActivationFormat.of, weight_formats(lm.model))
     if format == PLAIN and any(activations.values for activations in formats):
         typer.echo(f"activations are no longer rounded, as {weights} says: {PLAIN} can't tell it")

@@ -146,11 +146,17 @@ def command(
             param_hint="--min-new-tokens",
         )
     is_one = len(requests) == 1 and not as_json
-    sampling = options.sampling_options(
-        temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
+    given = options.sampling_options(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens or None,
     )
     lm = options.load(model, precision, dtype, max_positions, devices, experts)
     proposer = options.parse_speculate(speculate)
+    sampling = options.choose_sampling(lm, given)
     common: dict[str, Any] = {"sampling": sampling, "stop": stop or ()}
 
     import mpjax

@@ -52,7 +52,8 @@ other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
 number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
 the blocks of activations in 8 bits, and all; else null), hadamard_block
 (channels of the blocks mixed before down projections, or null), tables
-(format and bytes of the embedding and the head), contents (what the files
+(format and bytes of the embedding and the head), sampling (the model's own,
+with the keys of generation_config.json, or null), contents (what the files
 hold and what becomes of it; null of a saved model), activations (the choice
 that an FP8 checkpoint needs, or null), cache (the cache that the checkpoint
 was made for, where there is none like it, or null), rounded (what is lost by
@@ -68,6 +69,7 @@ in the way; with --json, can_run is false and in_the_way has that sentence.
 
 def command(
     source: options.Source = None,
+    model: options.SourceOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint is, whether it runs, and its memory."""
@@ -80,7 +82,7 @@ def command(
     from mpjax.loading import find_folder
     from mpjax.memory import free_bytes
 
-    folder = None
+    folder, source = None, options.one_source(source, model)
     try:
         folder = find_folder(mpjax.bundled_model() if source is None else source)
         lm, tokenizer = inspect(folder), locate(folder).read_tokenizer()
@@ -219,6 +221,7 @@ def inspect(folder: Path) -> LanguageModel:
 
     from mpjax.checkpoint import restoring
     from mpjax.checkpoint.description import is_saved
+    from mpjax.checkpoint.locate import locate
 
     class Header(jax.ShapeDtypeStruct):
         @property
@@ -230,7 +233,7 @@ def inspect(folder: Path) -> LanguageModel:
         lambda leaf: leaf if hasattr(leaf, "__array__") else Header(leaf.shape, leaf.dtype),
         lm.model,
     )
-    return dataclasses.replace(lm, model=model)
+    return dataclasses.replace(lm, model=model, sampling=locate(folder).read_sampling())
 
 
 def _from_headers(folder: Path) -> LanguageModel:

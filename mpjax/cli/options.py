@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from mpjax.cli import output
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
@@ -36,6 +39,10 @@ class ExpertsKind(enum.StrEnum):
     whole = "whole"
 
 
+SourceOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FOLDER_OR_ID", help="The same as SOURCE.", show_default=False),
+]
 Source = Annotated[str | None, typer.Argument(help=SOURCE_HELP, show_default=False)]
 Model = Annotated[
     str | None, typer.Option(metavar="FOLDER_OR_ID", help=SOURCE_HELP, show_default=False)
@@ -115,8 +122,9 @@ MaxGap = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Draw tokens from the softmax of logits / temperature. Without it, always take the "
-        "most likely token (greedy)."
+        help="Draw tokens from the softmax of logits / temperature; 0 always takes the most likely "
+        "token (greedy).",
+        show_default="the model's own, or greedy",
     ),
 ]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")]
@@ -155,6 +163,13 @@ Speculate = Annotated[
 ]
 
 
+def one_source(source: str | None, model: str | None) -> str | None:
+    """The model of an argument or of --model, which may not both be given; None without them."""
+    if source is not None and model is not None:
+        raise typer.BadParameter(f"{source} is a model too: give one of them", param_hint="--model")
+    return model if source is None else source
+
+
 def parse_precision(text: str) -> Precision:
     """Parses a precision; a text that can't be read is wrong usage of --precision."""
     from mpjax.precision import Precision
@@ -167,32 +182,46 @@ def parse_precision(text: str) -> Precision:
 
 def parse_speculate(text: str | None) -> Proposer | None:
     """The proposer of --speculate, whose draft model is loaded; None without the option."""
+    from mpjax.errors import CheckpointError
     from mpjax.speculation.spelling import parse
 
     if text is None:
         return None
     try:
         return parse(text)
+    except CheckpointError:  # of the draft model, whatever the option says
+        raise
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--speculate") from error
 
 
-def sampling_options(
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    min_new_tokens: int = 0,
-) -> Sampling:
-    """The Sampling of the options; values out of range are wrong usage."""
+def sampling_options(**options: float | None) -> dict[str, float]:
+    """The fields of a Sampling that the options set; values out of range are wrong usage."""
+    from mpjax.sampling import Sampling
+
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        Sampling.of({"temperature": 1.0} | given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return given
+
+
+def choose_sampling(lm: LanguageModel, given: Mapping[str, float]) -> Sampling:
+    """The model's own sampling with the fields that options set; a line on stderr shows it.
+
+    The line is left out where neither the model nor an option says how tokens are drawn. A filter
+    without a temperature, of a model that has none, is wrong usage.
+    """
     from mpjax.sampling import Sampling
 
     try:
-        least = min_new_tokens or None
-        return Sampling(temperature, top_k, top_p, min_p, repetition_penalty, least)
+        chosen = Sampling.of(given, lm.sampling)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if lm.sampling is not None:
+        output.note(f"sampling: {chosen}; the model's own is {lm.sampling}")
+    return chosen
 
 
 def load(

@@ -40,7 +40,7 @@ Then any of those that scale channels:
 Then one that rounds, range if none is named (awq is awq+range):
   rtn     to nearest, as `mpjax convert` does; needs no text
   range   to nearest, in the ranges of groups that cost least
-  clip    the same, with ranges found by descent (pip install "mpjax[train]")
+  clip    the same, with ranges found by descent (pip install optax)
   gptq    row by row; later rows make up for the errors of earlier ones
   gptq-fresh  the same, with a group's range found when its turn comes
 Then, if wanted:
@@ -49,7 +49,7 @@ Then, if wanted:
 \b
 --learn EPOCHS goes on when all layers are done: descent on the scales of the
 whole model, against the predictions of the 16-bit one (FLUTE). It needs
-optax: pip install "mpjax[train]".
+optax: pip install optax.
 
 \b
 A recipe is a TOML file; of its rules the first that matches counts:

@@ -42,8 +42,8 @@ tokenizer=FOLDER,tokenized_requests=True
 
 \b
 The server listens on this machine alone unless --host says otherwise. Set
-MPJAX_API_KEY to a key that clients have to give. It needs
-pip install "mpjax[serve]".
+MPJAX_API_KEY to a key that clients have to give. It needs two packages:
+pip install starlette uvicorn
 """
 
 
@@ -136,8 +136,8 @@ def command(
     """Serve a model under OpenAI's protocol."""
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise typer.BadParameter(
-                f'the server needs {package}, which is missing: pip install "mpjax[serve]"'
+            raise ValueError(
+                f"the server needs {package}, which is missing: pip install starlette uvicorn"
             )
     if api_key == "":
         raise typer.BadParameter("--api-key is empty: give a key, or leave it out")

@@ -292,7 +292,7 @@ class Engine:
         encoded = encode(tokenizer, batch, self.lm.config.vocab_size, chat_template)
         seeds = np.arange(len(encoded)) if seeds is None else seeds
         row_keys(seeds, len(encoded))  # raises for what are no seeds, and for another number
-        each = split_sampling(Sampling.of(sampling), len(encoded))
+        each = split_sampling(Sampling.of(sampling, self.lm.sampling), len(encoded))
         begin = time.perf_counter()
         handles: list[Handle] = []
         with cancelled_on_error(handles):

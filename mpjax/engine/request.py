@@ -38,7 +38,7 @@ class Settings:
         cls, lm: LanguageModel, max_new_tokens: Any, sampling: Any, stop: Any, seed: Any
     ) -> Settings:
         """The settings that a request asks for. Raises ValueError for arguments that don't fit."""
-        strings, sampling = stop_strings(stop), Sampling.of(sampling)
+        strings, sampling = stop_strings(stop), Sampling.of(sampling, lm.sampling)
         most = most_new_tokens(max_new_tokens, sampling.min_new_tokens)
         if lm.tokenizer is None and strings:
             lm.require_tokenizer()

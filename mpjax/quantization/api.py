@@ -159,7 +159,8 @@ def _from_folder(
     )
     recipe = recipe.of_layers(model.config.num_layers)
     _check(recipe, model, documents)
-    tokenizer = locate(folder).read_tokenizer()
+    source = locate(folder)
+    tokenizer = source.read_tokenizer()
     batches = _read(documents, tokenizer, folder, model, calibration)
     finished, divided = None, None
     if work is not None:
@@ -192,7 +193,9 @@ def _from_folder(
     if divided is not None:
         move_rest(model, divided)
         model = divided
-    return _with_cache(LanguageModel(model, tokenizer, recipe.kv, folder), documents)
+    sampling = source.read_sampling()
+    lm = LanguageModel(model, tokenizer, recipe.kv, folder, sampling=sampling)
+    return _with_cache(lm, documents)
 
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:

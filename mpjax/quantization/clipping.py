@@ -56,7 +56,7 @@ def require_optax(step: str = "clip") -> Any:
         import optax
     except ImportError as error:
         raise ValueError(
-            f'the method {step} needs optax: pip install "mpjax[train]", or choose another method'
+            f"the method {step} needs optax: pip install optax, or choose another method"
         ) from error
     return optax
 

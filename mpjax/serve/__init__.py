@@ -1,1 +1,1 @@
-"""A server of OpenAI's protocol over an engine (`pip install "mpjax[serve]"`)."""
+"""A server of OpenAI's protocol over an engine (`pip install starlette uvicorn`)."""

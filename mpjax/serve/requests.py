@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpjax.engine.options import TooLongError
+from mpjax.generation_config import to_keys
 from mpjax.json_text import json_text
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import encode, is_single
+from mpjax.sampling import FILTERS
 from mpjax.serve.errors import NOT_OFFERED, TOO_LONG, RequestError
 from mpjax.serve.keys import Table, read_keys
 from mpjax.serve.messages import read_messages
@@ -72,8 +74,8 @@ class Asked:
     @property
     def candidates(self) -> int:
         """How many candidates the engine has to tell. Where a token is the likeliest, it is one."""
-        is_greedy = not {"temperature", "min_new_tokens"} & {*self.sampling}
-        is_greedy &= self.sampling["repetition_penalty"] in (None, 1)
+        is_greedy = not self.sampling["temperature"] and "min_new_tokens" not in self.sampling
+        is_greedy &= self.sampling.get("repetition_penalty", 1) == 1
         return self.top if self.top > 1 or not is_greedy else 0
 
 
@@ -210,7 +212,7 @@ def _shared(
         )
     return Asked(
         prompts=prompts,
-        sampling=_sampling(values, lm.config.vocab_size),
+        sampling=_sampling(values, lm),
         stop=stop if isinstance(stop, list) else [stop],
         seed=secrets.randbits(32) if seed is None else seed,
         model=values["model"],
@@ -222,17 +224,26 @@ def _shared(
     )
 
 
-def _sampling(values: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"repetition_penalty": values["repetition_penalty"]}
+def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
+    """The model's own sampling with the fields that a body gives.
+
+    Where the model's files say nothing, the temperature is OpenAI's 1.
+    """
+    sampling: dict[str, Any] = {"temperature": 1.0} if lm.sampling is None else to_keys(lm.sampling)
+    sampling.pop("do_sample", None)
+    names = ("temperature", *FILTERS, "repetition_penalty")
+    sampling |= {name: values[name] for name in names if values[name] is not None}
+    # With a temperature or a top_p of 0, only the likeliest token is left.
+    if not sampling.get("temperature") or sampling.get("top_p") == 0:
+        penalty = sampling.get("repetition_penalty")
+        sampling = {"temperature": 0.0}
+        sampling |= {} if penalty is None else {"repetition_penalty": penalty}
+    elif sampling.get("top_k") in (0, -1):  # as other servers switch it off
+        sampling["top_k"] = None
     if least := values["min_tokens"]:
         sampling["min_new_tokens"] = least
     if (ids := values["stop_token_ids"]) is not None:
-        sampling["stop_ids"] = _stop_ids(ids, vocabulary)
-    # With a temperature or a top_p of 0, only the likeliest token is left.
-    if values["temperature"] and values["top_p"] != 0:
-        sampling |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p")}
-        if values["top_k"] in (0, -1):  # as other servers switch it off
-            del sampling["top_k"]
+        sampling["stop_ids"] = _stop_ids(ids, lm.config.vocab_size)
     return sampling
 
 

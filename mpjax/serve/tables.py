@@ -43,7 +43,7 @@ STREAM_OPTIONS: Table = {"include_usage": flag(), "include_obfuscation": ignored
 _BOTH: dict[str, Key] = {
     "model": text(),
     "max_tokens": whole(0),
-    "temperature": number(0).or_else(1.0),
+    "temperature": number(0),
     "top_p": number(0, 1),
     "top_k": whole(-1),
     "min_p": number(0),

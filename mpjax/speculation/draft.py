@@ -65,6 +65,9 @@ class Draft(Proposer):
     def require(self, tokenizer: Tokenizer | None, tokens: int) -> None:
         """Raises ValueError for another vocabulary than the tokenizer's, and for too many tokens.
 
+        One vocabulary may have more ids than the other, such as the padding in a GGUF file: the
+        draft model proposes none that the large one lacks.
+
         tokenizer: of the large model; None is not compared. tokens: of the longest row.
         """
         positions = self.model.config.max_position_embeddings
@@ -78,7 +81,7 @@ class Draft(Proposer):
         mine, other = self.tokenizer.backend, tokenizer.backend
         sizes = mine.get_vocab_size(), other.get_vocab_size()
         ids = range(0, min(sizes), max(1, min(sizes) // COMPARED))
-        if sizes[0] != sizes[1] or any(mine.id_to_token(i) != other.id_to_token(i) for i in ids):
+        if any(mine.id_to_token(i) != other.id_to_token(i) for i in ids):
             raise ValueError(
                 f"speculate: the draft model has another vocabulary, of {sizes[0]} tokens, than "
                 f"the model, of {sizes[1]}: take a smaller model of the same family"

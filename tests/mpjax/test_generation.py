@@ -224,6 +224,31 @@ def test_minimum_and_maximum(tiny, hot, monkeypatch):
     )
 
 
+def test_the_models_own_sampling_is_the_default_of_all_but_generate_tokens(tiny, hot):
+    lm = dataclasses.replace(tiny, sampling=HOT)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "seeds": range(3)}
+    expected = mpjax.generate(tiny, PROMPTS, sampling=HOT, **options)
+    assert mpjax.generate(lm, PROMPTS, **options).tokens == expected.tokens
+    pieces, _ = drain(mpjax.stream(lm, PROMPTS[0], max_new_tokens=NEW, seed=0))
+    assert ["".join(pieces)] == expected.text[:1]
+    greedy = mpjax.generate(tiny, PROMPTS, **options).tokens
+    assert greedy != expected.tokens
+    for sampling in (Sampling(), {"temperature": 0}):
+        assert mpjax.generate(lm, PROMPTS, sampling=sampling, **options).tokens == greedy
+    with mpjax.Engine(lm, slots=3, max_tokens=256) as engine:
+        drawn = engine.generate(PROMPTS, **options).tokens
+        assert drawn == engine.generate(PROMPTS, sampling=HOT, **options).tokens != greedy
+        handle = engine.submit(PROMPTS[1], max_new_tokens=NEW, seed=1)
+        assert handle.result().tokens == drawn[1]
+    found = mpjax.generate_tokens(
+        lm.model,
+        jnp.array([tiny.tokenizer.encode(PROMPTS[0])]),
+        lengths=jnp.array([len(tiny.tokenizer.encode(PROMPTS[0]))]),
+        max_new_tokens=NEW,
+    )
+    assert found.tokens[0, : found.lengths[0]].tolist() == greedy[0]
+
+
 def test_chats_go_through_the_template(tiny, monkeypatch):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setitem(tiny.tokenizer.chat_templates, "default", template)

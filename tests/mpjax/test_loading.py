@@ -351,7 +351,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 
 def test_without_the_hub_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    message = r'org/name is not a folder here; .* pip install "mpjax\[hub\]"'
+    message = r"org/name is not a folder here; .* pip install huggingface_hub"
     with pytest.raises(CheckpointError, match=message):
         load("org/name")
 

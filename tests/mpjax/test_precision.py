@@ -179,11 +179,29 @@ def test_capitals_spaces_and_order_do_not_matter(text, usual):
         ("W4A16C8", "W4A16KV8"),
         ("uint4:g32:sym", "W4g32symA16KV16"),
         ("int8/int8", "W8A8KV16"),
+        ("W4KV8", "W4A16KV8"),
+        ("w4g32kv4c", "W4g32A16KV4c"),
     ],
 )
 def test_what_was_probably_meant(text, meant):
     with pytest.raises(ValueError, match=rf"the precision '{text}': did you mean '{meant}'\?$"):
         Precision.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("W5A16", "W5A16 is not implemented: expected W16A16, W8A16, W4A16"),
+        ("W6A8", "W6A8 is not implemented: expected"),
+        ("W3KV16", "W3A16 is not implemented: expected"),
+        ("nf5", "WNF5A16 is not implemented: expected"),
+        ("W4g7", "W4g7 is not implemented with A16: expected g32, g64, g128 or gK"),
+    ],
+)
+def test_a_part_that_there_is_not_is_named_and_nothing_is_suggested(text, reason):
+    with pytest.raises(ValueError, match=f"^precision '{text}': {reason}") as error:
+        Precision.parse(text)
+    assert "did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def test_a_chat_template_by_name_or_as_source():
     assert encode(LETTERS, CHAT, 256, "shouting") == [letters("AB")]
     assert encode(LETTERS, [CHAT, "x"], 256, "shouting") == [letters("AB"), letters("x")]
     base = Tokenizer(byte_level([], 256))
-    assert encode(base, CHAT, 256, "{{ messages[1].content }}") == [letters("b")]
+    assert encode(base, CHAT, 256, "{{ messages[1].content }}{{ messages[0].content }}") == [
+        letters("ba")
+    ]
     with pytest.raises(ValueError, match=r"no chat template.*: pass chat_template="):
         encode(base, CHAT, 256)
 

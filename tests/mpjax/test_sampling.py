@@ -390,6 +390,32 @@ def test_a_sampling_may_come_as_a_mapping(given, expected):
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, Sampling(0.6, 20, 0.9, repetition_penalty=1.1)),
+        ({}, Sampling(0.6, 20, 0.9, repetition_penalty=1.1)),
+        (Sampling(), Sampling()),
+        ({"temperature": 1}, Sampling(1.0, 20, 0.9, repetition_penalty=1.1)),
+        ({"top_k": None, "min_p": 0.1}, Sampling(0.6, None, 0.9, 0.1, 1.1)),
+        ({"temperature": 0}, Sampling(repetition_penalty=1.1)),
+        ({"temperature": None, "repetition_penalty": None}, Sampling()),
+        ({"temperature": [0, 2]}, Sampling([0, 2], 20, 0.9, repetition_penalty=1.1)),
+    ],
+)
+def test_a_mapping_changes_the_usual_sampling(given, expected):
+    usual = Sampling(0.6, 20, 0.9, repetition_penalty=1.1)
+    found = Sampling.of(given, usual)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_its_text_is_in_words():
+    assert str(Sampling()) == "greedy"
+    assert str(Sampling(repetition_penalty=1.1)) == "greedy, repetition_penalty 1.1"
+    assert str(Sampling(0.6, top_p=0.95)) == "temperature 0.6, top_p 0.95"
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         (0.7, r"sampling is 0\.7: expected a Sampling, or a mapping such as {'temperature': 0\.7}"),

@@ -180,29 +180,31 @@ def test_templates_by_name_and_in_files(tmp_path, qwen_folder):
     backend = Tokenizer.from_folder(qwen_folder).backend
     hello = [{"role": "user", "content": "hello"}]
     named = [
-        {"name": "default", "template": "D {{ messages[0].content }}"},
-        {"name": "tool_use", "template": "T {{ tools | length }}"},
+        {"name": "default", "template": "D {{ messages[0].content }}{{ tools or '' }}"},
+        {"name": "tool_use", "template": "T {{ tools | length }} {{ messages[0].content }}"},
     ]
     write(tmp_path, backend, tokenizer_config={"chat_template": named})
     ours = Tokenizer.from_folder(tmp_path)
     assert ours.chat(hello) == "D hello"
-    assert ours.chat(hello, tools=TOOLS) == "T 1"
-    assert ours.chat(hello, tools=TOOLS, chat_template="default") == "D hello"
+    assert ours.chat(hello, tools=TOOLS) == "T 1 hello"
+    assert ours.chat(hello, tools=TOOLS, chat_template="default") == f"D hello{TOOLS}"
 
     write(tmp_path, backend, tokenizer_config={"chat_template": named[1:]})
     with pytest.raises(ValueError, match=r"no default among its chat templates \['tool_use'\]"):
         Tokenizer.from_folder(tmp_path).chat(hello)
 
-    write(tmp_path, backend, tokenizer_config={}, chat_template={"chat_template": "P"})
-    assert Tokenizer.from_folder(tmp_path).chat(hello) == "P"
+    write(
+        tmp_path, backend, tokenizer_config={}, chat_template={"chat_template": "P{{ messages }}"}
+    )
+    assert Tokenizer.from_folder(tmp_path).chat(hello) == f"P{hello}"
 
     folder = tmp_path / "additional_chat_templates"
     folder.mkdir()
-    (folder / "rag.jinja").write_text("R", encoding="utf-8")
+    (folder / "rag.jinja").write_text("R{{ messages }}", encoding="utf-8")
     (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
     ours = Tokenizer.from_folder(tmp_path)
-    assert ours.chat_templates == {"default": "F", "rag": "R"}
-    assert ours.chat(hello, chat_template="rag") == "R"
+    assert ours.chat_templates == {"default": "F", "rag": "R{{ messages }}"}
+    assert ours.chat(hello, chat_template="rag") == f"R{hello}"
 
 
 def test_a_folder_without_tokenizer_json_says_what_there_is(tmp_path):

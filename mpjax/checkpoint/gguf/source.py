@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import architectures, vocabulary
+from mpjax import generation_config
+from mpjax.checkpoint.gguf import architectures, sampling, vocabulary
 from mpjax.checkpoint.gguf.header import Header, Tensor, read_header
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.checkpoint.gguf.mixtures import split_experts
@@ -22,6 +23,7 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.source import Source
 from mpjax.errors import CheckpointError
+from mpjax.sampling import Sampling
 from mpjax.tokenizer import Tokenizer
 
 
@@ -119,6 +121,10 @@ class GGUFSource(Source):
     def _tokenizer(self) -> Tokenizer:
         return vocabulary.read_tokenizer(self.metadata)
 
+    def read_sampling(self) -> Sampling | None:
+        """The sampling in the metadata."""
+        return sampling.read_sampling(self.metadata)
+
     def file_bytes(self, names: Iterable[str]) -> int:
         """Bytes of the texts that `copy_files` writes."""
         return sum(len(text.encode()) for text in self._texts(names).values())
@@ -131,6 +137,10 @@ class GGUFSource(Source):
     def _texts(self, names: Iterable[str]) -> dict[str, str]:
         wanted = set(names)
         texts = self.read_tokenizer().to_files()
+        if (own := self.read_sampling()) is not None:
+            name = generation_config.NAME
+            keys = json.loads(texts.get(name, "{}")) | generation_config.to_keys(own)
+            texts[name] = json.dumps(keys)
         texts["config.json"] = json.dumps(self.read_config(), indent=2)
         return {name: text for name, text in texts.items() if name in wanted}
 

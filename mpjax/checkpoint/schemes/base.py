@@ -120,6 +120,11 @@ class Scheme(abc.ABC):
         return self.methods[0]
 
     @property
+    def caution(self) -> str | None:
+        """Which reader does not load an export of these modules right; None if all do."""
+        return None
+
+    @property
     @abc.abstractmethod
     def weights(self) -> WeightFormat:
         """The weight format of most modules on the device; `format` gives that of each module."""

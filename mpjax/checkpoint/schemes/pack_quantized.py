@@ -246,6 +246,19 @@ class PackQuantizedScheme(Scheme):
         return tensors | ({"weight_g_idx": g_idx} if has_order else {})
 
     @property
+    def caution(self) -> str | None:
+        """What transformers 5.24 with compressed-tensors 0.20 does not load.
+
+        With `dequantize=True` it decodes all modules with one group, whatever the others say.
+        Without it, it expects zero points in another layout, which it refuses.
+        """
+        if len(self.groups) == 1:
+            return None
+        if not all(group.integers.symmetric for group in self.groups):
+            return "transformers does not load weights of several formats with zero points"
+        return "transformers with dequantize=True misreads weights of several formats, in silence"
+
+    @property
     def layout_of_heads(self) -> str | None:
         """The layout, in which a quantised head is a module like others."""
         return PACKED

@@ -9,6 +9,8 @@ gptqmodel optimum`), transformers is asked, too.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -193,6 +195,47 @@ def test_transformers_reads_compressed_tensors(precision, layout, exported):
         folder, dtype=torch.float32, quantization_config=config
     )
     require_weights_of(reference, mpjax.load(folder))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(
+    ("precision", "plain_head", "caution"),
+    [
+        ("W4g32symA32KV16H8", False, "with dequantize=True misreads weights of several formats"),
+        ("W4g32symA32KV16H8", True, None),
+        ("W4g32A32KV16H8", False, "does not load weights of several formats with zero points"),
+        ("W4g32A32KV16H8", True, None),
+    ],
+)
+def test_an_export_says_before_what_transformers_does_not_load(
+    precision, plain_head, caution, exported, tmp_path
+):
+    """Each sentence is held against both ways of loading."""
+    pytest.importorskip("compressed_tensors")
+    folder, _ = exported("W4g32A32KV16", "pack-quantized")
+    lm = mpjax.load(folder.parent / "source", precision=precision, dtype="float32")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mpjax.export(lm, tmp_path / "out", format="pack-quantized", plain_head=plain_head)
+    said = "".join(str(each.message) for each in told)
+    assert re.search(caution or "^$", said)
+    if not plain_head:  # and offers what is another case here
+        assert said.endswith("plain_head=True (--plain-head), which dequantises the head")
+    symmetric, reads = "sym" in precision, {}
+    expected = logits_of(mpjax.load(tmp_path / "out").model, TOKENS.astype(np.int32))
+    for dequantize in (True, False):
+        try:
+            reference = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "out",
+                dtype=torch.float32,
+                quantization_config=transformers.CompressedTensorsConfig(dequantize=dequantize),
+            )
+        except RuntimeError:
+            reads[dequantize] = False
+            continue
+        error = np.abs(np.asarray(expected) - reference_logits(reference, TOKENS)).max()
+        reads[dequantize] = bool(error < 1e-2 * np.abs(expected).max())
+    assert reads == {True: plain_head, False: symmetric}
 
 
 GROUPED = [case for case in EXPORTED if case[1] in ("awq", "gptq", "gptq_v2")]

@@ -158,6 +158,7 @@ def requantize(lm, formats):
             place.assign(lm.model, [Linear(quantize(dense, format), bias)])
 
 
+@pytest.mark.filterwarnings("ignore:transformers .* weights of several formats")
 @pytest.mark.parametrize("layout", [in_sweep("gptq"), "gptq_v2", "pack-quantized"])
 def test_maps_of_several_formats(layout, source, tmp_path):
     lm = mpjax.load(source)  # of 16 bits

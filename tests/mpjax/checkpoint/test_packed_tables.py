@@ -90,6 +90,7 @@ def test_groups_must_divide_the_hidden_size(folder):
         mpjax.load(folder, precision="A16KV8H8g128")
 
 
+@pytest.mark.filterwarnings("ignore:transformers .* weights of several formats")
 @pytest.mark.parametrize(
     ("layout", "is_kept"), [("pack-quantized", True), ("gptq_v2", False), ("plain", False)]
 )

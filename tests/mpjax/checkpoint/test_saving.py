@@ -23,6 +23,7 @@ from mpjax.kernels import KVFormat, replace_scales, unpack
 from mpjax.language_model import LanguageModel
 from mpjax.models import CacheScales, Decoder, Linear, family
 from mpjax.precision import Precision
+from mpjax.sampling import Sampling
 from tests.mpjax.checkpoint.saved_models import (
     files,
     load,
@@ -108,12 +109,14 @@ def test_bits_of_nan_survive(tmp_path, rng):
 def test_the_tokenizer_goes_along(tmp_path, rng):
     original = plain(tmp_path / "original", rng)
     write_tokenizer(original)
-    (original / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    (original / "generation_config.json").write_text('{"eos_token_id": [2, 1], "top_p": 0.9}')
     (original / "notes.bin").write_text("not of use")
     saved = load(original)
     save(saved, tmp_path / "saved")
     shutil.rmtree(original)
-    tokenizer = restore(tmp_path / "saved").tokenizer
+    restored = restore(tmp_path / "saved")
+    tokenizer = restored.tokenizer
+    assert restored.sampling == Sampling(1.0, top_p=0.9)
     assert tokenizer is not None
     assert tokenizer.encode("a") == [1]
     assert (tokenizer.bos_id, tokenizer.stop_ids) == (0, (2, 1))

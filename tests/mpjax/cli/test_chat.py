@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -61,6 +62,21 @@ def test_the_conversation_is_remembered_until_it_is_reset(talk, heard):
         [system, user("three")],
     ]
     assert (result.exit_code, result.stdout) == (0, "A\nB\nC\n")
+
+
+def test_the_models_own_sampling_is_taken_and_shown(chat_folder, heard, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(chat_folder, folder)
+    written = {"temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(written))
+    for arguments, chosen in (
+        ((), mpjax.Sampling(0.6, top_p=0.9)),
+        (("--temperature", "0"), mpjax.Sampling()),
+    ):
+        command = ["chat", "--model", str(folder), *arguments]
+        result = CliRunner().invoke(app, command, input="one\n")
+        assert heard.pop()[1]["sampling"] == chosen
+        assert result.stderr.startswith(f"sampling: {chosen}; the model's own is temperature 0.6,")
 
 
 def test_options_are_passed_on(talk, heard):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +100,36 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     assert found == summary | nothing
     cache = lm.model.create_cache(1, 256, "KV8")
     assert memory["KV8"] == {"256": summary["packed_bytes"] + summary["other_bytes"] + cache.nbytes}
+
+
+def test_the_model_is_an_argument_or_an_option(tmp_path, rng):
+    file = str(write_llama(tmp_path / "m.gguf", rng))
+    found = [
+        CliRunner().invoke(app, ["info", *arguments]) for arguments in ([file], ["--model", file])
+    ]
+    assert found[0].exit_code == 0
+    rows = [result.stdout.splitlines()[:-1] for result in found]  # without the free memory
+    assert rows[0] == rows[1] != []
+    twice = CliRunner().invoke(app, ["info", file, "--model", file])
+    assert twice.exit_code == 2
+    assert "m.gguf is a model too: give one of them" in " ".join(twice.stderr.split())
+
+
+def test_the_models_own_sampling_is_shown(tiny_folder, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(tiny_folder, folder)
+    for written, shown, keys in (
+        ({}, "the files say nothing, and so greedy", None),
+        ({"top_p": 0.9}, "temperature 1.0, top_p 0.9", {"temperature": 1.0, "top_p": 0.9}),
+        ({"do_sample": False, "top_p": 0.9}, "greedy", {}),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(written))
+        result = CliRunner().invoke(app, ["info", str(folder)])
+        [row] = [line for line in result.stdout.splitlines() if line.startswith("sampling")]
+        assert row.removeprefix("sampling").strip() == shown
+        result = CliRunner().invoke(app, ["info", str(folder), "--json"])
+        expected = None if keys is None else {"do_sample": bool(keys)} | keys
+        assert json.loads(result.stdout)["sampling"] == expected
 
 
 def test_help_explains_the_rows_and_the_keys():

@@ -40,5 +40,5 @@ def test_without_optax_it_says_so(monkeypatch):
 
     clipping._optimizer.cache_clear()
     monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(ValueError, match=r'pip install "mpjax\[train\]"'):
+    with pytest.raises(ValueError, match=r"pip install optax"):
         learn_ranges(jnp.ones((32, 2)), jnp.eye(32), WeightFormat.parse("uint4:g32"))

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+import mpjax
 from mpjax.engine.options import TooLongError
 from mpjax.serve.errors import RequestError
 from mpjax.serve.requests import read_chat, read_completion, refusal_of_engine
@@ -53,10 +56,9 @@ def test_what_is_given_is_passed_on(tiny):
     assert asked.sampling == {
         "temperature": 0.5,
         "top_p": 0.9,
-        "min_p": None,
+        "top_k": None,
         "min_new_tokens": 2,
         "stop_ids": [4],
-        "repetition_penalty": None,
     }
     assert (asked.stop, asked.choices, asked.priority) == (["x"], 3, 2)
     assert asked.stream
@@ -67,7 +69,7 @@ def test_what_is_given_is_passed_on(tiny):
     assert completion(tiny, **greedy).candidates == 0  # the token itself is the likeliest
     assert completion(tiny, **greedy, min_tokens=2).candidates == 1
     assert completion(tiny, **greedy | {"logprobs": 4}).candidates == 4
-    assert "temperature" not in completion(tiny, temperature=0, top_p=0.5).sampling
+    assert completion(tiny, temperature=0, top_p=0.5).sampling == {"temperature": 0.0}
     assert completion(tiny, top_p=0).sampling == completion(tiny, temperature=0).sampling
     assert completion(tiny, n=2, best_of=2).choices == 2
 
@@ -79,6 +81,20 @@ def test_an_echo_is_the_prompt_as_it_was_sent_with_special_tokens(tiny):
     ids = [0, *tiny.tokenizer.encode("import")]
     assert completion(tiny, prompt=ids, echo=True).echoes == [special + "import"]
     assert completion(tiny).echoes is None
+
+
+def test_what_is_left_out_is_the_models_own(tiny):
+    own = mpjax.Sampling(0.6, top_k=1, top_p=0.9, repetition_penalty=1.1)
+    lm = dataclasses.replace(tiny, sampling=own)
+    assert mpjax.Sampling.of(completion(lm).sampling, own) == own
+    asked = completion(lm, temperature=0.5, top_k=-1, min_p=0.1).sampling
+    chosen = mpjax.Sampling(0.5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    assert mpjax.Sampling.of(asked, own) == chosen  # as the engine reads it
+    asked = completion(lm, temperature=0).sampling
+    assert mpjax.Sampling.of(asked, own) == mpjax.Sampling(repetition_penalty=1.1)
+    greedy = dataclasses.replace(tiny, sampling=mpjax.Sampling())  # "do_sample": false
+    assert completion(greedy).sampling == {"temperature": 0.0}
+    assert completion(greedy, temperature=2, top_k=3).sampling == {"temperature": 2.0, "top_k": 3}
 
 
 @pytest.mark.parametrize(
@@ -177,9 +193,11 @@ def test_the_effort_of_reasoning_is_a_variable_of_the_template(chat_folder):
     with pytest.raises(RequestError, match="the chat template of the model has no such") as error:
         read_chat(lm, body | {"reasoning_effort": "high"})
     assert error.value.code == "unsupported_parameter"
-    lm.tokenizer.chat_templates["default"] = "{{ reasoning_effort | default('medium') }}"
+    lm.tokenizer.chat_templates["default"] = (
+        "{{ reasoning_effort | default('medium') }} {{ messages[0].content }}"
+    )
     [ids] = read_chat(lm, body | {"reasoning_effort": "high"}).prompts
-    assert lm.tokenizer.decode(ids) == "high"
+    assert lm.tokenizer.decode(ids) == "high Why"
 
 
 def test_messages_for_a_model_without_a_template(tiny):

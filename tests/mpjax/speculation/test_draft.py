@@ -102,11 +102,26 @@ def surprise(tokens, chances):
     return (statistic - degrees) / np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize("proposer", ["draft", in_sweep("ngram")])
-def test_texts_have_the_models_distribution(models, proposer):
-    """Of all texts of three words, and not the draft's."""
+def padded(model, words):
+    """The model with a table of other size: what it lacks is cut, and what is new is likely."""
+    config = dataclasses.replace(model.config, vocab_size=words)
+    found = small_model(config, seed=0)
+    found.layers, found.norm = model.layers, model.norm
+    for name in ("embedding", "head"):
+        own = getattr(model, name).get_value()[:words]
+        more = jnp.tile(10 * own[:1], (words - len(own), 1))
+        getattr(found, name).set_value(jnp.concatenate([own, more]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("proposer", "words"),
+    [("draft", WORDS), ("draft", WORDS + 2), in_sweep("draft", WORDS - 1), in_sweep("ngram", 0)],
+)
+def test_texts_have_the_models_distribution(models, proposer, words):
+    """Of all texts of three words, and not the draft's, which may have other words at its end."""
     model, other = models
-    draft = mpjax.Draft(language_model(other), k=2)
+    draft = mpjax.Draft(language_model(padded(other, words or WORDS)), k=2)
     found = generate_tokens(
         model,
         jnp.tile(jnp.array([PROMPT]), (ROWS, 1)),
@@ -134,7 +149,15 @@ def test_its_vocabulary_and_positions_are_compared(tiny, model):
         backend = SimpleNamespace(get_vocab_size=lambda: size, id_to_token=lambda i: name)
         return SimpleNamespace(backend=backend)
 
-    for size in (words, words + 1):
+    def same(size):
+        known = tiny.tokenizer.backend
+        named = lambda i: known.id_to_token(i) or f"[PAD{i}]"  # noqa: E731 (as GGUF files name it)
+        backend = SimpleNamespace(get_vocab_size=lambda: size, id_to_token=named)
+        return SimpleNamespace(backend=backend)
+
+    for size in (words - 5, words, words + 300):
+        draft.require(same(size), 10)
+    for size in (words - 5, words, words + 1):
         with pytest.raises(
             ValueError, match=f"another vocabulary, of {words} tokens, than .* {size}"
         ):

@@ -153,6 +153,19 @@ def test_saved_and_exported(lm, tmp_path):
     assert exported.tokenizer.encode("hello w") == lm.tokenizer.encode("hello w")
 
 
+def test_its_sampling_is_saved_and_exported(tmp_path, rng):
+    metadata = llama_metadata() | {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    (tmp_path / "m.gguf").write_bytes(gguf(metadata, random_tensors(MIXED, rng)))
+    lm = mpjax.load(tmp_path / "m.gguf")
+    assert lm.sampling == mpjax.Sampling(0.5, 7)
+    mpjax.save(lm, tmp_path / "saved")
+    mpjax.export(lm, tmp_path / "exported", format="plain")
+    for name in ("saved", "exported"):
+        again = mpjax.load(tmp_path / name)
+        assert again.sampling == lm.sampling
+        assert again.tokenizer.stop_ids == lm.tokenizer.stop_ids
+
+
 def test_info_reads_the_header_alone(mixed, lm):
     found = info.inspect(mixed).summary()
     assert found == mpjax.load(mixed).summary()

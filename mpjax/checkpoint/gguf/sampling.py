@@ -1,0 +1,47 @@
+"""Reads how the authors of a GGUF file draw tokens: its keys `general.sampling.*`.
+
+Source: llama.cpp, gguf-py/gguf/constants.py and common/common.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpjax import generation_config
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.sampling import Sampling
+
+PREFIX = "general.sampling."
+NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # others have the same
+# Settings of samplers that are off by these values.
+OFF: dict[str, tuple[str, ...]] = {
+    "xtc_probability": ("xtc_probability", "xtc_threshold"),
+    "mirostat": ("mirostat", "mirostat_tau", "mirostat_eta"),
+}
+
+
+def read_sampling(metadata: Metadata) -> Sampling | None:
+    """The sampling of a file; None where it says nothing about it.
+
+    Warns of keys that change draws and that mpjax does not follow, such as `penalty_last_n`: a
+    penalty is for all tokens of a text. Raises CheckpointError for values out of range.
+    """
+    found: dict[str, Any] = {
+        key.removeprefix(PREFIX): value
+        for key, value in metadata.values.items()
+        if key.startswith(PREFIX)
+    }
+    for switch, names in OFF.items():
+        if not found.get(switch):
+            found = {key: value for key, value in found.items() if key not in names}
+    if found.get("penalty_repeat", 1) == 1:
+        found.pop("penalty_last_n", None)
+    for key in ("temp", "top_p", "min_p", "penalty_repeat"):
+        if key in found:
+            found[key] = metadata.number(PREFIX + key)
+    if "top_k" in found:
+        found["top_k"] = max(metadata.whole(f"{PREFIX}top_k"), 0)
+    if "temp" in found:
+        found["temp"] = max(found["temp"], 0.0)  # below 0, llama.cpp takes the likeliest token
+    keys = {NAMES.get(key, key): value for key, value in found.items()}
+    return generation_config.read_sampling(keys, f"{metadata.path}: {PREFIX}*")

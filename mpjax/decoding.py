@@ -22,6 +22,7 @@ from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder, Experts
+from mpjax.models.rereading import reads_again
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -72,6 +73,7 @@ def prefill(
     """
     batch, room = tokens.shape[0], limits.room
     logits, cache = model.step(tokens, lengths, cache, fresh=True)
+    most = tokens.shape[1] + room - 1  # in the cache, which never holds the last token
     seen = None
     if sampling.repetition_penalty is not None:
         real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
@@ -86,6 +88,7 @@ def prefill(
         finished=limits.maximum <= 0,
         seen=seen,
         step=jnp.int32(0),
+        prompts=tokens.astype(jnp.int32) if reads_again(model.config, most) else None,
     )
     rule = BatchRule(sampling, limits)
     return draw(state, logits, rule, ~state.finished, divided=model.shards > 1)

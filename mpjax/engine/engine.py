@@ -69,9 +69,7 @@ class Engine:
     results don't depend on when requests come, on sharing, and on whether a request had to make
     room for another, but for rounding: kernels choose their tiles, and so the order of sums, by the
     number of tokens. `generate` instead reads prompts before their keys and values are quantised.
-    With KV16 both compute the same, unless rotary frequencies depend on how long sequences may get:
-    with LongRoPE and dynamic scaling, `max_tokens` (in whole pages) decides for all requests which
-    are used, and in `generate` the padded prompt and the new tokens do.
+    With KV16 both compute the same.
 
     A row whose logits are NaN ends with an error, alone. When pages run out, the youngest request
     gives up its own and is read again later. Requests of a higher priority go first.
@@ -257,6 +255,7 @@ class Engine:
             shares=shares,
             scored=prompt_logprobs,
             greedy_from=settings.greedy_from,
+            scaling=self.lm.config.scaling_by_length,
         )
         row.owner = Request(handle, settings, row)
         with self._door:

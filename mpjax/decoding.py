@@ -128,6 +128,11 @@ _jit = functools.partial(jax.jit, static_argnames="stride", donate_argnames="sta
 _jit_in_turn = functools.partial(_jit, compiler_options={"xla_gpu_enable_pdl": False})
 jit_decode, jit_decode_in_turn = _jit(decode), _jit_in_turn(decode)
 jit_speculate, jit_speculate_in_turn = _jit(loop.decode), _jit_in_turn(loop.decode)
+# Traced arrays have no buffers to donate; `vmap` warns where a donated one gets another shape.
+_traced_prefill = jax.jit(prefill)
+_traced_decode, _traced_speculate = (
+    jax.jit(function, static_argnames="stride") for function in (decode, loop.decode)
+)
 
 
 def decode_program(model: Decoder, state: DecodingState) -> Callable[..., DecodingState]:
@@ -138,7 +143,9 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     kernels, which are never launched early, slower. So they are off if any product runs on
     warpgroups. Inside another `jit` the compiler options are its caller's.
     """
-    return jit_decode_in_turn if _runs_in_turn(model, len(state.tokens)) else jit_decode
+    if not is_known(state.logprobs):
+        return _traced_decode
+    return jit_decode_in_turn if has_warpgroups(model, len(state.tokens)) else jit_decode
 
 
 def speculative_program(
@@ -148,16 +155,11 @@ def speculative_program(
 
     The state is one that `loop.begin` has prepared.
     """
+    if not is_known(state.logprobs):
+        return functools.partial(_traced_speculate, speculate)
     rows = len(state.tokens)
-    in_turn = any(_runs_in_turn(model, n) for n in (rows, rows * (speculate.k + 1)))
+    in_turn = any(has_warpgroups(model, n) for n in (rows, rows * (speculate.k + 1)))
     return functools.partial(jit_speculate_in_turn if in_turn else jit_speculate, speculate)
-
-
-def _runs_in_turn(model: Decoder, rows: int) -> bool:
-    """Whether kernels of a step of `rows` rows are launched one after the end of the other."""
-    # Under `jit` every new array is a tracer, also where the model and the state are not.
-    is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-    return not is_traced and has_warpgroups(model, rows)
 
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
@@ -262,7 +264,8 @@ def generate_tokens(
         batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format
     )
     lengths = lengths.astype(jnp.int32)
-    state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits)
+    arguments = (model, tokens, lengths, cache, keys, sampling, limits)
+    state = (jit_prefill if is_known(arguments) else _traced_prefill)(*arguments)
     if speculate is None:
         run = decode_program(model, state)
     else:

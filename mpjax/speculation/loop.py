@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mpjax.decoding_state import DecodingState, Limits, repeat, several
 from mpjax.decoding_step import BatchRule, Draw, Rule, reread
 from mpjax.kernels import PagedKVCache, device
+from mpjax.kernels.checks import is_known
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling
 from mpjax.speculation.proposer import Context, Proposal, Proposer, Speculated, Speculation, put
@@ -30,7 +31,8 @@ def begin(
     """
     batch, padded = tokens.shape
     own = proposer.create(batch, padded + state.tokens.shape[1])
-    speculation = _jit_read(proposer, own, tokens, lengths, state.tokens)
+    read = _jit_read if is_known(state.logprobs) else _traced_read
+    speculation = read(proposer, own, tokens, lengths, state.tokens)
     return dataclasses.replace(state, speculation=speculation)
 
 
@@ -51,7 +53,7 @@ def _read(
 
 
 # The proposer's own cache is donated, so that XLA reuses its buffers.
-_jit_read = jax.jit(_read, donate_argnames="own")
+_jit_read, _traced_read = jax.jit(_read, donate_argnames="own"), jax.jit(_read)
 
 
 def decode(

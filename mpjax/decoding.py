@@ -248,7 +248,7 @@ def generate_tokens(
     if not are_between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}: expected each from 1 to {padded}")
     positions = model.config.max_position_embeddings
-    if not are_between(lengths, 1, positions - max_new_tokens):
+    if not are_between(lengths, 1, positions + 1 - max_new_tokens):  # no position for the last
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
@@ -256,7 +256,7 @@ def generate_tokens(
         )
     if speculate is not None:
         longest = int(np.max(lengths)) if is_known(lengths) else padded
-        speculate.require(None, longest + max_new_tokens)
+        speculate.require(None, longest + max_new_tokens - 1)
     sampling, stop_ids = sampling.split(model.config.stop_ids, vocabulary)
     limits = Limits.of(batch, stop_ids, max_new_tokens, max_new_tokens)
     keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)

@@ -391,7 +391,8 @@ class DecoderConfig:
     @property
     def rereads_after(self) -> int | None:
         """See RopeScaling; None also where no sequence gets so long."""
-        return self.scaling_by_length and self.scaling_by_length.rereads_after
+        scaling = self.scaling_by_length
+        return None if scaling is None else scaling.rereads_after
 
     @property
     def hadamard_blocks(self) -> tuple[int | None, ...]:

@@ -43,3 +43,10 @@ def test_a_sequence_is_read_again_with_the_long_factors(rng, format):
     np.testing.assert_allclose(found, step(*next_token, expected)[0], atol=1e-4)
     np.testing.assert_array_equal(found[2:], step(*next_token, cache)[0][2:])
     assert abs(found[:2] - step(*next_token, cache)[0][:2]).max() > 0.1
+
+
+def test_a_step_needs_a_cache_of_the_model():
+    cache = model_of("dynamic").create_cache(1, 64, "KV16")
+    cache = dataclasses.replace(cache, rotary_lengths=None)
+    with pytest.raises(ValueError, match=r"no rotary lengths: create .* with model\.create_cache"):
+        model_of("dynamic").step(jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32), cache)

@@ -28,8 +28,13 @@ class RopeScaling:
     original_context / low_frequency_factor and original_context / high_frequency_factor; `yarn`
     blends between the channels that turn `fast_turns` and `slow_turns` times within the original
     context, which are rounded outwards with `whole_channels`; `longrope` divides each frequency by
-    its number in short_factors, or in long_factors if sequences may have more tokens than
-    original_context; `dynamic` raises theta with the number of tokens that sequences may have.
+    its number in short_factors, or in long_factors if the rotary length is above original_context;
+    `dynamic` raises theta with the rotary length.
+
+    The rotary length of a token is a number of its own sequence's tokens: those up to it, or those
+    of the prompt if they are more, since a prompt is rotated as a whole. LongRoPE has the same
+    factors for all tokens of a sequence, so a sequence that passes original_context is read again
+    with the long factors, while `dynamic` leaves keys in the cache as they are.
 
     attention_factor: the factor of rotated queries and keys (YaRN's and LongRoPE's).
     """
@@ -52,6 +57,22 @@ class RopeScaling:
             if not isinstance(value, list | tuple):
                 raise ConfigError(f"RopeScaling: {name} is {shown(value)}: expected a list")
             object.__setattr__(self, name, tuple(value))
+
+    @property
+    def rereads_after(self) -> int | None:
+        """The most tokens in the cache of a sequence before it is read again; None: never."""
+        return self.original_context if self.kind == "longrope" else None
+
+    def rotary_length(self, prompt: int, tokens: int) -> int:
+        """The rotary length with which a sequence is read from its first token on.
+
+        Sequences have the same one where their tokens have the same frequencies: 0 within the
+        original context. prompt: tokens of the prompt. tokens: those, and new ones read with them.
+        """
+        length = prompt if self.rereads_after is None else tokens
+        if length <= self.original_context:
+            return 0
+        return length if self.rereads_after is None else self.original_context + 1
 
 
 class LinearMaps(NamedTuple):
@@ -358,6 +379,20 @@ class DecoderConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, in keys; None for a layer that attends to all keys."""
         return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def scaling_by_length(self) -> RopeScaling | None:
+        """The rotary scaling, if it depends on how many tokens a sequence has; else None."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind not in ("longrope", "dynamic"):
+            return None
+        return scaling if self.max_position_embeddings > scaling.original_context else None
+
+    @property
+    def rereads_after(self) -> int | None:
+        """See RopeScaling; None also where no sequence gets so long."""
+        scaling = self.scaling_by_length
+        return None if scaling is None else scaling.rereads_after
 
     @property
     def hadamard_blocks(self) -> tuple[int | None, ...]:

@@ -174,7 +174,7 @@ class Decoder(nnx.Module):
         tokens = self._read_whole(tokens)
         positions = jnp.arange(tokens.shape[1])[None]
         positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
-        hidden, _ = self._hidden(tokens, positions, None, None)
+        hidden, _ = self._hidden(tokens, self.angles_by_rope(positions), None, None)
         return self._logits(hidden)
 
     def step(
@@ -202,6 +202,8 @@ class Decoder(nnx.Module):
         therefore gives the logits of steps of single tokens only if it does not pass the end of a
         block.
 
+        With LongRoPE and dynamic scaling, a fresh step raises the cache's rotary lengths to counts.
+
         Raises ValueError for shapes and dtypes that don't fit. Outside `jit` it also raises for
         token ids that the vocabulary lacks, more tokens than the cache has room for or the model
         has positions, counts above the number of tokens, and a cache that is not empty though
@@ -217,7 +219,12 @@ class Decoder(nnx.Module):
             residual_pages=cache.residual_pages,
         )
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
+        if (lengths := cache.rotary_lengths) is not None:
+            lengths = jnp.maximum(lengths, counts) if fresh else lengths
+            cache = dataclasses.replace(cache, rotary_lengths=lengths)
+            lengths = lengths[:, None]
+        angles = self.angles_by_rope(positions, lengths)
+        hidden, layers = self._hidden(tokens, angles, cache.layers, span)
         if not every_position:
             hidden = _last(hidden, counts)
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
@@ -237,6 +244,10 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"the cache has {len(cache.layers)} layers, and the model has "
                 f"{self.config.num_layers}: create the cache with model.create_cache"
+            )
+        if self.config.scaling_by_length is not None and cache.rotary_lengths is None:
+            raise ValueError(
+                "the cache has no rotary lengths: create the cache with model.create_cache"
             )
         require_counts(counts, tokens)
         cache.require_room(counts)
@@ -278,6 +289,9 @@ class Decoder(nnx.Module):
         prompts = len(counts) - riders
         found = tokens_of(counts[:prompts], len(tokens) - riders)
         positions = cache.lengths[found.sequence] + found.number
+        lengths = cache.rotary_lengths
+        if lengths is not None:
+            lengths = jnp.concatenate([lengths[found.sequence], lengths[prompts:]])
         span: Span | RidersSpan = Span(
             cache.block_tables,
             cache.lengths,
@@ -288,7 +302,8 @@ class Decoder(nnx.Module):
         if riders:
             positions = jnp.concatenate([positions, cache.lengths[prompts:]])
             span = RidersSpan.of(cache, counts, encoded, riders)
-        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
+        angles = self.angles_by_rope(positions, lengths)
+        hidden, layers = self._hidden(tokens, angles, cache.layers, span)
         if not every_position:
             hidden = hidden[last_tokens(span, len(tokens))]
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
@@ -312,6 +327,7 @@ class Decoder(nnx.Module):
             batch=batch,
             max_tokens=max_tokens,
             scales=scales,
+            has_rotary_lengths=self.config.scaling_by_length is not None,
         )
 
     def create_pages(
@@ -351,25 +367,27 @@ class Decoder(nnx.Module):
         return layout, scales
 
     def angles(
-        self, positions: jax.Array, rope: str = "global", length: int | None = None
+        self, positions: jax.Array, rope: str = "global", lengths: jax.Array | None = None
     ) -> jax.Array:
         """Angles of the rotary embedding, float32 [..., head dim / 2].
 
         positions: int32 [batch, tokens], or varlen [tokens]. rope: of the layers that they are for.
-        length: the most tokens that a sequence can have, on which some scalings depend; the number
-            of tokens by default.
+        lengths: on which some scalings depend: rotary lengths with which sequences are read, int32
+            that broadcast to the positions; by default the number of tokens.
         """
-        length = positions.shape[-1] if length is None else length
-        frequencies = rotary.frequencies(self.config, rope, length)
+        if self.config.scaling_by_length is not None:
+            read = positions.shape[-1] if lengths is None else lengths
+            lengths = jnp.maximum(read, positions + 1)
+        frequencies = rotary.frequencies(self.config, rope, 0 if lengths is None else lengths)
         angles = positions[..., None].astype(jnp.float32)
         return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
 
     def angles_by_rope(
-        self, positions: jax.Array, length: int | None = None
+        self, positions: jax.Array, lengths: jax.Array | None = None
     ) -> dict[str, jax.Array]:
         """The angles of each rotary embedding that layers have, by its kind; see `angles`."""
         ropes = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
-        return {rope: self.angles(positions, rope, length) for rope in ropes}
+        return {rope: self.angles(positions, rope, lengths) for rope in ropes}
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream before the first layer, [batch, tokens, hidden].
@@ -432,22 +450,19 @@ class Decoder(nnx.Module):
     def _hidden(
         self,
         tokens: jax.Array,
-        positions: jax.Array,
+        angles: Mapping[str, jax.Array],
         pages: tuple[KVPages, ...] | None,
         span: Span | RidersSpan | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Embeds tokens, runs all layers and the final norm.
 
-        tokens: int [batch, tokens]. positions: int32 [batch, tokens], of each token.
+        tokens: int [batch, tokens]. angles: of each token, by the kind of rotary embedding.
         pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
             for whole sequences without a cache.
 
         Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
         values, which are empty without a cache.
         """
-        # Rotary angles depend on the kind of a layer, and on the room that sequences have.
-        room = None if pages is None or span is None else _room(pages, span)
-        angles = self.angles_by_rope(positions, room)
         # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
         # stream. Before the first layer, the embedding is the only term, and there is no residual.
         terms = self._look_up(tokens)[None]
@@ -483,8 +498,3 @@ def _last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
         return hidden[:, 0]
     last = jnp.maximum(counts - 1, 0)
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-
-
-def _room(pages: tuple[KVPages, ...], span: Span | RidersSpan) -> int:
-    """The tokens for which a sequence has room in the cache."""
-    return span.block_tables.shape[1] * pages[0].page_size

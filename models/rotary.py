@@ -16,11 +16,13 @@ from mpjax.models.config import DecoderConfig, RopeScaling
 from mpjax.models.config_checks import ROPE_SCALINGS
 
 
-def frequencies(config: DecoderConfig, rope: str = "global", length: int = 0) -> jax.Array:
-    """Radians per position of each pair of a head's channels, float32 [head dim / 2].
+def frequencies(
+    config: DecoderConfig, rope: str = "global", lengths: jax.Array | int = 0
+) -> jax.Array:
+    """Radians per position of each pair of a head's channels, float32 [..., head dim / 2].
 
-    rope: the kind of a layer, as `AttentionSpec.rope` has it. length: the most tokens that a
-    sequence can have, on which `longrope` and `dynamic` depend.
+    rope: the kind of a layer, as `AttentionSpec.rope` has it. lengths: the rotary lengths of
+    tokens, int [...]; without `scaling_by_length` one frequency of a pair is for all of them.
     """
     if rope == "none":
         return jnp.zeros(config.head_dim // 2, jnp.float32)
@@ -28,15 +30,20 @@ def frequencies(config: DecoderConfig, rope: str = "global", length: int = 0) ->
     theta, scaling = config.rope_theta, config.rope_scaling
     if rope == "local":
         theta, scaling = config.local_rope_theta or theta, None
-    found = scaled_frequencies(rotated, theta, scaling, length)
+    if config.scaling_by_length is None:
+        lengths = 0
+    found = scaled_frequencies(rotated, theta, scaling, lengths)
     rest = (config.head_dim - rotated) // 2
-    return jnp.pad(found, (0, rest)) if rest else found
+    return jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, rest)]) if rest else found
 
 
 def scaled_frequencies(
-    dim: int, theta: float, scaling: RopeScaling | None, length: int = 0
+    dim: int, theta: float, scaling: RopeScaling | None, lengths: jax.Array | int = 0
 ) -> jax.Array:
-    """Radians per position of each pair of `dim` channels, float32 [dim / 2]; see `frequencies`."""
+    """Radians per position of each pair of `dim` channels, float32 [dim / 2].
+
+    With `longrope` and `dynamic` they are float32 [..., dim / 2] for rotary lengths int [...].
+    """
     plain = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if scaling is None:
         return plain
@@ -47,14 +54,19 @@ def scaled_frequencies(
     if scaling.kind == "yarn":
         return _yarn(plain, theta, scaling)
     if scaling.kind == "longrope":
-        is_long = length > scaling.original_context
-        factors = scaling.long_factors if is_long else scaling.short_factors
-        return plain / jnp.asarray(factors, jnp.float32)
+        is_long = jnp.asarray(lengths)[..., None] > scaling.original_context
+        short, long = (
+            jax.lax.broadcast_to_rank(plain / jnp.asarray(factors, jnp.float32), is_long.ndim)
+            for factors in (scaling.short_factors, scaling.long_factors)
+        )
+        return jnp.where(is_long, long, short)
     if scaling.kind != "dynamic":
         raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected one of {ROPE_SCALINGS}")
-    stretch = max(length, scaling.original_context) / scaling.original_context
+    stretch = jnp.maximum(lengths, scaling.original_context) / scaling.original_context
     grown = theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (dim / (dim - 2))
-    return grown ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    exponents = -jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+    grown = jnp.asarray(grown, jnp.float32)[..., None]
+    return grown ** jax.lax.broadcast_to_rank(exponents, grown.ndim)
 
 
 def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:

@@ -309,7 +309,8 @@ class ShardedDecoder(Decoder):
     ) -> PagedKVCache:
         """An empty cache, of which each device has the pages of its KV heads; see `Decoder`."""
         format = KVFormat.of(format)
-        like = PagedKVCache((), 0, 0, format)  # type: ignore[arg-type]
+        lengths = None if self.config.scaling_by_length is None else 0
+        like = PagedKVCache((), 0, 0, format, None, lengths)  # type: ignore[arg-type]
         return _create("create_cache", (batch, max_tokens, format, page_size), self, like)
 
     def create_pages(
@@ -429,8 +430,8 @@ def _specs(like: Any, axis: str) -> Any:
     divided, whole = PartitionSpec(axis), PartitionSpec()
     if not isinstance(like, PagedKVCache):
         return divided
-    residual = None if like.residual_pages is None else whole
-    return PagedKVCache(divided, whole, whole, like.format, residual)  # type: ignore[arg-type]
+    others = (None if x is None else whole for x in (like.residual_pages, like.rotary_lengths))
+    return PagedKVCache(divided, whole, whole, like.format, *others)  # type: ignore[arg-type]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -127,7 +127,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     encoded = encode(tokenizer, job.prompts, lm.config.vocab_size, job.chat_template)
     _check_lengths(lm, encoded, max_new_tokens)
     if speculate is not None:
-        speculate.require(tokenizer, max(map(len, encoded)) + max_new_tokens)
+        speculate.require(tokenizer, max(map(len, encoded)) + max_new_tokens - 1)
     # Pad rows, prompts and room for new tokens to few sizes, each of which compiles a program.
     padded, room = bucket_tokens(max(map(len, encoded))), bucket_tokens(max_new_tokens)
     rows = _choose_rows(lm, len(encoded), padded, room, speculate)
@@ -187,7 +187,7 @@ def special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
 def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_tokens: int) -> None:
     positions = lm.config.max_position_embeddings
     for index, ids in enumerate(encoded):
-        if len(ids) + new_tokens > positions:
+        if len(ids) + new_tokens - 1 > positions:  # the last token needs no position
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens, and with {new_tokens} new ones it would "
                 f"pass the {positions} positions of this model: shorten it, ask for fewer, or load "

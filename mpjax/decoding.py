@@ -22,6 +22,7 @@ from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder, Experts
+from mpjax.models.rereading import reads_again
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -72,6 +73,7 @@ def prefill(
     """
     batch, room = tokens.shape[0], limits.room
     logits, cache = model.step(tokens, lengths, cache, fresh=True)
+    most = tokens.shape[1] + room - 1  # in the cache, which never holds the last token
     seen = None
     if sampling.repetition_penalty is not None:
         real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
@@ -86,6 +88,7 @@ def prefill(
         finished=limits.maximum <= 0,
         seen=seen,
         step=jnp.int32(0),
+        prompts=tokens.astype(jnp.int32) if reads_again(model.config, most) else None,
     )
     rule = BatchRule(sampling, limits)
     return draw(state, logits, rule, ~state.finished, divided=model.shards > 1)
@@ -125,6 +128,11 @@ _jit = functools.partial(jax.jit, static_argnames="stride", donate_argnames="sta
 _jit_in_turn = functools.partial(_jit, compiler_options={"xla_gpu_enable_pdl": False})
 jit_decode, jit_decode_in_turn = _jit(decode), _jit_in_turn(decode)
 jit_speculate, jit_speculate_in_turn = _jit(loop.decode), _jit_in_turn(loop.decode)
+# Traced arrays have no buffers to donate; `vmap` warns where a donated one gets another shape.
+_traced_prefill = jax.jit(prefill)
+_traced_decode, _traced_speculate = (
+    jax.jit(function, static_argnames="stride") for function in (decode, loop.decode)
+)
 
 
 def decode_program(model: Decoder, state: DecodingState) -> Callable[..., DecodingState]:
@@ -135,7 +143,9 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     kernels, which are never launched early, slower. So they are off if any product runs on
     warpgroups. Inside another `jit` the compiler options are its caller's.
     """
-    return jit_decode_in_turn if _runs_in_turn(model, len(state.tokens)) else jit_decode
+    if not is_known(state.logprobs):
+        return _traced_decode
+    return jit_decode_in_turn if has_warpgroups(model, len(state.tokens)) else jit_decode
 
 
 def speculative_program(
@@ -145,16 +155,11 @@ def speculative_program(
 
     The state is one that `loop.begin` has prepared.
     """
+    if not is_known(state.logprobs):
+        return functools.partial(_traced_speculate, speculate)
     rows = len(state.tokens)
-    in_turn = any(_runs_in_turn(model, n) for n in (rows, rows * (speculate.k + 1)))
+    in_turn = any(has_warpgroups(model, n) for n in (rows, rows * (speculate.k + 1)))
     return functools.partial(jit_speculate_in_turn if in_turn else jit_speculate, speculate)
-
-
-def _runs_in_turn(model: Decoder, rows: int) -> bool:
-    """Whether kernels of a step of `rows` rows are launched one after the end of the other."""
-    # Under `jit` every new array is a tracer, also where the model and the state are not.
-    is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-    return not is_traced and has_warpgroups(model, rows)
 
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
@@ -244,7 +249,7 @@ def generate_tokens(
     if not are_between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}: expected each from 1 to {padded}")
     positions = model.config.max_position_embeddings
-    if not are_between(lengths, 1, positions - max_new_tokens):
+    if not are_between(lengths, 1, positions + 1 - max_new_tokens):  # no position for the last
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
@@ -252,7 +257,7 @@ def generate_tokens(
         )
     if speculate is not None:
         longest = int(np.max(lengths)) if is_known(lengths) else padded
-        speculate.require(None, longest + max_new_tokens)
+        speculate.require(None, longest + max_new_tokens - 1)
     sampling, stop_ids = sampling.split(model.config.stop_ids, vocabulary)
     limits = Limits.of(batch, stop_ids, max_new_tokens, max_new_tokens)
     keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
@@ -260,7 +265,8 @@ def generate_tokens(
         batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format
     )
     lengths = lengths.astype(jnp.int32)
-    state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits)
+    arguments = (model, tokens, lengths, cache, keys, sampling, limits)
+    state = (jit_prefill if is_known(arguments) else _traced_prefill)(*arguments)
     if speculate is None:
         run = decode_program(model, state)
     else:

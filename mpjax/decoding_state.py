@@ -69,6 +69,7 @@ class Limits:
         "step",
         "speculation",
         "candidates",
+        "prompts",
     ],
     meta_fields=[],
 )
@@ -86,6 +87,8 @@ class DecodingState:
     speculation: a Speculation, which `speculation/loop.py` adds; None without one.
     candidates: the likeliest tokens beside each new one, int32, and their log-probabilities,
         float32, [batch, room, number] both; None if they are not asked for.
+    prompts: int32 [batch, tokens], padded on the right, where rows may have to be read again; None
+        where none has.
     """
 
     cache: PagedKVCache
@@ -98,6 +101,14 @@ class DecodingState:
     step: jax.Array
     speculation: Any = None
     candidates: Any = None
+    prompts: jax.Array | None = None
+
+    def text(self, row: jax.Array) -> jax.Array:
+        """The prompt of a row (int32 scalar) and its new tokens behind it, and padding."""
+        assert self.prompts is not None
+        text = jnp.pad(self.prompts[row], (0, self.tokens.shape[1]))
+        prompt = self.cache.lengths[row] + 1 - self.counts[row]
+        return jax.lax.dynamic_update_slice_in_dim(text, self.tokens[row], prompt, axis=0)
 
 
 def repeat(

@@ -12,6 +12,7 @@ import numpy as np
 from mpjax import drawing
 from mpjax.decoding_state import DecodingState, Limits
 from mpjax.models import Decoder
+from mpjax.models.rereading import read_again
 from mpjax.random_keys import step_keys
 from mpjax.sampling import Sampling
 
@@ -140,9 +141,18 @@ def advance(model: Decoder, state: DecodingState, rule: Rule, alive: jax.Array) 
     newest = jnp.take_along_axis(
         state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
     )
+    state = reread(model, state, alive)
     logits, cache = model.step(newest, alive.astype(jnp.int32), state.cache)
     state = dataclasses.replace(state, cache=cache)
     return draw(state, logits, rule, alive, divided=model.shards > 1)
+
+
+def reread(model: Decoder, state: DecodingState, alive: jax.Array) -> DecodingState:
+    """The state before rows that are alive, bool [batch], go on by a token; see `read_again`."""
+    if state.prompts is None:
+        return state
+    cache = read_again(model, state.cache, alive.astype(jnp.int32), state.text)
+    return dataclasses.replace(state, cache=cache)
 
 
 def draw(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -85,9 +84,7 @@ def read(
         for first in range(0, len(order), batch):
             group = order[first : first + batch]
             tokens, counts = _pad([sequences[index] for index in group], (batch, capacity + 1))
-            caches = tuple(
-                dataclasses.replace(cache, lengths=jnp.zeros(batch, jnp.int32)) for cache in caches
-            )
+            caches = tuple(cache.begin(jnp.array(counts)) for cache in caches)
             parts = []
             # At least one chunk is read, so that there is something to concatenate.
             for begin in range(0, max(int(counts.max()), 1), chunk):

@@ -133,7 +133,7 @@ class Conversation:
         tokenizer, positions = self._lm.tokenizer, self._lm.config.max_position_embeddings
         assert tokenizer is not None  # command() makes sure
         tokens = len(tokenizer.encode_chat(asked))
-        room = positions - tokens
+        room = positions - tokens + 1  # the last token needs no position
         if room < 1:
             raise ValueError(
                 f"the conversation has {tokens} tokens, and the model {positions} positions: "

@@ -225,7 +225,7 @@ def count_tokens(lm: LanguageModel, request: Request) -> int:
     positions = lm.config.max_position_embeddings
     if not tokens:
         raise ValueError(f"{request.place} is empty: expected at least one token")
-    if tokens + request.max_new_tokens > positions:
+    if tokens + request.max_new_tokens - 1 > positions:  # the last token needs no position
         raise ValueError(
             f"{request.place} has {tokens} tokens, and with {request.max_new_tokens} new ones it "
             f"would pass the {positions} positions of this model: shorten it, ask for fewer, or "

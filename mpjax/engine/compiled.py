@@ -139,13 +139,14 @@ class Programs:
             (True, steps): sorted({1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}),
             (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
         }
-        if not limits.rides:
+        if not limits.rides or model.config.rereads_after is not None:
             self.decoding_sizes.setdefault((True, 1), [slots])
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._model = _flat(model)
         self._both, self._alone = _flat(model, proposer), _flat(proposer)
         self._mesh = model.mesh
+        self._is_by_length = model.config.scaling_by_length is not None
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
     @property
@@ -187,12 +188,15 @@ class Programs:
     def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
         """All calls of the model that there are, without rows."""
         size, pieces = {"slots": slots, "entries": entries}, self._limits.sequences
+        read = functools.partial(
+            filling.reading, [], rows=pieces, by_length=self._is_by_length, **size
+        )
         for (greedy, rides), sizes in self.reading_sizes.items():
             if greedy_only and not greedy:
                 continue
             places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
             for tokens, rows in itertools.product(sizes, places):
-                reading = filling.reading([], tokens=tokens, rows=pieces, **size)
+                reading = read(tokens=tokens)
                 riders = filling.stepping(NOBODY, rows=rows, **size) if rows else None
                 yield self._extend_call(reading, riders, greedy=greedy, scored=False)
         for (greedy, steps), sizes in self.decoding_sizes.items():
@@ -202,7 +206,7 @@ class Programs:
             for rows in sizes:
                 yield self._decode_call(filling.stepping(plan, rows=rows, **size), plan)
         if not greedy_only:
-            reading = filling.reading([], tokens=self.scored_size, rows=pieces, **size)
+            reading = read(tokens=self.scored_size)
             yield self._extend_call(reading, None, greedy=False, scored=True)
 
     def _calls_of_slots(self, state: EngineState) -> Iterator[_Call]:

@@ -49,8 +49,9 @@ class Engine:
     slots: the most requests that run at once; others wait.
     cache_memory: of the cache: bytes, or a share of what is free (by default 0.9). There is never
         more than all slots can fill; `capacity` says how many tokens it holds.
-    max_tokens: the most tokens of a request, its prompt's and new ones; the model's positions by
-        default. Attention plans for such rows, so a smaller number is faster.
+    max_tokens: the most tokens of a request in the cache, its prompt's and all new ones but the
+        last; the model's positions by default. Attention plans for such rows, so a smaller number
+        is faster.
     chunk_tokens: the most tokens of prompts that a program reads. It reads so many where there are
         as many to read, and no row decodes.
     steps: tokens that are drawn for each row between two returns to the host.
@@ -69,9 +70,7 @@ class Engine:
     results don't depend on when requests come, on sharing, and on whether a request had to make
     room for another, but for rounding: kernels choose their tiles, and so the order of sums, by the
     number of tokens. `generate` instead reads prompts before their keys and values are quantised.
-    With KV16 both compute the same, unless rotary frequencies depend on how long sequences may get:
-    with LongRoPE and dynamic scaling, `max_tokens` (in whole pages) decides for all requests which
-    are used, and in `generate` the padded prompt and the new tokens do.
+    With KV16 both compute the same.
 
     A row whose logits are NaN ends with an error, alone. When pages run out, the youngest request
     gives up its own and is read again later. Requests of a higher priority go first.
@@ -238,7 +237,7 @@ class Engine:
         ids = encode_one(self.lm, prompt, chat_template)
         settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
         settings.row.candidates[0] = logprobs
-        if len(ids) + settings.most > self.max_tokens:
+        if len(ids) + settings.most - 1 > self.max_tokens:  # the last token is never read
             raise checks.TooLongError(
                 f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
                 f"pass the {self.max_tokens} tokens of a request: shorten it, or ask for fewer"
@@ -257,6 +256,7 @@ class Engine:
             shares=shares,
             scored=prompt_logprobs,
             greedy_from=settings.greedy_from,
+            scaling=self.lm.config.scaling_by_length,
         )
         row.owner = Request(handle, settings, row)
         with self._door:

@@ -15,15 +15,21 @@ from mpjax.engine.state import RowSettings
 
 
 def reading(
-    pieces: Sequence[Piece], *, tokens: int, rows: int, slots: int, entries: int
+    pieces: Sequence[Piece],
+    *,
+    tokens: int,
+    rows: int,
+    slots: int,
+    entries: int,
+    by_length: bool = False,
 ) -> Reading:
     """The arguments that read pieces.
 
     tokens, rows: the sizes to which tokens and pieces are padded. slots: their number.
-    entries: of a block table.
+    entries: of a block table. by_length: whether there are rotary lengths.
     """
-    (ids, following), numbers = np.zeros((2, tokens), np.int32), np.zeros((4, rows), np.int32)
-    starts, counts, encoded, drawn = numbers
+    (ids, following), numbers = np.zeros((2, tokens), np.int32), np.zeros((5, rows), np.int32)
+    starts, counts, encoded, drawn, lengths = numbers
     own, flags = np.full(rows, slots, np.int32), np.zeros((2, rows), bool)
     tables, settings = np.full((rows, entries), NOWHERE, np.int32), RowSettings.usual(rows)
     at = 0
@@ -37,6 +43,7 @@ def reading(
         own[index], starts[index], counts[index] = row.slot, piece.start, count
         encoded[index] = piece.start if piece.is_first else 0
         drawn[index] = len(row.tokens) - row.prompt
+        lengths[index] = row.rotary_length
         flags[:, index] = piece.is_first, piece.is_last
         tables[index, : len(row.pages)] = row.pages
         for target, source in zip(
@@ -49,6 +56,7 @@ def reading(
         is_first=is_first,
         is_last=is_last,
         settings=settings,
+        rotary_lengths=lengths if by_length else None,
     )
 
 

@@ -15,8 +15,14 @@ def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
     """The name of a page's content: a hash of its tokens, and of the key of the page before.
 
     Keys and values depend on all earlier tokens, so the key of the page before belongs to it.
+    before: for the first page of a row, `first_key`.
     """
     return hashlib.sha256(before + np.asarray(tokens, np.int32).tobytes()).digest()
+
+
+def first_key(rotary_length: int) -> bytes:
+    """What stands before the first page of a row that is read with this rotary length."""
+    return rotary_length.to_bytes(8) if rotary_length else b""
 
 
 class PagePool:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpjax.engine.pace import Pace, context_work, tokens_within, usual_gap
-from mpjax.engine.pages import NOWHERE, PagePool, page_key
+from mpjax.engine.pages import NOWHERE, PagePool
 from mpjax.engine.row import Row
 
 PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
@@ -245,6 +245,9 @@ class Planner:
         if row.slot is not None:
             self._publish(row)
             self._pass(row)
+            if row.has_to_reread:
+                self._leave(row, is_finite=True)
+                self.submit(row)
 
     # -- reading prompts
 
@@ -344,6 +347,7 @@ class Planner:
         """Gives a waiting row a slot, and pages for all tokens to read; False if it has to wait."""
         if not self._slots:
             return False
+        row.set_rotary_length()
         shared = self._find_shared(row)
         needed = self.sizes.pages_for(len(row.tokens)) - len(shared)
         headroom = min(len(self.running), self.sizes.pages // HEADROOM)
@@ -375,14 +379,14 @@ class Planner:
             return []
         of_unit = self.sizes.unit // self.sizes.page_size
         most = (len(row.tokens) - 1) // self.sizes.unit * of_unit
-        found = self.pool.find(self._keys(row, most))
+        found = self.pool.find(row.page_keys(most, self.sizes.page_size))
         return found[: len(found) // of_unit * of_unit]
 
     # -- decoding
 
     def _decoding(self) -> list[Row]:
         """The rows of which a token can be drawn next."""
-        return [row for row in self.running if not row.is_reading and row.left > 0]
+        return [row for row in self.running if row.can_draw]
 
     def _plan_decode(self) -> Decode | None:
         candidates = self._decoding()
@@ -390,6 +394,9 @@ class Planner:
         # A single step where others wait for the next piece of their prompts, unless rows ride
         # along then, and where the next step depends on random numbers, whose program has one step.
         waits = self._has_more and not self.sizes.rides
+        # A program does not go on behind the place where a row has to be read again.
+        most = self.sizes.most_drawn(self.sizes.steps)
+        waits |= any(row.space < most for row in candidates)
         steps = self.sizes.steps if greedy and not waits else 1
         return self._step(candidates, steps, greedy, most=self.sizes.most_drawn(steps))
 
@@ -465,19 +472,10 @@ class Planner:
             # A block is encoded when the first token behind it comes.
             known = max(known - 1, 0) // block * block
         pages = known // self.sizes.page_size
-        keys = self._keys(row, pages)
+        keys = row.page_keys(pages, self.sizes.page_size)
         for number in range(row.published, pages):
             self.pool.publish(row.pages[number], keys[number])
         row.published = max(row.published, pages)
-
-    def _keys(self, row: Row, pages: int) -> list[bytes]:
-        """The keys of a row's first pages."""
-        size = self.sizes.page_size
-        while len(row.keys) < pages:
-            at = len(row.keys) * size
-            before = row.keys[-1] if row.keys else b""
-            row.keys.append(page_key(before, row.tokens[at : at + size]))
-        return row.keys[:pages]
 
     def _pass(self, row: Row) -> None:
         """Releases pages that lie before the windows of all later queries.

@@ -51,6 +51,7 @@ class Reading:
     is_first: bool [pieces], whether the slot begins with the piece.
     is_last: bool [pieces], whether the next token is drawn behind the piece.
     settings: of each piece's row.
+    rotary_lengths: int32 [pieces], of each piece's row; None as in EngineState.
     """
 
     tokens: Any
@@ -64,6 +65,7 @@ class Reading:
     is_first: Any
     is_last: Any
     settings: RowSettings
+    rotary_lengths: Any = None
 
 
 @_arrays
@@ -144,7 +146,7 @@ def extend(
         both = rows, _stepping_rows(state, riders)
         rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
     slots, last = rows.slots, len(state.lengths) - 1
-    cache = view(state, rows.tables, rows.starts, jnp.minimum(slots, last))
+    cache = view(state, rows.tables, rows.starts, jnp.minimum(slots, last), rows.rotary_lengths)
     encoded = None if state.format.block is None else reading.encoded
     seen = _see(state.seen, reading)
     tokens = reading.tokens
@@ -181,6 +183,7 @@ def extend(
         running=put(slots)(state.running, running),
         seen=seen.at[drawing, drawn].set(True, mode="drop"),
         settings=jax.tree.map(put(slots), state.settings, rows.settings),
+        rotary_lengths=jax.tree.map(put(slots), state.rotary_lengths, rows.rotary_lengths),
         speculation=extend_histories(state.speculation, drawing, cache.lengths, drawn),
     )
     told = jax.tree.map(lambda x: x[:, None], told)
@@ -191,8 +194,8 @@ def extend(
 class _Rows:
     """The rows of a program that reads: of pieces, and of riders.
 
-    slots, starts, counts, tables, drawn, settings: as in Reading. draws: bool [rows], whether the
-    next token is drawn.
+    slots, starts, counts, tables, drawn, settings, rotary_lengths: as in Reading. draws: bool
+    [rows], whether the next token is drawn.
     """
 
     slots: Any
@@ -202,6 +205,7 @@ class _Rows:
     drawn: Any
     draws: Any
     settings: RowSettings
+    rotary_lengths: Any
 
 
 def _reading_rows(reading: Reading) -> _Rows:
@@ -209,6 +213,7 @@ def _reading_rows(reading: Reading) -> _Rows:
         *(reading.slots, reading.starts, reading.counts, reading.tables, reading.drawn),
         reading.is_last,
         reading.settings,
+        reading.rotary_lengths,
     )
 
 
@@ -225,16 +230,20 @@ def _stepping_rows(state: EngineState, riders: Stepping) -> _Rows:
         tables[own],
         state.counts[own],
         alive,
-        jax.tree.map(lambda x: x[own], state.settings),
+        *jax.tree.map(lambda x: x[own], (state.settings, state.rotary_lengths)),
     )
 
 
 def view(
-    state: EngineState, tables: jax.Array, lengths: jax.Array, slots: jax.Array
+    state: EngineState,
+    tables: jax.Array,
+    lengths: jax.Array,
+    slots: jax.Array,
+    rotary_lengths: jax.Array | None,
 ) -> PagedKVCache:
-    """The cache of some slots, each with a row of `tables` and of `lengths`."""
+    """The cache of some slots, each with a row of `tables`, `lengths` and `rotary_lengths`."""
     residual_pages = None if state.format.block is None else slots[:, None]
-    return PagedKVCache(state.layers, tables, lengths, state.format, residual_pages)
+    return PagedKVCache(state.layers, tables, lengths, state.format, residual_pages, rotary_lengths)
 
 
 def put(slots: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -293,9 +302,11 @@ def begin(
     slots, columns = stepping.slots, (len(stepping.slots), most + 1)
     own = jnp.minimum(slots, len(state.lengths) - 1)
     tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
-    settings = jax.tree.map(lambda x: x[own], state.settings)
+    settings, rotary_lengths = jax.tree.map(
+        lambda x: x[own], (state.settings, state.rotary_lengths)
+    )
     loop = DecodingState(
-        cache=view(state, tables[own], state.lengths[own], own),
+        cache=view(state, tables[own], state.lengths[own], own, rotary_lengths),
         keys=row_keys(settings.key_words),
         tokens=jnp.zeros(columns, jnp.int32).at[:, 0].set(state.newest[own]),
         logprobs=jnp.zeros(columns, jnp.float32),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+from mpjax.engine.pages import first_key, page_key
+from mpjax.models import RopeScaling
 
 
 @dataclasses.dataclass(eq=False)
@@ -16,7 +20,7 @@ class Row:
     priority: rows of a higher one come first. shares: whether it may take pages of other rows.
     scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
     greedy_from: the number of new tokens from which it takes its likeliest tokens, as they are;
-        None for never.
+        None for never. scaling: of rotary frequencies, where it depends on the tokens of a row.
 
     slot: its place among the rows that run, or None while it waits. runs: how often it was given a
         slot. is_fresh: whether its slot has read nothing yet.
@@ -26,7 +30,7 @@ class Row:
         fewest and the most tokens.
     keys: of pages with its first tokens. published: how many of its pages others can find.
     shared: tokens of the prompt that were in pages of others when it was first given a slot.
-    is_known: whether the planner has it.
+    is_known: whether the planner has it. rotary_length: with which it is read; see RopeScaling.
     """
 
     number: int
@@ -38,6 +42,7 @@ class Row:
     scored: bool = False
     owner: Any = None
     greedy_from: int | None = 0
+    scaling: RopeScaling | None = None
     slot: int | None = None
     runs: int = 0
     is_fresh: bool = False
@@ -50,6 +55,7 @@ class Row:
     published: int = 0
     shared: int = 0
     is_known: bool = False
+    rotary_length: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -76,6 +82,38 @@ class Row:
         self.flights.append((least, most))
         self._count()
 
+    @property
+    def space(self) -> int:
+        """The most tokens that the cache can grow by before the row has to be read again."""
+        after = None if self.scaling is None or self.rotary_length else self.scaling.rereads_after
+        return sys.maxsize if after is None else after - self.length
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether a token can be drawn next."""
+        return not self.is_reading and self.left > 0 and self.space > 0
+
+    @property
+    def has_to_reread(self) -> bool:
+        """Whether the row, of which all tokens are known, goes on only if it is read again."""
+        return not self.flights and self.left > 0 and self.space == 0
+
+    def set_rotary_length(self) -> None:
+        """Sets the rotary length before the row is read from its first token on."""
+        if self.scaling is None:
+            return
+        length = self.scaling.rotary_length(self.prompt, len(self.tokens))
+        if length != self.rotary_length:
+            self.rotary_length, self.keys = length, []
+
+    def page_keys(self, pages: int, page_size: int) -> list[bytes]:
+        """The keys of the row's first pages."""
+        while len(self.keys) < pages:
+            at = len(self.keys) * page_size
+            before = self.keys[-1] if self.keys else first_key(self.rotary_length)
+            self.keys.append(page_key(before, self.tokens[at : at + page_size]))
+        return self.keys[:pages]
+
     def learn(self, tokens: Sequence[int]) -> None:
         """Adds the new tokens of the first planned program that was not read."""
         self.tokens.extend(tokens)
@@ -85,12 +123,17 @@ class Row:
 
     def growth(self, most: int) -> int:
         """The most tokens that the cache grows by in a program that draws up to `most`."""
-        return min(self._most_known(most), self.prompt + self.most - 1) - self.length
+        return min(self._most_known(most), self._end) - self.length
+
+    @property
+    def _end(self) -> int:
+        """The tokens in the cache behind which the row has ended, or has to be read again."""
+        return min(self.prompt + self.most - 1, self.length + self.space)
 
     def _most_known(self, more: int = 0) -> int:
         return len(self.tokens) - 1 + sum(most for _, most in self.flights) + more
 
     def _count(self) -> None:
         new = len(self.tokens) - self.prompt
-        self.length = min(self._most_known(), self.prompt + self.most - 1)
+        self.length = min(self._most_known(), self._end)
         self.drawn = min(new + sum(least for least, _ in self.flights), self.most)

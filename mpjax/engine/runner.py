@@ -131,10 +131,12 @@ class Runner:
         kind = {"greedy": greedy and not plan.scored, "scored": plan.scored}
         slots, entries = self._state.tables.shape
         size = {"slots": slots, "entries": entries}
-        pieces = self.planner.sizes.sequences
+        pieces, by_length = self.planner.sizes.sequences, self._state.rotary_lengths is not None
         rows = self.programs.rider_size(len(riders), **kind)
         tokens = self.programs.reading_size(plan.tokens, rows, **kind)
-        reading = filling.reading(plan.pieces, tokens=tokens, rows=pieces, **size)
+        reading = filling.reading(
+            plan.pieces, tokens=tokens, rows=pieces, by_length=by_length, **size
+        )
         self._begin_histories(plan.pieces)
         stepping = None
         if rows:

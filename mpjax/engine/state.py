@@ -90,6 +90,7 @@ class RowSettings:
         "seen",
         "settings",
         "speculation",
+        "rotary_lengths",
     ],
     meta_fields=["format"],
 )
@@ -105,6 +106,7 @@ class EngineState:
     settings: of the row in each slot.
     format: of the cache (static).
     speculation: the tokens of each slot's row and the state of its proposer; None without one.
+    rotary_lengths: int32 [slots], as in PagedKVCache; None for models without them.
     """
 
     layers: tuple[KVPages, ...]
@@ -117,6 +119,7 @@ class EngineState:
     settings: RowSettings
     format: KVFormat
     speculation: Speculation | None = None
+    rotary_lengths: jax.Array | None = None
 
     @classmethod
     def create(
@@ -141,6 +144,7 @@ class EngineState:
             settings=jax.tree.map(jnp.asarray, RowSettings.usual(slots)),
             format=lm.kv_format,
             speculation=create_histories(proposer, slots, entries * lm.page_size),
+            rotary_lengths=None if lm.config.scaling_by_length is None else numbers(slots),
         )
 
 

@@ -219,7 +219,7 @@ class _Server:
         try:
             for number in range(count):
                 ids = asked.prompts[number // asked.choices]
-                most = self.engine.max_tokens - len(ids)
+                most = self.engine.max_tokens - len(ids) + 1  # the last token is never read
                 wanted = max(1, most if asked.max_new_tokens is None else asked.max_new_tokens)
                 handles.append(
                     self.engine.submit(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mpjax.kernels import PagedKVCache
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
+from mpjax.models.rereading import read_again
 from mpjax.random_keys import step_keys
 from mpjax.sampling import sample
 from mpjax.speculation.acceptance import DRAFTING, draw
@@ -101,7 +102,7 @@ class Draft(Proposer):
     ) -> PagedKVCache:
         """The cache after the draft model has read a row, in pieces that end where blocks end."""
         size = self.kv_format.block or min(PIECE, len(tokens))
-        cache = self.rows(own, slot[None])
+        cache = own.rows(slot[None])
 
         def read(cache: PagedKVCache) -> PagedKVCache:
             places = cache.lengths[:, None] + jnp.arange(size)[None]
@@ -109,23 +110,17 @@ class Draft(Proposer):
             counts = jnp.minimum(count - cache.lengths, size)
             return self.model.step(piece, counts, cache)[1]
 
-        cache = dataclasses.replace(cache, lengths=jnp.zeros(1, jnp.int32))
+        cache = cache.begin(count[None])
         cache = jax.lax.while_loop(lambda cache: cache.lengths[0] < count, read, cache)
-        return self.put_rows(own, slot[None], cache)
+        return own.with_rows(slot[None], cache)
 
     def rows(self, own: PagedKVCache, slots: jax.Array) -> PagedKVCache:
         """The caches of some slots, which share the pages with all others."""
-        return dataclasses.replace(
-            own,
-            block_tables=own.block_tables[slots],
-            lengths=own.lengths[slots],
-            residual_pages=None if self.kv_format.block is None else slots[:, None],
-        )
+        return own.rows(slots)
 
     def put_rows(self, own: PagedKVCache, slots: jax.Array, rows: PagedKVCache) -> PagedKVCache:
         """The caches of all slots, with those of some."""
-        lengths = own.lengths.at[slots].set(rows.lengths, mode="drop")
-        return dataclasses.replace(own, layers=rows.layers, lengths=lengths)
+        return own.with_rows(slots, rows)
 
     def propose(self, context: Context) -> tuple[Proposal, PagedKVCache]:
         """Reads the tokens that the draft's cache lacks, and draws up to k after them.
@@ -138,6 +133,9 @@ class Draft(Proposer):
         places = jnp.minimum(own.lengths[:, None] + jnp.arange(2)[None], history.shape[1] - 1)
         lacking = jnp.where(context.alive, context.known - own.lengths, 0)
         tokens = self._known_ids(jnp.take_along_axis(history, places, axis=1))
+        if self.model.config.rereads_after is not None:
+            upcoming = jnp.where(context.alive, lacking + jnp.maximum(most - 1, 0), 0)
+            own = read_again(self.model, own, upcoming, lambda row: history[row])
         logits, own = self.model.step(tokens, lacking, own)
         drafting = _Drafting.begin(context, own, self.k)
         divided = self.model.shards > 1

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.decoding_state import DecodingState, Limits, repeat, several
-from mpjax.decoding_step import BatchRule, Draw, Rule
+from mpjax.decoding_step import BatchRule, Draw, Rule, reread
 from mpjax.kernels import PagedKVCache, device
+from mpjax.kernels.checks import is_known
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling
 from mpjax.speculation.proposer import Context, Proposal, Proposer, Speculated, Speculation, put
@@ -30,7 +31,8 @@ def begin(
     """
     batch, padded = tokens.shape
     own = proposer.create(batch, padded + state.tokens.shape[1])
-    speculation = _jit_read(proposer, own, tokens, lengths, state.tokens)
+    read = _jit_read if is_known(state.logprobs) else _traced_read
+    speculation = read(proposer, own, tokens, lengths, state.tokens)
     return dataclasses.replace(state, speculation=speculation)
 
 
@@ -51,7 +53,7 @@ def _read(
 
 
 # The proposer's own cache is donated, so that XLA reuses its buffers.
-_jit_read = jax.jit(_read, donate_argnames="own")
+_jit_read, _traced_read = jax.jit(_read, donate_argnames="own"), jax.jit(_read)
 
 
 def decode(
@@ -84,22 +86,30 @@ def decode(
 
 
 def most_proposed(
-    state: DecodingState, maximum: jax.Array, alive: jax.Array, k: int, block: int | None
+    state: DecodingState,
+    maximum: jax.Array,
+    alive: jax.Array,
+    k: int,
+    block: int | None,
+    rereads_after: int | None = None,
 ) -> jax.Array:
     """The most tokens that each row may be proposed, int32 [batch]; 0 for rows not alive.
 
     maximum: int32 [batch], the most new tokens of each row. alive: bool [batch]. k: the most of any
-    row. block: tokens of a block of the cache, or None.
+    row. block: tokens of a block of the cache, or None. rereads_after: as in DecoderConfig.
 
     The model draws one token after the proposed ones, so a row that lacks r tokens gets r − 1 at
     most. In formats with blocks, the proposed tokens stay in the block of the newest token, which
     the residual holds in 16 bits. A block is encoded when the first token after it comes, and that
     is then a token that stays. So no rejected token is ever encoded, and the residual needs no more
-    room.
+    room. In the same way, they stay in the context behind which a row is read again.
     """
     most = jnp.clip(maximum - state.counts - 1, 0, k)
     if block is not None:
         most = jnp.minimum(most, block - 1 - state.cache.lengths % block)
+    if rereads_after is not None:
+        left = rereads_after - 1 - state.cache.lengths
+        most = jnp.where(left < 0, most, jnp.minimum(most, left))
     return jnp.where(alive, most, 0)
 
 
@@ -185,7 +195,9 @@ class Steps:
         """Tokens for each row that is alive, bool [batch]."""
         k, blocks = self.proposer.k, (state.cache.format.block, self.proposer.block)
         block = min((b for b in blocks if b is not None), default=None)
-        most = most_proposed(state, self.rule.maximum, alive, k, block)
+        most = most_proposed(
+            *(state, self.rule.maximum, alive, k, block), self.model.config.rereads_after
+        )
         drawn = self.rule.drawn(state.counts)
         context = Context(state, self.rule.sampling, alive, most, drawn, self.model.columns)
         proposal, own = self.proposer.propose(context)
@@ -242,6 +254,7 @@ class Steps:
 
     def read(self, state: DecodingState, proposal: Proposal, alive: jax.Array) -> _Drawn:
         """Reads each row's newest token and its proposed ones, and draws a token after each."""
+        state = reread(self.model, state, alive)
         last = jnp.maximum(state.counts - 1, 0)[:, None]
         newest = jnp.take_along_axis(state.tokens, last, axis=1)
         inputs = jnp.concatenate([newest, proposal.tokens], axis=1)

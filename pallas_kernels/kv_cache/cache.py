@@ -95,7 +95,7 @@ class KVPages:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["layers", "block_tables", "lengths", "residual_pages"],
+    data_fields=["layers", "block_tables", "lengths", "residual_pages", "rotary_lengths"],
     meta_fields=["format"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +109,8 @@ class PagedKVCache:
     format: of the keys and values (static).
     residual_pages: int32 [batch, 1], the page of each sequence's residual; None where the residual
         has a page for each sequence, in their order (Span).
+    rotary_lengths: int32 [batch], for models whose rotary frequencies depend on a sequence's number
+        of tokens: that with which the first of its tokens were rotated. None for other models.
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
     cache takes over its buffers.
@@ -119,6 +121,7 @@ class PagedKVCache:
     lengths: jax.Array
     format: KVFormat
     residual_pages: jax.Array | None = None
+    rotary_lengths: jax.Array | None = None
 
     @classmethod
     def create(
@@ -129,6 +132,7 @@ class PagedKVCache:
         batch: int,
         max_tokens: int,
         scales: jax.typing.ArrayLike | None = None,
+        has_rotary_lengths: bool = False,
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
@@ -139,6 +143,7 @@ class PagedKVCache:
             checkpoint's k_scale and v_scale) they broadcast to [layers, 2, KV heads]; the default,
             1, represents magnitudes up to 448. For 8s they broadcast to [layers, 2, KV heads, head
             dim] (`cache_scales`), and there is no default.
+        has_rotary_lengths: whether there are rotary_lengths, of 0.
 
         Raises ValueError for sizes that are no positive whole numbers, and for scales that the
         format does not take.
@@ -152,6 +157,44 @@ class PagedKVCache:
             jnp.arange(pages, dtype=jnp.int32).reshape(batch, pages_per_sequence),
             jnp.zeros(batch, jnp.int32),
             KVFormat.of(layout.format),
+            rotary_lengths=jnp.zeros(batch, jnp.int32) if has_rotary_lengths else None,
+        )
+
+    def rows(self, sequences: jax.Array) -> PagedKVCache:
+        """The cache of some sequences, int32 [rows], which shares the pages with all others."""
+        residuals = self.residual_pages
+        if residuals is not None:
+            residuals = residuals[sequences]
+        elif self.format.block is not None:
+            residuals = sequences[:, None]
+        return dataclasses.replace(
+            self,
+            block_tables=self.block_tables[sequences],
+            lengths=self.lengths[sequences],
+            residual_pages=residuals,
+            rotary_lengths=None if self.rotary_lengths is None else self.rotary_lengths[sequences],
+        )
+
+    def with_rows(self, sequences: jax.Array, rows: PagedKVCache) -> PagedKVCache:
+        """The cache after some sequences have gone on in the cache that `rows` gave.
+
+        sequences: int32 [rows]; too high for those that are left out.
+        """
+
+        def put(target: jax.Array, new: jax.Array) -> jax.Array:
+            return target.at[sequences].set(new, mode="drop")
+
+        own = dataclasses.replace(self, layers=rows.layers, lengths=put(self.lengths, rows.lengths))
+        if own.rotary_lengths is None or rows.rotary_lengths is None:
+            return own
+        lengths = put(own.rotary_lengths, rows.rotary_lengths)
+        return dataclasses.replace(own, rotary_lengths=lengths)
+
+    def begin(self, tokens: jax.Array) -> PagedKVCache:
+        """The cache without tokens, before so many are read of each sequence, int32 [batch]."""
+        lengths = None if self.rotary_lengths is None else tokens
+        return dataclasses.replace(
+            self, lengths=jnp.zeros(len(self.lengths), jnp.int32), rotary_lengths=lengths
         )
 
     @property

@@ -103,7 +103,7 @@ def test_kinds_of_layers():
     np.testing.assert_array_equal(sines, 0)
 
 
-def test_scalings_that_depend_on_the_room_of_sequences():
+def test_scalings_that_depend_on_the_length_of_sequences():
     longrope = RopeScaling(
         "longrope", 4.0, original_context=64, short_factors=(1, 2), long_factors=(3, 4)
     )
@@ -111,11 +111,15 @@ def test_scalings_that_depend_on_the_room_of_sequences():
     for length, factors in ((64, [1, 2]), (65, [3, 4])):
         found = scaled_frequencies(4, 1e4, longrope, length)
         np.testing.assert_allclose(found, plain / np.array(factors, np.float32), rtol=1e-6)
+        both = scaled_frequencies(4, 1e4, longrope, jnp.array([[length], [0]]))
+        np.testing.assert_array_equal(both[:, 0], [found, scaled_frequencies(4, 1e4, longrope)])
     dynamic = RopeScaling("dynamic", 2.0, original_context=64)
     np.testing.assert_allclose(scaled_frequencies(4, 1e4, dynamic, 64), plain, rtol=1e-6)
     grown = 1e4 * 3**2  # factor · 128 / 64 − (factor − 1), to the power dim / (dim − 2)
     found = scaled_frequencies(4, 1e4, dynamic, 128)
     np.testing.assert_allclose(found, scaled_frequencies(4, grown, None), rtol=1e-6)
+    both = scaled_frequencies(4, 1e4, dynamic, jnp.array([[128], [0]]))
+    np.testing.assert_allclose(both[:, 0], [found, plain], rtol=1e-6)
     with pytest.raises(ValueError, match="kind is 'other': expected one of"):
         scaled_frequencies(4, 1e4, RopeScaling("other", 2.0))
 

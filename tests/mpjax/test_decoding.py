@@ -19,6 +19,7 @@ from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.models import DecoderConfig, Llama, llama_layers
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.draft import Draft
 from tests.mpjax.odd_models import with_damaged_token
 from tests.sweeps import in_sweep
 
@@ -254,6 +255,20 @@ def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
     lengths = jnp.asarray(arguments.pop("lengths"))
     with pytest.raises(ValueError, match=message):
         generate_tokens(tiny.model, tokens, lengths, **arguments)
+
+
+def test_it_can_be_mapped_over_prompts(tiny):
+    """Without a warning of buffers that can't be donated, as there is nothing to donate."""
+    tokens = jnp.asarray([[[5, 6, 7]], [[8, 9, 10]]])
+    draft = Draft(tiny, k=2)
+    for options in ({}, {"speculate": draft}):
+
+        def continued(tokens, options=options):
+            lengths = jnp.array([3])
+            return generate_tokens(tiny.model, tokens, lengths, max_new_tokens=4, **options).tokens
+
+        found = jax.vmap(continued)(tokens)
+        np.testing.assert_array_equal(found, [continued(row) for row in tokens])
 
 
 def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill, maximum=16):

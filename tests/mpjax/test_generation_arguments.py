@@ -83,9 +83,9 @@ def test_seeds_are_row_numbers_unless_they_are_given(tiny):
 
 def test_a_prompt_may_fill_all_positions_that_new_tokens_leave(tiny):
     positions = tiny.config.max_position_embeddings
-    module._check_lengths(tiny, [[1] * 6], positions - 6)
+    module._check_lengths(tiny, [[1] * 6], positions - 5)
     with pytest.raises(ValueError, match=f"would pass the {positions} positions"):
-        module._check_lengths(tiny, [[1] * 6], positions - 5)
+        module._check_lengths(tiny, [[1] * 6], positions - 4)
 
 
 def test_what_prefill_needs_must_be_free_too(tiny, monkeypatch):

@@ -162,10 +162,10 @@ def test_tokens_are_counted_as_generate_does(tiny, chat_folder):
     assert lm.tokenizer is not None
     text = lm.tokenizer.chat(chat)
     assert count_tokens(lm, Request(1, chat, 20, 0, "prompt 1")) == len(lm.tokenizer.encode(text))
-    assert count_tokens(tiny, Request(1, "x", 255, 0, "prompt 1")) == 1
+    assert count_tokens(tiny, Request(1, "x", 256, 0, "prompt 1")) == 1
     for prompt, new_tokens, message in (
         ("", 1, "line 7 is empty"),
-        ("x", 256, "line 7 has 1 tokens, and with 256 new ones it would pass the 256 positions"),
+        ("x", 257, "line 7 has 1 tokens, and with 257 new ones it would pass the 256 positions"),
         ("\udcff", 1, "line 7: character 0 of the text"),
         (chat, 1, 'line 7: .* has no chat template .*: write a plain text as "prompt" instead'),
     ):

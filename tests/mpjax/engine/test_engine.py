@@ -480,3 +480,12 @@ def test_a_batch_that_fails_leaves_no_request_behind(engine):
 @pytest.mark.sweep
 def test_models_on_several_devices_are_served_alike():
     assert run("tests.mpjax.engine.on_devices") == "served\n"
+
+
+def test_a_prompt_may_fill_all_tokens_of_a_request(engine, tiny):
+    """Its one new token is never read."""
+    prompt = list(range(3, 3 + engine.max_tokens))
+    expected = mpjax.generate_tokens(tiny.model, [prompt], [192], max_new_tokens=1).tokens
+    assert engine.submit(prompt, max_new_tokens=1).result().tokens == expected[0].tolist()
+    with pytest.raises(ValueError, match="192 tokens, and with 2 new ones it would pass the 192"):
+        engine.submit(prompt, max_new_tokens=2)

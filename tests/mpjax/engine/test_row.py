@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mpjax.engine.row import Row
+from tests.mpjax.rotary_lengths import ORIGINAL, SCALINGS
 
 pytestmark = pytest.mark.any_version
 
@@ -23,3 +24,20 @@ def test_lengths_are_bounds_until_results_are_known():
     assert (row.length, row.drawn, row.growth(5)) == (10, 4, 4)
     row.learn([10])
     assert (row.tokens, row.length, row.drawn, row.flights) == ([1, 2, 3, 7, 8, 9, 10], 6, 4, [])
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("longrope", [0, 25]), ("dynamic", [0, 0])])
+def test_a_row_knows_when_it_has_to_be_read_again(kind, lengths):
+    row = Row(0, list(range(20)), 20, 40, scaling=SCALINGS[kind])
+    row.set_rotary_length()
+    keys = row.page_keys(1, 16)
+    row.draw(1, 9)
+    assert row.length == (ORIGINAL if kind == "longrope" else 28)
+    assert row.can_draw == (kind == "dynamic")
+    row.learn(range(ORIGINAL + 1 - 20))
+    assert (row.length, row.has_to_reread) == (ORIGINAL, kind == "longrope")
+    found = [row.rotary_length]
+    row.set_rotary_length()
+    assert [*found, row.rotary_length] == lengths
+    assert (row.page_keys(1, 16) == keys) == (kind == "dynamic")
+    assert not row.has_to_reread

@@ -100,7 +100,7 @@ class Decoder(nnx.Module):
         """
         hf = config_keys.complete(hf, cls.defaults, cls.neutral)
         config = cls.read_config(hf)
-        require_sound(config, config_json.WHERE, config_json.field_names(hf))
+        require_sound(config, config_keys.WHERE, config_json.field_names(hf))
         return config
 
     @classmethod

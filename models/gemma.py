@@ -10,6 +10,7 @@ from mpjax.models import config_checks, config_json
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.config_json import common_fields, flag, integer, layer_count, layer_windows
+from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import NAMES, Names
@@ -138,7 +139,7 @@ def _ropes(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
     nested = hf.get("rope_parameters") or {}
     if not isinstance(nested, Mapping) or not {*nested} <= {*KINDS}:
         expected = f"an object for each kind of layer: {' and '.join(KINDS)}"
-        config_checks.refuse(config_json.WHERE, "rope_parameters", nested, expected)
+        config_checks.refuse(WHERE, "rope_parameters", nested, expected)
     added = dict(zip(KINDS, (hf.get("rope_scaling"), None), strict=True))
     thetas = dict(zip(KINDS, (hf.get("rope_theta"), hf.get("rope_local_base_freq")), strict=True))
     return [

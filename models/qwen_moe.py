@@ -10,7 +10,6 @@ from mpjax.models import config_checks
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.config_json import (
-    WHERE,
     common_fields,
     expert_count,
     flag,
@@ -19,6 +18,7 @@ from mpjax.models.config_json import (
     layer_windows,
     sliding_window,
 )
+from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.experts import ExpertsSpec
 from mpjax.models.mlp import GatedMLPSpec

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from mpjax.models import config_checks
 from mpjax.models.config import DecoderConfig
 from mpjax.models.config_json import (
-    WHERE,
     common_fields,
     flag,
     integer,
@@ -17,6 +16,7 @@ from mpjax.models.config_json import (
     layer_windows,
     sliding_window,
 )
+from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.llama import llama_layers
 

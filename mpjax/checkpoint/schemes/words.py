@@ -68,7 +68,7 @@ def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
             "nor GPTQ (equal columns); other layouts can't be read"
         )
     given = f"says quant_method {method!r}" if method else "has no quantization_config"
-    title, key, value = found.upper(), "quant_method", found
+    title, key, value = found.upper(), "quant_method", str(found)
     if method == "awq" and found != "gptq":  # layouts of one method
         given += " with another version"
     if found == "gemv" or method == found == "awq":

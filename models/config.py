@@ -212,7 +212,7 @@ class AttentionSpec(SublayerSpec):
 
     window: how many keys a query attends to, its own included (sliding window); None: all.
     rope: the rotary embedding: `global`, by the configuration's theta and scaling; `local`, by its
-        local theta without scaling (Gemma 3); `none` (SmolLM3).
+        local theta and scaling (Gemma 3); `none` (SmolLM3).
     """
 
     window: int | None = None
@@ -321,7 +321,7 @@ class DecoderConfig:
     max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
         parameter's shape depends on it.
     rotary_dim: the first channels of a head, which are rotated; None: all.
-    local_rope_theta: theta of the layers whose rope is `local`.
+    local_rope_theta, local_rope_scaling: of the layers whose rope is `local`.
     offset_norms: whether files hold the weights of norms minus 1 (Gemma).
     embedding_scale, logit_scale: factors of the embedded tokens and of the logits; None: 1.
     logit_softcap: a logit l becomes softcap · tanh(l / softcap) (Gemma 2); None: no cap.
@@ -352,6 +352,7 @@ class DecoderConfig:
     embedding_scale: float | None = None
     logit_scale: float | None = None
     logit_softcap: float | None = None
+    local_rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         _make_plain(self)

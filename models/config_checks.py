@@ -27,6 +27,8 @@ from mpjax.models.config import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+# Scalings that depend on how many tokens a row has, which only the global rotary embedding follows.
+BY_LENGTH = ("longrope", "dynamic")
 ROPES = ("global", "local", "none")
 NORMS = ("pre", "post", "both")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
@@ -121,27 +123,31 @@ def require_sound(
     if not all(table in config.tables for table in config.packed_tables):
         expected = f"some of {', '.join(config.tables)}"
         refuse(where, name("packed_tables"), config.packed_tables, expected)
-    if config.rope_scaling is not None:
-        _check_scaling(config, config.rope_scaling, where, names)
+    for kind in ("", "local_"):
+        _check_scaling(config, kind, where, names)
 
 
-def _check_scaling(
-    config: DecoderConfig, scaling: RopeScaling, where: str, names: Mapping[str, str]
-) -> None:
+def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[str, str]) -> None:
+    """Checks a rotary scaling. kind: what its fields of the configuration begin with."""
+
     def name(field: str) -> str:
         return names.get(field, field)
 
+    scaling, theta = getattr(config, f"{kind}rope_scaling"), getattr(config, f"{kind}rope_theta")
+    if scaling is None:
+        return
     if not isinstance(scaling, RopeScaling):
-        refuse(where, name("rope_scaling"), scaling, "a RopeScaling, or None")
-    if scaling.kind == "yarn" and config.rope_theta == 1:  # all pairs would turn equally often
-        refuse(where, name("rope_theta"), config.rope_theta, "another number than 1 with YaRN")
+        refuse(where, name(f"{kind}rope_scaling"), scaling, "a RopeScaling, or None")
+    if scaling.kind == "yarn" and theta == 1:  # all pairs would turn equally often
+        refuse(where, name(f"{kind}rope_theta"), theta, "another number than 1 with YaRN")
     rotated = config.rotary_dim or config.head_dim
     if scaling.kind == "dynamic" and rotated == 2:  # theta has no part in a single pair
         field = "rotary_dim" if config.rotary_dim else "head_dim"
         refuse(where, name(field), rotated, "4 or more with dynamic scaling")
-    where = f"{where}, {name('rope_scaling')}"
+    where = f"{where}, {name(f'{kind}rope_scaling')}"
     _check_fields(scaling, where, names)
-    choice(where, "kind", scaling.kind, ROPE_SCALINGS)
+    kinds = tuple(k for k in ROPE_SCALINGS if not (kind and k in BY_LENGTH))
+    choice(where, "kind", scaling.kind, kinds)
     pairs = rotated // 2
     for field in ("short_factors", "long_factors"):
         factors = getattr(scaling, field)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from mpjax.models import config_checks
 from mpjax.models.config import ConfigError, RopeScaling
 from mpjax.models.config_checks import DTYPES, MAXIMUM_INTEGER
+from mpjax.models.config_keys import WHERE
 from mpjax.models.rotary import yarn_attention_factor
 
-WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"
 # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. A file
 # with both is a newer one to which somebody added rope_scaling, so rope_scaling comes first.
@@ -31,6 +31,7 @@ NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "stop_ids": "eos_token_id",
     "rope_scaling": "rotary scaling",
+    "local_rope_scaling": "rotary scaling of sliding_attention",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
@@ -44,12 +45,17 @@ NAMES = {
 
 
 def common_fields(
-    hf: Mapping[str, Any], *, activation: str = "silu", partial_rotary: bool = False
+    hf: Mapping[str, Any],
+    *,
+    activation: str = "silu",
+    partial_rotary: bool = False,
+    theta: float = 1e4,
 ) -> dict[str, Any]:
     """DecoderConfig's fields except `layers`: all families read them alike from `config.json`.
 
+    hf: with the keys that the file leaves out; see `config_keys.complete`.
     activation: of the family's MLPs, as files name it. partial_rotary: whether the family's heads
-    may have channels that are not rotated.
+    may have channels that are not rotated. theta: where the file has no `rope_theta`.
 
     Raises ConfigError for a missing key, another activation, a rotary scaling that is not
     implemented, and a value of a wrong type or outside its range. `Decoder.config_from_hf`
@@ -57,14 +63,14 @@ def common_fields(
     """
     for key in SWITCHES:
         flag(hf, key)
-    if (found := hf.get("hidden_act") or activation) != activation:
+    if (found := hf["hidden_act"]) != activation:
         raise ConfigError(
             f"config.json: hidden_act is {found!r:.80}; only {activation!r} is supported"
         )
     heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
     vocabulary = integer(hf, "vocab_size")
     head_dim = hidden // heads if hf.get("head_dim") is None else integer(hf, "head_dim")
-    rope_theta, rope_scaling = _rope(hf)
+    rope_theta, rope_scaling = rotary(hf, theta)
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -75,7 +81,7 @@ def common_fields(
         "max_position_embeddings": _positions(hf, rope_scaling),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
-        "rms_norm_eps": number(hf, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": number(hf, "rms_norm_eps"),
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "dtype": _dtype(hf),
         "stop_ids": _stop_ids(hf, vocabulary),
@@ -124,9 +130,17 @@ def layer_count(hf: Mapping[str, Any]) -> int:
     return integer(hf, "num_hidden_layers", maximum=MAXIMUM_LAYERS)
 
 
-def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int | None:
-    """The sliding window in keys; None where config.json has null. Raises ConfigError."""
-    value = hf.get("sliding_window", default)
+def expert_count(hf: Mapping[str, Any]) -> int:
+    """The number of experts, which files have under one of two names. Raises ConfigError.
+
+    Defaults have the second name, so that the first counts wherever a file has it.
+    """
+    return integer(hf, "num_local_experts" if hf.get("num_experts") is None else "num_experts")
+
+
+def sliding_window(hf: Mapping[str, Any]) -> int | None:
+    """The sliding window in keys; None for none, or null. Raises ConfigError."""
+    value = hf.get("sliding_window")
     if value is not None and (type(value) is not int or value < 1):
         expected = "a positive integer, or null where there is no window"
         config_checks.refuse(WHERE, "sliding_window", value, expected)
@@ -181,46 +195,63 @@ def _stop_ids(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
     )
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
-    places = (added, hf, newer) if added else (newer, hf)
+def rotary(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+    """The theta and the scaling of the rotary embedding. Raises ConfigError.
+
+    theta: where the file has none.
+    """
+    places = _rotary_places(hf)
     given = next((values for values in places if values.get("rope_theta") is not None), hf)
-    theta = float(number(given, "rope_theta", 1e4))
-    parameters = added or newer
+    theta = float(number(given, "rope_theta", theta))
+    return theta, _scaling(hf, places[0])
+
+
+def _rotary_places(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The objects in which keys of the rotary embedding may stand, the one that counts first.
+
+    That one has the kind of scaling and its numbers.
+    """
+    added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
+    return (added, hf, newer) if added else (newer, hf)
+
+
+def _scaling(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling | None:
     written = parameters.get("rope_type") or parameters.get("type") or "default"
     if written == "default":
-        return theta, None
+        return None
     kind = SCALINGS[written]
     if kind == "longrope":
-        return theta, _longrope(hf, parameters)
+        return _longrope(hf, parameters)
     factor = float(number(parameters, "factor", where=ROTARY))
     if kind == "linear":
-        return theta, RopeScaling(kind, factor)
+        return RopeScaling(kind, factor)
     if kind == "llama3":
-        low, high, context = (
-            number(parameters, key, where=ROTARY)
-            for key in ("low_freq_factor", "high_freq_factor", ORIGINAL)
+        low, high = (
+            float(number(parameters, key, where=ROTARY))
+            for key in ("low_freq_factor", "high_freq_factor")
         )
-        return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
+        return RopeScaling(kind, factor, low, high, _original_context(hf, parameters))
     if kind == "yarn":
-        return theta, _yarn(hf, parameters, factor)
-    context = _original_context(hf, parameters)
-    return theta, RopeScaling(kind, factor, original_context=context)
+        return _yarn(hf, parameters, factor)
+    return RopeScaling(kind, factor, original_context=integer(hf, "max_position_embeddings"))
 
 
 def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """The positions before scaling; by default those of the model, as in transformers."""
-    if parameters.get(ORIGINAL) is not None:
-        return int(number(parameters, ORIGINAL, where=ROTARY))
-    return integer(hf, ORIGINAL, integer(hf, "max_position_embeddings", 2048))
+    """The positions before scaling; by default those of the model, as in transformers.
+
+    A number beside the object counts before that inside.
+    """
+    for values in (hf, parameters):
+        if values.get(ORIGINAL) is not None:
+            return int(number(values, ORIGINAL, where=ROTARY))
+    return integer(hf, "max_position_embeddings")
 
 
 def _longrope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling:
     """LongRoPE's scaling; its attention factor follows from how much the context grows."""
     context = config_checks.whole(ROTARY, ORIGINAL, _original_context(hf, parameters), minimum=2)
-    factor = integer(hf, "max_position_embeddings", 2048) / context
-    if parameters.get("factor") is not None and hf.get(ORIGINAL) is None:
-        factor = float(number(parameters, "factor", where=ROTARY))
+    growth = integer(hf, "max_position_embeddings") / context
+    factor = float(number(parameters, "factor", growth, where=ROTARY))
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
     return RopeScaling(
         "longrope",
@@ -241,38 +272,35 @@ def _factors(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 def _rotary_dim(hf: Mapping[str, Any], head_dim: int, *, is_allowed: bool) -> int | None:
     """The channels of a head that are rotated; None for all of them."""
-    for values in (hf, *(_rotary_object(hf, key) for key in ROTARY_KEYS)):
-        if (partial := values.get("partial_rotary_factor")) in (None, 1.0):
-            continue
-        if not is_allowed:
-            raise ConfigError(
-                f"config.json: partial_rotary_factor is {partial}; of this architecture only whole "
-                "heads are supported"
-            )
-        return int(head_dim * number(values, "partial_rotary_factor"))
-    return None
+    key = "partial_rotary_factor"
+    given = [places[key] for places in _rotary_places(hf) if places.get(key) is not None]
+    if not is_allowed and (found := [share for share in given if share != 1]):
+        raise ConfigError(
+            f"config.json: {key} is {found[0]}; of this architecture only whole heads are supported"
+        )
+    if not given or given[0] == 1:
+        return None
+    return int(head_dim * config_checks.positive(WHERE, key, given[0]))
 
 
 def _yarn(hf: Mapping[str, Any], parameters: Mapping[str, Any], factor: float) -> RopeScaling:
     """YaRN's scaling; a file without the original context means its max_position_embeddings."""
-    context = integer(hf, "max_position_embeddings", 2048)
-    attention, fast, slow, original = (
-        float(number(parameters, key, default, where=ROTARY))
-        for key, default in (
-            ("attention_factor", yarn_attention_factor(factor)),
-            ("beta_fast", 32.0),
-            ("beta_slow", 1.0),
-            ("original_max_position_embeddings", context),
+    usual = yarn_attention_factor(factor)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):  # of DeepSeek
+        one, other = (
+            yarn_attention_factor(factor, number(parameters, key, where=ROTARY))
+            for key in ("mscale", "mscale_all_dim")
         )
+        usual = one / other
+    attention, fast, slow = (
+        float(number(parameters, key, default, where=ROTARY))
+        for key, default in (("attention_factor", usual), ("beta_fast", 32.0), ("beta_slow", 1.0))
     )
-    for key in ("mscale", "mscale_all_dim"):  # of DeepSeek
-        if parameters.get(key) is not None:
-            raise ConfigError(f"{ROTARY}: {key} is not supported: expected a file without it")
     whole = parameters.get("truncate") is None or flag(parameters, "truncate")
     return RopeScaling(
         "yarn",
         factor,
-        original_context=int(original),
+        original_context=_original_context(hf, parameters),
         attention_factor=attention,
         fast_turns=fast,
         slow_turns=slow,
@@ -311,18 +339,17 @@ def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _positions(hf: Mapping[str, Any], scaling: RopeScaling | None) -> int:
     """The number of positions of a model, after its rotary scaling.
 
-    With linear scaling, `max_position_embeddings` counts the positions before scaling, as Hugging
-    Face's documentation asks for, unless `original_max_position_embeddings` stands beside the
-    factor; the result is `factor` times that. YaRN's are the same if there is an original number.
-    With other kinds, and without scaling, `max_position_embeddings` is the result.
+    With linear scaling and YaRN, `max_position_embeddings` counts the positions before scaling, as
+    Hugging Face's documentation asks for, unless there is `original_max_position_embeddings`; the
+    result is `factor` times that. With dynamic scaling it is always the number before. With other
+    kinds, and without scaling, `max_position_embeddings` is the result.
     """
-    written = integer(hf, "max_position_embeddings", 2048)
+    written = integer(hf, "max_position_embeddings")
     if scaling is None or scaling.kind not in ("linear", "yarn", "dynamic"):
         return written
-    parameters = next(values for key in ROTARY_KEYS if (values := hf.get(key)))
     before = float(written)
-    if parameters.get(ORIGINAL) is not None:
-        before = number(parameters, ORIGINAL, where=ROTARY)
+    if scaling.kind != "dynamic":
+        before = float(_original_context(hf, _rotary_places(hf)[0]))
     if not scaling.factor * before <= MAXIMUM_INTEGER:
         raise ConfigError(
             f"config.json: rotary scaling makes {scaling.factor} times {before:.0f} positions: "

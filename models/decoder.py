@@ -25,7 +25,7 @@ from mpjax.kernels.checks import are_between, as_array, is_known, require_type, 
 from mpjax.kernels.kv_cache.cache import create_pages
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models import config_json, parameters, rotary, tables
+from mpjax.models import config_json, config_keys, parameters, rotary, tables
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
@@ -64,6 +64,8 @@ class Decoder(nnx.Module):
 
     names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
     specs: the classes of attention and MLP specs that a family's layers may have.
+    defaults, neutral: the values of keys that a family's config.json may leave out, and the only
+        supported values of others; see `config_keys.complete`.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
     mesh: the devices among which the model is divided (`sharded.py`); None where it is not.
@@ -73,6 +75,8 @@ class Decoder(nnx.Module):
     mesh: jax.sharding.Mesh | None = None
     names: ClassVar[Names] = parameters.NAMES
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)
@@ -94,13 +98,14 @@ class Decoder(nnx.Module):
         Raises ConfigError, which names the key, for a missing key, an unsupported value, and values
         that don't fit together.
         """
+        hf = config_keys.complete(hf, cls.defaults, cls.neutral)
         config = cls.read_config(hf)
-        require_sound(config, config_json.WHERE, config_json.field_names(hf))
+        require_sound(config, config_keys.WHERE, config_json.field_names(hf))
         return config
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
-        """Reads the family's `config.json`; `config_from_hf` checks that its values fit together.
+        """Reads the family's `config.json`, completed; `config_from_hf` checks that values fit.
 
         Raises ConfigError, which names the key.
         """

@@ -6,30 +6,51 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mpjax.models import config_json
+from mpjax.models import config_checks, config_json
 from mpjax.models.attention import GroupedQuerySpec
-from mpjax.models.config import ConfigError, DecoderConfig, LayerSpec
+from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.config_json import common_fields, flag, integer, layer_count, layer_windows
+from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import NAMES, Names
 
 ACTIVATION = "gelu_pytorch_tanh"
-# Values of keys that Hugging Face's classes have where a file lacks them.
-DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "rms_norm_eps": 1e-6}
+KINDS = ("full_attention", "sliding_attention")
 _LAYER = "model.layers.{layer}."
-SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": (None, ACTIVATION),
+    "use_bidirectional_attention": (None, False),
+}
 
 
 class Gemma(Decoder):
     """Gemma: a scaled embedding, GELU, and weights of norms that files hold minus 1."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **_DEFAULTS,
+        "num_key_value_heads": 16,
+    }
+    # Files with `gelu` mean its approximation by tanh, too.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NEUTRAL,
+        "hidden_act": (None, "gelu", ACTIVATION),
+    }
+
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `GemmaForCausalLM` config.json."""
-        hf = _with_defaults(hf)
-        specs = [GroupedQuerySpec(qkv_bias=flag(hf, "attention_bias"))] * layer_count(hf)
-        return _config(hf, specs, "pre")
+        bias = flag(hf, "attention_bias")
+        return _config(hf, [GroupedQuerySpec(None, bias, bias)] * layer_count(hf), "pre")
 
 
 class Gemma2(Decoder):
@@ -41,12 +62,17 @@ class Gemma2(Decoder):
         "mlp_norm.weight": f"{_LAYER}pre_feedforward_layernorm.weight",
         "mlp_post_norm.weight": f"{_LAYER}post_feedforward_layernorm.weight",
     }
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **_DEFAULTS,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Gemma2ForCausalLM` config.json."""
-        hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_with_defaults(hf)}
-        windows = _windows(hf, 4096, every=2)
+        windows = _windows(hf, every=2)
         return _config(hf, [GroupedQuerySpec(window, **_attention(hf)) for window in windows])
 
 
@@ -56,43 +82,38 @@ class Gemma3(Gemma2):
     Five of six layers have a window and a rotary embedding with a theta of their own.
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **_DEFAULTS,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NEUTRAL,
+        "attn_logit_softcapping": (None,),
+    }
+
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Gemma3ForCausalLM` config.json."""
-        hf, local_theta = _ropes(_with_defaults(hf))
-        if hf.get("use_bidirectional_attention"):
-            raise ConfigError(
-                "config.json: use_bidirectional_attention is true, which is not supported: the "
-                "model is no decoder"
-            )
-        every = integer(hf, "sliding_window_pattern", 6)
+        whole, local = _ropes(hf)
+        theta, scaling = config_json.rotary(local, 1e4)
         specs = [
             GroupedQuerySpec(
                 window, qk_norm=True, **_attention(hf), rope="local" if window else "global"
             )
-            for window in _windows(hf, 4096, every)
+            for window in _windows(hf, integer(hf, "sliding_window_pattern"))
         ]
+        config = _config(
+            whole, specs, theta=1e6, local_rope_theta=theta, local_rope_scaling=scaling
+        )
         # Linear scaling has made room for the positions that these files have.
-        positions = integer(hf, "max_position_embeddings", 131072)
-        config = _config(hf, specs, local_rope_theta=local_theta)
+        positions = integer(hf, "max_position_embeddings")
         return dataclasses.replace(config, max_position_embeddings=positions)
 
 
-def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file, with those that it may leave out.
-
-    A null key counts as missing, except softcaps, where null means no softcap.
-    Files have `hidden_activation`; `hidden_act` of the first ones is not what they were trained
-    with, and no implementation reads it.
-    """
-    written = {key: value for key, value in hf.items() if value is not None or key in SOFTCAPS}
-    written["hidden_act"] = written.get("hidden_activation", ACTIVATION)
-    return {**DEFAULTS, **written}
-
-
-def _windows(hf: Mapping[str, Any], default: int, every: int) -> tuple[int | None, ...]:
+def _windows(hf: Mapping[str, Any], every: int) -> tuple[int | None, ...]:
     """The window of each layer: none in every n-th, unless the file lists the types."""
-    window = config_json.sliding_window(hf, default)
+    window = config_json.sliding_window(hf)
     if hf.get("layer_types"):
         return layer_windows(hf, window)
     return tuple(None if (i + 1) % every == 0 else window for i in range(layer_count(hf)))
@@ -104,30 +125,45 @@ def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qkv_bias": bias,
         "output_bias": bias,
-        "scale": config_json.number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        "scale": config_json.number(hf, "query_pre_attn_scalar") ** -0.5,
         "softcap": None if cap is None else config_json.number(hf, "attn_logit_softcapping"),
     }
 
 
-def _ropes(hf: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """The keys with those of the global rotary embedding alone, and theta of the local one.
+def _ropes(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The keys of a file with those of one kind of layer's rotary embedding alone, by KINDS.
 
-    Newer files have an object for each kind of layer in `rope_parameters`.
+    Newer files have an object for each kind in `rope_parameters`. In older ones, `rope_scaling` and
+    `rope_theta` are of full attention, and `rope_local_base_freq` is the theta of the other.
     """
-    nested = hf.get("rope_parameters")
-    if isinstance(nested, Mapping) and isinstance(nested.get("full_attention"), Mapping):
-        local = nested.get("sliding_attention")
-        local = local if isinstance(local, Mapping) else {}
-        hf = {**hf, "rope_parameters": nested["full_attention"]}
-        return hf, float(config_json.number(local, "rope_theta", 1e4))
-    hf.setdefault("rope_theta", 1e6)
-    return hf, float(config_json.number(hf, "rope_local_base_freq", 1e4))
+    nested = hf.get("rope_parameters") or {}
+    if not isinstance(nested, Mapping) or not {*nested} <= {*KINDS}:
+        expected = f"an object for each kind of layer: {' and '.join(KINDS)}"
+        config_checks.refuse(WHERE, "rope_parameters", nested, expected)
+    added = dict(zip(KINDS, (hf.get("rope_scaling"), None), strict=True))
+    thetas = dict(zip(KINDS, (hf.get("rope_theta"), hf.get("rope_local_base_freq")), strict=True))
+    return [
+        {
+            **{key: value for key, value in hf.items() if key != config_json.ORIGINAL},
+            "rope_parameters": nested.get(kind),
+            "rope_scaling": added[kind],
+            "rope_theta": thetas[kind],
+        }
+        for kind in KINDS
+    ]
 
 
 def _config(
-    hf: Mapping[str, Any], specs: Sequence[GroupedQuerySpec], norms: str = "both", **fields: Any
+    hf: Mapping[str, Any],
+    specs: Sequence[GroupedQuerySpec],
+    norms: str = "both",
+    *,
+    theta: float = 1e4,
+    **fields: Any,
 ) -> DecoderConfig:
-    common = common_fields(hf, activation=ACTIVATION)
+    # No implementation of Gemma 2 and 3 reads `hidden_act`, which their first files have, too.
+    hf = {**hf, "hidden_act": ACTIVATION}
+    common = common_fields(hf, activation=ACTIVATION, theta=theta)
     mlp, cap = GatedMLPSpec(integer(hf, "intermediate_size"), activation="gelu"), None
     if hf.get("final_logit_softcapping") is not None:
         cap = config_json.number(hf, "final_logit_softcapping")

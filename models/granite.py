@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
@@ -20,19 +20,27 @@ class Granite(Decoder):
     epsilon.
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "eos_token_id": 2,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    }
+
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `GraniteForCausalLM` config.json."""
-        residual = number(hf, "residual_multiplier", 1.0)
+        residual = number(hf, "residual_multiplier")
         common, bias = common_fields(hf), flag(hf, "attention_bias")
         common["rms_norm_eps"] /= residual**2
         attention = GroupedQuerySpec(
-            None, bias, bias, scale=float(number(hf, "attention_multiplier", 1.0))
+            None, bias, bias, scale=float(number(hf, "attention_multiplier"))
         )
         mlp = GatedMLPSpec(integer(hf, "intermediate_size"), flag(hf, "mlp_bias"))
         return DecoderConfig(
             **common,
             layers=(LayerSpec(attention, mlp),) * layer_count(hf),
-            embedding_scale=number(hf, "embedding_multiplier", 1.0) / residual,
-            logit_scale=1 / number(hf, "logits_scaling", 1.0),
+            embedding_scale=number(hf, "embedding_multiplier") / residual,
+            logit_scale=1 / number(hf, "logits_scaling"),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
@@ -34,6 +34,8 @@ def llama_layers(
 
 class Llama(Decoder):
     """Llama: grouped-query attention, SiLU-gated MLP, llama3 rotary scaling from 3.1 on."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"eos_token_id": 2}
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:

@@ -24,6 +24,8 @@ class Olmo2(Decoder):
         "mlp_post_norm.weight": f"{_LAYER}post_feedforward_layernorm.weight",
     }
 
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads an `Olmo2ForCausalLM` config.json."""

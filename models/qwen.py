@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from mpjax.models.config import DecoderConfig
 from mpjax.models.config_json import (
@@ -17,6 +17,13 @@ from mpjax.models.config_json import (
 from mpjax.models.decoder import Decoder
 from mpjax.models.llama import llama_layers
 
+_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` where the file lists them.
@@ -29,12 +36,14 @@ def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
         return (None,) * layers
     if hf.get("layer_types"):
         return layer_windows(hf, window)
-    full = integer(hf, "max_window_layers", 28, minimum=0)  # Hugging Face's default
+    full = integer(hf, "max_window_layers", minimum=0)
     return tuple(None if layer < full else window for layer in range(layers))
 
 
 class Qwen2(Decoder):
     """Qwen2 and 2.5: Llama with biases on the query, key and value projections."""
+
+    defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -45,6 +54,8 @@ class Qwen2(Decoder):
 
 class Qwen3(Decoder):
     """Qwen3: Llama with an RMSNorm on every query and key head, before the rotary embedding."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**_DEFAULTS, "head_dim": 128}
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:

@@ -10,14 +10,15 @@ from mpjax.models import config_checks
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.config_json import (
-    WHERE,
     common_fields,
+    expert_count,
     flag,
     integer,
     layer_count,
     layer_windows,
     sliding_window,
 )
+from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.experts import ExpertsSpec
 from mpjax.models.mlp import GatedMLPSpec
@@ -35,18 +36,32 @@ _NAMES: Names = {
 }
 
 
+_DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+}
+
+
 class Qwen2MoE(Decoder):
     """Qwen2-MoE: Qwen2 with experts, and an MLP for all tokens with a gate of its own."""
 
     names: ClassVar[Names] = _NAMES
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **_DEFAULTS,
+        "num_key_value_heads": 16,
+        "max_window_layers": 28,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,
+        "qkv_bias": True,
+    }
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen2MoeForCausalLM` config.json."""
         shared = integer(hf, "shared_expert_intermediate_size")
-        experts = dataclasses.replace(_experts(hf, 60, 4), shared_size=shared, shared_gate=True)
-        bias = hf.get("qkv_bias") is None or flag(hf, "qkv_bias")
-        windows = _alternating_windows(hf)
+        experts = dataclasses.replace(_experts(hf), shared_size=shared, shared_gate=True)
+        bias, windows = flag(hf, "qkv_bias"), _alternating_windows(hf)
         return _config(hf, [GroupedQuerySpec(window, bias) for window in windows], experts)
 
 
@@ -54,6 +69,12 @@ class Qwen3MoE(Decoder):
     """Qwen3-MoE: Qwen3 with experts."""
 
     names: ClassVar[Names] = _NAMES
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 128,
+    }
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -61,20 +82,15 @@ class Qwen3MoE(Decoder):
         bias = flag(hf, "attention_bias")
         window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
         attention = GroupedQuerySpec(window, bias, bias, qk_norm=True)
-        return _config(hf, [attention] * layer_count(hf), _experts(hf, 128, 8))
+        return _config(hf, [attention] * layer_count(hf), _experts(hf))
 
 
-def _experts(hf: Mapping[str, Any], count: int, per_token: int) -> ExpertsSpec:
-    """The spec of a layer's experts.
-
-    count, per_token: the number of experts, and of a token's, where the file has none.
-    """
-    # Newer files have the number of experts by Mixtral's name.
-    older = hf.get("num_experts") is not None
+def _experts(hf: Mapping[str, Any]) -> ExpertsSpec:
+    """The spec of a layer's experts."""
     return ExpertsSpec(
         integer(hf, "moe_intermediate_size"),
-        num_experts=integer(hf, "num_experts" if older else "num_local_experts", count),
-        experts_per_token=integer(hf, "num_experts_per_tok", per_token),
+        num_experts=expert_count(hf),
+        experts_per_token=integer(hf, "num_experts_per_tok"),
         renormalize=flag(hf, "norm_topk_prob"),
     )
 
@@ -84,10 +100,10 @@ def _alternating_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     layers = layer_count(hf)
     if not flag(hf, "use_sliding_window"):
         return (None,) * layers
-    window = sliding_window(hf, 4096)
+    window = sliding_window(hf)
     if hf.get("layer_types"):
         return layer_windows(hf, window)
-    most = integer(hf, "max_window_layers", 28, minimum=0)  # Hugging Face's default
+    most = integer(hf, "max_window_layers", minimum=0)
     return tuple(window if layer % 2 == 0 and layer < most else None for layer in range(layers))
 
 
@@ -98,7 +114,7 @@ def _config(
 
     Layers that `mlp_only_layers` lists, and all others, have a gated MLP.
     """
-    count, step = len(attentions), integer(hf, "decoder_sparse_step", 1)
+    count, step = len(attentions), integer(hf, "decoder_sparse_step")
     listed = hf.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
         expected = f"a list of layers from 0 to {count - 1}"

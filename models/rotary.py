@@ -29,7 +29,7 @@ def frequencies(
     rotated = config.rotary_dim or config.head_dim
     theta, scaling = config.rope_theta, config.rope_scaling
     if rope == "local":
-        theta, scaling = config.local_rope_theta or theta, None
+        theta, scaling = config.local_rope_theta or theta, config.local_rope_scaling
     if config.scaling_by_length is None:
         lengths = 0
     found = scaled_frequencies(rotated, theta, scaling, lengths)
@@ -103,13 +103,16 @@ def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
 
 def attention_factor(config: DecoderConfig, rope: str) -> float:
     """The factor of rotated queries and keys in layers of a kind."""
-    scaling = config.rope_scaling
-    return scaling.attention_factor if scaling is not None and rope == "global" else 1.0
+    scaling = {"global": config.rope_scaling, "local": config.local_rope_scaling}.get(rope)
+    return 1.0 if scaling is None else scaling.attention_factor
 
 
-def yarn_attention_factor(factor: float) -> float:
-    """The factor of queries and keys for a context that is `factor` times as long."""
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def yarn_attention_factor(factor: float, share: float = 1.0) -> float:
+    """The factor of queries and keys for a context that is `factor` times as long.
+
+    share: how much of YaRN's growth with the context there is (`mscale`).
+    """
+    return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:

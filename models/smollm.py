@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from mpjax.models import config_checks
 from mpjax.models.config import DecoderConfig
 from mpjax.models.config_json import (
-    WHERE,
     common_fields,
     flag,
     integer,
@@ -17,6 +16,7 @@ from mpjax.models.config_json import (
     layer_windows,
     sliding_window,
 )
+from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.llama import llama_layers
 
@@ -24,22 +24,27 @@ from mpjax.models.llama import llama_layers
 class SmolLM3(Decoder):
     """SmolLM3: Llama whose every fourth layer has no rotary embedding."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+        "eos_token_id": 128001,
+    }
+
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `SmolLM3ForCausalLM` config.json."""
-        window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
-        bias = flag(hf, "attention_bias")
+        bias, ropes = flag(hf, "attention_bias"), _ropes(hf)
         layers = llama_layers(
-            layer_windows(hf, window) if window else (None,) * layer_count(hf),
+            _windows(hf, ropes),
             integer(hf, "intermediate_size"),
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=flag(hf, "mlp_bias"),
         )
-        ropes = _ropes(hf)
-        hf = {"tie_word_embeddings": True, "rope_theta": 2e6, **hf}
         return DecoderConfig(
-            **common_fields(hf),
+            **common_fields(hf, theta=2e6),
             layers=tuple(
                 dataclasses.replace(
                     layer, attention=dataclasses.replace(layer.attention, rope=rope)
@@ -49,9 +54,25 @@ class SmolLM3(Decoder):
         )
 
 
+def _windows(hf: Mapping[str, Any], ropes: Sequence[str]) -> tuple[int | None, ...]:
+    """The window of each layer: by `layer_types`; without it, layers that have no rotation.
+
+    Raises ConfigError for layers with a window in a file whose use_sliding_window is not true.
+    """
+    is_used = flag(hf, "use_sliding_window")
+    window = sliding_window(hf)
+    if hf.get("layer_types"):
+        windows = layer_windows(hf, window)
+        if not is_used and any(windows):
+            expected = "true, since layer_types lists sliding_attention"
+            config_checks.refuse(WHERE, "use_sliding_window", False, expected)
+        return windows
+    return tuple(window if is_used and rope == "none" else None for rope in ropes)
+
+
 def _ropes(hf: Mapping[str, Any]) -> list[str]:
     """The rotary embedding of each layer: `no_rope_layers` has 0 for those without one."""
-    layers, every = layer_count(hf), integer(hf, "no_rope_layer_interval", 4)
+    layers, every = layer_count(hf), integer(hf, "no_rope_layer_interval")
     listed = hf.get("no_rope_layers")
     if listed is None:
         listed = [int((index + 1) % every != 0) for index in range(layers)]

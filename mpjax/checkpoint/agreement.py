@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mpjax.checkpoint.plan import Plan
 from mpjax.checkpoint.schemes.base import Scheme
@@ -48,6 +49,22 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
         f"precision is {precision}, but {folder} is {scheme.article} {scheme.title} checkpoint of "
         f"{found} that can't be quantised again: ask for {names(scheme, precision.kv)}, or load a "
         "16-bit checkpoint"
+    )
+
+
+def warn_of_plain(folder: Path, written: Mapping[str, Any] | None) -> None:
+    """Warns that the `quantization_config` of a checkpoint without quantised tensors is ignored.
+
+    written: the object in config.json, if there is one.
+    """
+    if written is None:
+        return
+    method = written.get("quant_method", written.get("method", written.get("quant_algo")))
+    warnings.warn(
+        f"{folder}: config.json has a quantization_config ({method!r:.80}), and no tensor is "
+        "quantised: it is ignored, and the weights are taken as they are; remove it, or take the "
+        "quantised checkpoint",
+        stacklevel=2,
     )
 
 

@@ -80,8 +80,9 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
     decoder, config = decoder_config(source.path, hf)
     checkpoint, config = settle(split_experts(source.open(), decoder), decoder, config, hf)
     scheme = source.read_scheme(hf)
-    # The tensors decide, also where config.json has a quantization_config.
-    scheme = scheme if is_quantized(checkpoint) else None
+    if not is_quantized(checkpoint):  # the tensors decide
+        agreement.warn_of_plain(source.path, hf.get("quantization_config"))
+        scheme = None
     return Opened(source.path, decoder, config, checkpoint, scheme)
 
 

@@ -14,7 +14,11 @@ HALVES = ("attention", "mlp")
 # Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
 TOLD_ELSEWHERE = ("packed_tables",)
 # Fields that are left out where they have their defaults, as in files older than the field.
-RARE: Mapping[type, tuple[str, ...]] = {MLPSpec: ("hadamard",)}
+RARE: Mapping[type, tuple[str, ...]] = {
+    DecoderConfig: ("local_rope_scaling",),
+    MLPSpec: ("hadamard",),
+}
+SCALINGS = ("rope_scaling", "local_rope_scaling")
 # Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
 # Fields that version 5 lacks, in which every model has their defaults.
@@ -40,7 +44,7 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
         | {"norms": layer.norms}
         for layer in config.layers
     ]
-    written = dataclasses.asdict(config) | {"layers": layers}
+    written = _fields(config) | {"layers": layers}
     return {name: value for name, value in written.items() if name not in TOLD_ELSEWHERE}
 
 
@@ -57,10 +61,11 @@ def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -
         "layers": tuple(_parse_layer(i, layer, kinds) for i, layer in enumerate(layers)),
         "stop_ids": tuple(get(written, "stop_ids", list)),
     }
-    if written["rope_scaling"] is not None:
-        scaling = get(written, "rope_scaling", dict)
-        _require_fields("rope_scaling", scaling, RopeScaling)
-        values["rope_scaling"] = RopeScaling(**scaling)
+    for name in SCALINGS:
+        if written.get(name) is not None:
+            scaling = get(written, name, dict)
+            _require_fields(name, scaling, RopeScaling)
+            values[name] = RopeScaling(**scaling)
     return DecoderConfig(**values)
 
 
@@ -133,7 +138,7 @@ def _halves(layer: LayerSpec) -> list[tuple[str, SublayerSpec]]:
     return [(half, getattr(layer, half)) for half in HALVES]
 
 
-def _fields(spec: SublayerSpec) -> dict[str, Any]:
+def _fields(spec: DecoderConfig | SublayerSpec) -> dict[str, Any]:
     values = dataclasses.asdict(spec)
     for field in dataclasses.fields(spec):
         if _is_rare(type(spec), field.name) and values[field.name] == field.default:

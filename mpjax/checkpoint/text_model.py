@@ -35,7 +35,10 @@ TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": TextModel("MistralForCausalLM", "mistral", {}),
 }
 # Keys of the whole that count, whatever the text model has, since writers keep them up to date.
-OF_THE_WHOLE = ("torch_dtype", "dtype", "eos_token_id", "quantization_config")
+OF_THE_WHOLE = (
+    *("torch_dtype", "dtype", "eos_token_id", "quantization_config"),
+    "tie_word_embeddings",
+)
 _NAME = re.compile(r"language_model\.(model\.|lm_head\.)|model\.language_model\.")
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 

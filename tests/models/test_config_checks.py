@@ -72,6 +72,15 @@ def swapped(layer: Any) -> Any:
             "rope_theta is 1.0: expected another number than 1 with YaRN",
         ),
         (
+            {"local_rope_scaling": RopeScaling("yarn", 2.0), "local_rope_theta": 1.0},
+            "local_rope_theta is 1.0: expected another number than 1 with YaRN",
+        ),
+        ({"local_rope_scaling": RopeScaling("ntk", 2.0)}, "local_rope_scaling: kind is 'ntk'"),
+        (
+            {"local_rope_scaling": RopeScaling("dynamic", 2.0, original_context=64)},
+            "local_rope_scaling: kind is 'dynamic': expected linear, llama3 or yarn",
+        ),
+        (
             {"rope_scaling": RopeScaling("dynamic", 2.0), "rotary_dim": 2},
             "rotary_dim is 2: expected 4 or more with dynamic scaling",
         ),

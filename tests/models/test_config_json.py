@@ -111,7 +111,7 @@ def test_other_spellings(change, field, expected):
     ],
 )
 def test_defaults_are_those_of_the_file_format(key, field, expected):
-    assert common_fields(without(key))[field] == expected
+    assert getattr(Llama.config_from_hf(without(key)), field) == expected
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_the_context_grows_with_linear_scaling(key, scaling, positions):
 
 def test_a_context_without_a_length_is_that_of_the_file_format():
     hf = without("max_position_embeddings") | {"rope_scaling": {"type": "linear", "factor": 2}}
-    assert common_fields(hf)["max_position_embeddings"] == 4096
+    assert Llama.config_from_hf(hf).max_position_embeddings == 4096
 
 
 @pytest.mark.parametrize("value", [-64, "64", 64.0, 2**31])
@@ -363,14 +363,13 @@ def test_nothing_is_made_for_each_of_very_many_layers():
 
 
 def test_sliding_windows():
-    assert sliding_window({"sliding_window": 3}, 5) == 3
-    assert sliding_window({"sliding_window": None}, 5) is None
-    assert sliding_window({}, 5) == 5
+    assert sliding_window({"sliding_window": 3}) == 3
+    assert sliding_window({"sliding_window": None}) is None
     assert sliding_window({}) is None
     with pytest.raises(
         ConfigError, match=r"sliding_window is 3\.0: expected a positive integer, or n"
     ):
-        sliding_window({"sliding_window": 3.0}, 5)
+        sliding_window({"sliding_window": 3.0})
 
 
 @pytest.mark.parametrize(
@@ -411,8 +410,9 @@ def test_yarn():
         slow_turns=2.0,
         whole_channels=False,
     )
-    with pytest.raises(ConfigError, match="rotary scaling: mscale is not supported"):
-        common_fields(HF | {"rope_parameters": rope | {"mscale": 1.0}})
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    scaling = common_fields(HF | {"rope_parameters": rope})["rope_scaling"]
+    assert scaling.attention_factor == yarn_attention_factor(4.0) / yarn_attention_factor(4.0, 0.5)
 
 
 def test_numbers_have_a_default():

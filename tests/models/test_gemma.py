@@ -9,10 +9,10 @@ from flax import nnx
 
 from mpjax.models import ConfigError, Gemma, Gemma2, Gemma3, GroupedQuerySpec
 from mpjax.models.config import RopeScaling
-from mpjax.models.gemma import SOFTCAPS
 
 pytestmark = pytest.mark.any_version
 
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 HF = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -36,6 +36,8 @@ def test_gemma():
     assert {layer.norms for layer in config.layers} == {"pre"}
     assert {layer.mlp.activation for layer in config.layers} == {"gelu"}
     assert config.rms_norm_eps == 1e-6
+    biased = Gemma.config_from_hf(HF | {"attention_bias": True}).layers[0].attention
+    assert (biased.qkv_bias, biased.output_bias) == (True, True)
 
 
 def test_gemma_2():
@@ -69,13 +71,27 @@ def test_gemma_3():
     assert newer == Gemma3.config_from_hf(HF | older)
     assert newer.rope_scaling == RopeScaling("linear", 8.0)
     assert newer.max_position_embeddings == 128  # which linear scaling has made already
+    assert newer.local_rope_scaling is None
+    nested["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    scaled = Gemma3.config_from_hf(HF | {"rope_parameters": nested})
+    assert scaled.local_rope_scaling == RopeScaling("linear", 2.0)
 
 
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [
-        (Gemma3, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
-        (Gemma2, {"hidden_activation": "relu"}, "hidden_act is 'relu'; only 'gelu_pytorch_tanh'"),
+        (
+            Gemma3,
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is True: expe",
+        ),
+        (Gemma2, {"hidden_activation": "relu"}, "hidden_activation is 'relu': expected null or"),
+        (Gemma, {"hidden_act": "relu"}, "hidden_act is 'relu': expected null or \"gelu\" or"),
+        (
+            Gemma3,
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_parameters is .*: expected an obj",
+        ),
         (Gemma2, {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1: expected a pos"),
         (Gemma2, {"layer_types": ["full_attention"]}, "layer_types must list 6 of"),
     ],

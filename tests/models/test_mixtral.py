@@ -30,6 +30,8 @@ def test_layers_have_experts():
     experts = ExpertsSpec(14336, num_experts=8, experts_per_token=2)
     assert config.layers == (LayerSpec(GroupedQuerySpec(), experts),) * 32
     assert Mixtral.config_from_hf(MIXTRAL | {"sliding_window": 512}).windows == (512,) * 32
+    named = Mixtral.config_from_hf(MIXTRAL | {"num_experts": 4, "num_local_experts": None})
+    assert named.layers[0].mlp.num_experts == 4
 
 
 def test_names_are_those_of_the_files():

@@ -98,6 +98,11 @@ def test_kinds_of_layers():
     np.testing.assert_array_equal(frequencies(config, "none"), np.zeros(8))
     np.testing.assert_array_equal(frequencies(config)[:4], scaled_frequencies(8, 1e6, scaling))
     assert [attention_factor(config, rope) for rope in ("global", "local")] == [1.5, 1.0]
+    local = RopeScaling("longrope", 2.0, 1, 4, 8, 1.2, short_factors=[2] * 4, long_factors=[3] * 4)
+    config = dataclasses.replace(config, local_rope_scaling=local)
+    np.testing.assert_allclose(frequencies(config, "local")[:4], plain / 2)
+    factors = [attention_factor(config, rope) for rope in ("global", "local", "none")]
+    assert factors == [1.5, 1.2, 1.0]
     cosines, sines = turn(jnp.zeros((2, 8)), 8, 1.5)
     np.testing.assert_array_equal(cosines, [[1.5] * 4 + [1] * 4] * 2)
     np.testing.assert_array_equal(sines, 0)

@@ -42,6 +42,18 @@ def test_layers_are_listed():
     assert config.windows == (16, None) * 4
 
 
+def test_without_a_list_layers_without_a_rotation_have_the_window():
+    used = HF | {"use_sliding_window": True}
+    assert SmolLM3.config_from_hf(used).windows == (None, None, None, 16) * 2
+    listed = SmolLM3.config_from_hf(used | {"no_rope_layers": [0, 1] * 4})
+    assert listed.windows == (16, None) * 4
+    windows = ["sliding_attention", "full_attention"] * 4
+    with pytest.raises(
+        ConfigError, match="use_sliding_window is False: expected true, since layer"
+    ):
+        SmolLM3.config_from_hf(HF | {"layer_types": windows})
+
+
 @pytest.mark.parametrize("listed", [[1, 0], [2] * 8, "1" * 8])
 def test_lists_that_are_refused(listed):
     with pytest.raises(ConfigError, match=r"no_rope_layers is .*: expected a list of 8 of 0 and 1"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import mixtures, rotary
+from mpjax.checkpoint.gguf import known_keys, mixtures, rotary
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -103,28 +103,40 @@ PHI_NAMES = {
     **{k: v for k, v in NAMES.items() if k not in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
     **{"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
+# Numbers of channels that are those of a head.
+OF_WHOLE_HEADS = (
+    *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
+    *("rope.dimension_count", "rope.dimension_count_swa"),
+)
 # The layers of Gemma's 27B models, whose scores are not scaled by 1 / √(head dim).
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     name = metadata.text("general.architecture")
-    found: dict[str, Any] = {"head_dim": metadata.whole(f"{name}.attention.key_length", 256)}
-    window = metadata.whole(f"{name}.attention.sliding_window", None)
-    found["query_pre_attn_scalar"] = found["head_dim"]
+    heads, hidden = (
+        metadata.whole(f"{name}.{key}") for key in ("attention.head_count", "embedding_length")
+    )
+    size = metadata.whole(f"{name}.attention.key_length", hidden // max(heads, 1))
     if metadata.whole(f"{name}.block_count") == GEMMA_27B.get(name):
-        hidden = metadata.whole(f"{name}.embedding_length")
-        found["query_pre_attn_scalar"] = hidden / metadata.whole(f"{name}.attention.head_count")
+        size = hidden / max(heads, 1)
+    found: dict[str, Any] = {"query_pre_attn_scalar": size}
+    if name == "gemma":
+        return {}
     optional = {
-        "sliding_window": window,
-        "attn_logit_softcapping": metadata.number(f"{name}.attn_logit_softcapping", None),
+        "sliding_window": metadata.whole(
+            f"{name}.attention.sliding_window", 0 if name == "gemma3" else None
+        ),
         "final_logit_softcapping": metadata.number(f"{name}.final_logit_softcapping", None),
     }
     if name == "gemma3":
         theta = metadata.number(f"{name}.rope.freq_base_swa", 10000.0)
         every = metadata.whole(f"{name}.attention.sliding_window_pattern", 6)
         found |= {"rope_local_base_freq": theta, "sliding_window_pattern": every}
-    return found | {key: value for key, value in optional.items() if value is not None}
+    else:
+        optional["attn_logit_softcapping"] = metadata.number(f"{name}.attn_logit_softcapping", None)
+    # 0 is no window and no cap, which config.json has null for.
+    return found | {key: value or None for key, value in optional.items() if value is not None}
 
 
 def _granite(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -134,6 +146,11 @@ def _granite(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
+    if not metadata.flag("granite.rope.scaling.finetuned", True):
+        raise CheckpointError(
+            f"{metadata.path}: granite.rope.scaling.finetuned is false, by which llama.cpp knows a "
+            "Granite without a rotary embedding: expected true"
+        )
     return _biases(metadata, tensors) | {
         key: metadata.number(f"granite.{written}") for key, written in keys.items()
     }
@@ -241,14 +258,16 @@ def read_config(
         "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
-    if (size := metadata.whole(f"{name}.attention.key_length", None)) is not None:
-        config["head_dim"] = size
-    config |= rotary.read(metadata, name, factors) | architecture.more(metadata, tensors)
-    whole = config.get("head_dim", config["hidden_size"] // max(heads, 1))
-    rotated = metadata.whole(f"{name}.rope.dimension_count", whole)
-    if rotated != whole and "partial_rotary_factor" not in config:
-        raise CheckpointError(
-            f"{metadata.path}: {name}.rope.dimension_count is {rotated}: expected {whole}, the "
-            "channels of a head, which this architecture rotates as a whole"
-        )
+    whole = metadata.whole(f"{name}.attention.key_length", config["hidden_size"] // max(heads, 1))
+    config |= {"head_dim": whole} | rotary.read(metadata, name, factors)
+    config |= architecture.more(metadata, tensors)
+    for key in OF_WHOLE_HEADS:
+        if (found := metadata.whole(f"{name}.{key}", whole)) != whole and (
+            key != "rope.dimension_count" or "partial_rotary_factor" not in config
+        ):
+            raise CheckpointError(
+                f"{metadata.path}: {name}.{key} is {found}: expected {whole}, the channels of a "
+                "head, which are the same everywhere in this architecture"
+            )
+    known_keys.require_known(metadata, name)
     return config

@@ -18,12 +18,16 @@ class Metadata:
 
     A default of None makes a method return None; without one, a missing key is an error. All
     raise CheckpointError for a value of another type.
+
+    taken: the keys that were asked for.
     """
 
     path: Path
     values: Mapping[str, Any]
+    taken: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def _get(self, key: str, expected: str, default: Any) -> Any:
+        self.taken.add(key)
         if key in self.values:
             return self.values[key]
         if default is ...:

@@ -91,11 +91,17 @@ def qwen_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, An
     llama.cpp divides the weights of a token's experts by their sum in the latter alone.
     """
     name = metadata.text("general.architecture")
+    key, is_divided = f"{name}.expert_weights_norm", name == "qwen3moe"
+    if metadata.flag(key, is_divided) != is_divided:
+        raise CheckpointError(
+            f"{metadata.path}: {key} is {not is_divided}: expected {is_divided}, with which "
+            "llama.cpp computes this architecture"
+        )
     found = {
         "num_experts": metadata.whole(f"{name}.expert_count"),
         "num_experts_per_tok": metadata.whole(f"{name}.expert_used_count"),
         "moe_intermediate_size": metadata.whole(f"{name}.expert_feed_forward_length"),
-        "norm_topk_prob": name == "qwen3moe",
+        "norm_topk_prob": is_divided,
     }
     shared = metadata.whole(f"{name}.expert_shared_feed_forward_length", 0)
     return found | ({"shared_expert_intermediate_size": shared} if shared else {})

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
+from mpjax.models.rotary import yarn_attention_factor
 
 # The settings of published models of Llama 3.1 and later: files hold only the factors by which
 # frequencies are divided, which follow from these.
@@ -20,37 +21,89 @@ SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 FACTORS = (LLAMA3, SHORT, LONG)  # tensors of numbers by which frequencies are divided
 
 
+KINDS = ("none", "linear", "yarn", "longrope")
+
+
 def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """`rope_theta`, and `rope_scaling` if there is any.
 
     name: of the architecture. factors: float32 arrays by the names in FACTORS. Raises
-    CheckpointError for a kind of scaling that is not read.
+    CheckpointError for a kind of scaling that is not read, and for kinds that a file combines.
     """
-    theta = metadata.number(f"{name}.rope.freq_base", 10000.0)
+    prefix = f"{name}.rope"
+    theta = metadata.number(f"{prefix}.freq_base", 10000.0)
     found: dict[str, Any] = {"rope_theta": theta}
-    kind = metadata.text(f"{name}.rope.scaling.type", "none")
-    if SHORT in factors and LONG in factors:
-        return found | _longrope(metadata, name, factors)
-    if LLAMA3 in factors:
-        return found | {"rope_scaling": _llama3(metadata, theta, factors[LLAMA3])}
-    if kind == "none":
-        return found
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(
-            f"{metadata.path}: {name}.rope.scaling.type is {kind!r:.80}: expected none, linear or "
-            "yarn"
-        )
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": metadata.number(f"{name}.rope.scaling.factor"),
+    kind, factor = _kind(metadata, prefix)
+    context = metadata.whole(f"{prefix}.scaling.original_context_length", None)
+    turns = {
+        key: metadata.number(f"{prefix}.scaling.yarn_{key}", None)
+        for key in ("beta_fast", "beta_slow")
     }
-    context = metadata.whole(f"{name}.rope.scaling.original_context_length", None)
-    if context is not None:
-        scaling["original_max_position_embeddings"] = context
+    if factors or kind == "longrope":
+        if kind == "yarn" or factor != 1:
+            raise CheckpointError(
+                f"{metadata.path} has {', '.join(factors)} and {prefix}.scaling.factor {factor} "
+                f"({kind}): expected one kind of scaling; load the model's safetensors checkpoint"
+            )
+        if LLAMA3 not in factors:
+            return found | _longrope(metadata, name, factors)
+    attention = _attention(metadata, prefix, kind)
+    if LLAMA3 in factors:
+        return found | {"rope_scaling": _llama3(metadata, theta, factors)}
+    if kind != "yarn" and factor == 1:
+        return found
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    optional = {
+        "original_max_position_embeddings": context,
+        "attention_factor": None if attention == 1 else attention * yarn_attention_factor(factor),
+        **(turns if kind == "yarn" else {}),
+    }
+    scaling |= {key: value for key, value in optional.items() if value is not None}
     return found | {"rope_scaling": scaling}
 
 
+def _kind(metadata: Metadata, prefix: str) -> tuple[str, float]:
+    """The kind of scaling, and the factor by which the context grows.
+
+    As in llama.cpp, the kind is `linear` where a file names none, an older key of the factor counts
+    where the newer one is missing, and 0 stands for 1.
+    """
+    key = f"{prefix}.scaling.type"
+    kind = metadata.text(key, "linear")
+    if kind not in KINDS:
+        expected = ", ".join(KINDS)
+        raise CheckpointError(f"{metadata.path}: {key} is {kind!r:.80}: expected {expected}")
+    _require_plain_yarn(metadata, prefix, kind)
+    older = metadata.number(f"{prefix}.scale_linear", 0)
+    factor = float(metadata.number(f"{prefix}.scaling.factor", older)) or 1.0
+    return kind, 1.0 if kind == "none" else factor
+
+
+def _attention(metadata: Metadata, prefix: str, kind: str) -> float:
+    """A factor of queries and keys beside YaRN's own."""
+    key = f"{prefix}.scaling.attn_factor"
+    factor = float(metadata.number(key, 1.0))
+    if factor != 1 and kind != "yarn":
+        raise CheckpointError(
+            f"{metadata.path}: {key} is {factor}: expected 1 without YaRN or LongRoPE"
+        )
+    return factor
+
+
+def _require_plain_yarn(metadata: Metadata, prefix: str, kind: str) -> None:
+    """Raises CheckpointError for a share of YaRN's ramp other than all or none, as by the kind."""
+    key, expected = f"{prefix}.scaling.yarn_ext_factor", float(kind == "yarn")
+    share = metadata.number(key, -1)  # below 0, the kind decides
+    if share >= 0 and share != expected:
+        raise CheckpointError(f"{metadata.path}: {key} is {share}: expected {expected} with {kind}")
+
+
 def _longrope(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    if {*factors} != {SHORT, LONG}:
+        raise CheckpointError(
+            f"{metadata.path} has {' and '.join(factors) or 'no factors'} of LongRoPE: expected "
+            f"{SHORT} and {LONG}"
+        )
     context = metadata.whole(f"{name}.rope.scaling.original_context_length")
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
@@ -63,8 +116,13 @@ def _longrope(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) 
     return {"rope_scaling": scaling, "original_max_position_embeddings": context}
 
 
-def _llama3(metadata: Metadata, theta: float, factors: np.ndarray) -> dict[str, Any]:
+def _llama3(metadata: Metadata, theta: float, given: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Llama 3.1's scaling, if it is the one that makes these factors."""
+    if {*given} != {LLAMA3}:
+        raise CheckpointError(
+            f"{metadata.path} has {' and '.join(given)}: expected one kind of rotary factors"
+        )
+    factors = given[LLAMA3]
     dim = 2 * len(factors)
     frequencies = theta ** -(np.arange(0, dim, 2) / dim)
     turns = LLAMA3_CONTEXT * frequencies / (2 * np.pi)

@@ -68,16 +68,18 @@ class GGUFSource(Source):
     def read_config(self) -> dict[str, Any]:
         """The config.json that the metadata stand for."""
         config = architectures.read_config(self.metadata, self.tensors, self._factors())
-        stop_ids = vocabulary.read_stop_ids(self.metadata)
-        return config | ({"eos_token_id": stop_ids} if stop_ids else {})
+        return config | {"eos_token_id": vocabulary.read_stop_ids(self.metadata) or None}
 
     def _factors(self) -> dict[str, np.ndarray]:
         """The numbers by which rotary frequencies are divided, where the file has them."""
         infos = {
             name: _info(tensor, name, self.path)
             for name, tensor in self.header.tensors.items()
-            if name in FACTORS and tensor.type.dtype is not None
+            if name in FACTORS
         }
+        for name in infos:
+            if (kind := self.header.tensors[name].type).dtype is None:
+                raise CheckpointError(f"{self.path}: {name} is {kind.name}: expected F32 or F16")
         held = Checkpoint(self.path, infos)
         return {name: held.read(name).astype(np.float32).reshape(-1) for name in infos}
 

@@ -68,12 +68,16 @@ def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
             "nor GPTQ (equal columns); other layouts can't be read"
         )
     given = f"says quant_method {method!r}" if method else "has no quantization_config"
-    title = "AWQ gemv" if found == "gemv" else found.upper()
-    key = "version" if found == "gemv" else "quant_method"
+    title, key, value = found.upper(), "quant_method", str(found)
+    if method == "awq" and found != "gptq":  # layouts of one method
+        given += " with another version"
+    if found == "gemv" or method == found == "awq":
+        value = "gemm" if found == "awq" else found
+        title, key = f"AWQ {value}", "version"
     raise CheckpointError(
         f"{name}: config.json {given}, but the tensors are packed as {title} ({layout}); "
         f"put the quantization_config of the {title} checkpoint in config.json, with "
-        f'"{key}": "{found}"'
+        f'"{key}": "{value}"'
     )
 
 

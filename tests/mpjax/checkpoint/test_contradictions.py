@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     FP8_SIZES,
     GPTQ,
     compressed_fp8,
+    compressed_integers,
     linear_shapes,
     pack_module_fp8,
     pack_random,
@@ -31,6 +34,14 @@ CHANNEL, TENSOR, BLOCK = (
 METHODS = {None: None, "awq": AWQ, "gptq": GPTQ, "gptq8": GPTQ | {"bits": 8}, "fp8": FP8}
 METHODS |= {"channel": CHANNEL, "tensor": TENSOR, "block": BLOCK}
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+
+NF4 = {"bnb_4bit_quant_type": "nf4"}
+
+
+def ignoring(is_said):
+    """The warning of a quantization_config beside plain tensors, if it is expected."""
+    message = "no tensor is quantised: it is ignored"
+    return pytest.warns(UserWarning, match=message) if is_said else contextlib.nullcontext()
 
 
 def write(folder, rng, stored, said, model="llama"):
@@ -93,6 +104,7 @@ REFUSED = [
     ("awq", quantized("awq", group_size=-1), r"q_proj.qzeros is .* \[1, 8\], by group_size -1 in"),
     ("awq", quantized("awq", group_size=48), "has 64 input channels: .* multiple of .* 48"),
     ("awq", quantized("awq", zero_point=False), r"q_proj.qzeros has zero .* \(zero_point: false\)"),
+    ("awq", quantized("awq", version="gemv"), r"with another version, .* AWQ gemm .*: \"gemm\"$"),
     ("awq", quantized("gptq"), "quant_method 'gptq', but the tensors are packed as AWQ"),
     ("awq", quantized("fp8"), "quant_method 'fp8', but the tensors are packed as AWQ"),
     ("awq", {"quantization_config": None}, "no quantization_config, but .* packed as AWQ"),
@@ -148,16 +160,36 @@ RIGHT = [
 @pytest.mark.parametrize(("stored", "said", "precision"), RIGHT)
 def test_right(stored, said, precision, tmp_path, rng):
     tensors, weights = write(tmp_path, rng, stored, said)
-    lm = mpjax.load(tmp_path)
+    with ignoring(stored is None):
+        lm = mpjax.load(tmp_path)
     assert lm.precision == precision
     require_weights(lm.model, tensors, weights)
-    assert info.inspect(tmp_path).describe() == lm.describe()
+    with ignoring(stored is None):
+        assert info.inspect(tmp_path).describe() == lm.describe()
 
 
 def test_plain_tensors_are_quantised_whatever_config_json_calls_them(tmp_path, rng):
     for said in ("awq", "fp8", None):
         write(tmp_path, rng, None, {"quantization_config": METHODS[said]})
-        assert mpjax.load(tmp_path, precision="W8g64A16KV8").precision == "W8g64A16KV8"
+        with ignoring(said):
+            lm = mpjax.load(tmp_path, precision="W8g64A16KV8")
+        assert lm.precision == "W8g64A16KV8"
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, **NF4}, "bitsandbytes"),
+        (compressed_integers(), "compressed-tensors"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}, "auto-round"),
+    ],
+)
+def test_what_config_json_says_of_plain_tensors_is_named(written, name, tmp_path, rng):
+    write(tmp_path, rng, None, {"quantization_config": written})
+    said = rf"{tmp_path}: config.json has a quantization_config \('{name}'\), and no tensor is quan"
+    with pytest.warns(UserWarning, match=said):
+        assert mpjax.load(tmp_path).precision == "W16A16KV16"
 
 
 @pytest.mark.parametrize("stored", [None, "gptq", "fp8"])

@@ -96,6 +96,13 @@ def test_what_version_6_adds_comes_back():
     assert from_json(json.loads(json.dumps(to_json(config))), Decoder.specs) == config
 
 
+def test_a_local_scaling_is_written_where_there_is_one():
+    scaling = RopeScaling("yarn", 4.0)
+    config = dataclasses.replace(CONFIG, local_rope_theta=100.0, local_rope_scaling=scaling)
+    assert from_json(json.loads(json.dumps(to_json(config))), Decoder.specs) == config
+    assert "local_rope_scaling" not in to_json(CONFIG)
+
+
 def test_version_5_is_read():
     written = json.loads(json.dumps(to_json(CONFIG)))
     for where, kind in (

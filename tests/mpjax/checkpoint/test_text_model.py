@@ -79,6 +79,18 @@ def test_patterns_match_names_in_files(pattern, expected):
     assert matches(re.compile(pattern), "model.layers.1.mlp.up_proj") is expected
 
 
+@pytest.mark.parametrize("inner", [{}, {"tie_word_embeddings": False}])
+def test_the_whole_says_whether_the_head_is_tied(inner, tmp_path, rng):
+    tied = MISTRAL | {"tie_word_embeddings": True}
+    tensors = random_tensors(tied, rng)
+    text = {k: v for k, v in WHOLE["text_config"].items() if k != "tie_word_embeddings"} | inner
+    hf = WHOLE | {"tie_word_embeddings": True, "text_config": text}
+    named = {older(name): array for name, array in tensors.items()}
+    whole = mpjax.load(write_checkpoint(tmp_path / "whole", hf, named))
+    assert whole.config.tie_word_embeddings
+    require_same_bits(whole, mpjax.load(write_checkpoint(tmp_path / "alone", tied, tensors)))
+
+
 def test_keys_that_gemma_3_leaves_out():
     written = {"hidden_size": 2560, "num_hidden_layers": 34, "model_type": "gemma3_text"}
     hf = {

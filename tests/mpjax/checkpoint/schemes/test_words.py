@@ -67,6 +67,18 @@ def test_check_packing_accepts_what_the_config_says():
         (specs(512, 4096), None, "no quantization_config, but.* packed as GPTQ"),
         (specs(512, 4096), "fp8", "says quant_method 'fp8', but.* packed as GPTQ"),
         (specs(4096, 100), None, "neither AWQ gemm"),
+        (
+            specs(4096, 512),
+            "awq",
+            "says quant_method 'awq' with another version, but the tensors are packed as AWQ gemm "
+            r'.*, with "version": "gemm"$',
+        ),
+        (
+            {**specs(4096, 512), "scales": jax.ShapeDtypeStruct((4096, 32), jnp.float16)}
+            | {"qzeros": jax.ShapeDtypeStruct((4096, 4), jnp.int32)},
+            "awq",
+            '\'awq\' with another version, .* packed as AWQ gemv .*, with "version": "gemv"$',
+        ),
     ],
 )
 def test_refuse_packing(tensors, method, message):

@@ -1,0 +1,53 @@
+"""Keys of config.json that files may leave out, and keys of which few values are supported.
+
+Families name what differs from here. The values are those of transformers' configuration classes.
+A key that is neither here, nor named or read by a family, is ignored, as transformers ignores it.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.models import config_checks
+
+WHERE = "config.json"
+DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"per_layer_config": (None, {})})
+# Keys in which null has a meaning; in others it stands for the default.
+NULLABLE = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("eos_token_id", "num_key_value_heads"),
+)
+
+
+def complete(
+    hf: Mapping[str, Any], defaults: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The keys of a config.json with those that it leaves out.
+
+    defaults: of the family, which replace DEFAULTS. A default of `eos_token_id` counts only if the
+        vocabulary has that token.
+    neutral: by key, the values that the family's decoder supports.
+
+    Raises ConfigError for a key with another value than a neutral one.
+    """
+    for key, supported in {**NEUTRAL, **neutral}.items():
+        if (value := hf.get(key)) not in supported:
+            expected = " or ".join(json.dumps(one) for one in supported)
+            config_checks.refuse(WHERE, key, value, f"{expected}, since no other is supported")
+    written = {key: value for key, value in hf.items() if value is not None or key in NULLABLE}
+    found = {**DEFAULTS, **defaults, **written}
+    vocabulary, stop = found.get("vocab_size"), defaults.get("eos_token_id")
+    if "eos_token_id" not in written and stop and type(vocabulary) is int and stop >= vocabulary:
+        del found["eos_token_id"]
+    return found

@@ -1,0 +1,94 @@
+"""Keys that files leave out, against the defaults of transformers' configuration classes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpjax.models import FAMILIES, ConfigError
+from mpjax.models.config_keys import DEFAULTS, complete
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.any_version
+
+# Keys without a default here: a file has to have them.
+NEEDED = {
+    "vocab_size": 300_000,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+}
+EXPERTS = {"moe_intermediate_size": 256}
+NEEDED_BY = {
+    "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 512},
+    "Qwen3MoeForCausalLM": EXPERTS,
+}
+# Keys by which others count.
+SWITCHES: list[dict] = [
+    {},
+    {"use_sliding_window": True},
+    {
+        "head_dim": 64,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1] * 32,
+            "long_factor": [2] * 32,
+        },
+    },
+]
+
+
+def needed(architecture: str) -> dict:
+    return NEEDED | NEEDED_BY.get(architecture, {})
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_defaults_are_those_of_transformers(architecture):
+    name = {"Gemma3ForCausalLM": "Gemma3Text"}.get(architecture)
+    kind = getattr(transformers, f"{name or architecture.removesuffix('ForCausalLM')}Config")
+    family = FAMILIES[architecture]
+    for switches in SWITCHES:
+        bare = needed(architecture) | switches
+        full = kind(**bare).to_dict()
+        assert family.config_from_hf(bare) == family.config_from_hf(full), switches
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_keys_without_a_default_are_asked_for(architecture):
+    bare = needed(architecture)
+    for key in bare:
+        if key == "intermediate_size" and "Moe" in architecture:  # of layers without experts
+            continue
+        with pytest.raises(ConfigError, match=f"config.json has no '{key}'"):
+            FAMILIES[architecture].config_from_hf({k: v for k, v in bare.items() if k != key})
+
+
+def test_null_stands_for_the_default_but_where_it_means_none():
+    found = complete(
+        {"a": None, "b": None, "sliding_window": None}, {"a": 1, "sliding_window": 2}, {}
+    )
+    assert found == {**DEFAULTS, "a": 1, "sliding_window": None}
+
+
+def test_a_default_stop_token_is_one_of_the_vocabulary():
+    stop = {"eos_token_id": 9}
+    for hf, expected in (
+        ({"vocab_size": 10}, 9),
+        ({"vocab_size": 9}, None),
+        ({"vocab_size": 5} | stop, 9),  # which is refused later
+    ):
+        assert complete(hf, stop, {}).get("eos_token_id") == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [("switch", True, "null or false"), ("per_layer_config", {"0": {}}, "null or {}")],
+)
+def test_other_values_than_neutral_ones_are_refused(key, value, expected):
+    neutral = {"switch": (None, False)}
+    for allowed in ({}, {"switch": False}, {"per_layer_config": {}}):
+        complete(allowed, {}, neutral)
+    with pytest.raises(
+        ConfigError, match=f"^config.json: {key} is .*: expected {expected}, since no"
+    ):
+        complete({key: value}, {}, neutral)

@@ -1,0 +1,135 @@
+"""Every key below an architecture's prefix is used, irrelevant, neutral, or refused by its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpjax.checkpoint.gguf.architectures import ARCHITECTURES
+from mpjax.checkpoint.gguf.known_keys import IRRELEVANT, NEUTRAL, require_known
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.errors import CheckpointError
+from mpjax.models import FAMILIES
+from tests.mpjax.checkpoint.gguf.test_architectures import read
+from tests.mpjax.checkpoint.gguf.write_gguf import llama_metadata
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.any_version
+
+# Keys that the readers here take, with another value than test_architectures.py has.
+TAKEN = {
+    "context_length": 64,
+    "embedding_length": 32,
+    "block_count": 3,
+    "feed_forward_length": 32,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+    "attention.key_length": 8,
+    "attention.layer_norm_rms_epsilon": 0.1,
+    "rope.freq_base": 100.0,
+    "rope.scaling.factor": 2.0,
+    "rope.scale_linear": 2.0,
+}
+OF_ONE = {
+    "gemma2": {
+        "attention.sliding_window": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3": {
+        "attention.sliding_window": 4,
+        "final_logit_softcapping": 2.0,
+        "rope.freq_base_swa": 100.0,
+    },
+    "granite": {
+        "embedding_scale": 3.0,
+        "attention.scale": 3.0,
+        "residual_scale": 3.0,
+        "logit_scale": 3.0,
+    },
+    "phi3": {"attention.sliding_window": 4, "rope.dimension_count": 8},
+}
+
+# Keys that count beside others: test_rotary.py.
+OF_YARN = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
+
+
+def keys() -> list[str]:
+    """All keys of the format below an architecture's prefix."""
+    groups = (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope, gguf.Keys.SSM, gguf.Keys.WKV)
+    found = [value for group in groups for name, value in vars(group).items() if name.isupper()]
+    return [key.removeprefix("{arch}.") for key in found if key.startswith("{arch}.")]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_key_of_the_format_is_used_or_refused(name):
+    before = read(name=name)
+    family = FAMILIES[before["architectures"][0]]
+    built = family.config_from_hf(before)
+    for key in dict.fromkeys([*keys(), *TAKEN]):
+        taken = (TAKEN | OF_ONE.get(name, {})).get(key)
+        value = taken or (True if key == "rope.scaling.finetuned" else 7.0)
+        changes = {f"{name}.{key}": value}
+        if taken is not None:
+            assert family.config_from_hf(read(changes, name=name)) != built, key
+        elif key in (*IRRELEVANT, *OF_YARN):
+            assert read(changes, name=name) == before, key
+        else:
+            with pytest.raises(CheckpointError, match=re.escape(f"{name}.{key}")):
+                read(changes, name=name)
+
+
+@pytest.mark.parametrize("key", [*IRRELEVANT, *NEUTRAL])
+def test_what_changes_nothing_is_accepted(key):
+    for value in NEUTRAL.get(key, ("any text",)):
+        require_known(Metadata(Path("m.gguf"), {f"llama.{key}": value, "qwen2.other": 1}), "llama")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("logit_scale", 0.5, "0 or 1"),
+        ("attention.causal", False, "True"),
+        ("attention.sliding_window", 4096, "0;"),
+        ("attention.sliding_window", np.arange(3), "0;"),
+        ("made_up", "text", "a file without it"),
+    ],
+)
+def test_other_values_are_refused(key, value, expected):
+    metadata = Metadata(Path("m.gguf"), {f"llama.{key}": value})
+    with pytest.raises(
+        CheckpointError, match=rf"m\.gguf: 'llama\.{key}' is .*: expected {expected}"
+    ):
+        require_known(metadata, "llama")
+
+
+def test_olmo_3_is_not_read_as_olmo_2():
+    """Its files have the same architecture, windows, and scaling in some of the layers alone."""
+    with pytest.raises(CheckpointError, match=r"'olmo2\.attention\.sliding_window' is 4096, which"):
+        read({"olmo2.attention.sliding_window": 4096}, name="olmo2")
+
+
+def test_a_granite_without_a_rotary_embedding():
+    with pytest.raises(CheckpointError, match=r"granite\.rope\.scaling\.finetuned is false"):
+        read({"granite.rope.scaling.finetuned": False}, name="granite")
+
+
+def test_gemma_without_windows_and_caps():
+    """llama.cpp has no window in Gemma 3 where a file names none, and 0 for none."""
+    gemma3 = FAMILIES["Gemma3ForCausalLM"].config_from_hf(read(name="gemma3"))
+    assert {layer.attention.rope for layer in gemma3.layers} == {"global"}
+    assert gemma3.windows == (None, None)
+    none = {"gemma2.attn_logit_softcapping": 0.0, "gemma2.final_logit_softcapping": 0.0}
+    gemma2 = FAMILIES["Gemma2ForCausalLM"].config_from_hf(read(none, name="gemma2"))
+    assert (gemma2.logit_softcap, gemma2.layers[0].attention.softcap) == (None, None)
+
+
+def test_the_head_size_is_that_of_the_format():
+    """And not the default of a family's config.json."""
+    values = llama_metadata("qwen3")
+    assert read(name="qwen3")["head_dim"] == values["qwen3.embedding_length"] // 4
+    with pytest.raises(CheckpointError, match=r"qwen3\.attention\.value_length is 8: expected 16"):
+        read({"qwen3.attention.value_length": 8}, name="qwen3")

@@ -19,6 +19,10 @@ class ConfigError(ValueError):
     """A configuration that no class here can build; the message names the key."""
 
 
+# Kinds of rotary scaling that depend on how many tokens a sequence has.
+SCALINGS_BY_LENGTH = ("longrope", "dynamic")
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched to longer contexts than were trained.
@@ -385,7 +389,7 @@ class DecoderConfig:
     def scaling_by_length(self) -> RopeScaling | None:
         """The rotary scaling, if it depends on how many tokens a sequence has; else None."""
         scaling = self.rope_scaling
-        if scaling is None or scaling.kind not in ("longrope", "dynamic"):
+        if scaling is None or scaling.kind not in SCALINGS_BY_LENGTH:
             return None
         return scaling if self.max_position_embeddings > scaling.original_context else None
 

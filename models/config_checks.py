@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.models.config import (
+    SCALINGS_BY_LENGTH,
     AttentionSpec,
     ConfigError,
     DecoderConfig,
@@ -27,8 +28,6 @@ from mpjax.models.config import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
-# Scalings that depend on how many tokens a row has, which only the global rotary embedding follows.
-BY_LENGTH = ("longrope", "dynamic")
 ROPES = ("global", "local", "none")
 NORMS = ("pre", "post", "both")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
@@ -146,7 +145,8 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
         refuse(where, name(field), rotated, "4 or more with dynamic scaling")
     where = f"{where}, {name(f'{kind}rope_scaling')}"
     _check_fields(scaling, where, names)
-    kinds = tuple(k for k in ROPE_SCALINGS if not (kind and k in BY_LENGTH))
+    # Rotary lengths of rows are those of the global rotary embedding.
+    kinds = tuple(k for k in ROPE_SCALINGS if not (kind and k in SCALINGS_BY_LENGTH))
     choice(where, "kind", scaling.kind, kinds)
     pairs = rotated // 2
     for field in ("short_factors", "long_factors"):

@@ -78,7 +78,7 @@ def swapped(layer: Any) -> Any:
         ({"local_rope_scaling": RopeScaling("ntk", 2.0)}, "local_rope_scaling: kind is 'ntk'"),
         (
             {"local_rope_scaling": RopeScaling("dynamic", 2.0, original_context=64)},
-            "local_rope_scaling: kind is 'dynamic': expected linear, llama3 or yarn",
+            "local_rope_scaling: kind is 'dynamic': expected linear or llama3 or yarn",
         ),
         (
             {"rope_scaling": RopeScaling("dynamic", 2.0), "rotary_dim": 2},

@@ -35,8 +35,8 @@ from mpjax.decoding_state import Limits
 from mpjax.engine import filling
 from mpjax.engine.compiled import Programs
 from mpjax.engine.engine import SEQUENCES
-from mpjax.engine.planner import Sizes
 from mpjax.engine.programs import Reading
+from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import EngineState
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B

@@ -56,7 +56,10 @@ def command(
             show_default=False, help="The model's name for clients; its folder's by default."
         ),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 64,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="64, on a CPU 8", help="The most requests at a time."),
+    ] = None,
     cache_memory: options.CacheMemory = None,
     max_tokens: Annotated[
         int | None,
@@ -66,7 +69,7 @@ def command(
             help="The most tokens of a request, its prompt's and new ones.",
         ),
     ] = None,
-    chunk_tokens: options.ChunkTokens = 4096,
+    chunk_tokens: options.UsualChunkTokens = None,
     max_gap: options.MaxGap = None,
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
@@ -142,8 +145,8 @@ def command(
         served = application(engine, name, limits, origins=allow_origin or ())
         url = listening.listen(sockets, host)
         output.note(
-            f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening "
-            f"on {url}"
+            f"{name}: {engine.slots} requests at a time, a cache of {engine.capacity:,} tokens; "
+            f"listening on {url}"
         )
         with short_collections():
             _run(served, sockets)

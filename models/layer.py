@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import ActivationFormat, KVPages, Span, quantize_rows
+from mpjax.kernels.optimized_once import optimized_once
+from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.attention import AttentionModule
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.layers import Projection, RMSNorm, Rounding
@@ -49,14 +52,12 @@ class DecoderLayer(nnx.Module):
         """
         cached = span is not None
         attention: AttentionModule = self.attention
-        mlp: MLP = self.mlp
         format = attention.activations if cached else None
         residual, x = _read(self.attention_norm, terms, residual, format)
         attended, pages = attention.attend(x, angles, pages, span)
-        terms = _written(self.attention_post_norm, attention.terms(attended))
-        reading = mlp.activations if cached else None
-        residual, x = _read(self.mlp_norm, terms, residual, reading)
-        terms = _written(self.mlp_post_norm, mlp.terms(x, quantized=cached))
+        terms, residual = _after_attention(
+            plan_conditions(), self, attended, residual, cached=cached
+        )
         return terms, residual, pages
 
     def inputs(self, hidden: jax.Array, angles: jax.Array) -> tuple[jax.Array, Inputs]:
@@ -111,3 +112,19 @@ def _written(norm: RMSNorm | None, terms: jax.Array) -> jax.Array:
     _, normed = norm.add(terms, None, None)
     assert isinstance(normed, jax.Array)
     return normed[None]
+
+
+@optimized_once("plans", "cached")
+def _after_attention(
+    plans: Hashable, layer: DecoderLayer, attended: Any, residual: jax.Array, *, cached: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The part of a layer behind attention: the next terms and residual stream.
+
+    plans: the conditions that plans depend on. The others are as in the layer's call.
+    """
+    attention: AttentionModule = layer.attention
+    mlp: MLP = layer.mlp
+    terms = _written(layer.attention_post_norm, attention.terms(attended))
+    reading = mlp.activations if cached else None
+    residual, x = _read(layer.mlp_norm, terms, residual, reading)
+    return _written(layer.mlp_post_norm, mlp.terms(x, quantized=cached)), residual

@@ -99,8 +99,14 @@ class Linear(nnx.Module):
         return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim)
 
     def product(self, x: Activations) -> jax.Array:
-        """Product of x and the kernel, without the bias: [..., in] to [..., out]."""
+        """Product of x and the kernel, without the bias: [..., in] to [..., out].
+
+        A float32 kernel multiplies 16-bit x in float32; the product has the dtype of x.
+        """
         kernel: Any = self.kernel.get_value()
+        is_wide = not isinstance(kernel, QuantizedTensor) and kernel.dtype == jnp.float32
+        if is_wide and isinstance(x, jax.Array) and x.dtype in (jnp.bfloat16, jnp.float16):
+            return matmul(x.astype(kernel.dtype), kernel).astype(x.dtype)
         return matmul(x, kernel)
 
     def terms(self, x: Activations) -> jax.Array:

@@ -61,10 +61,10 @@ def _quantize(rows: jax.Array, format: WeightFormat) -> QuantizedTensor:
 def look_up(table: Table, tokens: jax.Array, dtype: str) -> jax.Array:
     """The rows of a table in `dtype`, [..., hidden], at token ids int [...]."""
     if not isinstance(table, Linear):
-        return jnp.take(table.get_value(), tokens, axis=0)
+        return jnp.take(table.get_value(), tokens, axis=0).astype(dtype)
     kernel: Any = table.kernel.get_value()
     if not isinstance(kernel, QuantizedTensor):
-        return jnp.take(kernel.T, tokens, axis=0)
+        return jnp.take(kernel.T, tokens, axis=0).astype(dtype)
     return _rows(kernel, tokens, dtype)
 
 
@@ -78,6 +78,10 @@ def logits(table: Table, hidden: jax.Array) -> jax.Array:
     """The products float32 [..., vocabulary] of hidden states [..., hidden] and a table's rows."""
     if isinstance(table, Linear):
         kernel: Any = table.kernel.get_value()
+        if not isinstance(kernel, QuantizedTensor) and kernel.dtype == jnp.float32:
+            hidden = hidden.astype(kernel.dtype)
         return matmul(hidden, kernel, out_dtype=jnp.float32)
     weight = table.get_value()
+    if weight.dtype == jnp.float32:
+        hidden = hidden.astype(weight.dtype)
     return jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)

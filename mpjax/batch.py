@@ -141,8 +141,9 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     limits = Limits.of(rows, stop_ids, maximum, room)
 
     begin = time.perf_counter()
+    model = lm.for_device
     state = jit_prefill(
-        lm.model,
+        model,
         jnp.asarray(tokens),
         jnp.asarray(lengths),
         lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size),
@@ -163,16 +164,16 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     batch.read()
     yield batch
     if speculate is None:
-        decode = decode_program(lm.model, state)
+        decode = decode_program(model, state)
     else:
-        decode = speculative_program(lm.model, state, speculate)
+        decode = speculative_program(model, state, speculate)
     chunk = CHUNK if watch or stop else max_new_tokens
     while (done := batch.shortest) is not None:
         batch.stop_rows()
         # Only the time of decoding counts, not the caller's time between two chunks.
         begin = time.perf_counter()
         until = min(done + chunk, max_new_tokens)
-        batch.state = decode(lm.model, batch.state, sampling, limits, jnp.int32(until))
+        batch.state = decode(model, batch.state, sampling, limits, jnp.int32(until))
         batch.read()  # waits for the device
         batch.decode_seconds += time.perf_counter() - begin
         yield batch

@@ -13,6 +13,11 @@ def bucket_rows(rows: int) -> int:
     return _bucket(rows, 1, 8)
 
 
+def ladder(least: int, most: int) -> list[int]:
+    """The sizes `least`, and four times as many each, up to `most`, which is the last one."""
+    return [] if least > most else sorted({least, *ladder(4 * least, most), most})
+
+
 def _bucket(size: int, smallest: int, step: int) -> int:
     """The next power of two from `smallest` to `step`, or the next multiple of `step` beyond."""
     if size > step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from flax import nnx
 
 from mpjax.activation_widths import count_blocks, find_share
 from mpjax.generation_config import to_keys
-from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
+from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat, device
 from mpjax.kernels.kv_cache.layout import read_page_size
+from mpjax.memory import GIGABYTE, free_bytes
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
+from mpjax.models.decoded import decoded, decoded_bytes
 from mpjax.precision import Precision, describe_weights
 from mpjax.sampling import Sampling
 from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
+DECODED_SHARE = 0.5  # of the free memory, that decoded weights may take on a CPU
 ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads onto any number"
 PARAMETER_BITS = 32  # of a word, which one group or several share
 
@@ -46,6 +50,9 @@ class LanguageModel:
     source: Path
     page_size: int = 128
     sampling: Sampling | None = None
+    _decoded: dict[str, Any] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_size", read_page_size(self.page_size, self.kv_format))
@@ -61,6 +68,39 @@ class LanguageModel:
     def config(self) -> DecoderConfig:
         """The decoder's configuration."""
         return self.model.config
+
+    @property
+    def for_device(self) -> Decoder:
+        """The model as programs on this device compute with it.
+
+        On a CPU its matrices are decoded to float32 once, as long as the copy takes no more than
+        half of the memory that is available; else each program decodes them again, with a warning.
+        The copy is kept, and made again when an array of `model` is another one. Elsewhere, and for
+        a model that is divided among devices, it is `model` itself.
+        """
+        if device.on_gpu() or self.model.mesh is not None:
+            return self.model
+        arrays = jax.tree.leaves(nnx.state(self.model))
+        kept = self._decoded.get("arrays", [])
+        if len(kept) != len(arrays) or any(a is not b for a, b in zip(kept, arrays, strict=True)):
+            self._decoded.clear()
+            self._decoded.update(arrays=arrays, model=self._decode())
+        found: Decoder = self._decoded["model"]
+        return found
+
+    def _decode(self) -> Decoder:
+        needed, free = decoded_bytes(self.model), free_bytes()
+        if not needed:
+            return self.model
+        if free is None or needed <= DECODED_SHARE * free:
+            return decoded(self.model)
+        warnings.warn(
+            f"the weights would take {needed / GIGABYTE:.1f} GB in float32, more than half of the "
+            f"{free / GIGABYTE:.1f} GB that are free: they stay packed, and each program decodes "
+            "them, which is slow on a CPU",
+            stacklevel=3,
+        )
+        return self.model
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError, which says what to do, for a model without one."""

@@ -71,7 +71,7 @@ def read(
     capacity = -(-longest // chunk) * chunk
     # All batches use these caches: lengths of zero hide an earlier batch's keys and values.
     caches = _create_caches(lms, batch, capacity, chunk)
-    models = tuple(lm.model for lm in lms)
+    models = tuple(lm.for_device for lm in lms)
     found: dict[int, tuple[np.ndarray, ...]] = {}
     console = rich.console.Console(stderr=True, force_terminal=progress or None)
     shown = console.is_terminal if progress is None else progress

@@ -109,6 +109,15 @@ TraceFile = Annotated[
 ChunkTokens = Annotated[
     int, typer.Option("--chunk-tokens", min=1, help="The most tokens of prompts in a program.")
 ]
+UsualChunkTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk-tokens",
+        min=1,
+        show_default="4096, on a CPU 256",
+        help="The most tokens of prompts in a program.",
+    ),
+]
 MaxGap = Annotated[
     float | None,
     typer.Option(

@@ -67,7 +67,10 @@ def command(
             show_default=False, help="The model's name for clients; its folder's by default."
         ),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 64,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="64, on a CPU 8", help="The most requests at a time."),
+    ] = None,
     cache_memory: options.CacheMemory = None,
     max_tokens: Annotated[
         int | None,
@@ -77,7 +80,7 @@ def command(
             help="The most tokens of a request, its prompt's and new ones.",
         ),
     ] = None,
-    chunk_tokens: options.ChunkTokens = 4096,
+    chunk_tokens: options.UsualChunkTokens = None,
     max_gap: options.MaxGap = None,
     ride: Annotated[
         bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
@@ -171,8 +174,8 @@ def command(
         url = listening.listen(sockets, host)
         with _log(log_level, log_json), short_collections():
             logging.getLogger("mpjax.serve").info(
-                f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; "
-                f"listening on {url}"
+                f"{name}: {engine.slots} requests at a time, a cache of {engine.capacity:,} "
+                f"tokens; listening on {url}"
             )
             _run(served, sockets)
     finally:

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,10 @@ from mpjax.decoding import has_warpgroups
 from mpjax.engine import filling
 from mpjax.engine.histories import begin_history
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import NOBODY, Decode, Sizes
+from mpjax.engine.planner import NOBODY, Decode
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
+from mpjax.engine.row import Row
+from mpjax.engine.sizes import Sizes
 from mpjax.engine.speculating import speculate
 from mpjax.engine.state import EngineState
 from mpjax.kernels import device
@@ -115,7 +117,7 @@ class Programs:
 
     Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
     sizes are few: with those for scores, for clearing and for what proposers read there are at most
-    15 programs.
+    15 programs. With fine sizes there are more, of which most are rarely used.
     """
 
     def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
@@ -136,11 +138,15 @@ class Programs:
             parts.add(-(-slots // 2))
         # By whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
-            (True, steps): sorted({1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}),
-            (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
+            (True, steps): limits.row_sizes(
+                slots, {1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}
+            ),
+            (False, 1): limits.row_sizes(slots, {min(2 * FEW_ROWS, slots), slots}),
         }
         if not limits.rides or model.config.rereads_after is not None:
-            self.decoding_sizes.setdefault((True, 1), [slots])
+            self.decoding_sizes.setdefault((True, 1), limits.row_sizes(slots, {slots}))
+        most = limits.sequences
+        self.piece_sizes = sorted({1, most}) if limits.fine else [most]
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._model = _flat(model)
@@ -186,28 +192,33 @@ class Programs:
         return max(1, int(free / (TUNING_COPIES * largest)))
 
     def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
-        """All calls of the model that there are, without rows."""
-        size, pieces = {"slots": slots, "entries": entries}, self._limits.sequences
+        """All calls of the model that there are, without rows; of columns the fewest alone."""
+        columns = self._limits.column_sizes(entries)[0]
+        size, narrow = {"slots": slots}, {"entries": entries, "columns": columns}
         read = functools.partial(
-            filling.reading, [], rows=pieces, by_length=self._is_by_length, **size
+            filling.reading, [], entries=columns, by_length=self._is_by_length, **size
         )
         for (greedy, rides), sizes in self.reading_sizes.items():
             if greedy_only and not greedy:
                 continue
             places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
-            for tokens, rows in itertools.product(sizes, places):
-                reading = read(tokens=tokens)
-                riders = filling.stepping(NOBODY, rows=rows, **size) if rows else None
+            for tokens, rows, pieces in itertools.product(sizes, places, self.piece_sizes):
+                reading = read(tokens=tokens, rows=pieces)
+                riders = None
+                if rows:
+                    riders = filling.stepping(NOBODY, rows=rows, **size, **narrow)
                 yield self._extend_call(reading, riders, greedy=greedy, scored=False)
         for (greedy, steps), sizes in self.decoding_sizes.items():
             if greedy_only and not greedy:
                 continue
             plan = Decode([], steps, greedy, [], self._limits.most_drawn(steps))
             for rows in sizes:
-                yield self._decode_call(filling.stepping(plan, rows=rows, **size), plan)
+                stepping = filling.stepping(plan, rows=rows, **size, **narrow)
+                yield self._decode_call(stepping, plan)
         if not greedy_only:
-            reading = read(tokens=self.scored_size)
-            yield self._extend_call(reading, None, greedy=False, scored=True)
+            for pieces in self.piece_sizes:
+                reading = read(tokens=self.scored_size, rows=pieces)
+                yield self._extend_call(reading, None, greedy=False, scored=True)
 
     def _calls_of_slots(self, state: EngineState) -> Iterator[_Call]:
         """All calls that change a slot between programs of the model, with a slot too high."""
@@ -226,17 +237,19 @@ class Programs:
     ) -> _Call:
         tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
         run, how = _JITTED[extend, self._is_in_turn(tokens + rows)], (greedy, scored)
-        name = (extend, tokens, rows, *how)
+        name = (extend, tokens, rows, *how, *reading.tables.shape)
         options = {"greedy": greedy, "scored": scored}
         return _Call(name, run, self._model, (reading, riders), options)
 
     def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
         rows, how = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
         if self._proposer is None:
-            name, run = (decode, rows, *how.values()), _JITTED[decode, self._is_in_turn(rows)]
+            name = decode, rows, *how.values(), stepping.columns
+            run = _JITTED[decode, self._is_in_turn(rows)]
             return _Call(name, run, self._model, (stepping,), how | {"waits": self._waits})
         in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
-        name, run = (speculate, rows, *how.values()), _JITTED[speculate, in_turn]
+        name = speculate, rows, *how.values(), stepping.columns
+        run = _JITTED[speculate, in_turn]
         return _Call(name, run, self._both, (stepping,), how | {"most": plan.most})
 
     def _begin_call(self, *row: Any) -> _Call:
@@ -277,6 +290,15 @@ class Programs:
         """The number of rows to which rows are padded."""
         sizes = self.decoding_sizes[greedy, steps]
         return next(size for size in sizes if size >= rows)
+
+    def piece_size(self, pieces: int) -> int:
+        """The number of pieces to which pieces are padded."""
+        return next(size for size in self.piece_sizes if size >= pieces)
+
+    def column_size(self, rows: Iterable[Row], entries: int) -> int:
+        """The entries of block tables that are read, of `entries`: those of the rows' pages."""
+        needed = max(len(row.pages) for row in rows)
+        return next(size for size in self._limits.column_sizes(entries) if size >= needed)
 
     def rider_size(self, rows: int, *, greedy: bool, scored: bool) -> int:
         """The number of rows to which rows that ride along are padded; 0 for none."""

@@ -18,13 +18,14 @@ from mpjax.engine import options as checks
 from mpjax.engine.handle import CancelledError, Event, Handle, cancelled_on_error
 from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
-from mpjax.engine.planner import Sizes
 from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
+from mpjax.engine.sizes import Sizes
 from mpjax.engine.turn import Turn
 from mpjax.generation import Generation
+from mpjax.kernels import device
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import Prompt, Prompts, encode, is_single
@@ -46,14 +47,14 @@ class Engine:
                 print(piece, end="")
 
     lm: the model, with its KV format and page size.
-    slots: the most requests that run at once; others wait.
-    cache_memory: of the cache: bytes, or a share of what is free (by default 0.9). There is never
-        more than all slots can fill; `capacity` says how many tokens it holds.
+    slots: the most requests that run at once; others wait. By default 64, and 8 on a CPU.
+    cache_memory: of the cache: bytes, or a share of what is free (by default 0.9, and 0.1 on a
+        CPU). There is never more than all slots can fill; `capacity` says how many tokens it holds.
     max_tokens: the most tokens of a request in the cache, its prompt's and all new ones but the
         last; the model's positions by default. Attention plans for such rows, so a smaller number
         is faster.
     chunk_tokens: the most tokens of prompts that a program reads. It reads so many where there are
-        as many to read, and no row decodes.
+        as many to read, and no row decodes. By default 4096, and 256 on a CPU.
     steps: tokens that are drawn for each row between two returns to the host.
     max_gap: the most seconds that rows which decode wait for prompts: programs read as much as fits
         into them, by the seconds of those before. Where nothing fits, the smallest one runs, of a
@@ -85,10 +86,10 @@ class Engine:
         self,
         lm: LanguageModel,
         *,
-        slots: int = 64,
+        slots: int | None = None,
         cache_memory: float | None = None,
         max_tokens: int | None = None,
-        chunk_tokens: int = 4096,
+        chunk_tokens: int | None = None,
         steps: int = 8,
         max_gap: float | None = None,
         share_prefixes: bool = True,
@@ -99,8 +100,8 @@ class Engine:
         require_type("share_prefixes", share_prefixes, bool)
         require_type("ride", ride, bool)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-        slots = positive_whole("slots", slots)
-        chunk, steps = positive_whole("chunk_tokens", chunk_tokens), positive_whole("steps", steps)
+        slots, chunk = checks.read_sizes(slots, chunk_tokens)
+        steps = positive_whole("steps", steps)
         positions = lm.config.max_position_embeddings
         most = positions if max_tokens is None else positive_whole("max_tokens", max_tokens)
         if most < 2:
@@ -128,6 +129,7 @@ class Engine:
             window=None if None in windows else max(w for w in windows if w is not None),
             rides=ride,
             proposed=0 if proposer is None else proposer.k,
+            fine=not device.on_gpu(),
         )
         beside = state_bytes(proposer, slots, most)
         pages = count_pages(lm, sizes, most, cache_memory, beside)
@@ -146,6 +148,11 @@ class Engine:
         """The number of tokens that the cache holds, of all requests together."""
         sizes = self._runner.planner.sizes
         return (sizes.pages - 1) * sizes.page_size
+
+    @property
+    def slots(self) -> int:
+        """The most requests that run at once."""
+        return self._runner.planner.sizes.slots
 
     @property
     def is_closed(self) -> bool:

@@ -67,8 +67,13 @@ def history(row: Row, tokens: int) -> np.ndarray:
     return found
 
 
-def stepping(plan: Decode, *, rows: int, slots: int, entries: int) -> Stepping:
-    """The arguments that decode; the sizes are as for `reading`."""
+def stepping(
+    plan: Decode, *, rows: int, slots: int, entries: int, columns: int | None = None
+) -> Stepping:
+    """The arguments that decode; the sizes are as for `reading`.
+
+    columns: the entries of block tables that hold all pages of the rows; None for all.
+    """
     own = np.full(rows, slots, np.int32)
     places, pages = np.full(rows, entries, np.int32), np.full(rows, NOWHERE, np.int32)
     for index, (row, new) in enumerate(zip(plan.rows, plan.entries, strict=True)):
@@ -76,4 +81,4 @@ def stepping(plan: Decode, *, rows: int, slots: int, entries: int) -> Stepping:
         own[index] = row.slot
         if new is not None:
             places[index], pages[index] = new
-    return Stepping(own, places, pages)
+    return Stepping(own, places, pages, entries if columns is None else columns)

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax.engine.planner import Sizes, scored_chunk
+from mpjax.engine.sizes import Sizes, scored_chunk
 from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.kernels import device
 from mpjax.language_model import LanguageModel
 from mpjax.memory import free_bytes_on, require_free_on
 
-USUAL_SHARE = 0.9
+# Of what is free. A CPU shares its memory with other processes.
+USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
 
 
 def count_pages(
@@ -23,8 +25,8 @@ def count_pages(
 
     sizes: of the engine, whose pages are not known yet. max_tokens: the most tokens of a request.
     memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
-        USUAL_SHARE; room for what programs compute is left free. There are never more pages than
-        all slots can fill. beside: bytes that the cache has to hold besides.
+        the usual share; room for what programs compute is left free. There are never more pages
+        than all slots can fill. beside: bytes that the cache has to hold besides.
 
     Raises ValueError for another kind of memory, and for one that does not hold a page;
     DeviceMemoryError for more bytes than are free.
@@ -35,7 +37,8 @@ def count_pages(
     each = page_bytes(lm)
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
-    share = USUAL_SHARE if memory is None else float(memory)
+    usual = USUAL_SHARE if device.on_gpu() else USUAL_SHARE_ON_CPU
+    share = usual if memory is None else float(memory)
     if 1 < share < math.inf:
         pages = min(useful, int(share - fixed) // each)
         needed = (fixed + pages * each) * lm.devices

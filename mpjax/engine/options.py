@@ -5,7 +5,26 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+from mpjax.arguments import positive_whole
 from mpjax.engine.state import CANDIDATES
+from mpjax.kernels import device
+
+# Slots and tokens of chunks where the user gives none.
+USUAL_ON_GPU, USUAL_ON_CPU = (64, 4096), (8, 256)
+
+
+def read_sizes(slots: Any, chunk_tokens: Any) -> tuple[int, int]:
+    """The slots and the tokens of a chunk, where None is what suits the device.
+
+    Raises ValueError for what is no positive whole number.
+    """
+    usual = USUAL_ON_GPU if device.on_gpu() else USUAL_ON_CPU
+    given = {"slots": slots, "chunk_tokens": chunk_tokens}
+    found = [
+        default if value is None else positive_whole(name, value)
+        for (name, value), default in zip(given.items(), usual, strict=True)
+    ]
+    return found[0], found[1]
 
 
 class TooLongError(ValueError):

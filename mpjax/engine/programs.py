@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from mpjax.decoding_state import DecodingState, repeat, several
 from mpjax.decoding_step import advance
 from mpjax.engine.drawing import RowRule, candidates, draw, is_end, no_candidates
 from mpjax.engine.histories import extend_histories
+from mpjax.engine.pages import NOWHERE
 from mpjax.engine.state import EngineState, RowSettings
 from mpjax.kernels import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.varlen import tokens_of
@@ -45,7 +47,7 @@ class Reading:
     following: int32 [tokens], the token behind each in its row; 0 where it is not known.
     slots: int32 [pieces], of each piece's row; the number of slots for padding.
     starts, counts: int32 [pieces], the position of each piece's first token, and its tokens.
-    tables: int32 [pieces, pages per sequence], block tables.
+    tables: int32 [pieces, columns], block tables: as many of their entries as hold all pages.
     encoded: int32 [pieces], tokens in encoded blocks already; see Span.
     drawn: int32 [pieces], new tokens of the row that were drawn before.
     is_first: bool [pieces], whether the slot begins with the piece.
@@ -68,18 +70,29 @@ class Reading:
     rotary_lengths: Any = None
 
 
-@_arrays
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slots", "entries", "pages"],
+    meta_fields=["columns"],
+)
+@dataclasses.dataclass(frozen=True)
 class Stepping:
     """Rows to decode, as NumPy's arrays.
 
     slots: int32 [rows]; the number of slots for padding.
     entries, pages: int32 [rows], the entry of each row's block table that gets a page, and the
         page. The entry is beyond the table for rows that get none.
+    columns: the entries of block tables that hold all pages of the rows (static).
     """
 
     slots: Any
     entries: Any
     pages: Any
+    columns: int
+
+    def read(self, tables: jax.Array) -> jax.Array:
+        """The entries of block tables that the rows read, [rows, columns]."""
+        return tables if tables.shape[1] == self.columns else tables[:, : self.columns]
 
 
 @_arrays
@@ -176,7 +189,7 @@ def extend(
     state = dataclasses.replace(
         state,
         layers=cache.layers,
-        tables=put(slots)(state.tables, rows.tables),
+        tables=put(slots)(state.tables, _widened(rows.tables, state.tables.shape[1])),
         lengths=put(slots)(state.lengths, cache.lengths),
         newest=put(slots)(state.newest, drawn),
         counts=put(slots)(state.counts, counts),
@@ -227,7 +240,7 @@ def _stepping_rows(state: EngineState, riders: Stepping) -> _Rows:
         jnp.where(alive, riders.slots, last + 1),
         state.lengths[own],
         alive.astype(jnp.int32),
-        tables[own],
+        riders.read(tables[own]),
         state.counts[own],
         alive,
         *jax.tree.map(lambda x: x[own], (state.settings, state.rotary_lengths)),
@@ -249,6 +262,12 @@ def view(
 def put(slots: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Writes the rows of an array at slots into another; rows of padding have no slot."""
     return lambda target, rows: target.at[slots].set(rows, mode="drop")
+
+
+def _widened(tables: jax.Array, entries: int) -> jax.Array:
+    """Block tables with so many entries, of which those behind the given ones are no pages."""
+    missing = entries - tables.shape[1]
+    return jnp.pad(tables, ((0, 0), (0, missing)), constant_values=NOWHERE) if missing else tables
 
 
 def _see(seen: jax.Array, reading: Reading) -> jax.Array:
@@ -299,22 +318,22 @@ def begin(
 
     Returns also the block tables of all slots, with the rows' new pages, and the rows' settings.
     """
-    slots, columns = stepping.slots, (len(stepping.slots), most + 1)
+    slots, drawn = stepping.slots, (len(stepping.slots), most + 1)
     own = jnp.minimum(slots, len(state.lengths) - 1)
     tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
     settings, rotary_lengths = jax.tree.map(
         lambda x: x[own], (state.settings, state.rotary_lengths)
     )
     loop = DecodingState(
-        cache=view(state, tables[own], state.lengths[own], own, rotary_lengths),
+        cache=view(state, stepping.read(tables[own]), state.lengths[own], own, rotary_lengths),
         keys=row_keys(settings.key_words),
-        tokens=jnp.zeros(columns, jnp.int32).at[:, 0].set(state.newest[own]),
-        logprobs=jnp.zeros(columns, jnp.float32),
+        tokens=jnp.zeros(drawn, jnp.int32).at[:, 0].set(state.newest[own]),
+        logprobs=jnp.zeros(drawn, jnp.float32),
         counts=state.counts[own],
         finished=~state.running[own] | (slots >= len(state.lengths)),
         seen=None if greedy else state.seen[own],
         step=jnp.int32(1),
-        candidates=None if greedy else no_candidates(columns, state.seen.shape[1]),
+        candidates=None if greedy else no_candidates(drawn, state.seen.shape[1]),
     )
     return loop, tables, settings
 

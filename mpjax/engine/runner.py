@@ -15,11 +15,12 @@ from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import NOBODY, Decode, Extend, Piece, Planner, Sizes
+from mpjax.engine.planner import NOBODY, Decode, Extend, Piece, Planner
 from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
 from mpjax.engine.row import Row
+from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError
 from mpjax.language_model import LanguageModel
@@ -45,7 +46,7 @@ class Runner:
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
-        self.programs = Programs(lm.model, sizes, proposer)
+        self.programs = Programs(lm.for_device, sizes, proposer)
         self.clock = Clock()
         self.observer: Callable[[ProgramRun], None] | None = None
         self._dtype = lm.config.dtype
@@ -130,16 +131,23 @@ class Runner:
         greedy = all(row.is_greedy for row in [*riders, *(piece.row for piece in plan.pieces)])
         kind = {"greedy": greedy and not plan.scored, "scored": plan.scored}
         slots, entries = self._state.tables.shape
-        size = {"slots": slots, "entries": entries}
-        pieces, by_length = self.planner.sizes.sequences, self._state.rotary_lengths is not None
+        read = [piece.row for piece in plan.pieces]
+        columns = self.programs.column_size([*read, *riders], entries)
+        pieces = self.programs.piece_size(len(read))
         rows = self.programs.rider_size(len(riders), **kind)
         tokens = self.programs.reading_size(plan.tokens, rows, **kind)
         reading = filling.reading(
-            plan.pieces, tokens=tokens, rows=pieces, by_length=by_length, **size
+            plan.pieces,
+            tokens=tokens,
+            rows=pieces,
+            slots=slots,
+            entries=columns,
+            by_length=self._state.rotary_lengths is not None,
         )
         self._begin_histories(plan.pieces)
         stepping = None
         if rows:
+            size = {"slots": slots, "entries": entries, "columns": columns}
             stepping = filling.stepping(plan.riders or NOBODY, rows=rows, **size)
         begin = self._begin()
         self._state, drawn, scores = self.programs.extend(self._state, reading, stepping, **kind)
@@ -152,7 +160,8 @@ class Runner:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
         slots, entries = self._state.tables.shape
         size = self.programs.decoding_size(len(plan.rows), **kind)
-        stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
+        columns = self.programs.column_size(plan.rows, entries)
+        stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries, columns=columns)
         if self.programs.holds_host and self._pending is not None:
             self._await(self._pending)
         begin = self._begin()

@@ -42,7 +42,7 @@ class Draft(Proposer):
 
     def __init__(self, lm: LanguageModel, k: int = 4) -> None:
         require_type("Draft: lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-        self.model, self.k = lm.model, read_k("Draft", k)
+        self.model, self.k = lm.for_device, read_k("Draft", k)
         self.kv_format, self.page_size = lm.kv_format, lm.page_size
         self.tokenizer: Tokenizer | None = lm.tokenizer
 

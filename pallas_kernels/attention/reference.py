@@ -10,8 +10,10 @@ from mpjax.kernels.kv_cache import hadamard, varlen
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.masks import CAUSAL, Masks
+from mpjax.kernels.optimized_once import optimized_once
 
 
+@optimized_once()
 def attention(
     queries: jax.Array,
     keys: jax.Array,
@@ -57,6 +59,7 @@ def attention(
     return out.reshape(batch, tokens, heads, dim).astype(queries.dtype)
 
 
+@optimized_once("transformed")
 def paged_attention(
     queries: jax.Array,
     pages: KVPages,
@@ -69,7 +72,9 @@ def paged_attention(
     shape, lengths, rows = queries.shape, span.ends, span.residual_pages
     rows = None if rows is None else rows[:, 0]
     block_tables, starts, counts = span.block_tables, span.starts, span.counts
-    if queries.ndim == 3:  # varlen: each token becomes a sequence of one query
+    if queries.ndim == 3 and len(counts) == 1:  # the tokens of one sequence
+        queries = queries[None]
+    elif queries.ndim == 3:  # varlen: each token becomes a sequence of one query
         tokens = varlen.tokens_of(counts, len(queries))
         sequence = tokens.sequence
         rows = sequence if rows is None else rows[sequence]

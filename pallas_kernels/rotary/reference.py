@@ -9,11 +9,13 @@ from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.optimized_once import optimized_once
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.rowwise.reference import rms_norm
 
 
+@optimized_once()
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     """The rotary embedding of x; arguments and result as for api.rotate."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -44,10 +46,19 @@ def rotate_and_append(
     terms: jax.Array, pages: KVPages, span: Span, rotation: Rotation, dtype: jnp.dtype
 ) -> tuple[jax.Array, KVPages]:
     """Queries and pages as api.rotate_and_append returns them, for padded terms."""
-    product = narrow(terms.astype(jnp.float32).sum(0), dtype)
-    query, key, value = split_heads(product, rotation.heads, rotation.norms)
-    query, key = (rotate(x, rotation.cosines, rotation.sines) for x in (query, key))
+    query, key, value = _rotated_heads(terms, rotation, dtype)
     if rotation.transform_queries and pages.format.key_codes.hadamard:
         [transformed] = hadamard.transform_pieces([query], query.shape[-1], dtype)
         query = transformed.astype(dtype)
     return query, kv_cache.append(pages, key, value, span)
+
+
+@optimized_once("dtype")
+def _rotated_heads(
+    terms: jax.Array, rotation: Rotation, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys, normalised and rotated, and values, [batch, tokens, heads, head dim]."""
+    product = narrow(terms.astype(jnp.float32).sum(0), dtype)
+    query, key, value = split_heads(product, rotation.heads, rotation.norms)
+    query, key = (rotate(x, rotation.cosines, rotation.sines) for x in (query, key))
+    return query, key, value

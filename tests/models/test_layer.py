@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
-from mpjax.models import DecoderLayer, Linear
+from mpjax.models import Decoder, DecoderLayer, Linear
 from mpjax.models.layer import _read
 from mpjax.models.layers import Projection
-from tests.models.small import CONFIG, small_model
+from tests.models.small import CONFIG, small_config, small_model
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
 
@@ -67,3 +68,20 @@ def test_layers_of_one_kind_are_alike():
     """So that one program serves them all."""
     graphs = [nnx.split(DecoderLayer(CONFIG, spec, nnx.Rngs(0)))[0] for spec in CONFIG.layers]
     assert graphs[0] == graphs[1]
+
+
+@pytest.mark.skipif(not hasattr(jax, "Inline"), reason="JAX 0.12 has it")
+def test_alike_layers_are_functions_that_a_cpu_compiles_once():
+    """Only products of queries, keys and values, and the writing to pages, repeat."""
+    texts = []
+    for layers in (2, 6):
+        model = Decoder(small_config(windows=(None,) * layers), nnx.Rngs(0))
+        cache = model.create_cache(1, 64, "KV16")
+        step = jax.jit(lambda tokens, cache, model=model: model.step(tokens, tokens[0], cache)[0])
+        texts.append(step.lower(jnp.ones((1, 1), jnp.int32), cache).as_text())
+    few, many = texts
+    for name in ("_after_attention", "paged_attention", "_rotated_heads"):
+        assert few.count(f"func.func private @{name}(") == 1, name
+        assert many.count(f"func.func private @{name}(") == 1, name
+        assert many.count(f"call @{name}(") == 6
+    assert many.count("dot_general") - few.count("dot_general") == 4

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
+from mpjax import language_model
 from mpjax.checkpoint import huggingface
-from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.models import CacheScales
 from mpjax.precision import Precision
@@ -268,3 +270,26 @@ def test_bits_of_a_weight_count_its_scales(tiny_folder, precision, bits):
     """K is 128 everywhere."""
     lm = mpjax.load(tiny_folder, precision=precision, dtype="bfloat16")
     assert lm.bits_per_weight == bits
+
+
+def test_a_cpu_computes_with_a_decoded_copy_while_the_weights_are_the_same(
+    tiny_folder, monkeypatch
+):
+    lm = mpjax.load(tiny_folder, dtype="bfloat16")
+    copy = lm.for_device
+    assert copy is lm.for_device is not lm.model
+    lm.model.norm.weight = nnx.Param(lm.model.norm.weight.get_value() * 2)
+    assert lm.for_device is not copy
+    with device.described_as():
+        assert lm.for_device is lm.model
+    monkeypatch.setattr(language_model, "free_bytes", lambda: 1)
+    lm = dataclasses.replace(lm)
+    with pytest.warns(UserWarning, match="stay packed"):
+        assert lm.for_device is lm.model
+
+
+def test_changed_weights_change_what_is_generated(tiny_folder):
+    lm = mpjax.load(tiny_folder, dtype="bfloat16")
+    before = mpjax.generate(lm, [[1, 2, 3]], max_new_tokens=4).logprobs
+    lm.model.norm.weight = nnx.Param(-lm.model.norm.weight.get_value())
+    assert mpjax.generate(lm, [[1, 2, 3]], max_new_tokens=4).logprobs != before

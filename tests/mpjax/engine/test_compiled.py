@@ -6,7 +6,7 @@ import pytest
 from mpjax import Ngram
 from mpjax.engine import compiled
 from mpjax.engine.compiled import Programs
-from mpjax.engine.planner import Sizes, middle_chunk, small_chunk
+from mpjax.engine.sizes import Sizes, middle_chunk, small_chunk
 from tests.mpjax.engine.conftest import make_engine
 
 pytestmark = pytest.mark.any_version

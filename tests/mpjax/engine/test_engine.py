@@ -134,7 +134,8 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, speculates, tiny):
 
         check()
         numbers = engine.statistics()
-        assert numbers["programs"] <= (7 if speculates else 6)
+        # Of 16 and 64 tokens, of 1 and 4 pieces or rows, and of 4 and 6 entries; and what clears.
+        assert numbers["programs"] <= 13 + speculates
         assert (numbers["proposed_tokens"] > numbers["accepted_tokens"] > 50) == speculates
 
 

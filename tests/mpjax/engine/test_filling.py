@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -50,4 +50,9 @@ def test_rows_that_get_a_page_and_rows_that_get_none():
     assert found.slots.tolist() == [3, 0, 6, 6]
     assert found.entries.tolist() == [1, 8, 8, 8]
     assert found.pages[0] == 2
-    assert all(x.dtype == np.int32 for x in dataclasses.astuple(found))
+    assert all(x.dtype == np.int32 for x in jax.tree.leaves(found))
+    assert found.columns == 8
+    narrow = filling.stepping(plan, rows=4, slots=6, entries=8, columns=4)
+    assert (narrow.entries.tolist(), narrow.columns) == (found.entries.tolist(), 4)
+    tables = np.arange(16).reshape(2, 8)
+    assert narrow.read(tables).tolist() == tables[:, :4].tolist()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpjax.engine import memory
-from mpjax.engine.planner import Sizes
+from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import page_bytes, residual_bytes
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError

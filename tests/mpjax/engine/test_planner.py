@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Decode, Extend, Planner, Sizes, middle_chunk, scored_chunk
+from mpjax.engine.planner import Decode, Extend, Planner
 from mpjax.engine.row import Row
+from mpjax.engine.sizes import Sizes, middle_chunk, scored_chunk
 from tests.mpjax.engine.conftest import require_order
 
 pytestmark = pytest.mark.any_version

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from mpjax.engine.planner import Decode, Extend, Planner, Sizes
+from mpjax.engine.planner import Decode, Extend, Planner
+from mpjax.engine.sizes import Sizes
 from tests.mpjax.engine.test_planner import row
 
 pytestmark = pytest.mark.any_version

@@ -1,0 +1,103 @@
+"""The fixed sizes of an engine, and the sizes to which its programs are padded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from mpjax.buckets import ladder
+
+LEAST_TOKENS = 16  # readings of fewer tokens take as long
+SCORED_TOKENS = 256  # of a program that scores prompts, unless chunks are small or very large
+LEAST_COLUMNS = 4  # entries of the narrowest block tables that a program reads
+
+
+def small_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a small program, which takes as long as a step of decoding."""
+    return max(chunk // 16, min(LEAST_TOKENS, chunk))
+
+
+def middle_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a program of middle size."""
+    return max(chunk // 4, min(LEAST_TOKENS, chunk))
+
+
+def scored_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a program that scores them, since logits take memory."""
+    return max(small_chunk(chunk), min(middle_chunk(chunk), SCORED_TOKENS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The fixed sizes of an engine.
+
+    slots: rows that may run at once. pages: of the cache, with the one that is nowhere.
+    page_size: tokens of a page. block: of the KV format, or None.
+    chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
+    max_gap: the seconds that rows which decode may wait for prompts, inf until all that have a
+        place are read; None for `usual_gap`.
+    steps: decoding steps of a program. proposed: the most tokens that are proposed to a row in a
+    step, 0 without speculation.
+    window: the widest of all layers' windows, or None if a layer has none.
+    rides: whether rows that decode ride along where much of prompts is read; else the two take
+        turns.
+    fine: whether programs have a size for any amount of work, not only for much of it. A GPU reads
+        its weights in about the same time for few rows as for many; on a CPU the time of a program
+        grows with its rows, its tokens and the room of its sequences.
+    """
+
+    slots: int
+    pages: int
+    page_size: int
+    block: int | None = None
+    chunk: int = 4096
+    max_gap: float | None = None
+    sequences: int = 32
+    steps: int = 8
+    window: int | None = None
+    rides: bool = False
+    proposed: int = 0
+    fine: bool = False
+
+    def most_drawn(self, steps: int) -> int:
+        """The most tokens that so many decoding steps draw of a row: at most a page of them."""
+        return min(steps * (1 + self.proposed), self.page_size) if self.proposed else steps
+
+    def least_drawn(self, steps: int) -> int:
+        """The fewest tokens that so many decoding steps draw of a row which goes on."""
+        return 1 if self.proposed else steps
+
+    def reading_sizes(self, *, greedy: bool, scored: bool, riders: bool = False) -> list[int]:
+        """The tokens of prompts to which programs that read are padded, ascending.
+
+        greedy: whether all tokens that are drawn are the likeliest ones. scored: whether prompts
+        are scored. riders: whether there are places for rows that ride along; in programs that
+        draw at random there are, where rows ride, and they may be empty.
+        """
+        small, middle = small_chunk(self.chunk), middle_chunk(self.chunk)
+        if scored:
+            return [scored_chunk(self.chunk)]
+        if self.fine and not self.rides:
+            return ladder(min(LEAST_TOKENS, self.chunk), self.chunk)
+        if not greedy:
+            return sorted({middle, self.chunk})
+        if riders:
+            return [middle]
+        return sorted({small, self.chunk} if self.rides else {small, middle, self.chunk})
+
+    def row_sizes(self, rows: int, usual: Iterable[int]) -> list[int]:
+        """The numbers to which up to `rows` rows are padded, ascending; `usual`: unless fine."""
+        return ladder(1, rows) if self.fine else sorted(usual)
+
+    def column_sizes(self, entries: int) -> list[int]:
+        """The entries of block tables that programs read, ascending; `entries`: that there are."""
+        return ladder(min(LEAST_COLUMNS, entries), entries) if self.fine else [entries]
+
+    @property
+    def unit(self) -> int:
+        """Tokens of the smallest prefix that can be shared: whole pages and whole blocks."""
+        return max(self.page_size, self.block or 1)
+
+    def pages_for(self, tokens: int) -> int:
+        """The number of pages that hold so many tokens."""
+        return -(-tokens // self.page_size)

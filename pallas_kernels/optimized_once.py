@@ -1,0 +1,38 @@
+"""Functions that XLA optimises once for all of their calls, on a CPU.
+
+On a CPU, compiling a model takes longer than many of its steps, and most of that is the repetition
+of alike layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mpjax.kernels import device
+
+
+def optimized_once(*static: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: under `jit` on a CPU, the function is called rather than inlined.
+
+    XLA's passes then see one function in the place of all calls with arguments of the same shapes.
+    A call copies the arguments that it returns changed, so a cache should not be one of them.
+    Arguments are pytrees of arrays, or `static`. On a GPU, and with JAX before 0.12, the function
+    is inlined.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if not hasattr(jax, "Inline"):
+            return function
+        called = jax.jit(function, inline=jax.Inline.XLA_LATE, static_argnames=static)
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **named: Any) -> Any:
+            return (function if device.on_gpu() else called)(*arguments, **named)
+
+        return run
+
+    return decorate

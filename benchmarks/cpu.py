@@ -99,9 +99,10 @@ def load_transformers(path: Path, threads: int) -> Generate:
     import transformers
 
     torch.set_num_threads(threads)
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
 
     def generate(batch: int, tokens: int) -> int:
         encoded = tokenizer([PROMPT] * batch, return_tensors="pt")

@@ -306,8 +306,8 @@ def _append(text: str, tokens: int) -> Call:
 def _cache(text: str, shape: AttentionShape) -> PagedKVCache:
     scales = 1.0 if KVFormat.parse(text).scaling else None
     layout = KVLayout(shape.kv_heads, shape.head_dim, text, page_size=128, dtype="bfloat16")
-    sizes = {"layers": 1, "batch": shape.batch, "max_tokens": shape.context}
-    return jax.eval_shape(lambda: PagedKVCache.create(layout, **sizes, scales=scales))
+    create = functools.partial(PagedKVCache.create, layout, layers=1, scales=scales)
+    return jax.eval_shape(lambda: create(batch=shape.batch, max_tokens=shape.context))
 
 
 def _span(cache: PagedKVCache) -> Span:

@@ -34,7 +34,7 @@ from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
-from mpjax.models.riders import RidersSpan, last_tokens
+from mpjax.models.riders import RidersSpan, last_hidden, last_tokens
 from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from mpjax.models.vocabulary import Vocabulary
 from mpjax.models.window import Window
@@ -231,7 +231,7 @@ class Decoder(nnx.Module):
         angles = self.angles_by_rope(positions, lengths)
         hidden, layers = self._hidden(tokens, angles, cache.layers, span)
         if not every_position:
-            hidden = _last(hidden, counts)
+            hidden = last_hidden(hidden, counts)
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return self._logits(hidden), cache
 
@@ -495,11 +495,3 @@ class Decoder(nnx.Module):
             if (cap := self.config.logit_softcap) is not None:
                 found = cap * jnp.tanh(found / cap)
             return self.vocabulary.mask(found)
-
-
-def _last(hidden: jax.Array, counts: jax.Array) -> jax.Array:
-    """The hidden state of each row's last token, [batch, hidden]; counts: tokens of each row."""
-    if hidden.shape[1] == 1:
-        return hidden[:, 0]
-    last = jnp.maximum(counts - 1, 0)
-    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]

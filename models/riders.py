@@ -91,3 +91,11 @@ def last_tokens(span: Span | RidersSpan, tokens: int) -> jax.Array:
         return ends
     first = tokens - len(span.rows.starts)
     return jnp.concatenate([ends, jnp.arange(first, tokens, dtype=ends.dtype)])
+
+
+def last_hidden(hidden: jax.Array, counts: jax.Array) -> jax.Array:
+    """The hidden state of each row's last token, [batch, hidden]; counts: tokens of each row."""
+    if hidden.shape[1] == 1:
+        return hidden[:, 0]
+    last = jnp.maximum(counts - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]

@@ -31,7 +31,7 @@ def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message)
         engine.submit(**({"prompt": "import"} | arguments))
     assert not engine.has_work
     with pytest.raises(TooLongError):
-        engine.submit([1] * 192, max_new_tokens=1)
+        engine.submit([1] * 193, max_new_tokens=1)
     with pytest.raises(ValueError, match="handle is 3: expected a Handle, as submit returns it"):
         engine.cancel(3)
 

@@ -274,7 +274,7 @@ def test_chats_go_through_the_template(tiny, monkeypatch):
         ("", {}, "prompt 0 is empty"),
         (["x", ""], {}, "prompt 1 is empty"),
         (["x", "import os\n" * 100], {}, "prompt 1 has .* positions"),
-        ("x", {"max_new_tokens": 256}, "prompt 0 has 1 tokens, and with 256 .* 256 positions"),
+        ("x", {"max_new_tokens": 257}, "prompt 0 has 1 tokens, and with 257 .* 256 positions"),
         ("x", {"max_new_tokens": 0}, "at least one new token"),
         (
             "x",

@@ -163,7 +163,7 @@ def test_its_vocabulary_and_positions_are_compared(tiny, model):
         ):
             draft.require(other(size, "x"), 10)
     with pytest.raises(ValueError, match="the draft model has 256 positions"):
-        generate_tokens(model, [[1]], [1], max_new_tokens=256, speculate=draft)
+        generate_tokens(model, [[1]], [1], max_new_tokens=257, speculate=draft)
 
 
 def test_other_arguments_are_refused(tiny):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import mpjax
@@ -23,6 +24,7 @@ from tests.eight_devices import run
 from tests.models.small import small_config, small_model
 from tests.mpjax.engine.conftest import (
     Knowing,
+    damage_what_rows_leave,
     make_engine,
     require_order,
     resize,
@@ -168,14 +170,26 @@ def arrivals(draw):
     prompt += [1 + (text + i) * (i + 3) % 31 for i in range(own)]
     options = {
         "max_new_tokens": draw(st.integers(1, NEW)),
-        "sampling": draw(st.sampled_from([KEEPS_ON, KEEPS_ON, DRAWN])),
+        "sampling": draw(st.sampled_from([KEEPS_ON, KEEPS_ON, DRAWN, REPEATS])),
         "seed": text,
+        "prompt_logprobs": draw(st.sampled_from([False, False, True])),
     }
     cancel = draw(st.sampled_from([*[None] * 9, 0, 2, 5]))
     return prompt, options, draw(st.integers(-1, 1)), draw(st.integers(0, 3)), cancel
 
 
+GAPS = st.sampled_from([math.inf, 1e-9])  # prompts first, or turns
 KEEPS_ON, DRAWN = {"stop_ids": ()}, {"temperature": 1.2}
+# Tokens that were seen are the likeliest by far, so that a wrong one among them is soon drawn.
+REPEATS = {"temperature": 1.2, "repetition_penalty": 0.05, "stop_ids": ()}
+# Rows that need the pages of others: of one whose prompt is read and scored, of one that has drawn.
+CROWDED = [
+    ([5] * 20, {"max_new_tokens": 70, "sampling": KEEPS_ON}, 1, 2, None),
+    ([6] * 20, {"max_new_tokens": 60, "sampling": REPEATS, "seed": 1}, 0, 6, None),
+    (list(range(1, 100)), {"prompt_logprobs": True, "max_new_tokens": 2}, -1, 9, None),
+    ([7] * 10, {"max_new_tokens": 40, "sampling": REPEATS, "seed": 2}, 0, 4, None),
+    ([8] * 10, {"max_new_tokens": 40, "sampling": REPEATS, "seed": 3}, 0, 2, 3),
+]
 
 
 def require_agreement(engine, handles):
@@ -222,12 +236,12 @@ def run_trace(engine, trace):
 
 
 def said_by_itself(engine, prompt, options):
-    """The tokens of a request in an engine without others, and without their pages."""
+    """A request's handle at its end, in an engine without others, and without their pages."""
     resize(engine, pages=25)
     handle = engine.submit(prompt, **options)
     for _ in engine:
         pass
-    return handle.tokens
+    return handle
 
 
 @pytest.mark.parametrize(
@@ -238,24 +252,37 @@ def said_by_itself(engine, prompt, options):
     ],
 )
 def test_any_trace(text, speculates, examples, tiny):
-    """After each step nothing is lost or owned twice; at the end all is said as if alone."""
+    """After each step nothing is lost or owned twice; at the end all is said as if alone.
+
+    In one of them a row is preempted while its prompt is scored, and one after it has drawn.
+    """
     ngram = mpjax.Ngram(k=3, n=1) if speculates else None
+    preempted = []
     with make_engine(tiny, text, speculate=ngram) as engine:
 
         @settings(max_examples=examples)
-        @given(st.lists(arrivals(), min_size=4, max_size=8), st.integers(7, 8))
-        def check(trace, pages):
-            resize(engine, pages=pages)
+        @given(st.lists(arrivals(), min_size=4, max_size=8), st.integers(7, 8), GAPS)
+        @example(CROWDED, 7, 1e-9)
+        def check(trace, pages, gap):
+            resize(engine, pages=pages, max_gap=gap)
+            rows = damage_what_rows_leave(engine)
             handles = run_trace(engine, trace)
+            preempted.extend(rows)
             assert is_clean(engine)
             for (prompt, options, *_, cancel), handle in zip(trace, handles, strict=True):
-                expected = said_by_itself(engine, prompt, options)
+                alone = said_by_itself(engine, prompt, options)
                 if handle.finish_reason == "cancelled":
                     assert cancel is not None
-                    expected = expected[: len(handle.tokens)]
-                assert handle.tokens == expected
+                    assert handle.tokens == alone.tokens[: len(handle.tokens)]
+                    continue
+                assert handle.tokens == alone.tokens
+                if options.get("prompt_logprobs"):
+                    found, wanted = handle.prompt_logprobs, alone.prompt_logprobs
+                    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
 
         check()
+        assert any(row.scored and row.is_reading and row.length for row in preempted)
+        assert any(row.owner.settings.has_penalty and row.drawn > 1 for row in preempted)
 
 
 @pytest.mark.parametrize("tokens", [in_sweep(4000)])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.engine.pages import NOWHERE
+from mpjax.engine.pages import NOWHERE, page_key
 from mpjax.engine.planner import Decode, Extend, Planner, Sizes, middle_chunk, scored_chunk
 from mpjax.engine.row import Row
 from tests.mpjax.engine.conftest import require_order
@@ -35,6 +35,7 @@ class Device:
         self.pending: list = []
         self.finished: list[Row] = []
         self.order: list[Row] = []
+        self.published: set[tuple[int, bytes]] = set()  # pages with keys that were looked at
         self.uncertain: set[tuple[int, int]] = set()  # written by rows that left early
 
     def text(self, row):
@@ -143,7 +144,21 @@ class Device:
         self.read(before)
         require_order(self.planner)
         self.require_clear()
+        self.require_published()
         return plan
+
+    def require_published(self):
+        """Pages that can be found hold the tokens that their key is of."""
+        size = self.sizes.page_size
+        for page, key in self.planner.pool._keys.items() - self.published:
+            self.published.add((page, key))
+            text, expected = self.content[page, size - 1], b""
+            assert [self.content[page, i] for i in range(size)] == [
+                text[: len(text) - size + 1 + i] for i in range(size)
+            ]
+            for at in range(0, len(text), size):
+                expected = page_key(expected, text[at : at + size])
+            assert key == expected
 
     def require_clear(self):
         """No row owns what another has left that may be NaN, but before the next program."""

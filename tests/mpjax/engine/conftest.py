@@ -106,20 +106,23 @@ def require_order(planner: Planner) -> None:
     assert all(row.slot is None and not row.pages for row in planner.waiting)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["texts"], meta_fields=["k"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["texts"], meta_fields=["k", "errs"]
+)
 @dataclasses.dataclass(frozen=True)
 class Knowing(Proposer):
-    """Proposes what a row will say, as one of `texts` has it, or nothing, or a mistake."""
+    """Proposes what a row will say, as one of `texts` has it; if it errs, nothing, or a mistake."""
 
     texts: Any
     k: int = 4
+    errs: bool = True
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]]) -> Knowing:
+    def of(cls, texts: Sequence[Sequence[int]], **options: Any) -> Knowing:
         padded = np.zeros((len(texts), LONGEST + 8), np.int32)
         for row, text in zip(padded, texts, strict=True):
             row[: len(text)] = text
-        return cls(jnp.asarray(padded))
+        return cls(jnp.asarray(padded), **options)
 
     def propose(self, context):
         size = min(self.texts.shape[1], context.history.shape[1])
@@ -128,8 +131,11 @@ class Knowing(Proposer):
         own = self.texts[(same & is_known[:, None]).sum(2).argmax(1)]
         places = context.known[:, None] + jnp.arange(self.k)[None]
         tokens = jnp.take_along_axis(own, jnp.minimum(places, self.texts.shape[1] - 1), 1)
-        tokens = jnp.where(places % 7 == 0, 1 + tokens // 2, tokens)
-        counts = jnp.where(context.known % 5 == 0, 0, context.most)
+        is_wrong, is_silent = (
+            self.errs & (x % n == 0) for x, n in ((places, 7), (context.known, 5))
+        )
+        tokens = jnp.where(is_wrong, 1 + tokens // 2, tokens)
+        counts = jnp.where(is_silent, 0, context.most)
         return Proposal(tokens, counts), context.state.speculation.own
 
 

@@ -20,7 +20,7 @@ from tests.sweeps import in_sweep
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 PROMPTS = ["def f(x):\n    return", "import", "class Stack(list):\n    ", "for i in range(9):"]
-NEW = 30
+NEW = 40
 MIXED = Sampling(
     temperature=[0, 1.2, 0.8, 1.0],
     top_k=[1, 9999, 20, 9999],
@@ -41,13 +41,10 @@ def plain(engine):
 
 @pytest.fixture(scope="module")
 def speculating(tiny, plain):
-    """An engine that is proposed what a plain one says, with mistakes.
-
-    Its programs would draw more than a page of tokens, if they went on to their last step.
-    """
+    """An engine that is proposed what a plain one says, with mistakes."""
     ids = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
     said = [a + b for one in plain for a, b in zip(ids, one.tokens, strict=True)]
-    with make_engine(tiny, page_size=16, steps=8, speculate=Knowing.of(said)) as engine:
+    with make_engine(tiny, speculate=Knowing.of(said)) as engine:
         yield engine
 
 
@@ -76,6 +73,22 @@ def test_tokens_are_those_of_a_plain_engine(speculating, plain):
     check(speculating.generate(PROMPTS, max_new_tokens=NEW, seeds=SEEDS), greedy)
     options = {"max_new_tokens": NEW, "sampling": MIXED, "seeds": SEEDS}
     check(speculating.generate(PROMPTS, **options), drawn)
+
+
+def test_a_program_draws_no_more_than_a_page_of_tokens(tiny, plain):
+    """Steps of eleven tokens, three of which are one more than a page has."""
+    [greedy, _] = plain
+    prompt = tiny.tokenizer.encode(PROMPTS[2])
+    sure = Knowing.of([prompt + greedy.tokens[2]], k=10, errs=False)
+    with make_engine(tiny, slots=1, speculate=sure) as engine:
+        handle, most = engine.submit(prompt, max_new_tokens=NEW), 0
+        while not handle.is_finished:
+            before = len(handle.tokens)
+            engine.step()
+            most = max(most, len(handle.tokens) - before)
+        assert handle.tokens == greedy.tokens[2]
+        assert handle.speculation.accepted == handle.speculation.proposed
+        assert most == 22
 
 
 def test_drawn_tokens_repeat_with_their_seeds(speculating):
@@ -137,7 +150,7 @@ def test_pages_with_accepted_tokens_are_shared(speculating, plain, tiny):
     begun = len(said) - 3
     assert begun > 33 > len(prompt)
     again = speculating.submit(said[:begun], max_new_tokens=3).result()
-    assert (again.tokens, again.shared_tokens) == (said[begun:], begun // 16 * 16)
+    assert (again.tokens, again.shared_tokens) == (said[begun:], begun // 32 * 32)
 
 
 def test_rows_are_counted_in_the_statistics(speculating):

@@ -42,6 +42,13 @@ def resize(engine: Engine, **sizes: Any) -> None:
     runner.planner = Planner(dataclasses.replace(runner.planner.sizes, **sizes))
 
 
+def is_clean(engine: Engine) -> bool:
+    """Whether nothing is left of earlier requests but pages that are kept for their content."""
+    numbers = engine.statistics()
+    names = ("running", "waiting")
+    return numbers["free_pages"] == numbers["pages"] and not any(numbers[n] for n in names)
+
+
 def damage_what_rows_leave(engine: Engine) -> list[Row]:
     """Has rows that are cancelled or preempted leave NaN behind, until the next `resize`.
 

@@ -113,7 +113,7 @@ def said_by_itself(engine, prompt, options):
 @pytest.mark.parametrize(
     ("text", "speculates", "examples"),
     [
-        ("KV16", False, 4),
+        ("KV16", False, 3),
         *(in_sweep(text, speculates, 30) for text in ("KV16", "KV4cg32") for speculates in (0, 1)),
     ],
 )

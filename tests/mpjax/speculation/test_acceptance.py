@@ -31,28 +31,30 @@ Q = np.array([[0.2, 0.2, 0.3, 0, 0.3], [0.4, 0.3, 0.1, 0.2, 0]])
 @pytest.fixture(scope="module")
 def accepted() -> tuple[np.ndarray, np.ndarray]:
     """Tokens [rows, k + 1] and accepted numbers of a draft's proposals; odd rows get one token."""
-    keys = row_keys(np.arange(ROWS))
+    keys, drawn = row_keys(np.arange(ROWS)), jnp.full(ROWS, 7, jnp.int32)
+    cache: Any = None
 
-    @jax.jit
-    def run(keys):
-        drawn = jnp.full(ROWS, 7, jnp.int32)
-        context: Any = SimpleNamespace(
+    def context(keys):
+        return SimpleNamespace(
             state=SimpleNamespace(keys=keys, seen=None),
             sampling=Sampling(temperature=1.0),
             most=drawn,
             drawn=drawn,
             vocabulary=VOCABULARY,
         )
-        cache: Any = None
-        drafting = _Drafting.begin(context, cache, K)
-        for number, q in enumerate(Q):
-            logits = jnp.tile(jnp.log(jnp.asarray(q, jnp.float32)), (ROWS, 1))
-            drafting, _ = drafting.draw(logits, context, jnp.int32(number), divided=False)
-        p = jnp.tile(jnp.asarray(P, jnp.float32), (ROWS, 1, 1))
-        counts = K - jnp.arange(ROWS, dtype=jnp.int32) % 2
-        return accept(p, Proposal(drafting.tokens, counts, drafting.chances), keys, drawn)
 
-    tokens, number = run(keys)
+    @jax.jit
+    def draft(drafting, keys, number, q):
+        logits = jnp.tile(jnp.log(q), (ROWS, 1))
+        return drafting.draw(logits, context(keys), number, divided=False)[0]
+
+    drafting = _Drafting.begin(context(keys), cache, K)
+    for number, q in enumerate(Q):
+        drafting = draft(drafting, keys, jnp.int32(number), jnp.asarray(q, jnp.float32))
+    p = jnp.tile(jnp.asarray(P, jnp.float32), (ROWS, 1, 1))
+    counts = K - jnp.arange(ROWS, dtype=jnp.int32) % 2
+    proposal = Proposal(drafting.tokens, counts, drafting.chances)
+    tokens, number = jax.jit(accept)(p, proposal, keys, drawn)
     return np.asarray(tokens), np.asarray(number)
 
 

@@ -204,7 +204,9 @@ def _complete_to_file(
     asked = [dataclasses.replace(request, place="") for request in requests]
     model = str(lm.source.resolve()), lm.precision, lm.config.dtype
     positions = lm.config.max_position_embeddings  # which some rotary frequencies depend on
-    kept = Unfinished(file, job_name(model, positions, asked, options, speculate), discards=overwrite)
+    kept = Unfinished(
+        file, job_name(model, positions, asked, options, speculate), discards=overwrite
+    )
     try:
         # Another process may have written the file while the model was loaded.
         _require_new(file, overwrite=overwrite)

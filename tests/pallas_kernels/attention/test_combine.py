@@ -39,7 +39,8 @@ def test_balanced_parts_are_joined_with_pieces_of_their_sequence(
 ):
     """Two tokens each, more pieces than are read at once, and NaN in slots that are not written.
 
-    Later pieces have larger peaks, and the last ones smaller. Five programs have two or three of the twelve rows each.
+    Later pieces have larger peaks, and the last ones smaller. Five programs have two or three of
+    the twelve rows each.
     """
     monkeypatch.setattr(combine_module, "ENOUGH_PROGRAMS", programs)
     batch, heads, pieces = 3, 2, 2 * PARTIALS_AT_ONCE + 6

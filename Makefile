@@ -5,6 +5,7 @@
 #   make test SHARD=1/4                            the first of four parts
 #   make test CHANGED=1                            the files that test what is not committed; CHANGED=main: since main
 #   make mutants FILES=mpjax/text_stream.py        bugs planted in one file
+#   make planted BUGS=mpjax/engine                 known bugs, which tests see
 
 VENV ?= .venv
 TESTS ?=
@@ -39,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep fuzz installs real mutants tree lint format types check docs clean
+.PHONY: help demo test sweep fuzz installs real mutants planted tree lint format types check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -85,6 +86,10 @@ mutants: $(VENV)/.mutants ## plant bugs in FILES, one by one, and show those tha
 		cosmic-ray exec mutants.toml mutants.sqlite; \
 		cr-report --surviving-only --show-diff mutants.sqlite; \
 	done
+
+# Bugs of a list, each with the tests that see it.
+planted: $(VENV)/.oracles ## plant the bugs of tests/planted_bugs.toml, of names or files with a text of BUGS, and run their tests
+	$(VENV)/bin/python -m tests.planted_bugs $(BUGS)
 
 # Of the ways to change an operator, the one that is nearest to a slip. `|` is left alone: most are of types.
 define MUTANTS

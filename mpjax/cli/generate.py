@@ -169,7 +169,9 @@ def command(
     begin = time.perf_counter()
     engine = {"slots": batch_size, "speculate": proposer}
     if output_file is not None:
-        made = _complete_to_file(lm, requests, engine, common, output_file, overwrite=overwrite)
+        made = _complete_to_file(
+            lm, requests, engine, common, output_file, speculate=speculate, overwrite=overwrite
+        )
     else:
         made = batch.complete(lm, requests, engine, common)
         if as_json:
@@ -187,12 +189,14 @@ def _complete_to_file(
     options: Mapping[str, Any],
     file: Path,
     *,
+    speculate: str | None,
     overwrite: bool,
 ) -> list[dict[str, Any]]:
     """Generates results and writes them to a file when all are there.
 
     After an interruption, the same command goes on with the results that it had.
 
+    speculate: the option, since rows that are drawn at random have other tokens with a draft model.
     overwrite: whether the file, and kept results of another command, may be replaced.
 
     Returns the results of this run, without those that an earlier one had.
@@ -205,7 +209,7 @@ def _complete_to_file(
         return results
     asked = [dataclasses.replace(request, place="") for request in requests]
     model = str(lm.source.resolve()), lm.precision, lm.config.dtype
-    kept = Unfinished(file, job_name(model, asked, options), discards=overwrite)
+    kept = Unfinished(file, job_name(model, asked, options, speculate), discards=overwrite)
     try:
         # Another process may have written the file while the model was loaded.
         _require_new(file, overwrite=overwrite)

@@ -37,3 +37,19 @@ def test_tokens_of_other_devices_add_zeros():
 def test_columns_beyond_the_vocabulary_are_impossible():
     found = on_one_device(Vocabulary(3, "model").mask, jnp.ones((2, 5)))
     np.testing.assert_array_equal(found, np.array([[1, 1, 1, -np.inf, -np.inf]] * 2))
+
+
+def test_several_devices_have_the_vocabulary_of_one():
+    """Three, of whose six rows the last is none; `vmap` over a named axis has their collectives."""
+    table, vocabulary = jnp.arange(1.0, 11.0).reshape(5, 2), Vocabulary(5, "model")
+    shares = jnp.pad(table, ((0, 1), (0, 0)), constant_values=99).reshape(3, 2, 2)
+    ids = jnp.arange(5, dtype=jnp.int32)
+
+    def embed(share):
+        return vocabulary.embed(lambda tokens: share[tokens], ids)
+
+    found = jax.vmap(embed, axis_name="model")(shares)
+    np.testing.assert_array_equal(found, np.tile(table, (3, 1, 1)))
+    masked = jax.vmap(vocabulary.mask, axis_name="model")(jnp.zeros((3, 4, 2)))
+    np.testing.assert_array_equal(masked[:2], 0)
+    np.testing.assert_array_equal(masked[2], np.array([[0, -np.inf]] * 4))

@@ -22,7 +22,8 @@ from mpjax.checkpoint import convert
 from mpjax.comparison import _differ
 from mpjax.decoding import Limits, decode, prefill
 from mpjax.kernels import KVFormat, quantize
-from mpjax.models import Packed
+from mpjax.models import Decoder, Packed
+from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.models.sharded_decoders import divide, require_same_arrays
@@ -187,6 +188,21 @@ def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
     assert lm.config.vocab_size not in of_rows, shapes
 
 
+def require_that_each_device_is_heard(model: ShardedDecoder) -> None:
+    """What is not well on one device is not well."""
+    axis = str(model.share.axis)
+
+    def run(share: Decoder, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = jax.lax.axis_index(axis)
+        heads = jnp.full((1, 2, share.config.num_kv_heads, 1), index)
+        return heads, index != number
+
+    for number in (0, 1, model.shards - 1, model.shards):
+        heads, is_well = model.map_heads(run, jnp.int32(number))
+        assert bool(is_well) == (number == model.shards)
+        assert np.asarray(heads)[0, 0, :, 0].tolist() == sorted(np.asarray(heads)[0, 1, :, 0])
+
+
 def require_comparisons_of_the_vocabulary() -> None:
     """Divergences of a divided model, whose logits have a column more, also from a whole one."""
     whole = small_model(small_config((None,), vocab_size=51))
@@ -206,6 +222,7 @@ if __name__ == "__main__":
             call(*pair)
             require_restored_alike(Path(sys.argv[1]) / "saved", *pair)
     require_no_device_gets_all_logits(pair[1])
+    require_that_each_device_is_heard(pair[1].model)
     if cases is MANY:
         require_experts_of_either_division(Path(sys.argv[1]) / "mixture")
         require_comparisons_of_the_vocabulary()

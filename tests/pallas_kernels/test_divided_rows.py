@@ -42,6 +42,13 @@ def test_one_device_rounds_its_rows(values, rng):
     jax.tree.map(np.testing.assert_array_equal, found, quantize_rows(x, format))
 
 
+def test_the_largest_peak_of_all_devices():
+    """`vmap` over a named axis has the collectives of devices, here of three."""
+    peaks = np.float32([[1, 0, 5, np.nan, 2], [3, 0, 4, 9, np.inf], [2, 1e-30, 4.5, 1, np.nan]])
+    found = jax.vmap(INT8.largest, axis_name="model")(jnp.asarray(peaks))
+    np.testing.assert_array_equal(found, np.tile(peaks.max(0), (3, 1)))
+
+
 def test_products_and_gates_round_their_inputs(rng):
     x, weight = random_array(rng, (3, 64), "float32"), random_array(rng, (64, 8), "float32")
     packed = quantize(weight, "int8:gK/int8")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 from types import SimpleNamespace
@@ -250,8 +251,51 @@ def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, 
     for dtype, positions in (("float32", 9), ("float16", 9), ("float32", 8), ("float32", 9)):
         config = SimpleNamespace(dtype=dtype, max_position_embeddings=positions)
         lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
-        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl", overwrite=False)
+        options = {"speculate": None, "overwrite": False}
+        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl", **options)
     assert len(jobs) == 3
+
+
+# Options of which results depend, with another value each, and the others.
+MATTERS = {
+    "max_new_tokens": ["--max-new-tokens", "9"],
+    "min_new_tokens": ["--min-new-tokens", "2"],
+    "temperature": ["--temperature", "0.5"],
+    "top_k": ["--temperature", "1", "--top-k", "3"],
+    "top_p": ["--temperature", "1", "--top-p", "0.5"],
+    "min_p": ["--temperature", "1", "--min-p", "0.5"],
+    "repetition_penalty": ["--repetition-penalty", "1.5"],
+    "seed": ["--seed", "7"],
+    "stop": ["--stop", "x"],
+    "speculate": ["--speculate", "ngram"],
+}
+OF_THE_MODEL = {"model", "precision", "dtype", "max_positions", "devices", "experts"}
+OF_PROMPTS = {"prompt", "prompt_file", "input"}
+OF_THE_OUTPUT = {"output_file", "overwrite", "json", "batch_size", "echo"}
+
+
+def test_a_run_goes_on_only_with_the_same_options(run, tiny, tmp_path, monkeypatch):
+    """Of every option it is known whether results depend on it."""
+    parameters = {*inspect.signature(generate.command).parameters}
+    assert parameters == {*MATTERS} | OF_THE_MODEL | OF_PROMPTS | OF_THE_OUTPUT
+    jobs = []
+
+    def complete(lm, requests, engine, options, kept):
+        jobs.append(kept._job)
+        return []
+
+    monkeypatch.setattr(mpjax, "load", lambda *arguments, **options: tiny)
+    monkeypatch.setattr("mpjax.cli.batch.complete", complete)
+    output = ["--output", str(tmp_path / "results.jsonl"), "--overwrite"]
+    hot = ["--temperature", "1"]
+    for more in ([], hot, ["--batch", "3"], *MATTERS.values()):
+        result = run("a b", "c", *output, *more)
+        assert result.exit_code == 0, result.stderr
+    first, *others = jobs
+    assert others.pop(1) == first  # another size of batches
+    assert len({first, *others}) == 1 + len(others)
+    run("a b", "d", *output)
+    assert jobs[-1] not in jobs[:-1]
 
 
 def test_a_resumed_run_counts_what_it_generates(run, tiny, tmp_path, monkeypatch):

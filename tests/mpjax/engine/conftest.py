@@ -18,15 +18,18 @@ import mpjax
 from mpjax.engine.engine import Engine
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Planner
-from mpjax.kernels import KVFormat
+from mpjax.engine.row import Row
+from mpjax.kernels import KVFormat, KVPages
 from mpjax.speculation.proposer import Proposal, Proposer
 
 LONGEST = 192  # tokens of a request
 
 
-def make_engine(lm: mpjax.LanguageModel, text: str = "KV16", **options: Any) -> Engine:
+def make_engine(
+    lm: mpjax.LanguageModel, text: str = "KV16", page_size: int = 32, **options: Any
+) -> Engine:
     """A small engine over a model, whose programs are few."""
-    lm = dataclasses.replace(lm, kv_format=KVFormat.parse(text), page_size=32)
+    lm = dataclasses.replace(lm, kv_format=KVFormat.parse(text), page_size=page_size)
     options = {"slots": 4, "max_tokens": LONGEST, "chunk_tokens": 64, "steps": 4} | options
     options = {"max_gap": math.inf} | options  # so that plans don't depend on seconds
     return Engine(lm, **options)
@@ -37,6 +40,61 @@ def resize(engine: Engine, **sizes: Any) -> None:
     assert not engine.has_work
     runner = engine._runner
     runner.planner = Planner(dataclasses.replace(runner.planner.sizes, **sizes))
+
+
+def is_clean(engine: Engine) -> bool:
+    """Whether nothing is left of earlier requests but pages that are kept for their content."""
+    numbers = engine.statistics()
+    names = ("running", "waiting")
+    return numbers["free_pages"] == numbers["pages"] and not any(numbers[n] for n in names)
+
+
+def damage_what_rows_leave(engine: Engine) -> list[Row]:
+    """Has rows that are cancelled or preempted leave NaN behind, until the next `resize`.
+
+    It lies in the pages that nobody else has or finds and in the residual of the slot, where a
+    program that is under way may write it. Returns a list to which copies of preempted rows are
+    added as they were.
+    """
+    runner, planner = engine._runner, engine._runner.planner
+    preempt, remove, preempted = planner._preempt, planner.remove, []
+
+    def damage(pages: list[int], slot: int) -> None:
+        own = [page for page in pages if page != NOWHERE and planner.pool.is_free(page)]
+
+        def damaged(layer: KVPages) -> KVPages:
+            residual = layer.residual and _with_nan(layer.residual, [slot])
+            return dataclasses.replace(_with_nan(layer, own), residual=residual)
+
+        layers = tuple(map(damaged, runner._state.layers))
+        runner._state = dataclasses.replace(runner._state, layers=layers)
+
+    def preempt_and_damage(row: Row) -> None:
+        before = dataclasses.replace(row)
+        preempted.append(before)
+        preempt(row)
+        damage(before.pages, before.slot)
+
+    def remove_and_damage(row: Row, *, is_finite: bool = True) -> None:
+        before = dataclasses.replace(row)
+        remove(row, is_finite=is_finite)
+        if not is_finite and before.slot is not None:
+            damage(before.pages, before.slot)
+
+    planner._preempt, planner.remove = preempt_and_damage, remove_and_damage
+    return preempted
+
+
+def _with_nan(layer: KVPages, pages: list[int]) -> KVPages:
+    """Pages with NaN, or in formats of codes with scales of NaN, unless scales are given."""
+    changed = {}
+    for name in ("keys", "values", "key_parameters", "value_parameters"):
+        array = getattr(layer, name)
+        if array is not None and array.dtype == jnp.uint32:
+            changed[name] = array.at[np.array(pages, int)].set(2**32 - 1)
+        elif array is not None and array.ndim == 4 and jnp.issubdtype(array.dtype, jnp.floating):
+            changed[name] = array.at[np.array(pages, int)].set(np.nan)
+    return dataclasses.replace(layer, **changed)
 
 
 def require_order(planner: Planner) -> None:
@@ -55,20 +113,23 @@ def require_order(planner: Planner) -> None:
     assert all(row.slot is None and not row.pages for row in planner.waiting)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["texts"], meta_fields=["k"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["texts"], meta_fields=["k", "errs"]
+)
 @dataclasses.dataclass(frozen=True)
 class Knowing(Proposer):
-    """Proposes what a row will say, as one of `texts` has it, or nothing, or a mistake."""
+    """Proposes what a row will say, as one of `texts` has it; if it errs, nothing, or a mistake."""
 
     texts: Any
     k: int = 4
+    errs: bool = True
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]]) -> Knowing:
+    def of(cls, texts: Sequence[Sequence[int]], **options: Any) -> Knowing:
         padded = np.zeros((len(texts), LONGEST + 8), np.int32)
         for row, text in zip(padded, texts, strict=True):
             row[: len(text)] = text
-        return cls(jnp.asarray(padded))
+        return cls(jnp.asarray(padded), **options)
 
     def propose(self, context):
         size = min(self.texts.shape[1], context.history.shape[1])
@@ -77,8 +138,11 @@ class Knowing(Proposer):
         own = self.texts[(same & is_known[:, None]).sum(2).argmax(1)]
         places = context.known[:, None] + jnp.arange(self.k)[None]
         tokens = jnp.take_along_axis(own, jnp.minimum(places, self.texts.shape[1] - 1), 1)
-        tokens = jnp.where(places % 7 == 0, 1 + tokens // 2, tokens)
-        counts = jnp.where(context.known % 5 == 0, 0, context.most)
+        is_wrong, is_silent = (
+            self.errs & (x % n == 0) for x, n in ((places, 7), (context.known, 5))
+        )
+        tokens = jnp.where(is_wrong, 1 + tokens // 2, tokens)
+        counts = jnp.where(is_silent, 0, context.most)
         return Proposal(tokens, counts), context.state.speculation.own
 
 

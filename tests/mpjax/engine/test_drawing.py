@@ -18,7 +18,7 @@ ROWS = [
     {"temperature": 1.3},
     {"temperature": 1.0, "top_k": 5},
     {"temperature": 0.7, "top_p": 0.6},
-    {"temperature": 2.0, "min_p": 0.2},
+    {"temperature": 2.0, "min_p": 0.7},
     {"repetition_penalty": 3.0},
 ]
 FIELDS = {"repetition_penalty": "penalty"}
@@ -43,8 +43,9 @@ def arrays(rng):
 compiled = jax.jit(draw)
 
 
-@pytest.mark.parametrize("rows", [ROWS, [ROWS[0], ROWS[1]] * 3, [ROWS[0], ROWS[5]] * 3])
+@pytest.mark.parametrize("rows", [ROWS, *([ROWS[0], one] * 3 for one in ROWS[1:])])
 def test_each_row_is_drawn_as_it_would_be_alone(rows, arrays):
+    """All filters together, and each as the only one of a batch."""
     logits, seen = arrays
     drawn, chances, _ = compiled(logits, settings_of(rows), COUNTS, seen)
     keys = step_keys(row_keys(7 + np.arange(6)), COUNTS)
@@ -90,3 +91,11 @@ def test_rows_end_for_three_reasons():
     chances = jnp.array([0.0, 0.0, jnp.nan, 0.0])
     ended = is_end(jnp.array([5, 1, 1, 1]), chances, settings, jnp.full(4, 2))
     assert ended.tolist() == [True, True, True, False]
+
+
+def test_a_stop_id_can_be_drawn_as_soon_as_the_least_tokens_are_there():
+    logits = jnp.tile(jnp.asarray([0.0, 1, 9, 2]), (3, 1))
+    settings = settings_of([{"least": 3}] * 3)
+    settings.stop_ids[:, 0] = 2
+    drawn, *_ = draw(logits, settings, jnp.asarray([1, 2, 3]), jnp.zeros((3, 4), bool))
+    assert drawn.tolist() == [3, 3, 2]

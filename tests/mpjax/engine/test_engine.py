@@ -23,8 +23,8 @@ from tests.eight_devices import run
 from tests.models.small import small_config, small_model
 from tests.mpjax.engine.conftest import (
     Knowing,
+    is_clean,
     make_engine,
-    require_order,
     resize,
     said_alone,
 )
@@ -42,13 +42,6 @@ HOT = Sampling(temperature=1.2)
 def alone(tiny):
     """What `generate` says, greedily."""
     return mpjax.generate(tiny, PROMPTS, max_new_tokens=NEW)
-
-
-def is_clean(engine: Engine) -> bool:
-    """Whether nothing is left of earlier requests but pages that are kept for their content."""
-    numbers = engine.statistics()
-    names = ("running", "waiting")
-    return numbers["free_pages"] == numbers["pages"] and not any(numbers[n] for n in names)
 
 
 def test_it_generates_what_generate_does(engine, alone):
@@ -155,108 +148,6 @@ def test_a_chunk_longer_than_the_window_changes_nothing():
     assert [one.tokens for one in found] == np.asarray(expected.tokens).tolist()
     for one, scores in zip(found, chosen, strict=True):
         np.testing.assert_allclose(one.prompt_logprobs.logprobs, scores, atol=1e-3)
-
-
-@st.composite
-def arrivals(draw):
-    """A request of a random trace: its prompt, what is asked, and the steps until others come.
-
-    Prompts begin alike, and have few words, so that tokens can be proposed.
-    """
-    common, own = draw(st.sampled_from([0, 40, 66, 100])), draw(st.integers(1, 60))
-    text = draw(st.integers(0, 2))
-    prompt = [1 + i * i % 29 for i in range(common)]
-    prompt += [1 + (text + i) * (i + 3) % 31 for i in range(own)]
-    options = {
-        "max_new_tokens": draw(st.integers(1, NEW)),
-        "sampling": draw(st.sampled_from([KEEPS_ON, KEEPS_ON, DRAWN])),
-        "seed": text,
-    }
-    cancel = draw(st.sampled_from([*[None] * 9, 0, 2, 5]))
-    return prompt, options, draw(st.integers(-1, 1)), draw(st.integers(0, 3)), cancel
-
-
-KEEPS_ON, DRAWN = {"stop_ids": ()}, {"temperature": 1.2}
-
-
-def require_agreement(engine, handles):
-    """What holds after each step: in the planner, on the device, and of requests."""
-    runner = engine._runner
-    planner, state = runner.planner, runner._state
-    require_order(planner)
-    tables, lengths = np.asarray(state.tables), np.asarray(state.lengths)
-    for row in planner.running:
-        assert tables[row.slot, : len(row.pages)].tolist() == row.pages
-        # The device is as far as the plan, unless the row ends before, or tokens are refused.
-        least = row.length if row.is_reading else len(row.tokens) - 1
-        if row.owner.settings.stop_ids or planner.sizes.proposed:
-            assert least <= lengths[row.slot] <= row.length
-        else:
-            assert lengths[row.slot] == row.length
-        assert row.tokens == row.owner.handle.prompt + row.owner.handle.tokens
-    there = [row.owner.handle for row in (*planner.running, *planner.waiting)]
-    assert len(there) == len(set(there))
-    assert set(there) == {handle for handle in handles if not handle.is_finished}
-
-
-def run_trace(engine, trace):
-    """The handles of a trace's requests, when all have ended."""
-    handles, cancelled = [], {}
-
-    def step():
-        engine.step()
-        require_agreement(engine, handles)
-        now = engine.statistics()["steps"]
-        for handle in [one for one, when in cancelled.items() if when <= now]:
-            cancelled.pop(handle)
-            handle.cancel()
-
-    for prompt, options, priority, pause, cancel in trace:
-        handles.append(engine.submit(prompt, priority=priority, **options))
-        if cancel is not None:
-            cancelled[handles[-1]] = engine.statistics()["steps"] + cancel
-        for _ in range(pause):
-            step()
-    while engine.has_work:
-        step()
-    return handles
-
-
-def said_by_itself(engine, prompt, options):
-    """The tokens of a request in an engine without others, and without their pages."""
-    resize(engine, pages=25)
-    handle = engine.submit(prompt, **options)
-    for _ in engine:
-        pass
-    return handle.tokens
-
-
-@pytest.mark.parametrize(
-    ("text", "speculates", "examples"),
-    [
-        ("KV16", False, 4),
-        *(in_sweep(text, speculates, 30) for text in ("KV16", "KV4cg32") for speculates in (0, 1)),
-    ],
-)
-def test_any_trace(text, speculates, examples, tiny):
-    """After each step nothing is lost or owned twice; at the end all is said as if alone."""
-    ngram = mpjax.Ngram(k=3, n=1) if speculates else None
-    with make_engine(tiny, text, speculate=ngram) as engine:
-
-        @settings(max_examples=examples)
-        @given(st.lists(arrivals(), min_size=4, max_size=8), st.integers(7, 8))
-        def check(trace, pages):
-            resize(engine, pages=pages)
-            handles = run_trace(engine, trace)
-            assert is_clean(engine)
-            for (prompt, options, *_, cancel), handle in zip(trace, handles, strict=True):
-                expected = said_by_itself(engine, prompt, options)
-                if handle.finish_reason == "cancelled":
-                    assert cancel is not None
-                    expected = expected[: len(handle.tokens)]
-                assert handle.tokens == expected
-
-        check()
 
 
 @pytest.mark.parametrize("tokens", [in_sweep(4000)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -14,7 +13,7 @@ from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Decode, Extend, Planner
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes, middle_chunk, scored_chunk
-from tests.mpjax.engine.conftest import require_order
+from tests.mpjax.engine.planned_device import Device
 
 pytestmark = pytest.mark.any_version
 
@@ -23,149 +22,6 @@ SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, max_gap=0.1, sequences=2,
 
 def row(number=0, prompt=10, most=5, *, text=0, **how):
     return Row(number, [text + i for i in range(prompt)], prompt, most, **how)
-
-
-class Device:
-    """Runs plans a step late, and remembers for each page which tokens of which text it holds."""
-
-    def __init__(self, sizes, ends=()):
-        self.planner, self.sizes, self.ends = Planner(sizes), sizes, dict(ends)
-        self.planner.pace.learn_step(0.1)
-        self.content: dict[tuple[int, int], tuple] = {}
-        self.lengths: dict[Row, int] = {}
-        self.pending: list = []
-        self.finished: list[Row] = []
-        self.order: list[Row] = []
-        self.uncertain: set[tuple[int, int]] = set()  # written by rows that left early
-
-    def text(self, row):
-        """All tokens that the row would say; those of rows that `ends` names end earlier."""
-        return row.tokens[: row.prompt] + [1000 * row.number + i for i in range(row.most)]
-
-    def most(self, row):
-        return min(row.most, self.ends.get(row.number, row.most))
-
-    def write(self, row, start, end):
-        text = self.text(row)
-        for position in range(start, end):
-            page = row.pages[position // self.sizes.page_size]
-            assert page != NOWHERE
-            self.content[page, position % self.sizes.page_size] = tuple(text[: position + 1])
-
-    def require_content(self, row, start, end):
-        """The queries from `start` on read what the row wrote, or another with the same text."""
-        text, window = self.text(row), self.sizes.window
-        begin = 0 if window is None else max(0, start + 1 - window)
-        for position in range(begin, end):
-            page = row.pages[position // self.sizes.page_size]
-            assert self.content[page, position % self.sizes.page_size] == tuple(
-                text[: position + 1]
-            )
-
-    def run(self, plan):
-        self.clear()
-        if isinstance(plan, Extend):
-            assert 0 < len(plan.pieces) <= self.sizes.sequences
-            assert sum(piece.end - piece.start for piece in plan.pieces) <= self.sizes.chunk
-            assert len({piece.row for piece in plan.pieces}) == len(plan.pieces)
-            results = [] if plan.riders is None else self.decode(plan.riders)
-            if plan.riders is not None:
-                assert plan.riders.steps == 1
-                assert self.sizes.rides
-                assert not plan.scored
-                assert not {piece.row for piece in plan.pieces} & {*plan.riders.rows}
-            for piece in plan.pieces:
-                self.write(piece.row, piece.start, piece.end)
-                self.require_content(piece.row, piece.start, piece.end)
-                if block := self.sizes.block:
-                    assert piece.start // block == (piece.end - 1) // block
-                if piece.is_last:
-                    drawn = len(piece.row.tokens) - piece.row.prompt
-                    assert piece.end == piece.row.prompt + drawn
-                    results.append((piece.row, piece.row.runs, drawn, 1))
-                    self.lengths[piece.row] = piece.end
-            return results
-        return self.decode(plan)
-
-    def decode(self, plan):
-        assert len(plan.rows) == len(set(plan.rows)) > 0
-        results = []
-        for row, new in zip(plan.rows, plan.entries, strict=True):
-            length = self.lengths[row]
-            drawn = length - row.prompt + 1
-            most = row.most - drawn
-            count = min(self.accepted(plan, drawn), self.most(row) - drawn)
-            if count <= 0:
-                results.append((row, row.runs, drawn, 0))
-                continue
-            if new is not None:
-                entry, page = new
-                assert row.pages[entry] == page
-            # What is proposed and refused is written as well.
-            self.write(row, length, length + min(plan.most, most))
-            self.require_content(row, length, length + count)
-            self.lengths[row] = length + count
-            results.append((row, row.runs, drawn, count))
-        return results
-
-    def accepted(self, plan, drawn):
-        """The tokens that a program draws of a row that goes on."""
-        if plan.most == plan.steps:
-            return plan.steps
-        return 1 + (7 * drawn + plan.steps) % plan.most
-
-    def clear(self):
-        for _, pages in self.planner.take_left():
-            for place in [place for place in self.content if place[0] in pages]:
-                del self.content[place]
-                self.uncertain.discard(place)
-
-    def read(self, results):
-        for row, runs, drawn, count in results:
-            if row.slot is None or row.runs != runs:
-                continue
-            new = self.text(row)[row.prompt + drawn :][:count]
-            assert len(row.tokens) == row.prompt + drawn
-            self.planner.learn(row, new)
-            if drawn + count >= self.most(row):
-                self.planner.remove(row)
-                self.finished.append(row)
-
-    def step(self):
-        plan = self.planner.plan()
-        if isinstance(plan, Extend):
-            self.planner.pace.learn_reading(plan.tokens, plan.work, 0.001 * plan.tokens)
-        results = None if plan is None else self.run(plan)
-        if plan is not None:
-            for row in getattr(plan, "rows", None) or [piece.row for piece in plan.pieces]:
-                if row not in self.order:
-                    self.order.append(row)
-        before, self.pending = self.pending, results or []
-        self.read(before)
-        require_order(self.planner)
-        self.require_clear()
-        return plan
-
-    def require_clear(self):
-        """No row owns what another has left that may be NaN, but before the next program."""
-        told = {page for _, pages in self.planner._left for page in pages}
-        held = {page for row in self.planner.running for page in row.pages}
-        assert not {page for page, _ in self.uncertain} & (held - told)
-
-    def leave(self, row):
-        """Cancels a row, which may have written NaN to pages that nobody else finds."""
-        pages = set(row.pages) - {NOWHERE}
-        self.planner.remove(row, is_finite=False)
-        free = {page for page in pages if self.planner.pool.is_free(page)}
-        self.uncertain |= {place for place in self.content if place[0] in free}
-
-    def finish(self):
-        for number in itertools.count():
-            plan = self.step()
-            planner = self.planner
-            if plan is None and not (self.pending or planner.running or planner.waiting):
-                return
-            assert number < 2000, "the planner makes no progress"
 
 
 def test_a_prompt_is_read_in_chunks_between_steps_of_others():
@@ -324,10 +180,12 @@ def test_what_a_preempted_row_has_read_is_found_again():
     assert device.planner.shared_tokens >= 8
 
 
-def test_windows_leave_pages_behind():
-    sizes = Sizes(slots=1, pages=32, page_size=16, chunk=64, window=64)
+@pytest.mark.parametrize("proposed", [0, 3])
+def test_windows_leave_pages_behind(proposed):
+    """Also where fewer tokens are accepted than were planned."""
+    sizes = Sizes(slots=1, pages=48, page_size=16, chunk=64, window=64, proposed=proposed)
     device = Device(sizes)
-    one = row(0, prompt=400, most=60)
+    one = row(0, prompt=400, most=200)
     device.planner.submit(one)
     for _ in range(12):
         device.step()

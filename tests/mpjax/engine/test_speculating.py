@@ -20,7 +20,7 @@ from tests.sweeps import in_sweep
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 PROMPTS = ["def f(x):\n    return", "import", "class Stack(list):\n    ", "for i in range(9):"]
-NEW = 30
+NEW = 40
 MIXED = Sampling(
     temperature=[0, 1.2, 0.8, 1.0],
     top_k=[1, 9999, 20, 9999],
@@ -73,6 +73,22 @@ def test_tokens_are_those_of_a_plain_engine(speculating, plain):
     check(speculating.generate(PROMPTS, max_new_tokens=NEW, seeds=SEEDS), greedy)
     options = {"max_new_tokens": NEW, "sampling": MIXED, "seeds": SEEDS}
     check(speculating.generate(PROMPTS, **options), drawn)
+
+
+def test_a_program_draws_no_more_than_a_page_of_tokens(tiny, plain):
+    """Steps of eleven tokens, three of which are one more than a page has."""
+    [greedy, _] = plain
+    prompt = tiny.tokenizer.encode(PROMPTS[2])
+    sure = Knowing.of([prompt + greedy.tokens[2]], k=10, errs=False)
+    with make_engine(tiny, slots=1, speculate=sure) as engine:
+        handle, most = engine.submit(prompt, max_new_tokens=NEW), 0
+        while not handle.is_finished:
+            before = len(handle.tokens)
+            engine.step()
+            most = max(most, len(handle.tokens) - before)
+        assert handle.tokens == greedy.tokens[2]
+        assert handle.speculation.accepted == handle.speculation.proposed
+        assert most == 22
 
 
 def test_drawn_tokens_repeat_with_their_seeds(speculating):

@@ -30,6 +30,19 @@ def test_it_is_better_than_the_whole_range(rng, text):
         assert found < 1.1 * error(search_ranges(weight, jnp.diagonal(hessian), format))
 
 
+def test_more_steps_are_never_worse(rng):
+    """Though they overshoot at this rate, so that many are worse than one before them."""
+    format = WeightFormat.parse("uint4:g32")
+    x = rng.standard_normal((64, 32)) @ rng.standard_normal((32, 32))
+    hessian = jnp.asarray(x.T @ x / len(x), jnp.float32)
+    weight = jnp.asarray(rng.standard_t(3, (32, 8)), jnp.float32)
+    errors = []
+    for steps in (4, 8, 16):
+        rounded = learn_ranges(weight, hessian, format, steps=steps, rate=0.3).round(weight)
+        errors.append(float(squared_error(rounded.dequantize() - weight, hessian).sum()))
+    assert errors[0] > errors[1] >= errors[2]
+
+
 def test_without_optax_it_says_so(monkeypatch):
     real = builtins.__import__
 

@@ -52,6 +52,17 @@ def output_error(x, weight, scales, format):
     return ((read @ rounded - x @ np.asarray(weight, np.float64)) ** 2).sum(1).mean()
 
 
+def test_the_error_is_a_sum_over_all_inputs(rng):
+    """So an expert counts by the inputs that it has read; those without any don't."""
+    x = jnp.asarray(rng.standard_normal((1, 8, 32)), jnp.float32)
+    routed = RoutedInputs(x, jnp.asarray([0, 0, 2, 0, 2, 0, 0, 0])[None, :, None], 3)
+    statistics = Statistics.of_experts(routed, jnp.ones((1, 8), bool), 4)
+    losses = jnp.broadcast_to(jnp.asarray([2.0, 3.0, 5.0])[:, None, None], (3, 32, 4))
+    reader = Reader(losses, statistics, WeightFormat.parse("uint4:g32"))
+    found = reader.error(lambda weight, *_: weight[0, 0], jnp.ones(32))
+    assert float(found) == 6 * 2 + 2 * 5
+
+
 def test_awq_takes_the_least_of_its_grid(weight, inputs, statistics):
     format = WeightFormat.parse("uint4:g32")
     found = awq_scales(Reader(weight, statistics, format))

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from mpjax.kernels.attention import combine as combine_module
-from mpjax.kernels.attention.combine import FLOOR, Partials, combine, combine_balanced
+from mpjax.kernels.attention.combine import (
+    FLOOR,
+    PARTIALS_AT_ONCE,
+    Partials,
+    combine,
+    combine_balanced,
+)
 
 
 @pytest.mark.parametrize("programs", [1, 1024])
@@ -33,13 +39,16 @@ def test_balanced_parts_are_joined_with_pieces_of_their_sequence(
 ):
     """Two tokens each, more pieces than are read at once, and NaN in slots that are not written.
 
-    Five programs have two or three of the twelve rows each.
+    Later pieces have larger peaks, and the last ones smaller. Five programs have two or three of
+    the twelve rows each.
     """
     monkeypatch.setattr(combine_module, "ENOUGH_PROGRAMS", programs)
-    batch, heads, pieces = 3, 2, 20
+    batch, heads, pieces = 3, 2, 2 * PARTIALS_AT_ONCE + 6
     firsts, lasts = np.array([-1, batch * own, -1]), np.array([7, batch * own + pieces - 1, -9])
     outputs = rng.standard_normal((batch * own + pieces + 4, 2, heads, dim)).astype(np.float32)
     sums = rng.uniform(-9, 9, outputs.shape[:3]).astype(np.float32)
+    sums[batch * own + PARTIALS_AT_ONCE :] += 6  # so that what came before shrinks
+    sums[batch * own + 2 * PARTIALS_AT_ONCE :] -= 12
     outputs[-4:], sums[-4:] = np.nan, np.nan
     expected = np.empty((batch, 2, heads, dim))
     for b in range(batch):

@@ -44,14 +44,20 @@ def test_logits_that_a_softmax_rounds_to_equal_scores_keep_their_order():
     np.testing.assert_array_equal(experts, [[2, 1]])
 
 
-def test_a_correction_chooses_and_does_not_weigh(rng):
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_correction_of_scores_chooses_and_does_not_weigh(scoring, rng):
+    """One as large as the scores, with which neither logits nor scores alone have the order."""
     logits = rng.standard_normal((20, 8)).astype(np.float32)
-    correction = np.array([9, 0, 0, 0, 0, 0, 0, -9], np.float32)
-    experts, weights = route(logits, Routing(2, "sigmoid", renormalize=False), correction)
-    scores = 1 / (1 + np.exp(-logits))
-    assert (np.asarray(experts)[:, 0] == 0).all()
-    assert not (np.asarray(experts) == 7).any()
-    np.testing.assert_allclose(weights, np.take_along_axis(scores, np.asarray(experts), -1), 1e-5)
+    correction = rng.uniform(-0.3, 0.3, 8).astype(np.float32)
+    found, weights = route(logits, Routing(3, scoring, renormalize=False), correction)
+    scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    if scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    experts = np.argsort(-(scores + correction), -1)[:, :3]
+    np.testing.assert_array_equal(found, experts)
+    for other in (scores, logits + correction):
+        assert (np.argsort(-other, -1)[:, :3] != experts).any()
+    np.testing.assert_allclose(weights, np.take_along_axis(scores, experts, -1), 1e-5)
 
 
 def test_a_bias_is_added_to_logits(rng):

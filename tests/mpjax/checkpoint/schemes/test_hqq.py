@@ -44,12 +44,13 @@ def module(rng, shape=(128, 16), group=32, bits=4, dtype=np.float16):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64), (4, 256)])
 def test_every_weight(bits, group, dtype, rng):
-    tensors, expected = module(rng, (256, 16), group, bits, dtype)
+    """With several groups of an output channel; those of 256 become two each."""
+    tensors, expected = module(rng, (512, 16), group, bits, dtype)
     scheme = registry.read(hqq(nbits=bits, group_size=group))
     assert registry.of_module(tensors) is type(scheme) is HQQScheme
-    assert scheme.check(tensors, NAME, (256, 16)) == (256, 16)
-    plain = scheme.decode(tensors, NAME, (256, 16))
-    assert plain.format == scheme.format(NAME, 256) == scheme.weights
+    assert scheme.check(tensors, NAME, (512, 16)) == (512, 16)
+    plain = scheme.decode(tensors, NAME, (512, 16))
+    assert plain.format == scheme.format(NAME, 512) == scheme.weights
     assert str(plain.format) == f"affine{bits}:g{min(group, 128)}"
     np.testing.assert_allclose(pack(plain).dequantize(), expected, rtol=3e-7, atol=1e-6)
 

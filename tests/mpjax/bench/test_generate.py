@@ -72,7 +72,7 @@ def test_decoding_that_disagrees_with_reading_fails():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precisions": ("W3",)}, "can't read the precision 'W3'"),
+        ({"precisions": ("W3",)}, "precision 'W3': W3A16 is not implemented"),
         ({"precisions": ("W16+W4A16KV8",)}, "random weights are all in one format, and compute in"),
         ({"precisions": ("W4A32KV8",)}, "random weights are all in one format, and compute in 16"),
         ({"precisions": ("W8A16KV8",), "from_disk": True}, "W8A16KV8: the checkpoint on disk"),

@@ -240,7 +240,7 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "results.jsonl"]
 
 
-def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, monkeypatch):
+def test_results_of_another_dtype_are_not_kept(tmp_path, monkeypatch):
     jobs = set()
 
     def complete(lm, requests, engine, options, kept):
@@ -248,12 +248,12 @@ def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, 
         return []
 
     monkeypatch.setattr("mpjax.cli.batch.complete", complete)
-    for dtype, positions in (("float32", 9), ("float16", 9), ("float32", 8), ("float32", 9)):
-        config = SimpleNamespace(dtype=dtype, max_position_embeddings=positions)
+    for dtype in ("float32", "float16", "float32"):
+        config = SimpleNamespace(dtype=dtype)
         lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
         options = {"speculate": None, "overwrite": False}
         generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl", **options)
-    assert len(jobs) == 3
+    assert len(jobs) == 2
 
 
 # Options of which results depend, with another value each, and the others.

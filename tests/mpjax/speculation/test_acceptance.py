@@ -20,7 +20,7 @@ from mpjax.speculation.proposer import Proposal
 
 pytestmark = pytest.mark.any_version
 
-# The sizes give a draft that draws with the model's own keys 60 standard deviations and more.
+# With so many rows, a draft that draws with the model's own keys is far beyond the limit.
 ROWS, VOCABULARY, K = 100_000, 5, 2
 # Distributions of the model, and of a draft that is wrong about them; one token is only the draft's
 # and one only the model's.

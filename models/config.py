@@ -387,11 +387,16 @@ class DecoderConfig:
 
     @property
     def scaling_by_length(self) -> RopeScaling | None:
-        """The rotary scaling, if it depends on how many tokens a sequence has; else None."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.kind not in SCALINGS_BY_LENGTH:
-            return None
-        return scaling if self.max_position_embeddings > scaling.original_context else None
+        """The rotary scaling that depends on how many tokens a sequence has; None without one.
+
+        Where layers of two kinds have one each, both change at the same length.
+        """
+        for scaling in (self.rope_scaling, self.local_rope_scaling):
+            if scaling is None or scaling.kind not in SCALINGS_BY_LENGTH:
+                continue
+            if self.max_position_embeddings > scaling.original_context:
+                return scaling
+        return None
 
     @property
     def rereads_after(self) -> int | None:

@@ -124,6 +124,7 @@ def require_sound(
         refuse(where, name("packed_tables"), config.packed_tables, expected)
     for kind in ("", "local_"):
         _check_scaling(config, kind, where, names)
+    _check_lengths(config, where, names)
 
 
 def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[str, str]) -> None:
@@ -145,9 +146,7 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
         refuse(where, name(field), rotated, "4 or more with dynamic scaling")
     where = f"{where}, {name(f'{kind}rope_scaling')}"
     _check_fields(scaling, where, names)
-    # Rotary lengths of rows are those of the global rotary embedding.
-    kinds = tuple(k for k in ROPE_SCALINGS if not (kind and k in SCALINGS_BY_LENGTH))
-    choice(where, "kind", scaling.kind, kinds)
+    choice(where, "kind", scaling.kind, ROPE_SCALINGS)
     pairs = rotated // 2
     for field in ("short_factors", "long_factors"):
         factors = getattr(scaling, field)
@@ -158,6 +157,17 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
     if not scaling.high_frequency_factor > scaling.low_frequency_factor:
         least = f"more than {name('low_frequency_factor')}, {scaling.low_frequency_factor}"
         refuse(where, name("high_frequency_factor"), scaling.high_frequency_factor, least)
+
+
+def _check_lengths(config: DecoderConfig, where: str, names: Mapping[str, str]) -> None:
+    """Checks that scalings by length change at one length: a row is read again once."""
+    both = config.rope_scaling, config.local_rope_scaling
+    found = [(s.kind, s.original_context) for s in both if s and s.kind in SCALINGS_BY_LENGTH]
+    if len({*found}) > 1:
+        [(kind, context), (_, local)] = found
+        where = f"{where}, {names.get('local_rope_scaling', 'local_rope_scaling')}"
+        field = names.get("original_context", "original_context")
+        refuse(where, field, local, f"{kind} with {context}, as in the other layers")
 
 
 def _check_layer(layer: LayerSpec, where: str, name: str) -> None:

@@ -31,7 +31,7 @@ NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "stop_ids": "eos_token_id",
     "rope_scaling": "rotary scaling",
-    "local_rope_scaling": "rotary scaling of sliding_attention",
+    "local_rope_scaling": "rope_parameters of sliding_attention",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",

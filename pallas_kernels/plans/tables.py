@@ -180,8 +180,8 @@ def _entries(
 
 def _entry(operation: Operation[Any], key: Any, fields: Any) -> Entry:
     implementation: Any = dict(_objects(fields)).get("implementation")
-    if implementation not in operation.configs:
-        names = tuple(operation.configs)
+    names = tuple(operation.configs)
+    if implementation not in names:
         raise ValueError(f"implementation is {implementation!r}, expected one of {names}")
     common = {"implementation", "microseconds"}
     kind = operation.configs[implementation]

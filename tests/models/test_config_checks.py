@@ -77,8 +77,11 @@ def swapped(layer: Any) -> Any:
         ),
         ({"local_rope_scaling": RopeScaling("ntk", 2.0)}, "local_rope_scaling: kind is 'ntk'"),
         (
-            {"local_rope_scaling": RopeScaling("dynamic", 2.0, original_context=64)},
-            "local_rope_scaling: kind is 'dynamic': expected linear or llama3 or yarn",
+            {
+                "rope_scaling": RopeScaling("dynamic", 2.0, original_context=32),
+                "local_rope_scaling": RopeScaling("dynamic", 2.0, original_context=64),
+            },
+            "local_rope_scaling: original_context is 64: expected dynamic with 32",
         ),
         (
             {"rope_scaling": RopeScaling("dynamic", 2.0), "rotary_dim": 2},

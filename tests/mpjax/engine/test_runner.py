@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -51,10 +52,12 @@ def test_results_are_read_a_step_late(runner, submit):
 def test_the_planner_learns_the_seconds_of_programs(runner, submit):
     """Of those that were not compiled, and that the device did not wait for."""
     pace, clock = runner.planner.pace, runner.clock
-    for _ in range(2):
+    for _ in range(20):  # a program that a busy host starts late is not measured
         submit([3] * 60)
         while runner.has_work:
             runner.step()
+        if pace.step_seconds and pace.seconds(64, 0) < math.inf:
+            break
     assert 0 < pace.step_seconds < 1
     assert 0 < pace.rate(64) < 1
     assert 0 <= clock.idle_seconds < clock.work_seconds

@@ -189,6 +189,7 @@ def test_a_file_is_read_once(own, monkeypatch):
         ({"size": 9}, "of 8: size is 9, more than 8"),
         ({"size": 0}, "of 8: size is 0, expected a positive integer"),
         ({"more": 1}, "of 8: unknown field 'more'"),
+        ({"implementation": []}, r"of 8: implementation is \[\], expected one of"),
         ({"implementation": "magic"}, "of 8: implementation is 'magic', expected one of"),
         ({"microseconds": 0}, "of 8: microseconds is 0, expected a positive number"),
     ],

@@ -28,7 +28,7 @@ Results = Sequence[Result]
 
 
 class Figures(NamedTuple):
-    """What a page shows of some result files.
+    """The table, plots and notes that a page has from some result files.
 
     patterns: of the names of the files.
     table: the headers and lines of a table, from results.

@@ -260,9 +260,9 @@ class _Marks:
 
 
 def left_out(prompt: str, marks: Mapping[str, str]) -> list[str]:
-    """What does not reach the prompt of marked messages.
+    """Names the texts of marked messages that do not reach the prompt.
 
-    All of it, if the template writes parts of a content as data, in Python's spelling or as JSON.
+    All of them, if the template writes parts of a content as data, in Python's spelling or as JSON.
     """
     return [place for mark, place in marks.items() if mark not in prompt or WHOLE in prompt]
 

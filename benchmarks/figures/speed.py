@@ -35,7 +35,7 @@ def _generate_command(result: Result) -> str:
 
 
 def _generate_notes(result: Result) -> Iterator[str]:
-    """What the columns don't say, and the longest kernels of the first row."""
+    """Notes below the table of a file, among them the longest kernels of its first row."""
     rows = rows_of([result])
     if any(row.get("filled") for row in rows):
         yield (

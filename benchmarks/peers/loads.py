@@ -75,7 +75,7 @@ def run(generate: Generate, vocabulary: int, names: Sequence[str]) -> Iterator[d
         generate(prompts, new_tokens)
         return time.perf_counter() - begin
 
-    # What an engine compiles at its first use is not measured.
+    # An engine compiles programs at their first use, which is not measured.
     for count, tokens in WARM_UP:
         generate([prompt(tokens) for _ in range(count)], [8] * count)
     for name in names:

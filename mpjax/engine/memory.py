@@ -14,7 +14,7 @@ from mpjax.kernels import device
 from mpjax.language_model import LanguageModel
 from mpjax.memory import free_bytes_on, require_free_on
 
-# Of what is free. A CPU shares its memory with other processes.
+# Shares of the free memory. A CPU shares its memory with other processes.
 USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
 
 

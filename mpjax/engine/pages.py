@@ -21,7 +21,7 @@ def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def first_key(rotary_length: int) -> bytes:
-    """What stands before the first page of a row that is read with this rotary length."""
+    """The key before that of the first page, for a row that is read with this rotary length."""
     return rotary_length.to_bytes(8) if rotary_length else b""
 
 

@@ -1,0 +1,1 @@
+"""Operations of mixers that keep a state of one size for each sequence."""

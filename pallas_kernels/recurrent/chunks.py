@@ -1,0 +1,107 @@
+"""Reads the tokens of ragged batches into states, one chunk of a sequence after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.kv_cache.varlen import tokens_of
+
+CHUNK = 64  # tokens, at most; a power of two
+Tokens = Any  # a tree of arrays [batch, tokens, ...], or varlen [tokens, ...]
+# From states [batch, ...] and chunks [batch, C, ...] to the states after them, and outputs
+# [batch, C, ...]. C is a power of two. Tokens of zeros leave a state as it is.
+ReadChunk = Callable[[jax.Array, Tokens], tuple[jax.Array, jax.Array]]
+
+
+def read_in_chunks(
+    read: ReadChunk,
+    state: jax.Array,
+    tokens: Tokens,
+    counts: jax.Array | None,
+    places: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """The states [batch, ...] after tokens, and their outputs in the form of the tokens.
+
+    counts: int32 [batch], the real tokens of each sequence; None: all of padded ones. Others become
+    zeros before they are read, and their outputs have no meaning.
+    places: (batch, tokens) of padded tokens, (tokens,) of varlen ones.
+    """
+    size = 1
+    while size < min(places[-1], CHUNK):
+        size *= 2
+    if len(places) == 1:
+        assert counts is not None
+        return _varlen(read, state, tokens, counts, size)
+    if counts is not None:
+        tokens = _keep(tokens, jnp.arange(places[1])[None] < counts[:, None])
+    return _padded(read, state, tokens, places, size)
+
+
+def _padded(
+    read: ReadChunk, state: jax.Array, tokens: Tokens, places: tuple[int, ...], size: int
+) -> tuple[jax.Array, jax.Array]:
+    batch, length = places
+    chunks = -(-length // size)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, chunks * size - length), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(batch, chunks, size, *x.shape[2:]), 1, 0)
+
+    # A gradient computes chunks again, rather than keep all that is inside of them.
+    state, outputs = jax.lax.scan(jax.checkpoint(read), state, jax.tree.map(split, tokens))
+    outputs = jnp.moveaxis(outputs, 0, 1)
+    return state, outputs.reshape(batch, chunks * size, *outputs.shape[3:])[:, :length]
+
+
+def _varlen(
+    read: ReadChunk, state: jax.Array, tokens: Tokens, counts: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Chunks begin anew with each sequence. Sequences of one token are read together."""
+    length, batch = len(jax.tree.leaves(tokens)[0]), len(counts)
+    begins = jnp.cumsum(counts) - counts
+    padded = jax.tree.map(lambda x: jnp.pad(x, [(0, size), *[(0, 0)] * (x.ndim - 1)]), tokens)
+    # The single tokens of all sequences, of which others' have their states back.
+    first = jnp.minimum(begins, length)
+    singles = _keep(jax.tree.map(lambda x: x[first][:, None], padded), (counts == 1)[:, None])
+    state, single = read(state, singles)
+    needed = jnp.where(counts > 1, -(-counts // size), 0)
+    most = length // size + min(batch, length // 2)
+    found = tokens_of(needed, most)
+    outputs = jnp.zeros((length + size, *single.shape[2:]), single.dtype)
+
+    def advance(
+        carry: tuple[jax.Array, jax.Array], number: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        sequence, passed = found.sequence[number], found.number[number] * size
+        begin = begins[sequence] + passed
+
+        def run(state: jax.Array, outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            chunk = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size)[None], padded
+            )
+            chunk = _keep(chunk, (jnp.arange(size) < counts[sequence] - passed)[None])
+            after, new = read(state[sequence][None], chunk)
+            # Outputs behind the sequence's end are places of the next, which are written later.
+            outputs = jax.lax.dynamic_update_slice_in_dim(outputs, new[0], begin, 0)
+            return state.at[sequence].set(after[0]), outputs
+
+        return jax.lax.cond(found.is_real[number], run, lambda *carry: carry, *carry), None
+
+    if most:
+        carry = state, outputs
+        (state, outputs), _ = jax.lax.scan(jax.checkpoint(advance), carry, jnp.arange(most))
+    at = jnp.where(counts == 1, first, len(outputs))
+    return state, outputs.at[at].set(single[:, 0], mode="drop")[:length]
+
+
+def _keep(tokens: Tokens, is_real: jax.Array) -> Tokens:
+    """The tokens with zeros instead of padding. is_real: bool, of the first axes of all arrays."""
+
+    def clear(x: jax.Array) -> jax.Array:
+        return jnp.where(jax.lax.expand_dims(is_real, range(is_real.ndim, x.ndim)), x, 0)
+
+    return jax.tree.map(clear, tokens)

@@ -1,0 +1,99 @@
+"""The gated delta rule in plain jnp: one token of each sequence, or a chunk of tokens.
+
+Arrays here are float32, with axes of key heads h, and of the value heads r that read each; a state
+is [batch, h, r, K, V]. Products are in full precision: a state is read and written thousands of
+times. Source: Yang et al., Gated Delta Networks (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.recurrent.delta_inputs import DeltaInputs
+
+
+def _product(subscripts: str, *arrays: jax.Array) -> jax.Array:
+    found: jax.Array = jnp.einsum(subscripts, *arrays, precision=jax.lax.Precision.HIGHEST)
+    return found
+
+
+def read(state: jax.Array, tokens: DeltaInputs) -> tuple[jax.Array, jax.Array]:
+    """The state after C tokens, and their outputs [batch, C, h, r, V].
+
+    tokens: [batch, C, ...].
+    """
+    tokens = tokens.prepared()
+    if tokens.decay.shape[1] == 1:
+        state, outputs = one_token(state, jax.tree.map(lambda x: x[:, 0], tokens))
+        return state, outputs[:, None]
+    by_head = DeltaInputs(
+        *(jnp.moveaxis(x, 1, 2) for x in (tokens.query, tokens.key)),
+        *(jnp.moveaxis(x, 1, 3) for x in (tokens.value, tokens.decay, tokens.rate)),
+    )
+    state, outputs = _one_chunk(state, by_head)
+    return state, jnp.moveaxis(outputs, 3, 1)
+
+
+def one_token(state: jax.Array, token: DeltaInputs) -> tuple[jax.Array, jax.Array]:
+    """The state after a token, e^g S + k (β (v − e^g Sᵀ k))ᵀ with the decay g and the rate β.
+
+    token: query, key [batch, h, K], value [batch, h, r, V], decay and rate [batch, h, r].
+    Returns the outputs [batch, h, r, V], too. The state is read once for queries and keys.
+    """
+    factor = jnp.exp(token.decay)[..., None]
+    both = jnp.stack([token.query, token.key], -2)
+    asked, known = jnp.moveaxis(_product("bhik,bhrkv->bhriv", both, state), -2, 0)
+    error = token.rate[..., None] * (token.value - factor * known)
+    overlap = jnp.sum(token.query * token.key, -1)[..., None, None]
+    state = factor[..., None] * state + token.key[..., None, :, None] * error[..., None, :]
+    return state, factor * asked + overlap * error
+
+
+def _one_chunk(state: jax.Array, chunk: DeltaInputs) -> tuple[jax.Array, jax.Array]:
+    """The state after C tokens, and their outputs [batch, h, r, C, V].
+
+    chunk: query, key [batch, h, C, K], value [batch, h, r, C, V], decay and rate [batch, h, r, C].
+
+    Row i of D, what each token writes for its key, solves (I + A) D = β (V − e^G K S). A is the
+    strictly lower part of β (K Kᵀ) ⊙ Γ, where Γ[i, j] is the decay after token j up to token i.
+    """
+    size = chunk.decay.shape[-1]
+    lower = jnp.tril(jnp.ones((size, size)))
+    # Sums of decays between two tokens, not differences of sums from the first: those would lose
+    # the small decays behind a large one.
+    after = chunk.decay[..., None] * jnp.tril(lower, -1)[None, None, None]
+    between = jnp.exp(_product("im,bhrmj->bhrij", lower, after)) * lower[None, None, None]
+    begun = jnp.exp(jnp.cumsum(chunk.decay, -1))[..., None]
+    keys = _product("bhik,bhjk->bhij", chunk.key, chunk.key)[:, :, None]
+    asked = _product("bhik,bhjk->bhij", chunk.query, chunk.key)[:, :, None]
+    rate = chunk.rate[..., None]
+    known = _product("bhck,bhrkv->bhrcv", chunk.key, state)
+    solve = inverse(rate * keys * between)
+    written = _product("bhrij,bhrjv->bhriv", solve, rate * (chunk.value - begun * known))
+    outputs = begun * _product("bhck,bhrkv->bhrcv", chunk.query, state)
+    outputs += _product("bhrij,bhrjv->bhriv", asked * between, written)
+    left = between[..., -1, :, None] * written
+    state = begun[..., -1:, :] * state + _product("bhck,bhrcv->bhrkv", chunk.key, left)
+    return state, outputs
+
+
+def inverse(lower: jax.Array) -> jax.Array:
+    """The inverse of I + A for the strictly lower part A of [..., C, C]; C is a power of two.
+
+    Inverses of blocks on the diagonal are joined to those of blocks twice as large. A series of
+    powers of A would exceed float32 where keys repeat.
+    """
+    *leading, size, _ = lower.shape
+    found, block = jnp.ones((*leading, size, 1, 1)), 1
+    while block < size:
+        pairs = size // (2 * block)
+        blocks = lower.reshape(*leading, pairs, 2 * block, pairs, 2 * block)
+        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., block:, :block]
+        found = found.reshape(*leading, pairs, 2, block, block)
+        first, second = found[..., 0, :, :], found[..., 1, :, :]
+        across = -_product("...ij,...jk,...kl->...il", second, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        found = jnp.concatenate([upper, jnp.concatenate([across, second], -1)], -2)
+        block *= 2
+    return found[..., 0, :, :]

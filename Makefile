@@ -4,14 +4,14 @@
 #   make test MARKS="not any_version"              those that depend on the versions of Python and JAX
 #   make test SHARD=1/4                            the first of four parts
 #   make test CHANGED=1                            the files that test what is not committed; CHANGED=main: since main
-#   make mutants FILES=mpjax/text_stream.py        bugs planted in one file
+#   make mutants FILES=mpjax/text/text_stream.py        bugs planted in one file
 #   make planted BUGS=mpjax/engine                 known bugs, which tests see
 
 VENV ?= .venv
 TESTS ?=
 SHARD ?=
 CHANGED ?=
-FILES ?= mpjax/arguments.py mpjax/chat_template.py mpjax/sampling.py mpjax/text_stream.py models/config.py
+FILES ?= mpjax/arguments.py mpjax/text/chat_template.py mpjax/sampling/settings.py mpjax/text/text_stream.py models/config.py
 # A candidate must run: a pyenv shim of a version that is not activated exists, but fails.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -24,7 +24,7 @@ MARKS ?= $(if $(CUDA),gpu)
 # a GPU, TORCH="torch==2.13.0 --index-url ..." with an index of CPU builds saves 4 GB.
 TORCH ?= torch==2.13.0
 # The other oracles, as in the extra `parity`.
-ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbytes>=0.48"
+ORACLES = "accelerate>=1.0" "compressed-tensors>=0.20" "gguf>=0.17" "bitsandbytes>=0.48" "peft>=0.18"
 
 # A test that crashes its process, or takes ten minutes, ends the run and is named: pytest-xdist 3.8 may wait for ever for
 # the process that takes over.
@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep fuzz installs real mutants planted tree lint format types check docs clean
+.PHONY: help demo test sweep fuzz installs real mutants planted tree lint format types hooks check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -119,8 +119,11 @@ format: $(VENV)/.development ## rewrite the files in the project's format
 tree: $(VENV)/.development ## make build/tree, in which mypy and others find the whole package
 	$(VENV)/bin/python -m hatchling build --target wheel:editable --hooks-only
 
-types: tree ## check the types
+types: tree ## check the types, also those of the tests
 	$(VENV)/bin/mypy
+
+hooks: $(VENV)/.development ## check each commit before it is made (.pre-commit-config.yaml)
+	$(VENV)/bin/pre-commit install --hook-type pre-commit --hook-type pre-push
 
 check: lint types test ## lint, types and test
 

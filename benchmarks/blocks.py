@@ -25,24 +25,30 @@ from flax import nnx
 
 import mpjax
 from benchmarks.methods import english, python_source
-from mpjax.bench import measure
+from mpjax.bench import measure, tables
 from mpjax.bench.random_model import random_model
 from mpjax.kernels import WeightFormat, unpack
 from mpjax.models import Decoder, DecoderConfig, DecoderLayer, llama_layers
-from mpjax.models.config import Fold
+from mpjax.models.maps import Fold
 from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, in_order, is_folded
 from mpjax.quantization.folds import linear_of
 from mpjax.quantization.pipeline import Stream, quantize_layer
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.statistics import Statistics
-from mpjax.quantization.text import Windows, windows_of
+from mpjax.quantization.text import Windows
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0, 16, 8, 4, 2, 1)  # one block in so many has 8 bits
 CALIBRATION = mpjax.Calibration(window=512, tokens=16 * 512, batch=8)
 METHOD = "range"
 HELD_OUT_CHARACTERS = 20_000
-HEADERS = ("blocks in 8 bits", "channels", "perplexity", "Δ")
+ORDERS = {True: "sorted", False: "as they are"}
+COLUMNS: tables.Columns = {
+    "blocks in 8 bits": lambda row: f"{row['wide']:.0%}" if "wide" in row else row["precision"],
+    "channels": lambda row: ORDERS[row["ordered"]] if "ordered" in row else "",
+    "perplexity": "{perplexity:.3f}",
+    "Δ": "{rise:+.2%}",
+}
 OUTLIERS, STRENGTH = 0.005, 30.0  # the share of channels that are outliers, and how large they are
 PLANTED = DecoderConfig(
     vocab_size=512,
@@ -113,14 +119,7 @@ def measured_model(
     source = mpjax.bundled_model() if folder is None else Path(folder)
     base = mpjax.load(source, precision="A16KV16", progress=False)
     calibration = dataclasses.replace(CALIBRATION, tokens=tokens)
-    batches = windows_of(
-        text,
-        base.require_tokenizer(),
-        base.config.vocab_size,
-        window=calibration.window,
-        most=calibration.tokens,
-        batch=calibration.batch,
-    )
+    batches = calibration.windows(text, base.require_tokenizer(), base.config)
 
     def measured(model: Decoder) -> float:
         lm = dataclasses.replace(base, model=model)
@@ -162,7 +161,10 @@ def planted_model(config: DecoderConfig) -> Decoder:
         for norm in (layer.attention_norm, layer.mlp_norm):
             assert norm is not None  # the model has norms before its layers
             norm.weight.set_value(norm.weight.get_value() * strong(config.hidden_size))
-        for fused in (layer.attention.qkv, layer.mlp.gate_up):
+        attention, mlp = layer.attention, layer.mlp
+        assert attention is not None
+        assert mlp is not None
+        for fused in (attention.qkv, mlp.gate_up):
             [linear] = fused.parts
             *others, last = fused.sizes
             factors = jnp.concatenate([jnp.ones(sum(others), jnp.float32), strong(last)])
@@ -238,13 +240,6 @@ def set_widths(model: Decoder, errors: Sequence[Errors], share: int) -> tuple[in
             kernel.set_value(packed)
             wide, total = wide + int((bits == 8).sum()), total + len(bits)
     return wide, total
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    share = f"{row['wide']:.0%}" if row["precision"] == "W4Ax" else row["precision"]
-    order = {True: "sorted", False: "as they are", None: ""}[row.get("ordered")]
-    return [share, order, f"{row['perplexity']:.3f}", f"{row['rise']:+.2%}"]
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["systems"][name] = {"load_seconds": time.perf_counter() - begin, "batches": {}}
     for batch in (1, 8):
         measure(systems, batch, options, found["systems"])
+    from mpjax.bench.measure import stamp  # here, since loading mpjax counts the import of JAX
+
+    found = stamp() | found
     options.output.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 

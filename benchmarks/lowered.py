@@ -22,17 +22,10 @@ from jax._src.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
+from benchmarks.gpus import GPUS, described
 from benchmarks.representative_calls import Call, calls
-from mpjax.kernels import UnsupportedError, device
+from mpjax.kernels import UnsupportedError
 from mpjax.kernels.plans.tables import VARIABLE
-
-# Multiprocessors and compute capability, by the name that JAX gives a GPU.
-GPUS = {
-    "NVIDIA H200": (132, 9.0),
-    "NVIDIA H100 80GB HBM3": (132, 9.0),
-    "NVIDIA A100-SXM4-80GB": (108, 8.0),
-    "NVIDIA GeForce RTX 4090": (128, 8.9),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,13 +67,7 @@ def write(out: Path, gpu: str, chosen: Sequence[tuple[str, Callable[[], Call]]])
 
 def lower(gpu: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
     """StableHLO of a call on a GPU, one of GPUS; modules of kernels are strings of bytes in it."""
-    multiprocessors, capability = GPUS[gpu]
-    abstract = jax.sharding.AbstractDevice(device_kind=gpu, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=abstract)
-    with (
-        device.described_as(gpu, compute_capability=capability, multiprocessors=multiprocessors),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
+    with described(gpu):
         # All calls have one name in their texts, that of this function.
         traced = jax.jit(lambda *arguments: function(*arguments)).trace(*arguments)
         return traced.lower(lowering_platforms=("cuda",)).as_text()

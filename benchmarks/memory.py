@@ -16,11 +16,11 @@ With --hidden, results are printed and not written.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import itertools
 import json
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -34,33 +34,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-import safetensors.numpy
 
 import mpjax
-from mpjax.bench import measure
+from mpjax.bench import checkpoint, measure, tables
+from mpjax.models import llama_layers
+from mpjax.models.presets import QWEN3_8B
 
 RESULTS = Path(__file__).parent / "results"
 ALL_LAYERS = 36
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
 VOCABULARY = 32_000  # of a narrower model
-POOL = 1 << 22  # random numbers, of which all weights consist
 INTERVAL = 0.02  # seconds between two readings of the process's memory
 
 
@@ -82,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.hidden is not None and (given.hidden <= 0 or given.hidden % 512):
         parser.error("--hidden is no multiple of 512: heads have 128 channels, and four a KV head")
     if given.write is not None:
-        write_checkpoint(given.write, shapes(given.layers, given.hidden))
+        config = shapes(given.layers, given.hidden)
+        checkpoint.write(given.write, config, "W16A16KV16", "plain")
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "qwen3-8b"
@@ -92,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         subprocess.run([*command, "--write", str(source)], check=True)
         calibration = mpjax.Calibration(tokens=given.tokens)
         recipe = mpjax.Recipe.of(given.precision, given.method)
+        source = source.with_name(f"{source.name}-plain")
         result = run(source, recipe, calibration, ALL_LAYERS)
     result = {"method": given.method, "precision": given.precision} | result
     print(json.dumps(result, indent=1))
@@ -99,25 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(measure.save(f"memory-{given.precision}-{given.method}", result, RESULTS))
 
 
-HEADERS = (
-    *("precision", "method", "tokens", "seconds a layer", "minutes", "device peak", "host peak"),
-    "hidden states",
-)
-
-
-def cells(result: dict[str, Any]) -> list[str]:
-    """The texts of a result's row, in the order of HEADERS; minutes and device of all layers."""
-    device = result["device_peak_bytes_of_all_layers"]
-    return [
-        result["precision"],
-        result["method"],
-        f"{result['tokens']:,}",
-        f"{result['seconds_of_layer']:.1f}",
-        f"{result['seconds_of_all_layers'] / 60:.1f}",
-        "" if device is None else f"{device / 1e9:.1f} GB",
-        f"{result['host_peak_bytes'] / 1e9:.1f} GB",
-        f"{result['hidden_states_bytes'] / 1e9:.1f} GB",
-    ]
+COLUMNS: tables.Columns = {
+    "precision": "{precision}",
+    "method": "{method}",
+    "tokens": "{tokens:,}",
+    "seconds a layer": "{seconds_of_layer:.1f}",
+    "minutes": tables.scaled("{:.1f}", "seconds_of_all_layers", 1 / 60),
+    "device peak": tables.scaled("{:.1f} GB", "device_peak_bytes_of_all_layers", 1e-9),
+    "host peak": tables.scaled("{:.1f} GB", "host_peak_bytes", 1e-9),
+    "hidden states": tables.scaled("{:.1f} GB", "hidden_states_bytes", 1e-9),
+}
 
 
 def run(
@@ -165,59 +141,18 @@ def shapes(layers: int, hidden: int | None) -> dict[str, Any]:
 
     hidden: channels of the residual stream, a multiple of 512.
     """
-    config = QWEN3_8B | {"num_hidden_layers": layers}
-    if hidden is None:
-        return config
-    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 512}
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "vocab_size": VOCABULARY}
-    return config | heads | sizes | {"eos_token_id": 0}
-
-
-def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
-    """Writes a checkpoint of random weights, a file for each layer, with the bundled tokenizer."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(mpjax.bundled_model() / name, folder / name)
-    pool = np.random.default_rng(0).standard_normal(POOL, np.float32)
-    hidden = config["hidden_size"]
-    table = config["vocab_size"], hidden
-    shapes = {"model.embed_tokens": table, "lm_head": table, "model.norm": (hidden,)}
-    files = [shapes, *(_layer_shapes(config, i) for i in range(config["num_hidden_layers"]))]
-    weight_map: dict[str, str] = {}
-    for number, shapes in enumerate(files):
-        name = f"model-{number:05}.safetensors"
-        tensors = {f"{path}.weight": _draw(pool, shape) for path, shape in shapes.items()}
-        safetensors.numpy.save_file(tensors, folder / name)
-        weight_map |= dict.fromkeys(tensors, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def _layer_shapes(config: dict[str, Any], number: int) -> dict[str, tuple[int, ...]]:
-    hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
-    queries, keys = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    return {f"model.layers.{number}.{path}": shape for path, shape in shapes.items()}
-
-
-def _draw(pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Norms are ones; other outputs are as large as inputs, by repeating the pool's numbers."""
-    if len(shape) == 1:
-        return np.ones(shape, ml_dtypes.bfloat16)
-    scaled = (pool * shape[1] ** -0.5).astype(ml_dtypes.bfloat16)
-    return np.resize(scaled, shape)
+    config = dataclasses.replace(QWEN3_8B, layers=QWEN3_8B.layers[:layers])
+    if hidden is not None:
+        config = dataclasses.replace(
+            config,
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            num_heads=hidden // 128,
+            num_kv_heads=hidden // 512,
+            layers=llama_layers((None,) * layers, 3 * hidden, qk_norm=True),
+            stop_ids=(0,),
+        )
+    return checkpoint.qwen3_config(config)
 
 
 def python_texts(tokens: int) -> list[str]:

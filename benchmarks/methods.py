@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import mpjax
-from mpjax.bench import measure
+from mpjax.bench import measure, tables
 from mpjax.checkpoint import huggingface
-from mpjax.evaluation import read_held_out
+from mpjax.evaluation.perplexity import read_held_out
 from mpjax.models import DecoderConfig, LayerSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,7 +55,12 @@ CASES = {
 CALIBRATION = mpjax.Calibration(window=512, tokens=48 * 512, batch=8)
 LEARNED = "+learn_scales"  # after a method: then scales of the whole model are learned
 HELD_OUT_CHARACTERS = 20_000
-HEADERS = ("precision", "method", "perplexity", "Δ")
+COLUMNS: tables.Columns = {
+    "precision": "{precision}",
+    "method": "{method}",
+    "perplexity": "{perplexity:.3f}",
+    "Δ": lambda row: f"{row['rise']:+.2%}" if row["method"] else "",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,7 +113,7 @@ def possible(cases: Mapping[str, Sequence[str]], source: Path) -> dict[str, Sequ
 
 def _shapes(layer: LayerSpec, config: DecoderConfig) -> Iterator[tuple[int, int]]:
     for spec in (layer.attention, layer.mlp):
-        for maps in spec.linear_maps(config):
+        for maps in () if spec is None else spec.linear_maps(config):
             yield from maps.shapes
 
 
@@ -139,12 +144,6 @@ def run(
                 "perplexity": found,
                 "rise": found / plain - 1,
             }
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    rise = f"{row['rise']:+.2%}" if row["method"] else ""
-    return [row["precision"], row["method"], f"{row['perplexity']:.3f}", rise]
 
 
 def python_source() -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.bench import measure
+from mpjax.bench import measure, tables
 from mpjax.kernels import (
     KVFormat,
     KVLayout,
@@ -33,7 +33,10 @@ FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "KV2
 KINDS = ("normal", "large channels", "offset channels")
 CHANNELS = (7, 40, 101)
 TOKENS, KV_HEADS, GROUP, DIM = 4096, 2, 4, 128
-HEADERS = ("format", *KINDS)
+COLUMNS: tables.Columns = {
+    "format": "{format}",
+    **{kind: f"{{errors[{kind}]:.2%}}" for kind in KINDS},
+}
 
 
 def main() -> None:
@@ -48,11 +51,6 @@ def run(formats: tuple[str, ...], tokens: int) -> Iterator[dict[str, Any]]:
     for text in formats:
         errors = {kind: _error(KVFormat.parse(text), *scenes[kind]) for kind in KINDS}
         yield {"format": text, "errors": errors}
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    return [row["format"], *(f"{row['errors'][kind]:.2%}" for kind in KINDS)]
 
 
 def _scene(kind: str, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -82,7 +80,7 @@ def _error(format: KVFormat, queries: jax.Array, keys: jax.Array, values: jax.Ar
     last = Span(cache.block_tables, count - 1, jnp.ones(1, jnp.int32))
     found = paged_attention(queries[None, None], pages, last, implementation="reference")[0, 0]
     expected = _exact(*(np.asarray(x, np.float64) for x in (queries, keys, values)))
-    return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())
+    return measure.relative_error(found, expected)
 
 
 def _exact(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:

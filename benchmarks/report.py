@@ -32,20 +32,34 @@ class Figures(NamedTuple):
 
     patterns: of the names of the files.
     table: the headers and lines of a table, from results.
-    command: the command that measured a file; None: there is one table of all files.
+    is_joined: whether there is one table of all files; else each has one, with its command.
     plots: draws plots of all files into a folder, and gives the caption and file name of each.
     notes: paragraphs below the table of a file.
     """
 
     patterns: tuple[str, ...]
     table: Callable[[Results], tuple[Sequence[str], Iterable[Sequence[str]]]]
-    command: Callable[[Result], str] | None = None
+    is_joined: bool = False
     plots: Callable[[Results, Path], Iterable[tuple[str, str]]] = lambda results, folder: ()
     notes: Callable[[Result], Iterable[str]] = lambda result: ()
 
     def paths(self, results: Path) -> list[Path]:
         """The result files in a folder."""
         return [path for pattern in self.patterns for path in sorted(results.glob(pattern))]
+
+
+def rows_of(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """The rows of result files; a file without a list of rows is a row itself."""
+    return [
+        row for result in results for row in result.get("results", result.get("rows", [result]))
+    ]
+
+
+def of_columns(
+    columns: tables.Columns, figures: Callable[[Result], Result] = dict
+) -> Callable[[Results], tuple[Sequence[str], Iterable[Sequence[str]]]]:
+    """The table of some columns. figures: adds to a row what follows from its measured times."""
+    return lambda results: tables.table(columns, map(figures, rows_of(results)))
 
 
 def main() -> None:
@@ -84,14 +98,14 @@ def markdown(figures: Figures, results: Path, plots: Path, page: Path) -> str:
         f"![{caption}]({relpath(plots / name, page)})\n"
         for caption, name in figures.plots(found, plots)
     ]
-    if figures.command is None:
+    if figures.is_joined:
         parts.append(tables.markdown(*figures.table(found)))
         return "\n".join(parts)
     for result in found:
         source = f"{result['device']}, jax {result['versions']['jax']}"
         parts.append(tables.markdown(*figures.table([result])))
         parts += [f"{note}\n" for note in figures.notes(result)]
-        parts.append(f"`{figures.command(result)}` · {source}\n")
+        parts.append(f"`{result['command']}` · {source}\n")
     return "\n".join(parts)
 
 

@@ -14,14 +14,15 @@ from flax import nnx
 
 from mpjax import kernels
 from mpjax.bench.random_model import random_model
-from mpjax.greedy import likeliest
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.attention.shapes import DECODE, AttentionShape
 from mpjax.kernels.gemm.shapes import GemmShape, named
 from mpjax.kernels.rowwise.projection import project_rms_norm
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.llama import llama_layers
-from mpjax.sampling import Sampling, process_logits
+from mpjax.sampling.draw import process_logits
+from mpjax.sampling.greedy import likeliest
+from mpjax.sampling.settings import RowSettings
 
 WEIGHTS = (
     *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
@@ -140,7 +141,7 @@ def _filtered(rows: int) -> Call:
     """Logits that top-k and top-p of each row leave."""
 
     def process(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-        return process_logits(logits, Sampling(temperature=top_p, top_k=top_k, top_p=top_p))
+        return process_logits(logits, RowSettings(temperature=top_p, top_k=top_k, top_p=top_p))
 
     arrays = Array((rows, 151_936), "float32"), Array((rows,), "int32"), Array((rows,), "float32")
     return process, arrays

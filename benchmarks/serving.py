@@ -56,10 +56,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "uneven_static": ("--requests", "128", *UNEVEN[2:], "--static", "64", "--no-engine"),
     "at_once_w4a8": (*AT_ONCE, "--precision", "W4A8KV8"),
     "at_once_w4a8_static": (*AT_ONCE, "--precision", "W4A8KV8", "--static", "128", "--no-engine"),
-    "late_prompt_riding": (*LATE, "--ride"),
-    "at_once_riding": (*AT_ONCE, "--ride"),
-    "at_once_w4a8_riding": (*AT_ONCE, "--precision", "W4A8KV8", "--ride"),
-    "uneven_riding": (*UNEVEN, "--ride"),
 }
 GROUPS = {
     "short": ("late_prompt", "shared", "not_shared", "alone", "at_once", "at_once_8192"),
@@ -94,19 +90,15 @@ NUMBERS: dict[str, Callable[[Rows], float]] = {
     "at_once / static batch of 256": _over("at_once", "at_once_static"),
     "at_once_default_gap / at_once": _over("at_once_default_gap", "at_once"),
     "at_once_8192 / at_once": _over("at_once_8192", "at_once"),
-    "at_once_riding / at_once": _over("at_once_riding", "at_once"),
     "at_once_w4a8: tokens/s": lambda rows: rows["at_once_w4a8"][0][RATE],
     "at_once_w4a8 / static batches of 128": _over("at_once_w4a8", "at_once_w4a8_static"),
-    "at_once_w4a8_riding / at_once_w4a8": _over("at_once_w4a8_riding", "at_once_w4a8"),
     "uneven / at_once, per token": _over("uneven", "at_once"),
     "uneven: device idle, % at most": _idle("uneven"),
     "uneven / static batches of 64": _over("uneven", "uneven_static"),
-    "uneven_riding / uneven": _over("uneven_riding", "uneven"),
     "shared / not_shared, until all first tokens": _over(
         "shared", "not_shared", "all_first_tokens_seconds"
     ),
     "late_prompt: longest gap, ms": _gap("late_prompt"),
-    "late_prompt_riding: longest gap, ms": _gap("late_prompt_riding"),
     "alone: decoding, engine / generate_tokens": _token_speed,
 }
 
@@ -138,8 +130,10 @@ def run(name: str, folder: Path) -> bool:
     An error, such as of lacking memory, is printed, so that other cases can follow.
     """
     begin = time.perf_counter()
+    words = arguments(name, folder)
+    sys.argv = ["mpjax", *words]  # which results tell as their command
     try:
-        return not app(arguments(name, folder), standalone_mode=False)
+        return not app(words, standalone_mode=False)
     except click.exceptions.Exit as end:
         return end.exit_code == 0
     except Exception:

@@ -1,4 +1,4 @@
-"""Runs random traffic through an engine: python -m benchmarks.soak TOKENS [--large] [--ride] ...
+"""Runs random traffic through an engine: python -m benchmarks.soak TOKENS [--large] ...
 
 Requests differ in length, sampling, priority, candidates and in what they share. Some are
 cancelled, and the cache is too small for all that run, so that some make room for others. Between
@@ -7,7 +7,6 @@ not grow. Greedy requests of each round are repeated when the engine does nothin
 have to say the same.
 
 TOKENS: new tokens until the end. --large: Qwen3-8B's shapes in W4A16KV8 instead of a small model.
---ride: rows that decode draw tokens in the programs that read prompts, too (`Engine(ride=True)`).
 --slots: requests that run at once, 64 if --large and else 8. --seed: of the traffic. --output: a
 JSON file, which is written after each round, with the device, versions and commit.
 """
@@ -29,11 +28,11 @@ import jax
 import numpy as np
 
 import mpjax
-from mpjax.atomic_write import atomic_write
 from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
 from mpjax.engine.handle import Handle
-from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.engine.state import cache_bytes
+from mpjax.files.atomic_write import atomic_write
 from mpjax.kernels import device
 from mpjax.models import Qwen3
 from mpjax.models.llama import llama_layers
@@ -59,7 +58,7 @@ SMALL = dataclasses.replace(
 )
 
 
-def make_engine(*, large: bool, ride: bool, slots: int | None = None) -> mpjax.Engine:
+def make_engine(*, large: bool, slots: int | None = None) -> mpjax.Engine:
     """An engine whose cache holds half of what its slots may need. slots: 64 or 8 by default."""
     precision = Precision.parse("W4A16KV8" if large else "W16A16KV4")
     # Attention's kernels take queries in 16 bits; on a CPU, float32 makes results exact.
@@ -69,10 +68,11 @@ def make_engine(*, large: bool, ride: bool, slots: int | None = None) -> mpjax.E
     slots = usual if slots is None else slots
     lm = mpjax.LanguageModel(model, None, precision.kv, Path(), page_size)
     pages = slots * longest // page_size // 4
-    memory = pages * page_bytes(lm) + residual_bytes(lm, slots)
+    each, fixed = cache_bytes(lm, slots)
+    memory = pages * sum(each) + fixed
     chunk = 1024 if large else 64
     return mpjax.Engine(
-        lm, slots=slots, cache_memory=memory, max_tokens=longest, chunk_tokens=chunk, ride=ride
+        lm, slots=slots, cache_memory=memory, max_tokens=longest, chunk_tokens=chunk
     )
 
 
@@ -210,12 +210,11 @@ def main(given: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("tokens", type=int)
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--ride", action="store_true")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(given)
-    with make_engine(large=chosen.large, ride=chosen.ride, slots=chosen.slots) as engine:
+    with make_engine(large=chosen.large, slots=chosen.slots) as engine:
         how = {"exact": not device.on_gpu(), "seed": chosen.seed, "output": chosen.output}
         found = soak(engine, chosen.tokens, **how)
     print(json.dumps(found, indent=2))

@@ -15,14 +15,14 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpjax
-from mpjax.bench import measure
+from mpjax.bench import measure, tables
+from mpjax.generation.speculation.spelling import parse
 from mpjax.models import config as example
-from mpjax.speculation.spelling import parse
 
 PROPOSERS = ("ngram:4:3", "ngram:4:2", "ngram:8:3")
 ROUNDS = 3
@@ -56,10 +56,19 @@ REQUESTS = {
     "story": "Write a story about a fisherman who finds a letter.",
     "advice": "How do I learn to play the piano as an adult?",
 }
-HEADERS = (
-    *("model", "precision", "text", "temperature", "proposer", "plain tokens/s", "tokens/s"),
-    *("×", "tokens per step", "accepted", "proposed per step"),
-)
+COLUMNS: tables.Columns = {
+    "model": "{model}",
+    "precision": "{precision}",
+    "text": "{case}",
+    "temperature": "{temperature:g}",
+    "proposer": "{proposer}",
+    "plain tokens/s": "{plain_tokens_per_second:.0f}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "×": "{speed_up:.2f}",
+    "tokens per step": "{tokens_per_step:.2f}",
+    "accepted": "{acceptance:.0%}",
+    "proposed per step": "{proposed_per_step:.2f}",
+}
 REPEATING = ("edit", "quote", "answer", "repeat", "rename")
 
 
@@ -118,37 +127,6 @@ def run(
                 "new_tokens": len(found.tokens[0]),
                 "same_tokens": found.tokens == plain.tokens,
             }
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    return [
-        row["model"],
-        row["precision"],
-        row["case"],
-        f"{row['temperature']:g}",
-        row["proposer"],
-        *(
-            "" if row[name] is None else f"{row[name]:.0f}"
-            for name in ("plain_tokens_per_second", "tokens_per_second")
-        ),
-        "" if row["speed_up"] is None else f"{row['speed_up']:.2f}",
-        f"{row['tokens_per_step']:.2f}",
-        f"{row['acceptance']:.0%}",
-        f"{row['proposed_per_step']:.2f}",
-    ]
-
-
-def command(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The command that measured the rows of a file."""
-    model, proposers = rows[0]["model"], dict.fromkeys(row["proposer"] for row in rows)
-    options = "" if model == mpjax.bundled_model().name else f" --model {model}"
-    options += "".join(f" --speculate {each}" for each in proposers)
-    if rows[0]["tokens_per_second"] is None:
-        options += " --rounds 0"
-    if steps := rows[0].get("engine_steps"):
-        options += f" --engine {steps}"
-    return f"python -m benchmarks.speculation OUT.json{options}"
 
 
 def _measure(

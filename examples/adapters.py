@@ -1,55 +1,20 @@
-"""Low-rank adapters on a model whose weights stay packed in 4 bits (QLoRA)."""
+"""Low-rank adapters on a model whose weights stay packed in 4 bits (QLoRA): trained and served."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
-from mpjax.kernels import ActivationFormat
-from mpjax.models import Decoder, Linear
+from mpjax.models import Decoder
 
 RANK, STEPS, BATCH, LENGTH, RATE = 8, 24, 4, 128, 0.1
 
-
-class Adapter(nnx.Param):
-    """A trained matrix; the only variables with gradients."""
-
-
-class AdaptedLinear(Linear):
-    """A linear map plus a map of low rank, which is zero at first."""
-
-    def __init__(self, base: Linear, key: jax.Array):
-        kernel: Any = base.kernel.get_value()
-        super().__init__(kernel, None if base.bias is None else base.bias.get_value())
-        channels, outputs = kernel.shape
-        self.down = Adapter(jax.random.normal(key, (channels, RANK)) / channels**0.5)
-        self.up = Adapter(jnp.zeros((RANK, outputs)))
-
-    @property
-    def activations(self) -> ActivationFormat:
-        """16 bits for any kernel, because the low-rank map needs x unrounded."""
-        return ActivationFormat()
-
-    def __call__(self, x: Any) -> jax.Array:
-        """Maps x [..., in] to [..., out]."""
-        change: jax.Array = x.astype(jnp.float32) @ self.down.get_value() @ self.up.get_value()
-        return super().__call__(x) + change.astype(x.dtype)
-
-    def terms(self, x: Any) -> jax.Array:
-        """The map as a single term [1, ..., out]; see Linear.terms."""
-        return self(x)[None]
-
-
 lm = mpjax.load(mpjax.bundled_model(), precision="W4A16KV16", progress=False)
-for index, layer in enumerate(lm.model.layers):
-    keys = jax.random.split(jax.random.key(index), 2)
-    layer.attention.output = AdaptedLinear(layer.attention.output, keys[0])
-    layer.mlp.down = AdaptedLinear(layer.mlp.down, keys[1])
-structure, adapters, frozen = nnx.split(lm.model, Adapter, ...)  # type: ignore[misc]
+tuned = mpjax.lora(lm, RANK, ["o_proj", "down_proj"])
+# The pairs of matrices are the only variables with gradients.
+structure, adapters, frozen = nnx.split(tuned.model, nnx.LoRAParam, ...)  # type: ignore[misc]
 
 # A text unlike the Python source on which the model was trained.
 text = "\n".join(f"The {n}th line says that {n} plus {n} is {2 * n}." for n in range(400))
@@ -77,3 +42,9 @@ for count in range(STEPS):
     adapters, value = step(adapters, frozen, tokens[first : first + BATCH])
     if count % 4 == 0 or count == STEPS - 1:
         print(f"step {count:2}: loss {value:.3f}")
+
+# The base serves the adapter beside rows without; `mpjax.save_adapter(tuned, folder)` writes it.
+nnx.update(tuned.model, adapters)
+lm.add_adapter("lines", mpjax.Adapter.of(tuned.model))
+made = mpjax.generate(lm, ["The 401th line"] * 2, max_new_tokens=12, adapter=["lines", None])
+print(f"with the adapter: {made.text[0]!r}, without: {made.text[1]!r}")

@@ -1,23 +1,26 @@
 """Decoders as Flax NNX modules, with weights and KV caches in any precision."""
 
 from mpjax.models.attention import Attention, GroupedQuerySpec
+from mpjax.models.cache_scales import CacheScales
 from mpjax.models.config import (
     AttentionSpec,
     ConfigError,
     DecoderConfig,
     LayerSpec,
-    LinearMaps,
+    MixerSpec,
     MLPSpec,
     RopeScaling,
 )
-from mpjax.models.decoder import CacheScales, Decoder
+from mpjax.models.decoder import Decoder
 from mpjax.models.experts import Experts, ExpertsSpec
+from mpjax.models.gated_delta import GatedDelta, GatedDeltaSpec
 from mpjax.models.gemma import Gemma, Gemma2, Gemma3
 from mpjax.models.gpt_oss import GptOss
 from mpjax.models.granite import Granite
 from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
 from mpjax.models.llama import Llama, llama_layers
+from mpjax.models.maps import LinearMaps
 from mpjax.models.mistral import Mistral
 from mpjax.models.mixtral import Mixtral
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec
@@ -25,9 +28,11 @@ from mpjax.models.olmo import Olmo2
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.phi import Phi3
 from mpjax.models.qwen import Qwen2, Qwen3
+from mpjax.models.qwen_hybrid import Qwen3Next, Qwen35, Qwen35MoE
 from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
 from mpjax.models.registry import FAMILIES, family
 from mpjax.models.smollm import SmolLM3
+from mpjax.models.state import DecoderCache, SequenceState, StepContext
 from mpjax.models.trainable import trainable
 
 __all__ = [
@@ -38,12 +43,15 @@ __all__ = [
     "CacheScales",
     "ConfigError",
     "Decoder",
+    "DecoderCache",
     "DecoderConfig",
     "DecoderLayer",
     "ExpertPlace",
     "Experts",
     "ExpertsSpec",
     "FusedLinear",
+    "GatedDelta",
+    "GatedDeltaSpec",
     "GatedMLP",
     "GatedMLPSpec",
     "Gemma",
@@ -59,6 +67,7 @@ __all__ = [
     "Llama",
     "MLPSpec",
     "Mistral",
+    "MixerSpec",
     "Mixtral",
     "Olmo2",
     "Packed",
@@ -67,9 +76,14 @@ __all__ = [
     "Qwen2MoE",
     "Qwen3",
     "Qwen3MoE",
+    "Qwen3Next",
+    "Qwen35",
+    "Qwen35MoE",
     "RMSNorm",
     "RopeScaling",
+    "SequenceState",
     "SmolLM3",
+    "StepContext",
     "family",
     "llama_layers",
     "trainable",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +14,24 @@ from flax import nnx
 from mpjax.kernels import (
     ActivationBlocks,
     HeadNorms,
+    KVLayout,
     KVPages,
     Masks,
     QuantizedActivations,
     Rotation,
-    Span,
     append,
     paged_attention,
     prefill_attention,
+    rms_norm,
     rotate,
     rotate_and_append,
 )
-from mpjax.kernels.checks import as_array
+from mpjax.kernels.checks import as_array, require_type
+from mpjax.kernels.kv_cache.cache import create_pages
+from mpjax.kernels.kv_cache.reference import gather
 from mpjax.models import rotary
-from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
+from mpjax.models.bidirectional import whole_attention
+from mpjax.models.config import AttentionSpec, DecoderConfig
 from mpjax.models.layers import (
     Activations,
     FusedLinear,
@@ -36,31 +40,35 @@ from mpjax.models.layers import (
     Rounding,
     as_activations,
 )
-from mpjax.models.riders import RidersSpan
+from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.share import Cut, HeadShares, Share
+from mpjax.models.state import Room, StepContext
 
 
-class AttentionModule(Protocol):
-    """Interface that a DecoderLayer uses of the module that an AttentionSpec builds."""
+class Mixer(Protocol):
+    """Interface that a DecoderLayer uses of the module that a MixerSpec builds.
+
+    A mixer lets tokens read the tokens before them. It alone knows what its state is.
+    """
 
     @property
     def activations(self) -> Rounding:
         """How the input of the first map is rounded."""
 
-    def attend(
-        self,
-        x: Activations,
-        angles: jax.Array,
-        pages: KVPages | None,
-        span: Span | RidersSpan | None,
-    ) -> tuple[Activations, KVPages | None]:
-        """Everything but the last map; see `Attention.attend`."""
+    def mix(self, x: Activations, context: StepContext, state: Any) -> tuple[Activations, Any]:
+        """Everything but the last map.
 
-    def terms(self, attended: Activations) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the last map's output for what `attend` gave."""
+        x: [batch, tokens, hidden], or varlen [tokens, hidden]. state: of the tokens before these,
+        as the spec's `state` creates it; None without a cache.
 
-    def inputs(self, x: jax.Array, attended: jax.Array) -> dict[str, jax.Array]:
-        """The input of each linear map, by its path, from the arguments of `attend` and `terms`."""
+        Returns the input of the last map, [..., channels], and the state with these tokens.
+        """
+
+    def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the last map's output for what `mix` gave."""
+
+    def inputs(self, x: jax.Array, mixed: Any) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path, from the arguments of `mix` and `terms`."""
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
         """Makes joint norms cover the heads of all devices of a mesh axis."""
@@ -75,6 +83,15 @@ class GroupedQuerySpec(AttentionSpec):
     joint_norm: whether that norm is one over the channels of all heads (OLMo 2).
     scale, softcap: of the scores; see Masks.
     sinks: whether each query head has a learned score without a value in its softmax (gpt-oss).
+    interleaved: whether neighbouring channels are rotated together (GLM-4), instead of one of each
+        half of the rotated channels.
+    norm_after: whether the norms of heads follow the rotation, which has all channels (Hunyuan).
+    growth, growth_context: queries at position p are multiplied by
+        1 + growth · ln(1 + ⌊p / growth_context⌋) (Ministral 3); growth None: they are not.
+    bidirectional: whether tokens also read those after them; see `whole_attention`.
+    factors: of queries, keys and values, biases included; () for none.
+    output_gate: whether each query head's output is multiplied by the sigmoid of a gate, whose map
+        is the second half of the head's query map (Qwen3-Next).
     """
 
     kind: ClassVar[str] = "grouped_query"
@@ -85,17 +102,34 @@ class GroupedQuerySpec(AttentionSpec):
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    interleaved: bool = False
+    norm_after: bool = False
+    growth: float | None = None
+    growth_context: int = 8192
+    bidirectional: bool = False
+    factors: tuple[float, ...] = ()
+    output_gate: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
         """An Attention module with random weights."""
         return Attention(config, self, rngs)
 
+    def state(self, config: DecoderConfig) -> KVState:
+        """The keys and values of tokens, in pages."""
+        return KVState(config.num_kv_heads, config.head_dim, config.dtype, self.window)
+
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
         """Two products: query, key and value together (`qkv`), and `output`."""
         hidden = config.hidden_size
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        asked = query * (1 + self.output_gate)
         return (
-            LinearMaps("qkv", ((hidden, query), (hidden, key), (hidden, key)), self.qkv_bias),
+            LinearMaps(
+                "qkv",
+                ((hidden, asked), (hidden, key), (hidden, key)),
+                self.qkv_bias,
+                factors=self.factors,
+            ),
             LinearMaps("output", ((query, hidden),), self.output_bias),
         )
 
@@ -114,11 +148,21 @@ class GroupedQuerySpec(AttentionSpec):
             return config.num_heads * dim, config.num_kv_heads * dim
         return dim, dim
 
+    def why_unsound(self) -> str | None:
+        """The reason why the fields don't fit together, or None if they do."""
+        if self.output_gate and self.joint_norm:
+            return "output_gate and joint_norm are true: no such attention is implemented"
+        if self.bidirectional and self.sinks:
+            return "bidirectional and sinks are true: no such attention is implemented"
+        if len(self.factors) in (0, 3):
+            return None
+        return f"factors is {self.factors!r:.80}: expected three, of queries, keys and values"
+
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From the values to the output map: attention takes weighted means of each channel."""
         copies = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, copies, config.head_dim
-        return (Fold("output", "qkv", 2, heads, is_mixable=True),)
+        return (Fold("output", "qkv", 2, heads, is_mixable=not self.output_gate),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
         """The same spec: the configuration has the number of heads."""
@@ -132,11 +176,69 @@ class GroupedQuerySpec(AttentionSpec):
         heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
         own = heads.runs(share.number)
         query, key = (run.times(config.head_dim) for run in own)
-        found = {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
+        asked = query.times(1 + self.output_gate)
+        found = {"qkv": Cut(outputs=(asked, key, key)), "output": Cut(inputs=query)}
         if self.qk_norm and self.joint_norm:
             found["query_norm.weight"] = Cut(outputs=(query,))
             found["key_norm.weight"] = Cut(outputs=(key,))
         return found | ({"sinks": Cut(outputs=own[:1])} if self.sinks else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class KVState:
+    """The state of attention: keys and values in pages (`KVPages`).
+
+    kv_heads, head_dim, dtype: as in KVLayout. window: as in StateSpec.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None
+    is_paged: ClassVar[bool] = True
+    keeps_sequences: ClassVar[bool] = False
+
+    def create(self, room: Room, scales: jax.Array | None) -> KVPages:
+        """Empty pages. scales: as for `create_pages`, of one layer; None for its default."""
+        layout = KVLayout(
+            *(self.kv_heads, self.head_dim, room.format, room.page_size), dtype=self.dtype
+        )
+        scales = None if scales is None else scales[None]
+        sizes = {"pages": room.pages, "sequences": room.sequences}
+        [pages] = create_pages(layout, layers=1, **sizes, scales=scales)
+        return pages
+
+    def largest(
+        self, state: KVPages, table: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The largest magnitudes of each channel, and whether all numbers are finite.
+
+        table: int32 [1, pages], of a sequence, of which `count` tokens are read.
+
+        Returns float32 [2 (keys, values), KV heads, head dim] and a bool scalar.
+        """
+        sides = jnp.stack(gather(state, table))
+        real = (jnp.arange(sides.shape[2]) < count)[None, None, :, None, None]
+        sides = jnp.where(real, jnp.abs(sides), 0.0)
+        # On a CPU, a maximum ignores NaN, so that only this check finds them.
+        return sides.max((1, 2)), jnp.isfinite(sides).all()
+
+    def clear(self, state: KVPages, pages: jax.Array, slots: jax.Array) -> KVPages:
+        """Zeros in pages, and in the residuals of sequences."""
+
+        def cleared(name: str, at: jax.Array, of: KVPages = state) -> jax.Array:
+            array: jax.Array = getattr(of, name)
+            return array.at[at].set(0, mode="drop")
+
+        changed: dict[str, Any] = {}
+        for name, codes in (("key", state.format.key_codes), ("value", state.format.value_codes)):
+            changed[f"{name}s"] = cleared(f"{name}s", pages)
+            if codes.keeps_scales:
+                changed[f"{name}_parameters"] = cleared(f"{name}_parameters", pages)
+        if (rest := state.residual) is not None:
+            keys, values = (cleared(name, slots, rest) for name in ("keys", "values"))
+            changed["residual"] = dataclasses.replace(rest, keys=keys, values=values)
+        return dataclasses.replace(state, **changed)
 
 
 class Attention(nnx.Module):
@@ -152,29 +254,34 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm.of(config, query) if spec.qk_norm else None
         self.key_norm = RMSNorm.of(config, key) if spec.qk_norm else None
         self.joint_norm = spec.qk_norm and spec.joint_norm
+        self.output_gate = spec.output_gate
         self.joint_axis: str | None = None  # of devices that have some heads each
         self.joint_channels = query, key  # of all devices
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.masks = spec.scale, spec.window, spec.softcap
+        self.rope, self.group = spec.rope, config.page_groups.index(spec.window)
         self.rotary_dim = config.rotary_dim or config.head_dim
-        self.attention_factor = rotary.attention_factor(config, spec.rope)
+        # A norm after the rotation divides by the factor.
+        factor = rotary.attention_factor(config, spec.rope)
+        self.norm_after = spec.qk_norm and spec.norm_after
+        self.attention_factor = 1.0 if self.norm_after else factor
+        self.growth = spec.growth, spec.growth_context
+        self.bidirectional = spec.bidirectional
+        order = rotary.channel_order(self.rotary_dim, self.head_dim, spec.interleaved)
+        self.order = None if order is None else tuple(order.tolist())  # an array has no hash
         zeros = jnp.zeros(config.num_heads, config.dtype) if spec.sinks else None
         self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
 
     def __call__(
-        self,
-        x: Activations,
-        angles: jax.Array,
-        pages: KVPages | None,
-        span: Span | RidersSpan | None,
+        self, x: Activations, context: StepContext, state: KVPages | None = None
     ) -> tuple[jax.Array, KVPages | None]:
-        """Attention and its output map: x [batch, tokens, hidden] to the same shape, and the pages.
+        """Attention and its output map: x [batch, tokens, hidden] to the same shape, and the state.
 
-        The arguments are those of `attend`.
+        The arguments are those of `mix`.
         """
-        attended, pages = self.attend(x, angles, pages, span)
-        return self.output(attended), pages
+        mixed, state = self.mix(x, context, state)
+        return self.output(mixed, context), state
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
         """Makes joint norms cover the heads of all devices of a mesh axis.
@@ -190,64 +297,81 @@ class Attention(nnx.Module):
         """How the input of the query, key and value maps is rounded."""
         return self.qkv.activations
 
-    def terms(self, attended: Activations) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the output map of what `attend` returns."""
-        return self.output.terms(attended)
+    def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the output map of what `mix` returns."""
+        return self.output.terms(mixed, context)
 
-    def inputs(self, x: jax.Array, attended: jax.Array) -> dict[str, jax.Array]:
-        """The input of each linear map, by its path; see `AttentionModule.inputs`."""
-        return {"qkv": x, "output": attended}
+    def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path; see `Mixer.inputs`."""
+        return {"qkv": x, "output": mixed}
 
-    def attend(
-        self,
-        x: Activations,
-        angles: jax.Array,
-        pages: KVPages | None,
-        span: Span | RidersSpan | None,
+    def mix(
+        self, x: Activations, context: StepContext, state: KVPages | None = None
     ) -> tuple[Activations, KVPages | None]:
-        """Attends without the output map; returns [batch, tokens, heads · head dim] and the pages.
+        """Attends without the output map; returns [..., heads · head dim] and the state.
 
-        x: [batch, tokens, hidden]. angles: rotary angles, float32 [batch, tokens, head dim / 2].
-        With a cache, both may be varlen, [tokens, …], and then so is the result.
-        pages and span come together: this layer's part of the cache, and where the new tokens lie
-        in it; the returned pages hold the new keys and values. Without them x holds whole sequences
-        from position 0. Where earlier tokens are in the cache, what is returned is rounded to the
-        output map's blocks, if it has any and reads channels in the order of heads.
+        x: [batch, tokens, hidden], or varlen [tokens, hidden]. Where earlier tokens are in the
+        cache, the result is rounded to the output map's blocks, if it has any and reads channels in
+        the order of heads.
         """
-        x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
+        require_type("Attention: context", context, StepContext)
+        x = as_activations("Attention: x", x)
+        angles = as_array("Attention: angles", context.angles[self.rope])
         sinks = None if self.sinks is None else self.sinks.get_value()
         masks = Masks(*self.masks, sinks)
-        if pages is not None and span is not None and not span.fresh:
-            terms = self._ordered(self._normed_terms(x))
-            turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
-            rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
-            new = terms, rotation
-            return _attend_cached(new, pages, span, masks, self._blocks, x.dtype)
+        turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
+        span = None
+        if state is not None:
+            span = context.span(self.group, has_blocks=state.format.block is not None)
+        if state is not None and span is not None and not span.fresh:
+            terms, gate = self._without_gate(self._normed_terms(x, context))
+            terms = self._ordered(terms)
+            # Weights of the norms after the rotation multiply queries that are not transformed.
+            now = not self.norm_after
+            rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=now)
+            query, state = rotate_and_append(terms, state, span, rotation, dtype=x.dtype)
+            query = self._scaled(query, context)
+            found = paged_attention(query, state, span, masks, transformed=now, blocks=self._blocks)
+            return _gated(_joined_heads(found), gate), state
         batch, tokens, _ = x.shape
+        query, key, value = self._projections(x, context)
+        query, gate = self._without_gate(query)
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
-            for part in self._projections(x)
+            for part in (query, key, value)
         )  # [batch, tokens, heads, head dim]
-        if self.query_norm is not None and self.key_norm is not None and not self.joint_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
-        query, key = (rotate(self._ordered(each), *turn) for each in (query, key))
-        if pages is not None and isinstance(span, Span):
-            pages = append(pages, key, value, span)
-        attended = prefill_attention(query, key, value, masks)
-        return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
+        query, key = self._ordered(query), self._ordered(key)
+        if (norms := self._norms()) is not None:
+            query, key = (
+                rms_norm(each, weight, norms.epsilon).astype(each.dtype)
+                for each, weight in ((query, norms.query), (key, norms.key))
+            )
+        query, key = rotate(query, *turn), rotate(key, *turn)
+        query = self._scaled(query, context)
+        if state is not None and span is not None:
+            state = append(state, key, value, span)
+        if self.bidirectional:
+            if state is not None:
+                raise ValueError("tokens read those after them: such a model has no cache")
+            attended = whole_attention(query, key, value, masks, context.counts)
+        else:
+            attended = prefill_attention(query, key, value, masks)
+        mixed = attended.reshape(batch, tokens, self.heads[0] * self.head_dim)
+        return _gated(mixed, None if gate is None else gate[None]), state
 
     @property
     def _blocks(self) -> ActivationBlocks | None:
         """The blocks to which attention rounds its outputs; None leaves that to the output map."""
         found = self.output.activations
+        if self.output_gate:  # which multiplies the outputs first
+            return None
         if isinstance(found, ActivationBlocks) and found.permutation is None:
             return found
         return None
 
-    def _projections(self, x: Activations) -> list[jax.Array]:
+    def _projections(self, x: Activations, context: StepContext) -> list[jax.Array]:
         """Queries, keys and values, [..., heads · head dim] each, after a joint norm."""
-        query, key, value = self.qkv(x)
+        query, key, value = self.qkv(x, context)
         if self.joint_norm:
             assert self.query_norm is not None
             assert self.key_norm is not None
@@ -258,33 +382,71 @@ class Attention(nnx.Module):
             key = self.key_norm.scaled(key, means[1])
         return [query, key, value]
 
-    def _normed_terms(self, x: Activations) -> jax.Array:
+    def _normed_terms(self, x: Activations, context: StepContext) -> jax.Array:
         """Terms [splits, ..., channels of all heads], whose sum is what `_projections` gives."""
         if not self.joint_norm:
-            return self.qkv.terms(x)
-        return jnp.concatenate(self._projections(x), axis=-1)[None]
+            return self.qkv.terms(x, context)
+        return jnp.concatenate(self._projections(x, context), axis=-1)[None]
+
+    def _without_gate(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The outputs of the query map without its gates, and the gates [..., heads · head dim].
+
+        x: [..., channels], whose first ones are the query map's; others stay behind the queries.
+        The gates are None where the spec has no output_gate.
+        """
+        if not self.output_gate:
+            return x, None
+        heads, dim = self.heads[0], self.head_dim
+        both = x[..., : 2 * heads * dim].reshape(*x.shape[:-1], heads, 2, dim)
+        query, gate = (both[..., half, :].reshape(*x.shape[:-1], heads * dim) for half in (0, 1))
+        return jnp.concatenate([query, x[..., 2 * heads * dim :]], -1), gate
 
     def _ordered(self, x: jax.Array) -> jax.Array:
         """Heads with their channels in the order of the kernels' pairs.
 
         x: query or key heads [..., head dim], or the channels [..., all] of all heads.
         """
-        order = rotary.channel_order(self.rotary_dim, self.head_dim)
+        order = self.order
         if order is None:
             return x
         if x.shape[-1] != self.head_dim:
             queries, keys = self.heads
             turned = np.arange((queries + keys) * self.head_dim).reshape(-1, self.head_dim)
             rest = np.arange(turned.size, x.shape[-1])  # values
-            order = np.concatenate([turned[:, order].reshape(-1), rest])
-        return jnp.take(x, jnp.asarray(order), axis=-1)
+            order = (*turned[:, order].reshape(-1), *rest)
+        return jnp.take(x, np.asarray(order), axis=-1)
 
     def _norms(self) -> HeadNorms | None:
+        """The norms of heads before the rotation, in the order of the kernels' pairs.
+
+        Norms after the rotation are here, too, without their weights: a rotation changes no length.
+        """
         if self.query_norm is None or self.key_norm is None or self.joint_norm:
             return None
         weights = self.query_norm.weight.get_value(), self.key_norm.weight.get_value()
         query, key = (self._ordered(weight) for weight in weights)
+        if self.norm_after:
+            query, key = jnp.ones_like(query), jnp.ones_like(key)
         return HeadNorms(query, key, self.query_norm.epsilon)
+
+    def _scaled(self, query: jax.Array, context: StepContext) -> jax.Array:
+        """Rotated queries [..., heads, head dim] times the factors of their scores.
+
+        These are the growth with positions and, with norms after the rotation, the weights of both
+        norms: keys in the cache are normed without weights.
+        """
+        rate, length = self.growth
+        if rate is None and not self.norm_after:
+            return query
+        found = query.astype(jnp.float32)
+        if self.norm_after and self.query_norm is not None and self.key_norm is not None:
+            for norm in (self.query_norm, self.key_norm):
+                weight = self._ordered(norm.weight.get_value()).astype(jnp.float32)
+                found *= jax.lax.broadcast_to_rank(weight, found.ndim)
+        if rate is not None:
+            positions = context.positions(query.shape[:-2])
+            found *= (1 + rate * jnp.log1p(positions // length))[..., None, None]
+        return found.astype(query.dtype)
 
 
 def _means_of_squares(
@@ -298,40 +460,13 @@ def _means_of_squares(
     return [total / count for total, count in zip(jax.lax.psum(sums, axis), channels, strict=True)]
 
 
-def _attend_cached(
-    new: tuple[jax.Array, Rotation],
-    pages: KVPages,
-    span: Span | RidersSpan,
-    masks: Masks,
-    blocks: ActivationBlocks | None,
-    dtype: jax.typing.DTypeLike,
-) -> tuple[Activations, KVPages]:
-    """Appends new tokens to the pages, and attends from them, in each part of the span apart.
-
-    new: terms of queries, keys and values, and the tokens' rotation, as for `rotate_and_append`.
-    blocks: to which the result is rounded, where the span has one part.
-
-    Returns [..., heads · head dim] and the pages.
-    """
-    terms, rotation = new
-    if isinstance(span, Span):
-        query, pages = rotate_and_append(terms, pages, span, rotation, dtype=dtype)
-        found = paged_attention(query, pages, span, masks, transformed=True, blocks=blocks)
-        return _joined_heads(found), pages
-    # All parts are appended before any is read, so that the pages are written in place.
-    queries, parts = [], span.parts(terms.shape[1])
-    for part in parts:
-        turn = rotation.map_angles(part.of)
-        query, pages = rotate_and_append(
-            part.of(terms, leading=1), pages, part.span, turn, dtype=dtype
-        )
-        queries.append(query)
-    attended = [
-        paged_attention(query, pages, part.span, masks, transformed=True)
-        for query, part in zip(queries, parts, strict=True)
-    ]
-    prompts, rows = attended
-    return _joined_heads(jnp.concatenate([prompts, rows[:, 0]])), pages
+def _gated(x: Activations, gate: jax.Array | None) -> Activations:
+    """Outputs [..., channels] times the sigmoid of the sum of a gate's terms [splits, ...]."""
+    if gate is None:
+        return x
+    assert isinstance(x, jax.Array)
+    factor = jax.nn.sigmoid(gate.astype(jnp.float32).sum(0))
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _joined_heads(x: Activations) -> Activations:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import as_dtype, shown
 from mpjax.kernels.rowwise.hadamard import expected_block
+from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.share import Cut, Share
+from mpjax.models.state import SequenceState, StateSpec
 
 
 class ConfigError(ValueError):
@@ -79,77 +81,13 @@ class RopeScaling:
         return length if self.rereads_after is None else self.original_context + 1
 
 
-class LinearMaps(NamedTuple):
-    """Linear maps of one input, which a layer computes as one product where it can.
-
-    path: the attribute of the layer's attention or MLP that holds the Linear or FusedLinear, such
-        as `gate_up`.
-    shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
-    experts: the number of experts, each of which has such maps; None for maps of the layer itself.
-    is_alternating: whether the outputs of an expert's map alternate between gate and up in files,
-        and come one after the other in the module. is_transposed: whether files hold 16-bit weights
-        as [input, output channels] (gpt-oss).
-    """
-
-    path: str
-    shapes: tuple[tuple[int, int], ...]
-    bias: bool = False
-    experts: int | None = None
-    is_alternating: bool = False
-    is_transposed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """A place where scales of channels can move from one parameter to the linear map behind it.
-
-    Dividing the outputs of the source by scales, and multiplying the rows of the target by them,
-    leaves a layer's outputs as they are, if all that lies between is linear in each channel. So
-    does another order of channels, where all that lies between treats each channel alike.
-
-    target: the path of the linear map whose rows are multiplied, such as `attention.qkv`.
-    source: the path of the norm or the linear map whose outputs are divided. If it is a stack of
-        experts' maps, as the target then is, each expert has scales of its own.
-    part: which outputs of a source that is several maps joined; None for all.
-    repeats: (heads, copies, channels) where the target reads each head of the source several times,
-        as query heads that share values do; None where it reads each channel once.
-    is_mixable: whether the channels of a head, which `repeats` gives, may also be multiplied by a
-        matrix that the target's rows undo: all that lies between treats them alike.
-    is_elementwise: whether each channel that the target reads depends on that channel of every part
-        of the source, and on no other, so that channels can be put in another order.
-    is_linear: whether scales can move; False where all that can change is the order of channels.
-    others: the paths of all others that read the source's outputs and are multiplied, too: linear
-        maps, and arrays [outputs, channels] such as a router.
-    """
-
-    target: str
-    source: str
-    part: int | None = None
-    repeats: tuple[int, int, int] | None = None
-    is_mixable: bool = False
-    is_elementwise: bool = False
-    is_linear: bool = True
-    others: tuple[str, ...] = ()
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """The paths of all that reads the source's outputs, the target first."""
-        return (self.target, *self.others)
-
-    def below(self, parent: str) -> Fold:
-        """The fold with paths that begin at the parent of the module that they began at."""
-        source, target, *others = (
-            f"{parent}.{path}" for path in (self.source, self.target, *self.others)
-        )
-        return dataclasses.replace(self, source=source, target=target, others=tuple(others))
-
-
 @dataclasses.dataclass(frozen=True)
 class SublayerSpec(abc.ABC):
-    """Base class of AttentionSpec and MLPSpec, the specs of a layer's two halves; hashable.
+    """Base class of MixerSpec and MLPSpec, the specs of a layer's two halves; hashable.
 
-    A subclass is a frozen dataclass whose fields are numbers, booleans and strings, so that a saved
-    model can hold them in JSON; config_checks checks them by their types.
+    A subclass is a frozen dataclass whose fields are numbers, booleans, strings, tuples of
+    numbers and specs, so that a saved model can hold them in JSON; config_checks checks them by
+    their types.
 
     kind: the name of the subclass in a saved model's mpjax.json.
     """
@@ -171,6 +109,10 @@ class SublayerSpec(abc.ABC):
         """Shapes of the module's other parameters, which are never quantised, by path."""
         return {}
 
+    def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The paths of those arrays that are float32, whatever dtype the model has."""
+        return ()
+
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
         """The paths of all that reads the module's input, a linear map first.
 
@@ -186,6 +128,10 @@ class SublayerSpec(abc.ABC):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The places inside of the module where scales of channels can move; see Fold."""
         return ()
+
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside the module, at most, where they are many; else 0."""
+        return 0
 
     def why_unsound(self) -> str | None:
         """The reason why the fields don't fit together, or None if they do."""
@@ -211,7 +157,21 @@ class SublayerSpec(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec(SublayerSpec):
+class MixerSpec(SublayerSpec):
+    """Base class of the specs of mixers, in which tokens read the tokens before them."""
+
+    @abc.abstractmethod
+    def state(self, config: DecoderConfig) -> StateSpec:
+        """The kind and size of the module's state; see StateSpec."""
+
+    @property
+    def ropes(self) -> tuple[str, ...]:
+        """The kinds of rotary embedding whose angles the module reads."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
     """Base class of attention specs.
 
     window: how many keys a query attends to, its own included (sliding window); None: all.
@@ -221,6 +181,11 @@ class AttentionSpec(SublayerSpec):
 
     window: int | None = None
     rope: str = dataclasses.field(default="global", kw_only=True)
+
+    @property
+    def ropes(self) -> tuple[str, ...]:
+        """See MixerSpec."""
+        return (self.rope,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,40 +231,50 @@ class MLPSpec(SublayerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The specs of one layer's attention and MLP. Layers of a decoder may differ.
+    """The specs of one layer's mixer and MLP. Layers of a decoder may differ.
 
+    attention: the mixer, which is attention in most layers. mlp: the MLP. A layer without one of
+        these halves has None there (Nemotron-H).
     norms: where the two halves have norms: `pre`, before each; `post`, after each and before its
-    output is added to the residual stream (OLMo 2); or `both` (Gemma 2).
+    output is added to the residual stream (OLMo 2); `both` (Gemma 2); or `shared`, where both
+    halves read one norm and are added to the stream together (Cohere).
     """
 
-    attention: AttentionSpec
-    mlp: MLPSpec
+    attention: MixerSpec | None
+    mlp: MLPSpec | None
     norms: str = "pre"
 
     @property
-    def has_pre_norms(self) -> bool:
-        """Whether there are norms before the halves."""
-        return self.norms != "post"
+    def halves(self) -> dict[str, SublayerSpec]:
+        """The halves that the layer has, by name."""
+        both = {"attention": self.attention, "mlp": self.mlp}
+        return {half: spec for half, spec in both.items() if spec is not None}
 
     @property
     def has_post_norms(self) -> bool:
         """Whether there are norms after the halves."""
-        return self.norms != "pre"
+        return self.norms in ("post", "both")
+
+    @property
+    def pre_norms(self) -> dict[str, str]:
+        """The norm that each half reads, for halves that read one."""
+        if self.norms == "post":
+            return {}
+        shared = self.norms == "shared"
+        return {half: "attention_norm" if shared else f"{half}_norm" for half in self.halves}
 
     def linear_paths(self, config: DecoderConfig) -> tuple[str, ...]:
         """The paths of all linear maps in the layer, in the order of the computation."""
         return tuple(
             f"{half}.{maps.path}"
-            for half, spec in (("attention", self.attention), ("mlp", self.mlp))
+            for half, spec in self.halves.items()
             for maps in spec.linear_maps(config)
         )
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
         """The paths of the linear maps whose outputs are added to the residual stream."""
         return tuple(
-            f"{half}.{path}"
-            for half, spec in (("attention", self.attention), ("mlp", self.mlp))
-            for path in spec.writers(config)
+            f"{half}.{path}" for half, spec in self.halves.items() for path in spec.writers(config)
         )
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
@@ -307,11 +282,14 @@ class LayerSpec:
 
         All that reads a norm before a half has a fold with it.
         """
-        found = []
-        for half, spec in (("attention", self.attention), ("mlp", self.mlp)):
-            readers = [f"{half}.{path}" for path in spec.readers(config)]
-            if readers and self.has_pre_norms:
-                found.append(Fold(readers[0], f"{half}_norm", others=tuple(readers[1:])))
+        found, read = [], {half: spec.readers(config) for half, spec in self.halves.items()}
+        for half, spec in self.halves.items():
+            norm = self.pre_norms.get(half)
+            if norm == f"{half}_norm":
+                alike = [each for each in self.halves if self.pre_norms[each] == norm]
+                readers = [f"{each}.{path}" for each in alike for path in read[each]]
+                if all(read[each] for each in alike):
+                    found.append(Fold(readers[0], norm, others=tuple(readers[1:])))
             found += [fold.below(half) for fold in spec.folds(config)]
         return tuple(found)
 
@@ -327,6 +305,12 @@ class DecoderConfig:
     rotary_dim: the first channels of a head, which are rotated; None: all.
     local_rope_theta, local_rope_scaling: of the layers whose rope is `local`.
     offset_norms: whether files hold the weights of norms minus 1 (Gemma).
+    predicts: whether hidden states become logits of the vocabulary. Classifiers and models
+        without a head don't predict tokens; their table is tied, so that there is one.
+    labels: the number of scores of a classifier, which are a linear map of a text's last hidden
+        state; None for other models.
+    centered_norms: whether norms subtract the mean of the channels (LayerNorm). norm_bias: whether
+        they then add a bias.
     embedding_scale, logit_scale: factors of the embedded tokens and of the logits; None: 1.
     logit_softcap: a logit l becomes softcap · tanh(l / softcap) (Gemma 2); None: no cap.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
@@ -357,6 +341,10 @@ class DecoderConfig:
     logit_scale: float | None = None
     logit_softcap: float | None = None
     local_rope_scaling: RopeScaling | None = None
+    centered_norms: bool = False
+    norm_bias: bool = False
+    predicts: bool = True
+    labels: int | None = None
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -383,7 +371,34 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, in keys; None for a layer that attends to all keys."""
-        return tuple(layer.attention.window for layer in self.layers)
+        return tuple(state.window for state in self.states)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """The kind and size of each layer's state."""
+        return tuple(
+            SequenceState(()) if layer.attention is None else layer.attention.state(self)
+            for layer in self.layers
+        )
+
+    @property
+    def keeps_sequences(self) -> bool:
+        """Whether some of the states is of one size for each sequence; see StateSpec."""
+        return any(state.keeps_sequences for state in self.states)
+
+    @property
+    def page_groups(self) -> tuple[int | None, ...]:
+        """The window of each group of layers in pages: layers with one window share block tables.
+
+        None is the group of layers that attend to all tokens.
+        """
+        return tuple(dict.fromkeys(state.window for state in self.states if state.is_paged))
+
+    @property
+    def groups(self) -> tuple[int | None, ...]:
+        """The place of each layer's group in page_groups; None for layers without pages."""
+        places = {window: place for place, window in enumerate(self.page_groups)}
+        return tuple(places[it.window] if it.is_paged else None for it in self.states)
 
     @property
     def scaling_by_length(self) -> RopeScaling | None:
@@ -407,16 +422,19 @@ class DecoderConfig:
     @property
     def hadamard_blocks(self) -> tuple[int | None, ...]:
         """Channels of each block that layers mix before their down projections; None for none."""
-        return tuple(layer.mlp.hadamard for layer in self.layers)
+        return tuple(None if layer.mlp is None else layer.mlp.hadamard for layer in self.layers)
 
     @property
     def intermediate_size(self) -> int:
         """The largest intermediate_size of the layers' MLPs."""
-        return max(layer.mlp.intermediate_size for layer in self.layers)
+        return max((layer.mlp.intermediate_size for layer in self.layers if layer.mlp), default=0)
 
 
 def _make_plain(config: DecoderConfig | SublayerSpec) -> None:
-    """Replaces NumPy scalars in fields by Python numbers, which JSON can hold."""
+    """Replaces NumPy scalars by Python numbers, which JSON can hold, and lists by tuples."""
     for field in dataclasses.fields(config):
-        if isinstance(value := getattr(config, field.name), np.generic):
+        value = getattr(config, field.name)
+        if isinstance(value, np.generic):
             object.__setattr__(config, field.name, value.item())
+        elif isinstance(value, list):
+            object.__setattr__(config, field.name, tuple(value))

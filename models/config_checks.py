@@ -21,6 +21,7 @@ from mpjax.models.config import (
     ConfigError,
     DecoderConfig,
     LayerSpec,
+    MixerSpec,
     MLPSpec,
     RopeScaling,
     SublayerSpec,
@@ -29,7 +30,7 @@ from mpjax.models.config import (
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
 ROPES = ("global", "local", "none")
-NORMS = ("pre", "post", "both")
+NORMS = ("pre", "post", "both", "shared")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
 LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -174,14 +175,26 @@ def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
     if not isinstance(layer, LayerSpec):
         refuse(where, name, layer, "a LayerSpec")
     choice(where, f"{name}.norms", layer.norms, NORMS)
-    for half, kind in (("attention", AttentionSpec), ("mlp", MLPSpec)):
-        if not isinstance(spec := getattr(layer, half), kind):
-            refuse(where, f"{name}.{half}", spec, f"an {kind.__name__}")
-        _check_fields(spec, f"{where}, {name}.{half}", {})
-        if isinstance(spec, AttentionSpec):
-            choice(f"{where}, {name}.attention", "rope", spec.rope, ROPES)
-        if reason := spec.why_unsound():
-            raise ConfigError(f"{where}, {name}.{half}: {reason}")
+    kinds = ("attention", MixerSpec, "a MixerSpec"), ("mlp", MLPSpec, "an MLPSpec")
+    if len(layer.halves) < (2 if layer.norms == "shared" else 1):
+        refuse(where, name, layer, "an attention, an mlp, or both, which share a norm if they must")
+    for half, kind, expected in kinds:
+        if (spec := getattr(layer, half)) is None:
+            continue
+        if not isinstance(spec, kind):
+            refuse(where, f"{name}.{half}", spec, f"{expected}, or None")
+        _check_spec(spec, f"{where}, {name}.{half}")
+
+
+def _check_spec(spec: SublayerSpec, where: str) -> None:
+    _check_fields(spec, where, {})
+    for field in dataclasses.fields(spec):
+        if isinstance(part := getattr(spec, field.name), SublayerSpec):
+            _check_spec(part, f"{where}.{field.name}")
+    if isinstance(spec, AttentionSpec):
+        choice(where, "rope", spec.rope, ROPES)
+    if reason := spec.why_unsound():
+        raise ConfigError(f"{where}: {reason}")
 
 
 def _check_fields(
@@ -191,16 +204,27 @@ def _check_fields(
     kind: Any = type(config)  # Any, because mypy takes the type for one without a hash
     for field, kinds in _field_types(kind).items():
         value, name = getattr(config, field), names.get(field, field)
-        if value is None and type(None) in kinds:
-            continue
-        if bool in kinds:
-            switch(where, name, value)
-        elif float in kinds:
-            positive(where, name, value)
-        elif int in kinds:
-            whole(where, name, value)
-        elif str in kinds and type(value) is not str:
-            refuse(where, name, value, "a text")
+        if value is not None or type(None) not in kinds:
+            _check_value(kinds, where, name, value)
+
+
+def _check_value(kinds: tuple[Any, ...], where: str, name: str, value: Any) -> None:
+    """Checks a value by the types that its field may have."""
+    if tuple[float, ...] in kinds:
+        if not isinstance(value, tuple):
+            refuse(where, name, value, "a list of numbers")
+        for number in value:
+            positive(where, name, number)
+    elif bool in kinds:
+        switch(where, name, value)
+    elif float in kinds:
+        positive(where, name, value)
+    elif int in kinds:
+        whole(where, name, value)
+    elif str in kinds and type(value) is not str:
+        refuse(where, name, value, "a text")
+    elif MixerSpec in kinds and not isinstance(value, MixerSpec):
+        refuse(where, name, value, "a MixerSpec")
 
 
 @functools.cache

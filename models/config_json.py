@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ ROTARY = f"{WHERE}, rotary scaling"
 # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. A file
 # with both is a newer one to which somebody added rope_scaling, so rope_scaling comes first.
 ROTARY_KEYS = ("rope_scaling", "rope_parameters")
+KINDS = ("full_attention", "sliding_attention")  # of layers
 ORIGINAL = "original_max_position_embeddings"
 # Kinds of scaling in files, and here: Phi-3's first files call LongRoPE `su`.
 SCALINGS = {kind: kind for kind in config_checks.ROPE_SCALINGS} | {"su": "longrope"}
@@ -50,12 +51,14 @@ def common_fields(
     activation: str = "silu",
     partial_rotary: bool = False,
     theta: float = 1e4,
+    epsilon: str = "rms_norm_eps",
 ) -> dict[str, Any]:
     """DecoderConfig's fields except `layers`: all families read them alike from `config.json`.
 
     hf: with the keys that the file leaves out; see `config_keys.complete`.
     activation: of the family's MLPs, as files name it. partial_rotary: whether the family's heads
-    may have channels that are not rotated. theta: where the file has no `rope_theta`.
+    may have channels that are not rotated. theta: where the file has no `rope_theta`. epsilon: the
+    key of the norms' epsilon.
 
     Raises ConfigError for a missing key, another activation, a rotary scaling that is not
     implemented, and a value of a wrong type or outside its range. `Decoder.config_from_hf`
@@ -81,7 +84,7 @@ def common_fields(
         "max_position_embeddings": _positions(hf, rope_scaling),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
-        "rms_norm_eps": number(hf, "rms_norm_eps"),
+        "rms_norm_eps": number(hf, epsilon),
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "dtype": _dtype(hf),
         "stop_ids": _stop_ids(hf, vocabulary),
@@ -169,13 +172,71 @@ def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None
     """
     layers = layer_count(hf)
     usual = "full_attention" if window is None else "sliding_attention"
-    kinds = hf.get("layer_types") or [usual] * layers
     known = {"sliding_attention": window, "full_attention": None}
+    kinds = layer_kinds({**hf, "layer_types": hf.get("layer_types") or [usual] * layers}, known)
+    return tuple(known[kind] for kind in kinds)
+
+
+def layer_kinds(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """`layer_types`, the kind of each layer. Raises ConfigError for a list of others.
+
+    known: the kinds that the family has.
+    """
+    layers, kinds = layer_count(hf), require(hf, "layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in [*known] for k in kinds):
         raise ConfigError(
             f"config.json: layer_types must list {layers} of {sorted(known)}, got {kinds!r:.80}"
         )
-    return tuple(known[kind] for kind in kinds)
+    return kinds
+
+
+def layer_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
+    """hf[key], numbers of layers; none where the key is missing. Raises ConfigError for others."""
+    count, listed = layer_count(hf), hf.get(key) or []
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
+        config_checks.refuse(WHERE, key, listed, f"a list of layers from 0 to {count - 1}")
+    return listed
+
+
+def patterned_windows(hf: Mapping[str, Any], every: int | None = None) -> tuple[int | None, ...]:
+    """The window of each layer: none in every n-th, unless the file lists the types of layers.
+
+    every: n; None for the file's `sliding_window_pattern`. Raises ConfigError.
+    """
+    window = sliding_window(hf)
+    if hf.get("layer_types"):
+        return layer_windows(hf, window)
+    every = integer(hf, "sliding_window_pattern") if every is None else every
+    return tuple(None if (i + 1) % every == 0 else window for i in range(layer_count(hf)))
+
+
+def later_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer: from layer `max_window_layers` on, unless the file lists types."""
+    if hf.get("layer_types"):
+        return layer_windows(hf, window)
+    full = integer(hf, "max_window_layers", minimum=0)
+    return tuple(None if layer < full else window for layer in range(layer_count(hf)))
+
+
+def grouped_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the ExpertsSpec of layers whose experts have corrected sigmoid scores, in groups.
+
+    They are DeepSeek-V3's, with one MLP for all tokens in the place of `n_shared_experts`.
+    """
+    inner, groups = integer(hf, "moe_intermediate_size"), integer(hf, "n_group")
+    best = integer(hf, "topk_group")
+    found: dict[str, Any] = {} if groups == 1 == best else {"groups": groups}
+    return {
+        **(found and found | {"groups_per_token": best, "group_score": "top_two"}),
+        "intermediate_size": inner,
+        "num_experts": integer(hf, "n_routed_experts"),
+        "experts_per_token": integer(hf, "num_experts_per_tok"),
+        "scoring": "sigmoid",
+        "renormalize": flag(hf, "norm_topk_prob"),
+        "scale": number(hf, "routed_scaling_factor"),
+        "router_correction": True,
+        "shared_size": integer(hf, "n_shared_experts", minimum=0) * inner or None,
+    }
 
 
 def _dtype(hf: Mapping[str, Any]) -> str:
@@ -206,6 +267,29 @@ def rotary(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | No
     return theta, _scaling(hf, places[0])
 
 
+def ropes_by_kind(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The keys of a file with those of one kind of layer's rotary embedding alone, by KINDS.
+
+    Newer files have an object for each kind in `rope_parameters`. In older ones, `rope_scaling` and
+    `rope_theta` are of full attention, and `rope_local_base_freq` is the theta of the other.
+    """
+    nested = hf.get("rope_parameters") or {}
+    if not isinstance(nested, Mapping) or not {*nested} <= {*KINDS}:
+        expected = f"an object for each kind of layer: {' and '.join(KINDS)}"
+        config_checks.refuse(WHERE, "rope_parameters", nested, expected)
+    added = dict(zip(KINDS, (hf.get("rope_scaling"), None), strict=True))
+    thetas = dict(zip(KINDS, (hf.get("rope_theta"), hf.get("rope_local_base_freq")), strict=True))
+    return [
+        {
+            **{key: value for key, value in hf.items() if key != ORIGINAL},
+            "rope_parameters": nested.get(kind),
+            "rope_scaling": added[kind],
+            "rope_theta": thetas[kind],
+        }
+        for kind in KINDS
+    ]
+
+
 def _rotary_places(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """The objects in which keys of the rotary embedding may stand, the one that counts first.
 
@@ -213,6 +297,12 @@ def _rotary_places(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """
     added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
     return (added, hf, newer) if added else (newer, hf)
+
+
+def rotary_object(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object in which the kind of rotary scaling and its numbers stand. Raises ConfigError."""
+    added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
+    return added or newer
 
 
 def _scaling(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling | None:

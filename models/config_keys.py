@@ -14,6 +14,7 @@ from typing import Any
 from mpjax.models import config_checks
 
 WHERE = "config.json"
+INSTEAD = "mpjax.embed gives embeddings of texts, and mpjax.score the scores of a classifier"
 DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
     {
         "hidden_act": "silu",
@@ -26,18 +27,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"per_layer_conf
 # Keys in which null has a meaning; in others it stands for the default.
 NULLABLE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("eos_token_id", "num_key_value_heads"),
+    *("eos_token_id", "num_key_value_heads", "mamba_d_ssm", "block_ffn_dim_multiplier"),
 )
 
 
 def complete(
-    hf: Mapping[str, Any], defaults: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]
+    hf: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    neutral: Mapping[str, tuple[Any, ...]],
+    aliases: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """The keys of a config.json with those that it leaves out.
 
     defaults: of the family, which replace DEFAULTS. A default of `eos_token_id` counts only if the
         vocabulary has that token.
     neutral: by key, the values that the family's decoder supports.
+    aliases: by key, the key in whose place it stands, and before which it counts.
 
     Raises ConfigError for a key with another value than a neutral one.
     """
@@ -45,9 +50,11 @@ def complete(
         if (value := hf.get(key)) not in supported:
             expected = " or ".join(json.dumps(one) for one in supported)
             config_checks.refuse(WHERE, key, value, f"{expected}, since no other is supported")
+    hf = {**hf, **{name: hf[key] for key, name in aliases.items() if hf.get(key) is not None}}
     written = {key: value for key, value in hf.items() if value is not None or key in NULLABLE}
     found = {**DEFAULTS, **defaults, **written}
-    vocabulary, stop = found.get("vocab_size"), defaults.get("eos_token_id")
-    if "eos_token_id" not in written and stop and type(vocabulary) is int and stop >= vocabulary:
-        del found["eos_token_id"]
+    vocabulary, stop = found.get("vocab_size"), defaults.get("eos_token_id") or 0
+    last = max(stop) if isinstance(stop, list) else stop
+    if "eos_token_id" not in written and type(vocabulary) is int and last >= vocabulary:
+        found.pop("eos_token_id", None)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,29 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import (
-    KVFormat,
-    KVLayout,
-    KVPages,
-    PagedKVCache,
-    Span,
-    WeightFormat,
+from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.kernels.checks import (
+    as_array,
+    is_known,
+    require_type,
+    shown,
+    whole_number,
 )
-from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
-from mpjax.kernels.kv_cache.cache import create_pages
+from mpjax.kernels.kv_cache.cache import require_room
+from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models import config_json, config_keys, parameters, rotary, tables
-from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models import config_json, config_keys, parameters, rotary, step_checks, tables
+from mpjax.models.cache_scales import CacheScales, scales_for
 from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
-from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import Linear, RMSNorm
-from mpjax.models.mlp import GatedMLPSpec
+from mpjax.models.low_rank import LowRank, read_numbers
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
-from mpjax.models.riders import RidersSpan, last_hidden, last_tokens
-from mpjax.models.step_checks import require_counts, require_empty, require_positions
+from mpjax.models.specs import SPECS
+from mpjax.models.state import WHOLE, DecoderCache, Room, StepContext
 from mpjax.models.vocabulary import Vocabulary
 from mpjax.models.window import Window
 
@@ -43,17 +41,13 @@ from mpjax.models.window import Window
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _apply(
     plans: Hashable, layer: DecoderLayer, *arguments: Any
-) -> tuple[jax.Array, jax.Array, KVPages | None]:
+) -> tuple[jax.Array, jax.Array, Any]:
     """Applies a layer. JAX traces and lowers alike layers once: with kernels, that is slow.
 
     plans: the conditions that plans depend on besides the arguments, such as the device and the
     tables of plans; `jit` traces anew when they change.
     """
     return layer(*arguments)
-
-
-class CacheScales(nnx.Variable):
-    """Scales of keys and values for a cache, measured once; not a parameter to train."""
 
 
 class Decoder(nnx.Module):
@@ -63,20 +57,28 @@ class Decoder(nnx.Module):
     prefill and decoding, pure in (parameters, tokens, counts, cache).
 
     names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
-    specs: the classes of attention and MLP specs that a family's layers may have.
-    defaults, neutral: the values of keys that a family's config.json may leave out, and the only
-        supported values of others; see `config_keys.complete`.
+    specs: the classes of the specs of mixers and MLPs that a family's layers may have.
+    spare: begins and endings of names of tensors in files that the decoder has no place for.
+    has_spare_layers: whether files may hold layers behind the decoder's, as drafts have.
+    defaults, neutral, aliases: values of keys that config.json may leave out, the only supported
+        values of others, and keys with another's meaning; see `config_keys.complete`.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
     mesh: the devices among which the model is divided (`sharded.py`); None where it is not.
     axis: in one device's share of a divided model, the mesh axis of the devices; else None.
+    embedding_adapter, head_adapter: changes of the tables, as those of linear maps; None without.
     """
 
+    embedding_adapter: LowRank | None = None
+    head_adapter: LowRank | None = None
     mesh: jax.sharding.Mesh | None = None
     names: ClassVar[Names] = parameters.NAMES
-    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = SPECS
+    spare: ClassVar[tuple[str, ...]] = ()
+    has_spare_layers: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)
@@ -88,8 +90,9 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm.of(config, config.hidden_size)
-        tied = config.tie_word_embeddings
+        tied, labels = config.tie_word_embeddings, (config.labels or 0, config.hidden_size)
         self.head = None if tied else self._create_table(parameters.HEAD, rngs)
+        self.score = nnx.data(nnx.Param(jnp.zeros(labels, config.dtype)) if labels[0] else None)
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -98,7 +101,7 @@ class Decoder(nnx.Module):
         Raises ConfigError, which names the key, for a missing key, an unsupported value, and values
         that don't fit together.
         """
-        hf = config_keys.complete(hf, cls.defaults, cls.neutral)
+        hf = config_keys.complete(hf, cls.defaults, cls.neutral, cls.aliases)
         config = cls.read_config(hf)
         require_sound(config, config_keys.WHERE, config_json.field_names(hf))
         return config
@@ -142,6 +145,10 @@ class Decoder(nnx.Module):
         """The rows of a table that this process needs; None: all."""
         return None
 
+    def place_change(self, path: str, change: LowRank) -> LowRank:
+        """An adapter's changes of the maps at a path, or a stack, on the devices of the model."""
+        return change.map(lambda array: jnp.asarray(array, self.config.dtype))
+
     def put_cache_scales(self, scales: Any) -> None:
         """Puts the scales of a cache, whole, into the model."""
         self.cache_scales = CacheScales(scales)
@@ -170,27 +177,43 @@ class Decoder(nnx.Module):
         """The token ids, and how they are divided among devices."""
         return Vocabulary(self.config.vocab_size, self.axis)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, adapters: jax.Array | None = None) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] after every token of int [batch, tokens].
+
+        adapters: int [batch], the adapter of each sequence, as in StepContext; None for none.
 
         Raises ValueError for another shape or dtype and for more tokens than the model has
         positions, also under `jit`; outside `jit` also for token ids that the vocabulary lacks.
         """
-        tokens = self._read_whole(tokens)
-        positions = jnp.arange(tokens.shape[1])[None]
-        positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
-        hidden, _ = self._hidden(tokens, self.angles_by_rope(positions), None, None)
-        return self._logits(hidden)
+        context = self._whole(tokens, adapters)
+        logits, _ = self.forward(as_array("tokens", tokens), context, (), every_position=True)
+        return logits[..., : self.config.vocab_size]
+
+    def hidden(self, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+        """Hidden states [batch, tokens, hidden] after the final norm; errors are as of calls.
+
+        counts: int32 [batch], the tokens of each row before its padding; None for all.
+        """
+        whole = dataclasses.replace(self._whole(tokens, None), counts=counts)
+        return self._hidden(as_array("tokens", tokens), whole, ())[0]
+
+    def _whole(self, tokens: Any, adapters: jax.Array | None) -> StepContext:
+        """The context of whole sequences. Raises ValueError for tokens that are none."""
+        tokens = step_checks.read_tokens(self.config, tokens)
+        step_checks.require_positions(self.config, tokens.shape[1])
+        positions = jnp.cumsum(jnp.ones(tokens.shape, jnp.int32), 1) - 1
+        own = None if adapters is None else read_numbers(self, adapters, len(tokens))
+        return StepContext(self.angles_by_rope(positions), adapters=own)
 
     def step(
         self,
         tokens: jax.Array,
         counts: jax.Array,
-        cache: PagedKVCache,
+        cache: DecoderCache,
         *,
         fresh: bool = False,
         every_position: bool = False,
-    ) -> tuple[jax.Array, PagedKVCache]:
+    ) -> tuple[jax.Array, DecoderCache]:
         """Adds tokens to the cache and computes the logits of the token after them.
 
         tokens: int [batch, tokens], padded on the right. counts: int32 [batch], each row's number
@@ -216,72 +239,79 @@ class Decoder(nnx.Module):
         written.
         """
         tokens, counts = self._read_step(tokens, counts, cache, fresh)
-        span = Span(
-            cache.block_tables,
-            cache.lengths,
-            counts,
-            fresh,
-            residual_pages=cache.residual_pages,
-        )
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
         if (lengths := cache.rotary_lengths) is not None:
             lengths = jnp.maximum(lengths, counts) if fresh else lengths
             cache = dataclasses.replace(cache, rotary_lengths=lengths)
             lengths = lengths[:, None]
         angles = self.angles_by_rope(positions, lengths)
-        hidden, layers = self._hidden(tokens, angles, cache.layers, span)
-        if not every_position:
-            hidden = last_hidden(hidden, counts)
-        cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
-        return self._logits(hidden), cache
+        context = StepContext.of(cache, counts, angles, fresh=fresh)
+        return self._advance(tokens, context, cache, every_position=every_position)
+
+    def _advance(
+        self, tokens: jax.Array, context: StepContext, cache: DecoderCache, *, every_position: bool
+    ) -> tuple[jax.Array, DecoderCache]:
+        logits, layers = self.forward(tokens, context, cache.layers, every_position=every_position)
+        assert context.counts is not None
+        lengths = cache.lengths + context.counts
+        return logits, dataclasses.replace(cache, layers=layers, lengths=lengths)
+
+    def forward(
+        self,
+        tokens: jax.Array,
+        context: StepContext,
+        states: tuple[Any, ...],
+        *,
+        every_position: bool,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """All layers and the head: the function behind calls and steps; nothing is checked.
+
+        tokens: int [batch, tokens], or varlen [tokens]. context: their places. states: of each
+        layer; () without a cache. every_position: whether logits are those after each token, or
+        after the last one of each sequence alone (static).
+
+        Returns logits float32 [..., columns], and the states with these tokens.
+        """
+        hidden, states = self._hidden(tokens, context, states)
+        if every_position:
+            return self._logits(hidden, context), states
+        return self._logits(context.last(hidden), context.of_last), states
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits float32 [..., vocabulary] of hidden states [..., hidden] after the last layer."""
-        return self._logits(self.norm(as_array("hidden", hidden)))
+        return self._logits(self.norm(as_array("hidden", hidden)), WHOLE)
 
     def _read_step(
-        self, tokens: Any, counts: Any, cache: PagedKVCache, fresh: bool
+        self, tokens: Any, counts: Any, cache: DecoderCache, fresh: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Tokens and counts of a step as arrays. Raises ValueError as `step` says."""
-        tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
-        require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
-        if len(cache.layers) != self.config.num_layers:
-            raise ValueError(
-                f"the cache has {len(cache.layers)} layers, and the model has "
-                f"{self.config.num_layers}: create the cache with model.create_cache"
-            )
-        if self.config.scaling_by_length is not None and cache.rotary_lengths is None:
-            raise ValueError(
-                "the cache has no rotary lengths: create the cache with model.create_cache"
-            )
-        require_counts(counts, tokens)
-        cache.require_room(counts)
+        tokens = step_checks.read_tokens(self.config, tokens)
+        counts = as_array("counts", counts)
+        step_checks.require_cache(self.config, cache)
+        step_checks.require_counts(counts, tokens)
+        require_room(cache.lengths, cache.capacity, counts)
         if fresh:
-            require_empty(cache)
+            step_checks.require_empty(cache)
         if is_known((cache.lengths, counts)):
             ends = np.asarray(cache.lengths) + np.asarray(counts)
-            require_positions(self.config, int(ends.max()))
+            step_checks.require_positions(self.config, int(ends.max()))
         return tokens, counts
 
     def step_varlen(
         self,
         tokens: jax.Array,
         counts: jax.Array,
-        cache: PagedKVCache,
+        cache: DecoderCache,
         *,
         encoded: jax.Array | None = None,
         every_position: bool = False,
-        riders: int = 0,
-    ) -> tuple[jax.Array, PagedKVCache]:
+    ) -> tuple[jax.Array, DecoderCache]:
         """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
 
         tokens: int32 [tokens], those of all sequences one after another, and padding after them.
         counts: int32 [batch], the number of each sequence's new tokens.
         encoded: as in Span, for sequences that begin after a shared prefix.
         every_position: whether to return logits after each token (static).
-        riders: number of sequences, the last ones, that have one token each, which stand at the end
-            of `tokens`, after the padding (static). Attention takes them as rows that decode, and
-            not as prompts. A count of 0 is a rider that adds nothing. `encoded` is of the others.
 
         New tokens read earlier keys and values, and their own, from the cache in its format. In
         formats with blocks they have the logits of steps of single tokens if no sequence's tokens
@@ -291,32 +321,17 @@ class Decoder(nnx.Module):
         sequence's last token, without meaning for sequences without new tokens; or with
         every_position [tokens, vocabulary]. Nothing is checked.
         """
-        prompts = len(counts) - riders
-        found = tokens_of(counts[:prompts], len(tokens) - riders)
+        found, lengths = tokens_of(counts, len(tokens)), cache.rotary_lengths
         positions = cache.lengths[found.sequence] + found.number
-        lengths = cache.rotary_lengths
-        if lengths is not None:
-            lengths = jnp.concatenate([lengths[found.sequence], lengths[prompts:]])
-        span: Span | RidersSpan = Span(
-            cache.block_tables,
-            cache.lengths,
-            counts,
-            residual_pages=cache.residual_pages,
-            encoded=encoded,
+        angles = self.angles_by_rope(
+            positions, None if lengths is None else lengths[found.sequence]
         )
-        if riders:
-            positions = jnp.concatenate([positions, cache.lengths[prompts:]])
-            span = RidersSpan.of(cache, counts, encoded, riders)
-        angles = self.angles_by_rope(positions, lengths)
-        hidden, layers = self._hidden(tokens, angles, cache.layers, span)
-        if not every_position:
-            hidden = hidden[last_tokens(span, len(tokens))]
-        cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
-        return self._logits(hidden), cache
+        context = StepContext.of(cache, counts, angles, encoded=encoded)
+        return self._advance(tokens, context, cache, every_position=every_position)
 
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
-    ) -> PagedKVCache:
+    ) -> DecoderCache:
         """An empty cache for this model, with the model's cache_scales where the format uses them.
 
         batch: number of sequences. max_tokens: the room of each, rounded up to whole pages.
@@ -325,51 +340,57 @@ class Decoder(nnx.Module):
         Warns where the format has a scale for each head and cache_scales are for each channel: the
         cache's scales are 1 then.
         """
-        layout, scales = self._cache_layout(format, page_size)
-        return PagedKVCache.create(
-            layout,
-            layers=self.config.num_layers,
-            batch=batch,
-            max_tokens=max_tokens,
-            scales=scales,
-            has_rotary_lengths=self.config.scaling_by_length is not None,
+        format = KVFormat.of(format)
+        page_size = read_page_size(page_size, format)
+        batch, max_tokens = whole_number("batch", batch), whole_number("max_tokens", max_tokens)
+        entries = -(-max_tokens // page_size)
+        groups = len(self.config.page_groups)
+        by_length = self.config.scaling_by_length is not None
+        return DecoderCache(
+            self.create_states((batch * entries,) * groups, batch, format, page_size),
+            # Each array is a buffer of its own: a buffer that appears twice can't be donated.
+            tuple(
+                jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
+                for _ in range(groups)
+            ),
+            jnp.zeros(batch, jnp.int32),
+            format,
+            page_size,
+            rotary_lengths=jnp.zeros(batch, jnp.int32) if by_length else None,
         )
 
-    def create_pages(
-        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
-    ) -> tuple[KVPages, ...]:
-        """Empty pages of each layer, as those of `create_cache`, that belong to no sequence yet.
+    def create_states(
+        self, pages: Sequence[int], sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[Any, ...]:
+        """The empty state of each layer, as in `create_cache`, that belongs to no sequence yet.
 
-        pages: their number. sequences: the number of residuals, for formats with blocks.
+        pages: the pages of each group of layers. sequences: that may have a state at once.
         """
-        layout, scales = self._cache_layout(format, page_size)
-        return create_pages(
-            layout,
-            layers=self.config.num_layers,
-            pages=pages,
-            sequences=sequences,
-            scales=scales,
+        config, format = self.config, KVFormat.of(format)
+        scales = scales_for(self.cache_scales, format)
+        return tuple(
+            spec.create(
+                Room(0 if group is None else pages[group], sequences, format, page_size),
+                None if scales is None else scales[number],
+            )
+            for number, (spec, group) in enumerate(zip(config.states, config.groups, strict=True))
         )
 
-    def _cache_layout(
-        self, format: KVFormat | str, page_size: int
-    ) -> tuple[KVLayout, jax.Array | None]:
-        """The layout of the model's cache, and the model's cache_scales if the format uses them."""
-        config, scales, format = self.config, None, KVFormat.of(format)
-        if self.cache_scales is not None:
-            found = as_array("cache_scales", self.cache_scales.get_value())
-            if found.ndim == {"head": 3, "static": 4}.get(format.scaling or ""):
-                scales = found
-            elif format.scaling == "head":
-                warnings.warn(
-                    f"the model's cache_scales are for channels, and {format} has scales of heads, "
-                    f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
-                    stacklevel=3,
-                )
-        layout = KVLayout(
-            config.num_kv_heads, config.head_dim, format, page_size, dtype=config.dtype
+    def clear_states(
+        self, states: tuple[Any, ...], pages: Sequence[jax.Array], slots: jax.Array
+    ) -> tuple[Any, ...]:
+        """The states with zeros in some pages, and in what is kept for some sequences.
+
+        pages: int32 [any number] for each group of layers. slots: int32 [any number]. Those too
+        high are left out.
+        """
+        nothing = jnp.zeros(0, jnp.int32)
+        return tuple(
+            spec.clear(state, nothing if group is None else pages[group], slots)
+            for spec, group, state in zip(
+                self.config.states, self.config.groups, states, strict=True
+            )
         )
-        return layout, scales
 
     def angles(
         self, positions: jax.Array, rope: str = "global", lengths: jax.Array | None = None
@@ -391,7 +412,11 @@ class Decoder(nnx.Module):
         self, positions: jax.Array, lengths: jax.Array | None = None
     ) -> dict[str, jax.Array]:
         """The angles of each rotary embedding that layers have, by its kind; see `angles`."""
-        ropes = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
+        ropes = dict.fromkeys(
+            rope
+            for layer in self.config.layers
+            for rope in (layer.attention.ropes if layer.attention else ())
+        )
         return {rope: self.angles(positions, rope, lengths) for rope in ropes}
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -399,11 +424,14 @@ class Decoder(nnx.Module):
 
         tokens: int [batch, tokens]. Raises ValueError as calling the model does.
         """
-        return self._look_up(self._read_tokens(tokens))
+        return self._look_up(step_checks.read_tokens(self.config, tokens), WHOLE)
 
-    def _look_up(self, tokens: jax.Array) -> jax.Array:
+    def _look_up(self, tokens: jax.Array, context: StepContext) -> jax.Array:
         look_up = functools.partial(tables.look_up, self.embedding, dtype=self.config.dtype)
         found, scale = self.vocabulary.embed(look_up, tokens), self.config.embedding_scale
+        if self.embedding_adapter is not None:
+            change = self.embedding_adapter.look_up(tokens, context)
+            found = (found.astype(jnp.float32) + change).astype(found.dtype)
         return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:
@@ -413,8 +441,7 @@ class Decoder(nnx.Module):
         packed already, and for weights that the format can't hold.
         """
         format = WeightFormat.of(format)
-        config = self.config
-        plain = [table for table in config.tables if table not in config.packed_tables]
+        plain = [table for table in self.config.tables if table not in self.config.packed_tables]
         if not isinstance(path, str) or path not in plain:
             raise ValueError(
                 f"path is {shown(path)}: expected a table that is not packed, of {plain}"
@@ -427,69 +454,45 @@ class Decoder(nnx.Module):
             raise ValueError(f"{path}: {error}") from error
         setattr(self, path, nnx.data(None))  # a Param can't become a module at once
         setattr(self, path, packed)
-        both = *config.packed_tables, path
-        self.config = dataclasses.replace(config, packed_tables=tuple(sorted(both)))
+        both = *self.config.packed_tables, path
+        self.config = dataclasses.replace(self.config, packed_tables=tuple(sorted(both)))
 
     def _create_table(self, path: str, rngs: nnx.Rngs) -> tables.Table:
         config = self.config
         shape = config.vocab_size, config.hidden_size
         return tables.create(path in config.packed_tables, shape, config.dtype, rngs)
 
-    def _read_whole(self, tokens: Any) -> jax.Array:
-        """Tokens of whole sequences as an array. Raises ValueError as `__call__` says."""
-        tokens = self._read_tokens(tokens)
-        require_positions(self.config, tokens.shape[1])
-        return tokens
-
-    def _read_tokens(self, tokens: Any) -> jax.Array:
-        tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            hint = "; a single sequence is tokens[None]" if tokens.ndim == 1 else ""
-            raise ValueError(
-                f"tokens are {shown(tokens)}: expected integers of shape [batch, tokens]{hint}"
-            )
-        if not are_between(tokens, 0, vocabulary - 1):
-            raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
-        return tokens
-
     def _hidden(
-        self,
-        tokens: jax.Array,
-        angles: Mapping[str, jax.Array],
-        pages: tuple[KVPages, ...] | None,
-        span: Span | RidersSpan | None,
-    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        """Embeds tokens, runs all layers and the final norm.
+        self, tokens: jax.Array, context: StepContext, states: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Embeds tokens, runs all layers and the final norm; the arguments are those of `forward`.
 
-        tokens: int [batch, tokens]. angles: of each token, by the kind of rotary embedding.
-        pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
-            for whole sequences without a cache.
-
-        Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
-        values, which are empty without a cache.
+        Returns the hidden states [..., hidden], and the next states, which are () without a cache.
         """
         # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
         # stream. Before the first layer, the embedding is the only term, and there is no residual.
-        terms = self._look_up(tokens)[None]
+        terms = self._look_up(tokens, context)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                layer_pages = pages[index] if pages else None
-                turned = angles[layer.rope]
-                terms, residual, layer_pages = _apply(
-                    plan_conditions(), layer, terms, residual, turned, layer_pages, span
+                state = states[index] if states else None
+                terms, residual, state = _apply(
+                    plan_conditions(), layer, terms, residual, context, state
                 )
-                if layer_pages is not None:
-                    written.append(layer_pages)
+                written.append(state)
         _, hidden = self.norm.add(terms, residual, None)
         assert isinstance(hidden, jax.Array)
-        return hidden, tuple(written)
+        return hidden, tuple(written) if states else ()
 
-    def _logits(self, hidden: jax.Array) -> jax.Array:
+    def _logits(self, hidden: jax.Array, context: StepContext) -> jax.Array:
+        if not self.config.predicts:
+            raise ValueError(f"this model predicts no tokens: {config_keys.INSTEAD}")
         with jax.named_scope("head"):
             table = self.embedding if self.head is None else self.head
             found = tables.logits(table, hidden)
+            if self.head_adapter is not None:
+                found = self.head_adapter.add(found, hidden, context)
             if (scale := self.config.logit_scale) is not None:
                 found = found * scale
             if (cap := self.config.logit_softcap) is not None:

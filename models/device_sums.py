@@ -5,8 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import sum_over_devices
-
 # Float32 costs nothing in sums of up to so many bytes: they take the time of a signal between
 # devices, as in 16 bits. Measured between two H100s by NVLink (`mpjax bench sums --devices 2`).
 LATENCY_BYTES = 256 << 10
@@ -19,7 +17,7 @@ def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def add_over_devices(x: jax.Array, axis: str) -> jax.Array:
     """The sum of the x of all devices of a mesh axis, which each of them gets; in x's dtype."""
-    return sum_over_devices(x, axis)
+    return jax.lax.psum(x, axis)
 
 
 def add_terms(terms: jax.Array, dtype: jax.typing.DTypeLike, axis: str) -> jax.Array:

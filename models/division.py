@@ -26,7 +26,8 @@ from mpjax.kernels.cutting import (
 from mpjax.kernels.formats import WeightFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
-from mpjax.models.parameters import TABLES, ArrayPlace, ExpertPlace, LinearPlace
+from mpjax.models.low_rank import LowRank
+from mpjax.models.parameters import EMBEDDING, TABLES, ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.share import Cut, ExpertDivision, HeadShares, Share, divide_config, share_size
 from mpjax.models.window import Window
 
@@ -121,16 +122,25 @@ class Division:
         """The share of an array that is no linear map; begin: the first row of a table in it."""
         if place.path in TABLES:
             return take_runs(array, [run.moved(-begin) for run in self.runs_of_table()[number]], 0)
-        cut = self._cut(place.path, number)
-        return array if cut is None or cut.outputs is None else take_runs(array, cut.outputs, -1)
+        if (runs := self._runs_of_array(place)) is None:
+            return array
+        each, axis = runs
+        return take_runs(array, each[number], axis)
 
     def join_array(self, place: ArrayPlace, shares: Sequence[Any]) -> Any:
         """The array from which `cut_array` took the shares."""
         if place.path in TABLES:
             return put_runs(shares, self.runs_of_table(), 0)
-        if self._cut(place.path, 0) is None:
+        if (runs := self._runs_of_array(place)) is None:
             return shares[0]
-        return put_runs(shares, self._outputs(place.path), -1)
+        return put_runs(shares, *runs)
+
+    def _runs_of_array(self, place: ArrayPlace) -> tuple[list[tuple[Run, ...]], int] | None:
+        """The runs of each share along one axis of an array, and the axis; None: no axis is cut."""
+        cuts = [self._cut(place.path, number) for number in range(self.count)]
+        if rows := [cut.rows for cut in cuts if cut is not None and cut.rows is not None]:
+            return rows, 0
+        return (outputs, -1) if (outputs := self._outputs(place.path)) else None
 
     def windows(self, place: LinearPlace, numbers: Sequence[int]) -> list[Window]:
         """For each map of a place in the files, the union of the channels that these shares need.
@@ -188,6 +198,35 @@ class Division:
             )
             for part, runs in zip(parts, each, strict=True)
         ]
+
+    def cut_change(self, path: str, change: LowRank, number: int, axis: str) -> LowRank:
+        """The share of an adapter's changes of the maps at a path, or of a stack of them.
+
+        axis: of the mesh, along which first products are added where the inputs are divided. Those
+        of experts are added with the experts' own.
+
+        Raises ValueError for experts that are spread over the devices.
+        """
+        if self._experts(path):
+            raise ValueError(f"{path} has whole experts on each device: load with divided experts")
+        down, ups, gain = change.arrays
+        inputs, outputs = self._inputs(path), self._outputs(path)
+        if inputs:
+            down = take_runs(down, [inputs[number]], -2)
+            sums = None if ".experts." in path else axis
+            return LowRank(down, ups, gain, is_stack=change.is_stack, axis=sums)
+        if path == EMBEDDING or not outputs:
+            return change
+        runs = outputs[number]
+        if gain is not None:
+            sizes = [up.shape[-1] for up in ups]
+            gains = np.split(gain, np.cumsum(sizes)[:-1], -1)
+            own = [take_runs(one, [run], -1) for one, run in zip(gains, runs, strict=True)]
+            gain = np.concatenate(own, -1)
+        if not ups:
+            down = take_runs(down, runs, -1)
+        ups = [take_runs(up, [run], -1) for up, run in zip(ups, runs, strict=bool(ups))]
+        return LowRank(down, ups, gain, is_stack=change.is_stack)
 
     def join_linears(
         self,
@@ -276,26 +315,21 @@ class Division:
 
         windows: the channels that each map in the files has in the parts; None for all.
         """
-        shares, sizes = self._outputs(place.path), self._sizes_of_maps(place)
-        in_files = [Window(False, 0, size) for size in sizes] if windows is None else windows
-        if count == len(sizes):
-            return [
-                [(share[index].moved(-in_files[index].begin),) for share in shares]
-                for index in range(count)
-            ]
-        if place.joined_maps == len(sizes):  # maps of several tensors are joined
-            ends = [0, *itertools.accumulate(in_files[i].length for i in range(len(sizes)))]
-            places = [ends[i] - in_files[i].begin for i in range(len(sizes))]
-        else:  # one tensor has them all
-            ends = [0, *itertools.accumulate(sizes)]
-            skipped = 0 if windows is None else windows[0].begin
-            places = [ends[i] - skipped for i in range(len(sizes))]
-        return [
-            [
-                tuple(run.moved(place) for run, place in zip(share, places, strict=True))
-                for share in shares
-            ]
-        ]
+        shares, files = self._outputs(place.path), [n for _, n in place.shapes[: place.joined_maps]]
+        in_files = [Window(False, 0, size) for size in files] if windows is None else windows
+        begins = [0] * len(files)  # of the maps in the files, in the part that each is in
+        if count == 1:
+            begins = [0, *itertools.accumulate(window.length for window in in_files)]
+        found: list[list[list[Run]]] = [[[] for _ in shares] for _ in range(count)]
+        file = passed = 0
+        for number, size in enumerate(self._sizes_of_maps(place)):
+            if passed == files[file]:
+                file, passed = file + 1, 0
+            moved = begins[file] - in_files[file].begin + passed
+            for runs, share in zip(found[file if count > 1 else 0], shares, strict=True):
+                runs.append(share[number].moved(moved))
+            passed += size
+        return [[tuple(runs) for runs in part] for part in found]
 
     def _sizes_of_maps(self, place: LinearPlace) -> list[int]:
         """The output channels of each map of a place, also where files hold the maps as one."""
@@ -309,14 +343,15 @@ class Division:
 
 def _require_experts(config: DecoderConfig, experts: ExpertDivision) -> None:
     """Raises ValueError where whole experts are asked for, and the model has no experts."""
-    maps = (maps for layer in config.layers for maps in layer.mlp.linear_maps(config))
+    mlps = (layer.mlp for layer in config.layers if layer.mlp)
+    maps = (maps for mlp in mlps for maps in mlp.linear_maps(config))
     if experts == "whole" and all(each.experts is None for each in maps):
         raise ValueError("experts is 'whole', and the model has no experts: leave it out")
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _cuts(division: Division, layer: int, half: str, number: int) -> dict[str, Cut]:
-    """The cuts of a layer's attention or MLP; none for a norm between them."""
+    """The cuts of a layer's mixer or MLP; none for a norm between them."""
     spec = getattr(division.config.layers[layer], half, None)
     if spec is None:
         return {}

@@ -1,4 +1,4 @@
-"""The mixture of experts of a layer: a router, experts that are gated MLPs, a shared MLP."""
+"""The mixture of experts of a layer: a router, experts that are MLPs, a shared MLP."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flax import nnx
 from mpjax.kernels import (
     ExpertMLP,
     Gate,
+    LocalExperts,
     QuantizedTensor,
     RouterLogits,
     Routing,
@@ -24,10 +25,19 @@ from mpjax.kernels import (
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.experts.plans import MOST_TILE_ROWS, Problem, runs_by_warpgroups
 from mpjax.kernels.rowwise.projection import project
-from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
+from mpjax.models.config import DecoderConfig, MLPSpec
 from mpjax.models.layers import Activations, Linear, Projected, Projection
-from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
+from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.mlp import (
+    ACTIVATIONS,
+    MLP,
+    GatedMLPSpec,
+    Inputs,
+    RoutedInputs,
+    UngatedMLPSpec,
+)
 from mpjax.models.share import Cut, Share, share_size
+from mpjax.models.state import WHOLE, StepContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +53,8 @@ class ExpertsSpec(MLPSpec):
     gate_limit, gate_alpha: `limit` and `alpha` of the experts' Gate.
     joint_files: whether files hold gate and up as one map with alternating outputs, and 16-bit
         weights as [input, output channels] (gpt-oss).
+    ungated: the activation of experts and of a shared MLP that have no gate, as UngatedMLPSpec has
+        it; None: they have gates.
     shared_size: channels of the hidden layer inside the MLP that all tokens share; None for none.
     shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a linear map.
     """
@@ -62,6 +74,7 @@ class ExpertsSpec(MLPSpec):
     gate_limit: float | None = None
     gate_alpha: float = 1.0
     joint_files: bool = False
+    ungated: str | None = None
     shared_size: int | None = None
     shared_gate: bool = False
 
@@ -79,6 +92,9 @@ class ExpertsSpec(MLPSpec):
 
     def why_unsound(self) -> str | None:
         """The reason why there is no such routing or transform, or None if there is."""
+        known = [name for name, (_, learned) in ACTIVATIONS.items() if not learned]
+        if self.ungated not in (None, *known):
+            return f"ungated is {self.ungated!r:.80}: expected {' or '.join(known)}, or None"
         try:
             return self.routing.why_not(self.num_experts) or self.why_unmixable()
         except ValueError as error:
@@ -87,8 +103,11 @@ class ExpertsSpec(MLPSpec):
     @property
     def shared(self) -> GatedMLPSpec | None:
         """The spec of the shared MLP, or None if there is none."""
-        size = self.shared_size
-        return None if size is None else GatedMLPSpec(size, hadamard=self.hadamard)
+        if (size := self.shared_size) is None:
+            return None
+        if self.ungated is not None:
+            return UngatedMLPSpec(size, activation=self.ungated, hadamard=self.hadamard)
+        return GatedMLPSpec(size, hadamard=self.hadamard)
 
     def mixers(self) -> dict[str, int]:
         """The stack of experts, and the shared MLP."""
@@ -100,11 +119,14 @@ class ExpertsSpec(MLPSpec):
         return Experts(config, self, rngs)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's."""
+        """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's.
+
+        `gate_up` is up alone where there is no gate.
+        """
         hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
-        joint, inwards = self.joint_files, (hidden, inner)
+        joint, inwards = self.joint_files, ((hidden, inner),) * (1 if self.ungated else 2)
         maps = [
-            LinearMaps("experts.gate_up", (inwards, inwards), self.bias, count, joint, joint),
+            LinearMaps("experts.gate_up", inwards, self.bias, count, joint, joint),
             LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
         ]
         if self.shared is not None:
@@ -115,8 +137,9 @@ class ExpertsSpec(MLPSpec):
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
         """The experts, the router, the shared MLP and its gate."""
         found = ["experts.gate_up", "router"]
-        if self.shared_size is not None:
-            found += ["shared.gate_up", *["shared_gate"] * self.shared_gate]
+        if self.shared is not None:
+            read = [f"shared.{path}" for path in self.shared.readers(config)]
+            found += [*read, *["shared_gate"] * self.shared_gate]
         return tuple(found)
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
@@ -126,14 +149,19 @@ class ExpertsSpec(MLPSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down in each expert and in the shared MLP.
 
-        A gate that limits up, or adds 1 to it, is not linear in up. Experts whose channels are
-        mixed before down have no fold.
+        A gate that limits up, or adds 1 to it, is not linear in up, nor is an activation of up.
+        Experts whose channels are mixed before down have no fold.
         """
         found = []
         if self.hadamard is None:
-            is_linear = self.gate_limit is None
+            is_linear = self.gate_limit is None and self.ungated is None
+            part = None if self.ungated else 1
             found.append(
-                Fold("experts.down", "experts.gate_up", 1, is_elementwise=True, is_linear=is_linear)
+                Fold(
+                    *("experts.down", "experts.gate_up", part),
+                    is_elementwise=True,
+                    is_linear=is_linear,
+                )
             )
         if self.shared is not None:
             found += [fold.below("shared") for fold in self.shared.folds(config)]
@@ -191,15 +219,12 @@ class ExpertsSpec(MLPSpec):
         else:
             inner = share.run(self.intermediate_size, local.intermediate_size)
             found = {
-                "experts.gate_up": Cut(outputs=(inner, inner)),
+                "experts.gate_up": Cut(outputs=(inner,) * (1 if self.ungated else 2)),
                 "experts.down": Cut(inputs=inner),
             }
-        if self.shared_size is not None and local.shared_size is not None:
-            inner = share.run(self.shared_size, local.shared_size)
-            found |= {
-                "shared.gate_up": Cut(outputs=(inner, inner)),
-                "shared.down": Cut(inputs=inner),
-            }
+        if self.shared is not None and local.shared is not None:
+            cuts = self.shared.cuts(config, local.shared, share)
+            found |= {f"shared.{path}": cut for path, cut in cuts.items()}
         return found
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -214,6 +239,10 @@ class ExpertsSpec(MLPSpec):
         if self.shared_size is not None and self.shared_gate:
             found["shared_gate"] = (1, config.hidden_size)
         return found
+
+    def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The router's correction: 16 bits would choose other experts."""
+        return ("router_correction",) if self.router_correction else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,11 +276,11 @@ class ExpertStack(nnx.Module):
 
         gate_up, down, *_ = spec.linear_maps(config)
         self.gate_up, self.down = create(gate_up), create(down)
-        self.gate, self.hadamard = spec.gate, spec.hadamard
+        self.gate, self.ungated, self.hadamard = spec.gate, spec.ungated, spec.hadamard
 
     @property
     def mlp(self) -> ExpertMLP:
-        """The experts' maps as the kernels take them."""
+        """The maps of experts with gates, as the kernels take them."""
         gate_up: Any = self.gate_up.kernel.get_value()
         down: Any = self.down.kernel.get_value()
         biases = _bias(self.gate_up), _bias(self.down)
@@ -263,18 +292,25 @@ class ExpertStack(nnx.Module):
         x: [..., hidden]. experts: int32 [..., k], their numbers.
         """
         mlp, own = self.mlp, self.gate_up.own(experts)
-        inner = grouped_matmul(x, mlp.gate_up, own, bias=mlp.gate_up_bias, gate=mlp.gate)
+        gate = None if self.ungated else mlp.gate
+        inner = grouped_matmul(x, mlp.gate_up, own, bias=mlp.gate_up_bias, gate=gate)
+        if self.ungated is not None:
+            function, _ = ACTIVATIONS[self.ungated]
+            inner = function(inner.astype(jnp.float32)).astype(inner.dtype)
         return mlp.mixed(inner)
 
-    def terms(self, x: jax.Array, logits: RouterLogits) -> jax.Array:
+    def terms(self, x: jax.Array, logits: RouterLogits, context: StepContext) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
         mlp, rows, down = self.mlp, self.down.divided_rows, self.mlp.down
+        if self.gate_up.adapter is not None or self.down.adapter is not None:
+            return self._adapted_terms(x, *logits.route(), context)
         is_ordered = isinstance(down, QuantizedTensor) and down.permutation is not None
-        if down.shape[0] == logits.logits.shape[-1] and not is_ordered:  # all experts are here
+        is_apart = is_ordered or self.ungated is not None
+        if down.shape[0] == logits.logits.shape[-1] and not is_apart:  # all experts are here
             return self.down.add_shares(expert_mlp_terms(x, mlp, logits, activations=rows), x.dtype)
         experts, weights = logits.route()
         own = self.down.own(experts)
-        if is_ordered:
+        if is_apart:
             # Each expert reads the channels in its own order, also those of other devices.
             inner, kernel = self.down.routed(self.gated(x, experts), experts)
             terms = grouped_matmul_terms(
@@ -283,6 +319,29 @@ class ExpertStack(nnx.Module):
         else:
             terms = expert_mlp_terms(x, mlp, own, weights, activations=rows)
         return self.down.add_shares(terms, x.dtype)
+
+    def _adapted_terms(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, context: StepContext
+    ) -> jax.Array:
+        """The terms with the changes of adapters, by products apart: one for each expert."""
+        mlp, changes = self.mlp, (self.gate_up.adapter, self.down.adapter)
+        own = self.gate_up.own(experts)
+        numbers = own.numbers if isinstance(own, LocalExperts) else own
+        inner = grouped_matmul(x, mlp.gate_up, own, bias=mlp.gate_up_bias).astype(jnp.float32)
+        if changes[0] is not None:
+            inner += changes[0].of_experts(x, numbers, context)
+        if self.ungated is None:
+            inner = mlp.gate(*jnp.split(inner, 2, -1))
+        else:
+            function, _ = ACTIVATIONS[self.ungated]
+            inner = function(inner)
+        inner = mlp.mixed(inner.astype(x.dtype))
+        read, kernel = self.down.routed(inner, experts)
+        found = grouped_matmul(read, kernel, own, bias=mlp.down_bias).astype(jnp.float32)
+        if changes[1] is not None:
+            found += changes[1].of_experts(inner, numbers, context)
+        found = jnp.where((numbers >= 0)[..., None], found * weights[..., None], 0)
+        return self.down.add_shares(jnp.moveaxis(found, -2, 0), x.dtype)
 
     def runs_by_warpgroups(self, tokens: int, routing: Routing, experts: int) -> bool:
         """Whether warpgroups compute either product of tokens, on the default device, as planned.
@@ -293,7 +352,7 @@ class ExpertStack(nnx.Module):
         kernels: Any = (linear.kernel.get_value() for linear in (self.gate_up, self.down))
         return any(
             runs_by_warpgroups(Problem.of(chosen, kernel, gated=gated, total=experts))
-            for kernel, gated in zip(kernels, (True, False), strict=True)
+            for kernel, gated in zip(kernels, (self.ungated is None, False), strict=True)
         )
 
 
@@ -305,8 +364,8 @@ class Experts(nnx.Module):
         shapes = spec.arrays(config)
 
         def create(name: str) -> nnx.Param[jax.Array] | None:
-            shape = shapes.get(name)
-            value = None if shape is None else nnx.Param(initial(rngs.params(), shape, dtype))
+            shape, own = shapes.get(name), jnp.float32 if name == "router_correction" else dtype
+            value = None if shape is None else nnx.Param(initial(rngs.params(), shape, own))
             return nnx.data(value)
 
         self.router = nnx.Param(initial(rngs.params(), shapes["router"], dtype))
@@ -315,9 +374,9 @@ class Experts(nnx.Module):
             create("router_correction"),
         )
         self.experts = ExpertStack(config, spec, rngs)
-        self.shared: GatedMLP | None = nnx.data(None)
+        self.shared: MLP | None = nnx.data(None)
         if spec.shared is not None:
-            self.shared = GatedMLP(config, spec.shared, rngs)
+            self.shared = spec.shared.build(config, rngs)
         self.shared_gate = create("shared_gate")
         self.routing = spec.routing
 
@@ -346,24 +405,24 @@ class Experts(nnx.Module):
         """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
         return self.read(x)[1].route()
 
-    def terms(self, x: Activations | Projected, *, quantized: bool) -> jax.Array:
+    def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
 
         There is a term for each of a token's experts, and those of the shared MLP. x is an array,
         or has the products of the router beside it.
         """
         x, logits = self.read(x)
-        terms = self.experts.terms(x, logits)
+        terms = self.experts.terms(x, logits, context)
         if self.shared is None:
             return terms
-        shared = self.shared.terms(x, quantized=quantized).astype(jnp.float32)
+        shared = self.shared.terms(x, context).astype(jnp.float32)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(project(x, self.shared_gate.get_value()))[None]
         return jnp.concatenate([terms, shared])
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, context: StepContext = WHOLE) -> jax.Array:
         """Maps x [..., hidden] to the same shape."""
-        return self.terms(x, quantized=False).sum(0).astype(x.dtype)
+        return self.terms(x, context).sum(0).astype(x.dtype)
 
     def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""

@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mpjax.models import config_checks, config_json
+from mpjax.models import config_json
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec
-from mpjax.models.config_json import common_fields, flag, integer, layer_count, layer_windows
-from mpjax.models.config_keys import WHERE
+from mpjax.models.config_json import common_fields, flag, integer, layer_count, patterned_windows
 from mpjax.models.decoder import Decoder
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import NAMES, Names
 
 ACTIVATION = "gelu_pytorch_tanh"
-KINDS = ("full_attention", "sliding_attention")
 _LAYER = "model.layers.{layer}."
 _DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": 4,
@@ -72,7 +70,7 @@ class Gemma2(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Gemma2ForCausalLM` config.json."""
-        windows = _windows(hf, every=2)
+        windows = patterned_windows(hf, 2)
         return _config(hf, [GroupedQuerySpec(window, **_attention(hf)) for window in windows])
 
 
@@ -90,33 +88,33 @@ class Gemma3(Gemma2):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_NEUTRAL,
         "attn_logit_softcapping": (None,),
+        "use_bidirectional_attention": (None, False, True),
     }
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Gemma3ForCausalLM` config.json."""
-        whole, local = _ropes(hf)
+        whole, local = config_json.ropes_by_kind(hf)
+        reads_all = flag(hf, "use_bidirectional_attention")  # EmbeddingGemma
         theta, scaling = config_json.rotary(local, 1e4)
         specs = [
             GroupedQuerySpec(
-                window, qk_norm=True, **_attention(hf), rope="local" if window else "global"
+                window // 2 + 1 if window and reads_all else window,
+                qk_norm=True,
+                **_attention(hf),
+                rope="local" if window else "global",
+                bidirectional=reads_all,
             )
-            for window in _windows(hf, integer(hf, "sliding_window_pattern"))
+            for window in patterned_windows(hf)
         ]
         config = _config(
             whole, specs, theta=1e6, local_rope_theta=theta, local_rope_scaling=scaling
         )
         # Linear scaling has made room for the positions that these files have.
         positions = integer(hf, "max_position_embeddings")
-        return dataclasses.replace(config, max_position_embeddings=positions)
-
-
-def _windows(hf: Mapping[str, Any], every: int) -> tuple[int | None, ...]:
-    """The window of each layer: none in every n-th, unless the file lists the types."""
-    window = config_json.sliding_window(hf)
-    if hf.get("layer_types"):
-        return layer_windows(hf, window)
-    return tuple(None if (i + 1) % every == 0 else window for i in range(layer_count(hf)))
+        return dataclasses.replace(
+            config, max_position_embeddings=positions, predicts=not reads_all
+        )
 
 
 def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,29 +126,6 @@ def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
         "scale": config_json.number(hf, "query_pre_attn_scalar") ** -0.5,
         "softcap": None if cap is None else config_json.number(hf, "attn_logit_softcapping"),
     }
-
-
-def _ropes(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The keys of a file with those of one kind of layer's rotary embedding alone, by KINDS.
-
-    Newer files have an object for each kind in `rope_parameters`. In older ones, `rope_scaling` and
-    `rope_theta` are of full attention, and `rope_local_base_freq` is the theta of the other.
-    """
-    nested = hf.get("rope_parameters") or {}
-    if not isinstance(nested, Mapping) or not {*nested} <= {*KINDS}:
-        expected = f"an object for each kind of layer: {' and '.join(KINDS)}"
-        config_checks.refuse(WHERE, "rope_parameters", nested, expected)
-    added = dict(zip(KINDS, (hf.get("rope_scaling"), None), strict=True))
-    thetas = dict(zip(KINDS, (hf.get("rope_theta"), hf.get("rope_local_base_freq")), strict=True))
-    return [
-        {
-            **{key: value for key, value in hf.items() if key != config_json.ORIGINAL},
-            "rope_parameters": nested.get(kind),
-            "rope_scaling": added[kind],
-            "rope_theta": thetas[kind],
-        }
-        for kind in KINDS
-    ]
 
 
 def _config(

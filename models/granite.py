@@ -1,8 +1,8 @@
-"""Granite 3 and 4's dense models."""
+"""Granite 3, and the dense models of Granite 4 without Mamba2."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mpjax.models.attention import GroupedQuerySpec
@@ -31,16 +31,21 @@ class Granite(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `GraniteForCausalLM` config.json."""
-        residual = number(hf, "residual_multiplier")
-        common, bias = common_fields(hf), flag(hf, "attention_bias")
-        common["rms_norm_eps"] /= residual**2
+        bias = flag(hf, "attention_bias")
         attention = GroupedQuerySpec(
             None, bias, bias, scale=float(number(hf, "attention_multiplier"))
         )
         mlp = GatedMLPSpec(integer(hf, "intermediate_size"), flag(hf, "mlp_bias"))
-        return DecoderConfig(
-            **common,
-            layers=(LayerSpec(attention, mlp),) * layer_count(hf),
-            embedding_scale=number(hf, "embedding_multiplier") / residual,
-            logit_scale=1 / number(hf, "logits_scaling"),
-        )
+        return granite_config(hf, [LayerSpec(attention, mlp)] * layer_count(hf))
+
+
+def granite_config(hf: Mapping[str, Any], layers: Sequence[LayerSpec]) -> DecoderConfig:
+    """The configuration of these layers, with Granite's factors."""
+    residual, common = number(hf, "residual_multiplier"), common_fields(hf)
+    common["rms_norm_eps"] /= residual**2
+    return DecoderConfig(
+        **common,
+        layers=tuple(layers),
+        embedding_scale=number(hf, "embedding_multiplier") / residual,
+        logit_scale=1 / number(hf, "logits_scaling"),
+    )

@@ -10,75 +10,82 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import ActivationFormat, KVPages, Span, quantize_rows
+from mpjax.kernels import ActivationFormat
 from mpjax.kernels.optimized_once import optimized_once
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models.attention import AttentionModule
+from mpjax.models.attention import Mixer
 from mpjax.models.config import DecoderConfig, LayerSpec
-from mpjax.models.layers import Projection, RMSNorm, Rounding
+from mpjax.models.layers import Projection, RMSNorm, Rounding, rounded
 from mpjax.models.mlp import MLP, Inputs
-from mpjax.models.riders import RidersSpan
+from mpjax.models.state import StepContext
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each added to the residual stream, with norms before or after them."""
+    """A mixer and an MLP, each added to the residual stream, with norms before or after them.
+
+    attention: the mixer; None for a layer without one. mlp: None for a layer without one.
+    """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm.of, config, config.hidden_size)
-        pre, post = spec.has_pre_norms, spec.has_post_norms
-        self.attention_norm = norm() if pre else None
-        self.attention = spec.attention.build(config, rngs)
-        self.mlp_norm = norm() if pre else None
-        self.mlp = spec.mlp.build(config, rngs)
-        self.attention_post_norm = norm() if post else None
-        self.mlp_post_norm = norm() if post else None
-        self.rope = spec.attention.rope
+        pre, halves = spec.pre_norms.values(), spec.halves
+        post = [*halves] if spec.has_post_norms else []
+        self.shares_norm = spec.norms == "shared"
+        self.attention_norm = norm() if "attention_norm" in pre else None
+        self.attention = halves["attention"].build(config, rngs) if spec.attention else None
+        self.mlp_norm = norm() if "mlp_norm" in pre else None
+        self.mlp = halves["mlp"].build(config, rngs) if spec.mlp else None
+        self.attention_post_norm = norm() if "attention" in post else None
+        self.mlp_post_norm = norm() if "mlp" in post else None
 
     def __call__(
-        self,
-        terms: jax.Array,
-        residual: jax.Array | None,
-        angles: jax.Array,
-        pages: KVPages | None,
-        span: Span | RidersSpan | None,
-    ) -> tuple[jax.Array, jax.Array, KVPages | None]:
-        """Runs the layer; returns the next terms, the next residual stream, and the pages.
+        self, terms: jax.Array, residual: jax.Array | None, context: StepContext, state: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Runs the layer; returns the next terms, the next residual stream, and the state.
 
         terms: [splits, batch, tokens, hidden], partial sums of the previous layer's output, which
         the norm adds to the residual stream as it reads it: one pass over the stream instead of
         two. residual: [batch, tokens, hidden], or None before the first layer.
-        angles, pages, span: as for `Attention.attend`. With a cache no gradient is wanted, so norms
-        also round activations to the 8-bit format that the next weight asks for.
+        context, state: as for `Mixer.mix`. With a cache no gradient is wanted, so norms also round
+        activations to the 8-bit format that the next weight asks for.
         """
-        cached = span is not None
-        attention: AttentionModule = self.attention
-        format = attention.activations if cached else None
+        mixer: Mixer | None = self.attention
+        if mixer is None:
+            found = _after_mixer(plan_conditions(), self, terms, None, residual, context)
+            return *found, state
+        format = mixer.activations if context.is_cached else None
+        is_plain = isinstance(format, ActivationFormat)
+        mlp: MLP | None = self.mlp
+        reads_alike = is_plain and mlp is not None and format == mlp.activations
+        if self.shares_norm and not reads_alike:
+            format = None  # each half rounds x as its own weights ask for
         residual, x = _read(self.attention_norm, terms, residual, format)
-        attended, pages = attention.attend(x, angles, pages, span)
-        terms, residual = _after_attention(
-            plan_conditions(), self, attended, residual, cached=cached
-        )
-        return terms, residual, pages
+        mixed, state = mixer.mix(x, context, state)
+        shared = x if self.shares_norm else None
+        terms, residual = _after_mixer(plan_conditions(), self, mixed, shared, residual, context)
+        return terms, residual, state
 
-    def inputs(self, hidden: jax.Array, angles: jax.Array) -> tuple[jax.Array, Inputs]:
+    def inputs(self, hidden: jax.Array, angles: dict[str, jax.Array]) -> tuple[jax.Array, Inputs]:
         """The next residual stream, and the input of each linear map, by its path.
 
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
-        angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
+        angles: as in StepContext.
         """
-        attention: AttentionModule = self.attention
-        mlp: MLP = self.mlp
+        mixer: Mixer | None = self.attention
+        mlp: MLP | None = self.mlp
+        context, found = StepContext(angles), Inputs()
         x = hidden if self.attention_norm is None else self.attention_norm(hidden)
-        attended, _ = attention.attend(x, angles, None, None)
-        assert isinstance(attended, jax.Array)  # outputs are rounded beside a cache alone
-        found: Inputs = {
-            f"attention.{path}": read for path, read in attention.inputs(x, attended).items()
-        }
-        terms = _written(self.attention_post_norm, attention.terms(attended))
-        hidden = hidden + terms.sum(0).astype(hidden.dtype)
-        x = hidden if self.mlp_norm is None else self.mlp_norm(hidden)
+        if mixer is not None:
+            mixed, _ = mixer.mix(x, context, None)
+            found |= {f"attention.{path}": read for path, read in mixer.inputs(x, mixed).items()}
+            terms = _written(self.attention_post_norm, mixer.terms(mixed, context))
+            hidden = hidden + terms.sum(0).astype(hidden.dtype)
+        if mlp is None:
+            return hidden, found
+        if not self.shares_norm:
+            x = hidden if self.mlp_norm is None else self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
-        terms = _written(self.mlp_post_norm, mlp.terms(x, quantized=False))
+        terms = _written(self.mlp_post_norm, mlp.terms(x, context))
         return hidden + terms.sum(0).astype(hidden.dtype), found
 
 
@@ -98,11 +105,7 @@ def _read(
         wide += residual.astype(jnp.float32)
         terms = residual  # whose dtype the stream has
     stream = wide.astype(terms.dtype)
-    if format is None or isinstance(format, Projection):
-        return stream, stream
-    if isinstance(format, ActivationFormat) and not format.scales_rows:
-        return stream, stream
-    return stream, quantize_rows(stream, format)
+    return stream, rounded(stream, None if isinstance(format, Projection) else format)
 
 
 def _written(norm: RMSNorm | None, terms: jax.Array) -> jax.Array:
@@ -114,17 +117,33 @@ def _written(norm: RMSNorm | None, terms: jax.Array) -> jax.Array:
     return normed[None]
 
 
-@optimized_once("plans", "cached")
-def _after_attention(
-    plans: Hashable, layer: DecoderLayer, attended: Any, residual: jax.Array, *, cached: bool
+@optimized_once("plans")
+def _after_mixer(
+    plans: Hashable,
+    layer: DecoderLayer,
+    mixed: Any,
+    shared: Any,
+    residual: jax.Array,
+    context: StepContext,
 ) -> tuple[jax.Array, jax.Array]:
-    """The part of a layer behind attention: the next terms and residual stream.
+    """The part of a layer behind its mixer: the next terms and residual stream.
 
-    plans: the conditions that plans depend on. The others are as in the layer's call.
+    plans: the conditions that plans depend on. mixed: what the mixer gives; without one, the terms
+    that the layer takes. shared: what the mixer has read, if the MLP reads it, too; else None. The
+    others are as in the layer's call.
     """
-    attention: AttentionModule = layer.attention
-    mlp: MLP = layer.mlp
-    terms = _written(layer.attention_post_norm, attention.terms(attended))
-    reading = mlp.activations if cached else None
+    mixer: Mixer | None = layer.attention
+    mlp: MLP | None = layer.mlp
+    if shared is not None:
+        assert mixer is not None
+        assert mlp is not None
+        halves = mixer.terms(mixed, context), mlp.terms(shared, context)
+        return jnp.concatenate([half.astype(jnp.float32) for half in halves]), residual
+    terms = mixed
+    if mixer is not None:
+        terms = _written(layer.attention_post_norm, mixer.terms(mixed, context))
+    if mlp is None:
+        return terms, residual
+    reading = mlp.activations if context.is_cached else None
     residual, x = _read(layer.mlp_norm, terms, residual, reading)
-    return _written(layer.mlp_post_norm, mlp.terms(x, quantized=cached)), residual
+    return _written(layer.mlp_post_norm, mlp.terms(x, context)), residual

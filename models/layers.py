@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mpjax.kernels import (
@@ -21,11 +22,16 @@ from mpjax.kernels import (
     add_rms_norm,
     matmul,
     matmul_terms,
+    quantize_rows,
     rms_norm,
 )
 from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
-from mpjax.kernels.rowwise.projection import project_rms_norm
-from mpjax.models.config import DecoderConfig, LinearMaps
+from mpjax.kernels.rounding import narrow
+from mpjax.kernels.rowwise.projection import project, project_rms_norm
+from mpjax.models.config import DecoderConfig
+from mpjax.models.low_rank import LowRank
+from mpjax.models.maps import LinearMaps
+from mpjax.models.state import WHOLE, StepContext
 
 Activations = jax.Array | QuantizedActivations
 # How activations are rounded: to a format, also where rows are divided, to a weight's blocks, or
@@ -57,6 +63,13 @@ def as_activations(name: str, x: Any) -> Activations:
     return x if isinstance(x, QuantizedActivations) else as_array(name, x)
 
 
+def rounded(x: jax.Array, format: Rounding | None) -> Activations:
+    """X [..., K] rounded to a format with one scale for each row, or to blocks; else x itself."""
+    if format is None or (isinstance(format, ActivationFormat) and not format.scales_rows):
+        return x
+    return quantize_rows(x, format)
+
+
 def _as_array_or_shape(name: str, value: Any) -> Any:
     """The value if it has a shape (such as a ShapeDtypeStruct), else the value as an array."""
     return value if hasattr(value, "shape") else as_array(name, value)
@@ -69,8 +82,13 @@ class Packed(nnx.Variable):
 class Linear(nnx.Module):
     """Linear map x · kernel + bias, with a kernel [in, out] in any weight format.
 
-    A packed kernel is a Packed variable, a plain array an nnx.Param.
+    A packed kernel is a Packed variable, a plain array an nnx.Param. Calls take the context of the
+    step, by which the adapter of a token's sequence is chosen.
+
+    adapter: changes of the map, beside the kernel; None without adapters.
     """
+
+    adapter: LowRank | None = None
 
     def __init__(self, kernel: jax.Array | QuantizedTensor, bias: jax.Array | None = None):
         self.kernel: nnx.Variable
@@ -91,9 +109,11 @@ class Linear(nnx.Module):
         kernel = nnx.initializers.normal(0.02)(rngs.params(), shape, parameter_dtype)
         return cls(kernel, jnp.zeros(shape[1], parameter_dtype) if bias else None)
 
-    def __call__(self, x: Activations) -> jax.Array:
+    def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """Maps x [..., in] to [..., out]."""
         y = self.product(x)
+        if self.adapter is not None:
+            y = self.adapter.add(y, x, context)
         if self.bias is None:
             return y
         return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim)
@@ -109,12 +129,13 @@ class Linear(nnx.Module):
             return matmul(x.astype(kernel.dtype), kernel).astype(x.dtype)
         return matmul(x, kernel)
 
-    def terms(self, x: Activations) -> jax.Array:
+    def terms(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """Terms [splits, ..., out] whose sum is x · kernel + bias, for `RMSNorm.add` to add."""
         kernel: Any = self.kernel.get_value()
         if self.bias is None and isinstance(kernel, QuantizedTensor):
-            return matmul_terms(x, kernel)
-        return self(x)[None]
+            terms = matmul_terms(x, kernel)
+            return terms if self.adapter is None else self.adapter.add_terms(terms, x, context)
+        return self(x, context)[None]
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The same terms [splits, ..., out], since this map is not divided among devices."""
@@ -149,58 +170,98 @@ class Linear(nnx.Module):
         """How the kernel's input is rounded.
 
         16 bits for a plain kernel, and for one with a permutation whose channels move first; those
-        of blocks move when they are rounded.
+        of blocks move when they are rounded. Also 16 bits beside an adapter, which reads x.
         """
         kernel: Any = self.kernel.get_value()
-        if not isinstance(kernel, QuantizedTensor):
+        if not isinstance(kernel, QuantizedTensor) or self.adapter is not None:
             return ActivationFormat()
         found: Rounding = kernel.activations
         has_moved = isinstance(found, ActivationBlocks) or kernel.permutation is None
         return found if has_moved else ActivationFormat()
 
 
+def shared(roundings: Sequence[Rounding]) -> Rounding:
+    """How the input of several maps is rounded; 16 bits where they differ, also in arrays."""
+    if len(roundings) == 1:
+        return roundings[0]
+    formats = [each for each in roundings if isinstance(each, ActivationFormat)]
+    are_equal = len(formats) == len(roundings) and len(set(formats)) == 1
+    return formats[0] if are_equal else ActivationFormat()
+
+
 class FusedLinear(nnx.Module):
     """Linear maps of one input, computed as one product where their formats allow it.
 
     parts: one Linear over the output channels of all maps; where formats forbid that, a Linear for
-    each map. sizes: output channels of each map.
+    each map. sizes: output channels of each map. factors: as LinearMaps has them. adapter: changes
+    of all maps, before the factors; None without.
     """
 
-    def __init__(self, parts: Sequence[Linear], sizes: tuple[int, ...]):
+    adapter: LowRank | None = None
+
+    def __init__(
+        self, parts: Sequence[Linear], sizes: tuple[int, ...], factors: tuple[float, ...] = ()
+    ):
         self.parts = nnx.List(parts)
-        self.sizes = sizes
+        self.sizes, self.factors = sizes, factors
 
     @classmethod
     def create(cls, maps: LinearMaps, dtype: str, rngs: nnx.Rngs) -> FusedLinear:
         """Randomly initialised maps, as one Linear."""
         sizes = tuple(outputs for _, outputs in maps.shapes)
         shape = maps.shapes[0][0], sum(sizes)
-        return cls([Linear.create(shape, bias=maps.bias, dtype=dtype, rngs=rngs)], sizes)
+        linear = Linear.create(shape, bias=maps.bias, dtype=dtype, rngs=rngs)
+        return cls([linear], sizes, maps.factors)
 
     @property
     def activations(self) -> Rounding:
-        """How the input of all parts is rounded; 16 bits where they differ, also in arrays."""
-        roundings = [part.activations for part in self.parts]
-        if len(roundings) == 1:
-            return roundings[0]
-        formats = [each for each in roundings if isinstance(each, ActivationFormat)]
-        are_equal = len(formats) == len(roundings) and len(set(formats)) == 1
-        return formats[0] if are_equal else ActivationFormat()
+        """How the input of all parts is rounded; 16 bits where they differ, also in arrays.
 
-    def terms(self, x: Activations) -> jax.Array:
+        Also 16 bits beside an adapter, which reads x as it is.
+        """
+        if self.adapter is not None:
+            return ActivationFormat()
+        return shared([part.activations for part in self.parts])
+
+    def terms(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""
         if len(self.parts) == 1:
-            return self.parts[0].terms(x)
-        return jnp.concatenate([part(x) for part in self.parts], -1)[None]
+            terms = self.parts[0].terms(x, context)
+        else:
+            terms = jnp.concatenate([part(x, context) for part in self.parts], -1)[None]
+        if self.adapter is not None:
+            terms = self.adapter.add_terms(terms, x, context, self._bias)
+        return self._scaled(terms)
 
-    def __call__(self, x: Activations) -> list[jax.Array]:
+    @property
+    def _bias(self) -> jax.Array | None:
+        """The biases of all maps, which have them all or not at all."""
+        biases = [part.bias.get_value() for part in self.parts if part.bias is not None]
+        return jnp.concatenate(biases) if biases else None
+
+    def __call__(self, x: Activations, context: StepContext = WHOLE) -> list[jax.Array]:
         """Maps x [..., in] to a list with one array [..., size] for each of `sizes`."""
-        outputs = [part(x) for part in self.parts]
-        if len(outputs) == len(self.sizes):
-            return outputs
+        outputs = [part(x, context) for part in self.parts]
+        if len(outputs) == len(self.sizes) and self.adapter is None:
+            factors = self.factors or [1] * len(outputs)
+            return [
+                each if factor == 1 else each * jnp.asarray(factor, each.dtype)
+                for each, factor in zip(outputs, factors, strict=True)
+            ]
         joined = jnp.concatenate(outputs, -1) if len(outputs) > 1 else outputs[0]
+        if self.adapter is not None:
+            joined = self.adapter.add(joined, x, context, self._bias)
+        joined = self._scaled(joined)
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
         return jnp.split(joined, ends, axis=-1)
+
+    def _scaled(self, outputs: jax.Array) -> jax.Array:
+        """The outputs [..., sum of sizes] of all maps times their factors."""
+        if not self.factors:
+            return outputs
+        factors = np.repeat(np.asarray(self.factors, np.float32), self.sizes)
+        wide = jax.lax.broadcast_to_rank(jnp.asarray(factors, outputs.dtype), outputs.ndim)
+        return outputs * wide
 
 
 class RMSNorm(nnx.Module):
@@ -220,6 +281,8 @@ class RMSNorm(nnx.Module):
     @classmethod
     def of(cls, config: DecoderConfig, size: int) -> RMSNorm:
         """A norm over `size` channels, as all norms of a model are."""
+        if config.centered_norms:
+            return LayerNorm(size, config.rms_norm_eps, config.dtype, has_bias=config.norm_bias)
         offset = config.offset_norms
         return cls(size, config.rms_norm_eps, config.dtype, is_offset=offset)
 
@@ -262,3 +325,40 @@ class RMSNorm(nnx.Module):
     def _dtype(self, weight: jax.Array) -> str | None:
         """The dtype of results where it is not the weight's own, as with an offset."""
         return self.dtype if self.is_offset and weight.dtype == jnp.float32 else None
+
+
+class LayerNorm(RMSNorm):
+    """Norm (x − mean(x)) / √(variance(x) + ε) · weight + bias over the last axis, in float32."""
+
+    def __init__(self, size: int, epsilon: float, dtype: str, *, has_bias: bool):
+        super().__init__(size, epsilon, dtype)
+        self.bias = nnx.Param(jnp.zeros(size, self.dtype)) if has_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises x over its last axis; the same shape and dtype."""
+        wide = as_array("LayerNorm: x", x).astype(jnp.float32)
+        wide -= wide.mean(-1, keepdims=True)
+        normed = rms_norm(wide, self.weight.get_value(), self.epsilon)
+        if self.bias is not None:
+            bias = self.bias.get_value().astype(jnp.float32)
+            normed += jax.lax.broadcast_to_rank(bias, normed.ndim)
+        return normed.astype(x.dtype)
+
+    def add(
+        self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None
+    ) -> tuple[jax.Array, Activations]:
+        """The new residual stream and its norm, as of RMSNorm; XLA's fusions compute both."""
+        wide = terms.astype(jnp.float32).sum(0)
+        if residual is not None:
+            wide += residual.astype(jnp.float32)
+        stream = narrow(wide, jnp.dtype(self.dtype))
+        format = ActivationFormat.of(format) if isinstance(format, str) else format
+        return stream, rounded(self(stream), format)
+
+    def project(
+        self, terms: jax.Array, residual: jax.Array | None, projection: Projection
+    ) -> tuple[jax.Array, Projected]:
+        """The same as `add` in 16 bits, with the products of a projection."""
+        stream, x = self.add(terms, residual, None)
+        assert isinstance(x, jax.Array)
+        return stream, Projected(x, project(x, projection.matrix))

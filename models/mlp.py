@@ -1,17 +1,18 @@
-"""The gated MLP of a layer. Another kind of MLP is another file like this one."""
+"""The MLPs of a layer, with a gate and without. Another kind of MLP is another file like this."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import gated
-from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
+from mpjax.kernels import gated, hadamard
+from mpjax.models.config import DecoderConfig, MLPSpec
 from mpjax.models.layers import (
     Activations,
     FusedLinear,
@@ -20,8 +21,11 @@ from mpjax.models.layers import (
     Projection,
     Rounding,
     as_activations,
+    rounded,
 )
+from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.share import Cut, Share, share_size
+from mpjax.models.state import WHOLE, StepContext
 
 
 class RoutedInputs(NamedTuple):
@@ -46,11 +50,11 @@ class MLP(Protocol):
     def activations(self) -> Rounding | Projection:
         """How the input of the first map is rounded, or which products are read beside it."""
 
-    def terms(self, x: Activations | Projected, *, quantized: bool) -> jax.Array:
+    def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output for x [..., hidden].
 
-        quantized: whether activations inside the MLP are rounded to the activation format of the
-            next weight. Rounding has no useful gradient, so training passes False.
+        With a cache, activations inside the MLP are rounded to the activation format of the next
+        weight. Rounding has no useful gradient, and training has no cache.
         """
 
     def inputs(self, x: jax.Array) -> Inputs:
@@ -62,24 +66,30 @@ class GatedMLPSpec(MLPSpec):
     """Spec of the MLP down(activation(gate(x)) · up(x)).
 
     bias: whether the three maps have biases. activation: `silu`, or `gelu` (its tanh
-    approximation).
+    approximation). factors: of the outputs of gate and up, biases included; () for none.
     """
 
     kind: ClassVar[str] = "gated"
+    activations: ClassVar[tuple[str, ...]] = ("silu", "gelu")
+    factored: ClassVar[int] = 2
     bias: bool = False
     activation: str = "silu"
+    factors: tuple[float, ...] = ()
 
     def why_unsound(self) -> str | None:
         """The reason why there is no such activation or transform, or None if there is."""
-        if self.activation not in ("silu", "gelu"):
-            return f"activation is {self.activation!r:.80}: expected silu or gelu"
+        if self.activation not in self.activations:
+            expected = " or ".join(self.activations)
+            return f"activation is {self.activation!r:.80}: expected {expected}"
+        if len(self.factors) not in (0, self.factored):
+            return f"factors is {self.factors!r:.80}: expected {self.factored} numbers"
         return self.why_unmixable()
 
     def mixers(self) -> dict[str, int]:
         """The MLP itself."""
         return {"": self.intermediate_size}
 
-    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP:
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP | UngatedMLP:
         """A GatedMLP module with random weights."""
         return GatedMLP(config, self, rngs)
 
@@ -87,7 +97,7 @@ class GatedMLPSpec(MLPSpec):
         """Two products: gate and up together (`gate_up`), and `down`."""
         hidden, inner = config.hidden_size, self.intermediate_size
         return (
-            LinearMaps("gate_up", ((hidden, inner), (hidden, inner)), self.bias),
+            LinearMaps("gate_up", ((hidden, inner),) * 2, self.bias, factors=self.factors),
             LinearMaps("down", ((inner, hidden),), self.bias),
         )
 
@@ -125,24 +135,121 @@ class GatedMLP(nnx.Module):
         """How the input of gate and up is rounded."""
         return self.gate_up.activations
 
-    def gated(
-        self, x: Activations | Projected, format: Rounding | str | None = None
-    ) -> Activations:
-        """The input of `down` [..., intermediate_size], rounded to `format`."""
+    def gated(self, x: Activations | Projected, context: StepContext = WHOLE) -> Activations:
+        """The input of `down` [..., intermediate_size], rounded as `down` asks beside a cache."""
         x = as_activations("GatedMLP: x", x)
-        terms = self.gate_up.terms(x)
+        terms = self.gate_up.terms(x, context)
+        format = self.down.activations if context.is_cached else None
         return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
 
-    def terms(self, x: Activations | Projected, *, quantized: bool) -> jax.Array:
+    def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""
-        return self.down.terms(self.gated(x, self.down.activations if quantized else None))
+        return self.down.terms(self.gated(x, context), context)
 
     def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         gated = self.gated(x)
-        assert isinstance(gated, jax.Array)  # nothing was said to be quantised
+        assert isinstance(gated, jax.Array)  # it is rounded beside a cache alone
         return {"gate_up": x, "down": gated}
 
-    def __call__(self, x: Activations) -> jax.Array:
+    def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """Maps x [..., hidden] to the same shape."""
-        return self.down(self.gated(x))
+        return self.down(self.gated(x, context), context)
+
+
+def _xielu(x: jax.Array, positive: jax.Array, negative: jax.Array) -> jax.Array:
+    """XIELU (arXiv 2411.13010) with learned numbers float32 [1] of both sides."""
+    rising = jax.nn.softplus(positive) * x * x
+    falling = (0.5 + jax.nn.softplus(negative)) * (jnp.expm1(jnp.minimum(x, -1e-6)) - x)
+    return jnp.where(x > 0, rising, falling) + 0.5 * x
+
+
+# By the activation's name: its function of x and of learned numbers, and the paths of these.
+ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], tuple[str, ...]]] = {
+    "gelu": (jax.nn.gelu, ()),
+    "relu2": (lambda x: jnp.square(jax.nn.relu(x)), ()),
+    "xielu": (_xielu, ("alpha_p", "alpha_n")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class UngatedMLPSpec(GatedMLPSpec):
+    """Spec of the MLP down(activation(up(x))).
+
+    bias: whether both maps have biases. activation: `gelu` (its tanh approximation), `relu2` (the
+    square of ReLU), or `xielu`, which has two learned numbers.
+    """
+
+    kind: ClassVar[str] = "ungated"
+    activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
+    factored: ClassVar[int] = 0
+    activation: str = "gelu"
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> UngatedMLP:
+        """An UngatedMLP module with random weights."""
+        return UngatedMLP(config, self, rngs)
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """Two products: `up` and `down`."""
+        hidden, inner = config.hidden_size, self.intermediate_size
+        return (
+            LinearMaps("up", ((hidden, inner),), self.bias),
+            LinearMaps("down", ((inner, hidden),), self.bias),
+        )
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the activation's learned numbers, by path."""
+        return {path: (1,) for path in ACTIVATIONS[self.activation][1]}
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """Another order of the inner channels: no activation here is linear."""
+        fold = Fold("down", "up", is_elementwise=True, is_linear=False)
+        return () if self.hadamard else (fold,)
+
+    def cuts(self, config: DecoderConfig, local: GatedMLPSpec, share: Share) -> dict[str, Cut]:
+        """The intermediate channels of a share."""
+        inner = share.run(self.intermediate_size, local.intermediate_size)
+        return {"up": Cut(outputs=(inner,)), "down": Cut(inputs=inner)}
+
+
+class UngatedMLP(nnx.Module):
+    """The MLP down(activation(up(x))), which may mix channels before `down`."""
+
+    def __init__(self, config: DecoderConfig, spec: UngatedMLPSpec, rngs: nnx.Rngs):
+        self.up, self.down = (
+            Linear.create(maps.shapes[0], bias=maps.bias, dtype=config.dtype, rngs=rngs)
+            for maps in spec.linear_maps(config)
+        )
+        self.activation, self.hadamard = spec.activation, spec.hadamard
+        for path, shape in spec.arrays(config).items():
+            setattr(self, path, nnx.Param(jnp.zeros(shape, config.dtype)))
+
+    @property
+    def activations(self) -> Rounding:
+        """How the input of `up` is rounded."""
+        return self.up.activations
+
+    def activated(self, x: Activations | Projected, context: StepContext = WHOLE) -> Activations:
+        """The input of `down` [..., intermediate_size], rounded as `down` asks beside a cache."""
+        x = as_activations("UngatedMLP: x", x)
+        function, learned = ACTIVATIONS[self.activation]
+        numbers = (getattr(self, path).get_value()[0].astype(jnp.float32) for path in learned)
+        terms = self.up.terms(x, context)
+        found = function(terms.astype(jnp.float32).sum(0), *numbers).astype(x.dtype)
+        if self.hadamard is not None:
+            found = hadamard(found, self.hadamard, dtype=x.dtype)
+        return rounded(found, self.down.activations if context.is_cached else None)
+
+    def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""
+        return self.down.terms(self.activated(x, context), context)
+
+    def inputs(self, x: jax.Array) -> Inputs:
+        """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
+        activated = self.activated(x)
+        assert isinstance(activated, jax.Array)  # it is rounded beside a cache alone
+        return {"up": x, "down": activated}
+
+    def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
+        """Maps x [..., hidden] to the same shape."""
+        return self.down(self.activated(x, context), context)

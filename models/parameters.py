@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from mpjax.models.config import DecoderConfig, LinearMaps
+from mpjax.models.config import DecoderConfig
 from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
+from mpjax.models.maps import LinearMaps
 from mpjax.models.stack import alternating, halves_of, stack, unstack
 from mpjax.models.window import Window
 
 # For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
 # names are of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer leave
 # out `layers.<number>.`, and `{layer}` in a name stands for the number, as `{expert}` stands for
-# that of an expert.
+# that of an expert. Maps one after another whose names are equal are one in the files.
 Names = Mapping[str, str | tuple[str, ...]]
 
 NAMES: Names = {
     "embedding": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head": "lm_head.weight",
+    "score": "score.weight",
     "attention_norm.weight": "model.layers.{layer}.input_layernorm.weight",
     "attention.qkv": (
         "model.layers.{layer}.self_attn.q_proj",
@@ -52,19 +55,48 @@ NAMES: Names = {
 EMBEDDING, HEAD = TABLES = ("embedding", "head")  # paths
 
 
+def expert_names(
+    block: str = "model.layers.{layer}.mlp",
+    maps: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_experts",
+) -> dict[str, str | tuple[str, ...]]:
+    """Names of a mixture whose module is `block`, beside those of NAMES.
+
+    maps: of each expert. shared: the name of the MLP of all tokens inside of the block.
+    """
+    gate, up, down = (f"{block}.experts.{{expert}}.{name}" for name in maps)
+    return {
+        "mlp.router": f"{block}.gate.weight",
+        "mlp.router_correction": f"{block}.gate.e_score_correction_bias",
+        "mlp.experts.gate_up": (gate, up),
+        "mlp.experts.down": down,
+        "mlp.shared.gate_up": (f"{block}.{shared}.gate_proj", f"{block}.{shared}.up_proj"),
+        "mlp.shared.down": f"{block}.{shared}.down_proj",
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayPlace:
     """A parameter that is not quantised: the weight of a norm, a table that is not packed.
 
     path: of the nnx.Param in the Decoder, such as `layers.0.mlp_norm.weight`.
-    name: of the tensor in Hugging Face's files. shape: of both.
-    offset: what the parameter, which is float32 then, has more than the tensor; 0 for none.
+    name: of the tensor in Hugging Face's files. shape: of both, without the axes of 1 that the
+    tensor may have in front: `leading` is their number.
+    offset: what the parameter has more than the tensor; 0 for none.
+    dtype: of the parameter; None for that of the model.
     """
 
     path: str
     name: str
     shape: tuple[int, ...]
     offset: float = 0.0
+    leading: int = 0
+    dtype: str | None = None
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return (1,) * self.leading + self.shape
 
     def read(self, model: nnx.Module) -> jax.Array:
         """The parameter's array."""
@@ -86,12 +118,14 @@ class LinearPlace:
     path: of the Linear or FusedLinear in the Decoder, such as `layers.0.attention.qkv`.
     names: of the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
+    is_precise: as LinearMaps has it.
     """
 
     path: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
     bias: bool
+    is_precise: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_table(self) -> bool:
@@ -223,26 +257,46 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
     places = [place for place in tables if place.path == EMBEDDING]
     for number, layer in enumerate(config.layers):
         shapes: dict[str, tuple[int, ...]] = {}
-        for half, spec in (("attention", layer.attention), ("mlp", layer.mlp)):
-            if layer.has_pre_norms:
-                shapes[f"{half}_norm.weight"] = hidden
+        wide: list[str] = []
+        for half, spec in layer.halves.items():
+            if (norm := f"{half}_norm") in layer.pre_norms.values():
+                shapes[f"{norm}.weight"] = hidden
             shapes |= {f"{half}.{path}": shape for path, shape in spec.arrays(config).items()}
+            wide += [f"{half}.{path}" for path in spec.wide_arrays(config)]
             if layer.has_post_norms:
                 shapes[f"{half}_post_norm.weight"] = hidden
         places += [
-            ArrayPlace(f"layers.{number}.{path}", name_of(names, path, number), shape)
+            ArrayPlace(
+                f"layers.{number}.{path}",
+                name_of(names, path, number),
+                shape,
+                dtype="float32" if path in wide else None,
+            )
             for path, shape in shapes.items()
         ]
     places.append(ArrayPlace("norm.weight", name_of(names, "norm.weight"), hidden))
+    if config.norm_bias:
+        places = [each for place in places for each in _with_bias(place)]
     if config.offset_norms:
         places = [_with_offset(place) for place in places]
+    if config.labels is not None:
+        shape = config.labels, config.hidden_size
+        places.append(ArrayPlace("score", name_of(names, "score"), shape))
     return places + [place for place in tables if place.path == HEAD]
 
 
+def _with_bias(place: ArrayPlace) -> list[ArrayPlace]:
+    """The place, and that of the bias of a norm whose weight it is."""
+    if not place.path.endswith("norm.weight"):
+        return [place]
+    path, name = (f"{x.removesuffix('weight')}bias" for x in (place.path, place.name))
+    return [place, dataclasses.replace(place, path=path, name=name)]
+
+
 def _with_offset(place: ArrayPlace) -> ArrayPlace:
-    """The place, with the offset of a norm's weight if it is one."""
+    """The place, with the offset of a norm's weight if it is one; float32 holds the sum exactly."""
     is_norm = place.path.endswith("norm.weight")
-    return dataclasses.replace(place, offset=1.0) if is_norm else place
+    return dataclasses.replace(place, offset=1.0, dtype="float32") if is_norm else place
 
 
 def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
@@ -255,7 +309,7 @@ def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
     layers = [
         _place(names, f"{half}.{maps.path}", maps, number)
         for number, layer in enumerate(config.layers)
-        for half, spec in (("attention", layer.attention), ("mlp", layer.mlp))
+        for half, spec in layer.halves.items()
         for maps in spec.linear_maps(config)
     ]
     first = [place for place in tables if place.path == EMBEDDING]
@@ -263,12 +317,15 @@ def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
 
 
 def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlace:
-    found, at = names_of(names, path, number), f"layers.{number}.{path}"
-    shapes = maps.shapes
-    if len(found) == 1 < len(shapes):  # a file that holds the maps as one
-        shapes = ((shapes[0][0], sum(outputs for _, outputs in shapes)),)
+    of_maps, at = names_of(names, path, number), f"layers.{number}.{path}"
+    if len(of_maps) == 1:  # a file that holds the maps as one
+        of_maps *= len(maps.shapes)
+    pairs = zip(of_maps, maps.shapes, strict=True)
+    alike = [[*each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])]
+    found = tuple(each[0][0] for each in alike)
+    shapes = tuple((maps.shapes[0][0], sum(outputs for _, (_, outputs) in each)) for each in alike)
     if maps.experts is None:
-        return LinearPlace(at, found, shapes, maps.bias)
+        return LinearPlace(at, found, shapes, maps.bias, is_precise=maps.is_precise)
     each = tuple(
         name.replace("{expert}", str(expert)) for expert in range(maps.experts) for name in found
     )

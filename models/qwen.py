@@ -10,8 +10,8 @@ from mpjax.models.config_json import (
     common_fields,
     flag,
     integer,
+    later_windows,
     layer_count,
-    layer_windows,
     sliding_window,
 )
 from mpjax.models.decoder import Decoder
@@ -30,14 +30,10 @@ def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 
     Otherwise the window applies from layer `max_window_layers` on, if `use_sliding_window` is true.
     """
-    layers = layer_count(hf)
     window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
     if window is None:
-        return (None,) * layers
-    if hf.get("layer_types"):
-        return layer_windows(hf, window)
-    full = integer(hf, "max_window_layers", minimum=0)
-    return tuple(None if layer < full else window for layer in range(layers))
+        return (None,) * layer_count(hf)
+    return later_windows(hf, window)
 
 
 class Qwen2(Decoder):

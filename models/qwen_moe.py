@@ -6,26 +6,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mpjax.models import config_checks
 from mpjax.models.attention import GroupedQuerySpec
-from mpjax.models.config import DecoderConfig, LayerSpec
+from mpjax.models.config import DecoderConfig, LayerSpec, MixerSpec
 from mpjax.models.config_json import (
     common_fields,
     expert_count,
     flag,
     integer,
     layer_count,
+    layer_numbers,
     layer_windows,
     sliding_window,
 )
-from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.experts import ExpertsSpec
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import NAMES, Names
 
 _MLP = "model.layers.{layer}.mlp"
-_NAMES: Names = {
+MIXTURE_NAMES: Names = {
     **NAMES,  # some layers may have a gated MLP
     "mlp.router": f"{_MLP}.gate.weight",
     "mlp.experts.gate_up": tuple(f"{_MLP}.experts.{{expert}}.{w}_proj" for w in ("gate", "up")),
@@ -46,7 +45,7 @@ _DEFAULTS: Mapping[str, Any] = {
 class Qwen2MoE(Decoder):
     """Qwen2-MoE: Qwen2 with experts, and an MLP for all tokens with a gate of its own."""
 
-    names: ClassVar[Names] = _NAMES
+    names: ClassVar[Names] = MIXTURE_NAMES
     defaults: ClassVar[Mapping[str, Any]] = {
         **_DEFAULTS,
         "num_key_value_heads": 16,
@@ -59,16 +58,16 @@ class Qwen2MoE(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen2MoeForCausalLM` config.json."""
-        shared = integer(hf, "shared_expert_intermediate_size")
-        experts = dataclasses.replace(_experts(hf), shared_size=shared, shared_gate=True)
+        experts = experts_with_shared(hf)
         bias, windows = flag(hf, "qkv_bias"), _alternating_windows(hf)
-        return _config(hf, [GroupedQuerySpec(window, bias) for window in windows], experts)
+        mixers = [GroupedQuerySpec(window, bias) for window in windows]
+        return DecoderConfig(**common_fields(hf), layers=mixture_layers(hf, mixers, experts))
 
 
 class Qwen3MoE(Decoder):
     """Qwen3-MoE: Qwen3 with experts."""
 
-    names: ClassVar[Names] = _NAMES
+    names: ClassVar[Names] = MIXTURE_NAMES
     defaults: ClassVar[Mapping[str, Any]] = {
         **_DEFAULTS,
         "num_key_value_heads": 4,
@@ -82,7 +81,8 @@ class Qwen3MoE(Decoder):
         bias = flag(hf, "attention_bias")
         window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
         attention = GroupedQuerySpec(window, bias, bias, qk_norm=True)
-        return _config(hf, [attention] * layer_count(hf), _experts(hf))
+        layers = mixture_layers(hf, [attention] * layer_count(hf), _experts(hf))
+        return DecoderConfig(**common_fields(hf), layers=layers)
 
 
 def _experts(hf: Mapping[str, Any]) -> ExpertsSpec:
@@ -93,6 +93,12 @@ def _experts(hf: Mapping[str, Any]) -> ExpertsSpec:
         experts_per_token=integer(hf, "num_experts_per_tok"),
         renormalize=flag(hf, "norm_topk_prob"),
     )
+
+
+def experts_with_shared(hf: Mapping[str, Any]) -> ExpertsSpec:
+    """The spec of a layer's experts beside an MLP for all tokens, which has a gate."""
+    shared = integer(hf, "shared_expert_intermediate_size")
+    return dataclasses.replace(_experts(hf), shared_size=shared, shared_gate=True)
 
 
 def _alternating_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -107,22 +113,18 @@ def _alternating_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if layer % 2 == 0 and layer < most else None for layer in range(layers))
 
 
-def _config(
-    hf: Mapping[str, Any], attentions: Sequence[GroupedQuerySpec], experts: ExpertsSpec
-) -> DecoderConfig:
-    """The configuration with experts in every `decoder_sparse_step`-th layer.
+def mixture_layers(
+    hf: Mapping[str, Any], mixers: Sequence[MixerSpec], experts: ExpertsSpec
+) -> tuple[LayerSpec, ...]:
+    """The specs of layers, with experts in every `decoder_sparse_step`-th layer.
 
     Layers that `mlp_only_layers` lists, and all others, have a gated MLP.
     """
-    count, step = len(attentions), integer(hf, "decoder_sparse_step")
-    listed = hf.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
-        expected = f"a list of layers from 0 to {count - 1}"
-        config_checks.refuse(WHERE, "mlp_only_layers", listed, expected)
+    step, listed = integer(hf, "decoder_sparse_step"), layer_numbers(hf, "mlp_only_layers")
     layers = []
-    for number, attention in enumerate(attentions):
+    for number, mixer in enumerate(mixers):
         if number in listed or (number + 1) % step:
-            layers.append(LayerSpec(attention, GatedMLPSpec(integer(hf, "intermediate_size"))))
+            layers.append(LayerSpec(mixer, GatedMLPSpec(integer(hf, "intermediate_size"))))
         else:
-            layers.append(LayerSpec(attention, experts))
-    return DecoderConfig(**common_fields(hf), layers=tuple(layers))
+            layers.append(LayerSpec(mixer, experts))
+    return tuple(layers)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PagedKVCache
+from mpjax.kernels import KVFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
+from mpjax.models.state import DecoderCache
 
 
 def reads_again(config: DecoderConfig, tokens: int) -> bool:
@@ -19,10 +20,10 @@ def reads_again(config: DecoderConfig, tokens: int) -> bool:
 
 def read_again(
     model: Decoder,
-    cache: PagedKVCache,
+    cache: DecoderCache,
     upcoming: jax.Array,
     text: Callable[[jax.Array], jax.Array],
-) -> PagedKVCache:
+) -> DecoderCache:
     """The cache before a step, in which all tokens of a sequence have the factors of its length.
 
     upcoming: int32 [batch], the most tokens that the next steps add to each sequence. Those that
@@ -35,16 +36,20 @@ def read_again(
     if most is None or not reads_again(model.config, cache.capacity):
         return cache
 
-    def passes(cache: PagedKVCache) -> jax.Array:
+    # Tokens attend to what the cache stores, as when they were first read. A fresh step does so
+    # where nothing is quantised, and is the nearest in formats with blocks, which it reads at once.
+    fresh = cache.format == KVFormat(16) or cache.format.block is not None
+
+    def passes(cache: DecoderCache) -> jax.Array:
         assert cache.rotary_lengths is not None
         is_long = cache.lengths + upcoming > most
         return is_long & (upcoming > 0) & (cache.rotary_lengths <= most)
 
-    def read(cache: PagedKVCache) -> PagedKVCache:
+    def read(cache: DecoderCache) -> DecoderCache:
         row = jnp.argmax(passes(cache)).astype(jnp.int32)
         own = cache.rows(row[None])
         tokens = text(row)[None, :most]
-        _, again = model.step(tokens, own.lengths, own.begin(jnp.full(1, most + 1)), fresh=True)
+        _, again = model.step(tokens, own.lengths, own.begin(jnp.full(1, most + 1)), fresh=fresh)
         return cache.with_rows(row[None], again)
 
     # A loop updates the pages in place, where a `cond` would copy them for its branches.

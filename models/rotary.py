@@ -129,14 +129,15 @@ def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Arra
     return cosines * each, sines * each
 
 
-def channel_order(rotated: int, whole: int) -> np.ndarray | None:
+def channel_order(rotated: int, whole: int, interleaved: bool = False) -> np.ndarray | None:
     """The order of a head's channels in which pairs are half a head apart; None for their own.
 
-    rotated: the first channels of a head, which Hugging Face's models pair half with half, as
-    kernels pair the halves of a whole head. whole: all channels of a head. Queries and keys have
-    the same scores in any order that they share.
+    rotated: the first channels of a head, which Hugging Face's models pair half with half, or
+    neighbours where interleaved, as kernels pair the halves of a whole head. whole: all channels
+    of a head. Queries and keys have the same scores in any order that they share.
     """
-    if rotated == whole:
+    if rotated == whole and not interleaved:
         return None
-    turned, rest = np.arange(rotated).reshape(2, -1), np.arange(rotated, whole).reshape(2, -1)
+    first, rest = np.arange(rotated), np.arange(rotated, whole).reshape(2, -1)
+    turned = first.reshape(-1, 2).T if interleaved else first.reshape(2, -1)
     return np.concatenate([turned, rest], axis=1).reshape(-1)

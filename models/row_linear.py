@@ -23,6 +23,7 @@ from mpjax.kernels import (
 from mpjax.kernels.quantized_tensor import with_scales
 from mpjax.models.device_sums import add_over_devices, add_terms, summing_dtype
 from mpjax.models.layers import Activations, Linear, Rounding
+from mpjax.models.state import WHOLE, StepContext
 
 
 class RowLinear(Linear):
@@ -57,7 +58,9 @@ class RowLinear(Linear):
         """
         kernel: Any = self.kernel.get_value()
         is_permuted = isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
-        return ActivationFormat() if is_permuted else self.divided_rows or super().activations
+        if is_permuted or self.adapter is not None:
+            return ActivationFormat()
+        return self.divided_rows or super().activations
 
     @property
     def divided_rows(self) -> DividedRows | None:
@@ -68,9 +71,11 @@ class RowLinear(Linear):
             return DividedRows(found, self.axis)
         return None
 
-    def __call__(self, x: Activations) -> jax.Array:
+    def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """Maps a share of x [..., in] to the whole [..., out]."""
         y = self.product(x)
+        if self.adapter is not None:
+            y = self.adapter.add(y, x, context)
         if self.bias is None:
             return y
         return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim).astype(y.dtype)
@@ -118,9 +123,9 @@ class RowLinear(Linear):
         """
         return add_terms(terms, dtype, self.axis)
 
-    def terms(self, x: Activations) -> jax.Array:
+    def terms(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """The one term [1, ..., out], x · kernel + bias."""
-        return self(x)[None]
+        return self(x, context)[None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +19,30 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, QuantizedTensor
+from mpjax.kernels import KVFormat, QuantizedTensor
 from mpjax.kernels.device import default_device
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models.decoder import CacheScales, Decoder
+from mpjax.models.cache_scales import CacheScales
+from mpjax.models.decoder import Decoder
 from mpjax.models.division import Division, Part
 from mpjax.models.expert_shares import ExpertShares
 from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
+from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 from mpjax.models.share import HeadShares
 from mpjax.models.spread_linear import SpreadLinear
+from mpjax.models.state import StepContext
+from mpjax.models.step_checks import read_tokens
 from mpjax.models.symmetry import formats_of_all, with_symmetry
 from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
+WHOLE = PartitionSpec()  # of arrays that each device has
 
 
 class ShardedDecoder(Decoder):
@@ -62,7 +67,8 @@ class ShardedDecoder(Decoder):
         self.share.axis = axis
         heads = HeadShares(self.config.num_heads, self.config.num_kv_heads, division.count)
         for layer in self.share.layers:
-            layer.attention.divide_norms(axis, heads)
+            if layer.attention is not None:
+                layer.attention.divide_norms(axis, heads)
 
     @classmethod
     def of(cls, division: Division, mesh: jax.sharding.Mesh) -> ShardedDecoder:
@@ -157,6 +163,15 @@ class ShardedDecoder(Decoder):
                 for part, format in zip(shares, formats, strict=True)
             ],
         )
+
+    def place_change(self, path: str, change: LowRank) -> LowRank:
+        """An adapter's changes with the share of each device, of NumPy's arrays; see `Decoder`."""
+        cut = functools.partial(self.division.cut_change, path, change, axis=str(self.share.axis))
+        dtype = self.config.dtype
+        found: LowRank = self._distribute(
+            lambda number: cut(number=number).map(lambda array: np.asarray(array, dtype))
+        )
+        return found
 
     def put_cache_scales(self, scales: Any) -> None:
         """Gives each device the scales of its heads."""
@@ -264,60 +279,54 @@ class ShardedDecoder(Decoder):
 
         return jax.tree.map(joined, *shares)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits float32 [batch, tokens, vocabulary] after every token; see `Decoder`."""
-        logits = _forward(plan_conditions(), "__call__", self, self._read_whole(tokens))
-        return logits[..., : self.config.vocab_size]
-
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream before the first layer, of which each device has all."""
-        return _forward(plan_conditions(), "embed", self, self._read_tokens(tokens))
+        tokens = read_tokens(self.config, tokens)
+        found: jax.Array = self._on_shares(Decoder.embed, (WHOLE,), WHOLE, tokens)
+        return found
 
-    def step(
+    def forward(
         self,
         tokens: jax.Array,
-        counts: jax.Array,
-        cache: PagedKVCache,
+        context: StepContext,
+        states: tuple[Any, ...],
         *,
-        fresh: bool = False,
-        every_position: bool = False,
-    ) -> tuple[jax.Array, PagedKVCache]:
-        """Adds tokens to the cache and computes the logits of the token after them; see `Decoder`.
+        every_position: bool,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """All layers and the head; see `Decoder`. Each device has a part of the logits' columns."""
+        run = _every_position if every_position else _last_position
+        axes = tokens.ndim + (1 if every_position else 0)
+        columns = PartitionSpec(*[None] * (max(axes, 2) - 1), *self._divided)
+        found: tuple[jax.Array, tuple[Any, ...]] = self._on_shares(
+            run, (WHOLE, WHOLE, self._divided), (columns, self._divided), tokens, context, states
+        )
+        return found
 
-        The cache is one that this model has created.
-        """
-        tokens, counts = self._read_step(tokens, counts, cache, fresh)
-        options = Options("step", 3 if every_position else 2, fresh, every_position)
-        return _step(plan_conditions(), options, self, cache, (tokens, counts))
-
-    def step_varlen(
-        self,
-        tokens: jax.Array,
-        counts: jax.Array,
-        cache: PagedKVCache,
-        *,
-        encoded: jax.Array | None = None,
-        every_position: bool = False,
-        riders: int = 0,
-    ) -> tuple[jax.Array, PagedKVCache]:
-        """Adds varlen tokens to the cache, as `step` adds padded ones; see `Decoder`."""
-        options = Options("step_varlen", 2, False, every_position, riders)
-        return _step(plan_conditions(), options, self, cache, (tokens, counts, encoded))
-
-    def create_cache(
-        self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
-    ) -> PagedKVCache:
-        """An empty cache, of which each device has the pages of its KV heads; see `Decoder`."""
+    def create_states(
+        self, pages: Sequence[int], sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[Any, ...]:
+        """The empty state of each layer, of which each device has its heads; see `Decoder`."""
         format = KVFormat.of(format)
-        lengths = None if self.config.scaling_by_length is None else 0
-        like = PagedKVCache((), 0, 0, format, None, lengths)  # type: ignore[arg-type]
-        return _create("create_cache", (batch, max_tokens, format, page_size), self, like)
 
-    def create_pages(
-        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
-    ) -> tuple[KVPages, ...]:
-        """Empty pages of each layer, of which each device has its KV heads; see `Decoder`."""
-        return _create("create_pages", (pages, sequences, KVFormat.of(format), page_size), self, ())
+        def create(share: Decoder) -> tuple[Any, ...]:
+            return share.create_states(pages, sequences, format, page_size)
+
+        found: tuple[Any, ...] = jax.jit(lambda: self._map(create, (), self._divided))()
+        return found
+
+    def clear_states(
+        self, states: tuple[Any, ...], pages: Sequence[jax.Array], slots: jax.Array
+    ) -> tuple[Any, ...]:
+        """The states with zeros in some places; see `Decoder`."""
+        found: tuple[Any, ...] = self._map(
+            Decoder.clear_states,
+            (self._divided, WHOLE, WHOLE),
+            self._divided,
+            states,
+            tuple(pages),
+            slots,
+        )
+        return found
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:
         """Raises ValueError: a table is packed before it is divided."""
@@ -338,14 +347,41 @@ class ShardedDecoder(Decoder):
             found, is_well = function(share, *arrays)
             return found, jax.lax.pmin(is_well.astype(jnp.int32), axis) == 1
 
-        found, is_well = jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(axis), PartitionSpec()),
-            out_specs=(PartitionSpec(None, None, axis), PartitionSpec()),
-            check_vma=False,
-        )(self.share, arrays)
+        columns = PartitionSpec(None, None, axis)
+        found, is_well = self._map(run, (WHOLE,), (columns, WHOLE), arrays)
         return self.division.join_cache_scales(jnp.split(found, self.shards, axis=2)), is_well
+
+    @property
+    def _divided(self) -> PartitionSpec:
+        """The spec of arrays whose first axis the devices divide."""
+        return PartitionSpec(self.share.axis)
+
+    def _map(
+        self,
+        function: Callable[..., Any],
+        taken: tuple[PartitionSpec, ...],
+        given: Any,
+        *arrays: Any,
+    ) -> Any:
+        """Calls a function of each device's share and arrays, inside `shard_map`.
+
+        taken, given: the specs of the arrays, and of what the function returns.
+        """
+        specs = self._divided, *taken
+        run = jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=given, check_vma=False
+        )
+        return run(self.share, *arrays)
+
+    def _on_shares(
+        self,
+        function: Callable[..., Any],
+        taken: tuple[PartitionSpec, ...],
+        given: Any,
+        *arrays: Any,
+    ) -> Any:
+        """Calls a function as `_map` does, traced once for alike arrays."""
+        return _on_shares(plan_conditions(), function, taken, given, self, *arrays)
 
     def share_shapes(self) -> Decoder:
         """The share of one device, with ShapeDtypeStructs instead of arrays."""
@@ -395,89 +431,25 @@ def _on_host_of_cpu(tree: Any) -> Any:
     return jax.tree.map(convert, tree)
 
 
-class Options(NamedTuple):
-    """A call of a share's step; static. axes: of the logits, the last of which is divided.
-
-    riders: of `step_varlen`.
-    """
-
-    method: str
-    axes: int
-    fresh: bool
-    every_position: bool
-    riders: int = 0
-
-    def call(self, share: Decoder, cache: PagedKVCache, arrays: Sequence[Any]) -> Any:
-        """The logits of a share's columns, and the next cache."""
-        if self.method == "step":
-            tokens, counts = arrays
-            return share.step(
-                tokens, counts, cache, fresh=self.fresh, every_position=self.every_position
-            )
-        tokens, counts, encoded = arrays
-        return share.step_varlen(
-            tokens,
-            counts,
-            cache,
-            encoded=encoded,
-            every_position=self.every_position,
-            riders=self.riders,
-        )
+def _every_position(share: Decoder, *arguments: Any) -> Any:
+    return share.forward(*arguments, every_position=True)
 
 
-def _specs(like: Any, axis: str) -> Any:
-    """The specs of pages, which are divided, or of a cache, whose block tables are replicated."""
-    divided, whole = PartitionSpec(axis), PartitionSpec()
-    if not isinstance(like, PagedKVCache):
-        return divided
-    others = (None if x is None else whole for x in (like.residual_pages, like.rotary_lengths))
-    return PagedKVCache(divided, whole, whole, like.format, *others)  # type: ignore[arg-type]
+def _last_position(share: Decoder, *arguments: Any) -> Any:
+    return share.forward(*arguments, every_position=False)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _forward(plans: Hashable, method: str, model: ShardedDecoder, tokens: jax.Array) -> jax.Array:
-    axis = str(model.share.axis)
-    columns = PartitionSpec(None, None, axis) if method == "__call__" else PartitionSpec()
-    return jax.shard_map(
-        lambda share, tokens: getattr(share, method)(tokens),
-        mesh=model.mesh,
-        in_specs=(PartitionSpec(axis), PartitionSpec()),
-        out_specs=columns,
-        check_vma=False,
-    )(model.share, tokens)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _step(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _on_shares(
     plans: Hashable,
-    options: Options,
+    function: Callable[..., Any],
+    taken: tuple[PartitionSpec, ...],
+    given: Any,
     model: ShardedDecoder,
-    cache: PagedKVCache,
-    arrays: tuple[jax.Array | None, ...],
-) -> tuple[jax.Array, PagedKVCache]:
-    axis = str(model.share.axis)
-    of_cache = _specs(cache, axis)
-    columns = PartitionSpec(*[None] * (options.axes - 1), axis)
-    return jax.shard_map(
-        options.call,
-        mesh=model.mesh,
-        in_specs=(PartitionSpec(axis), of_cache, PartitionSpec()),
-        out_specs=(columns, of_cache),
-        check_vma=False,
-    )(model.share, cache, arrays)
+    *arrays: Any,
+) -> Any:
+    """Calls `ShardedDecoder._map` under `jit`, which traces alike calls once.
 
-
-def _create(method: str, arguments: tuple[Any, ...], model: ShardedDecoder, like: Any) -> Any:
-    """The cache or pages of all devices, by the method of that name of each share.
-
-    like: a cache of the same structure, or pages.
+    plans: the conditions that plans depend on.
     """
-    axis = str(model.share.axis)
-    run = jax.shard_map(
-        lambda share: getattr(share, method)(*arguments),
-        mesh=model.mesh,
-        in_specs=(PartitionSpec(axis),),
-        out_specs=_specs(like, axis),
-        check_vma=False,
-    )
-    return jax.jit(run)(model.share)
+    return model._map(function, taken, given, *arrays)

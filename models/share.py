@@ -37,11 +37,13 @@ class Cut(NamedTuple):
     inputs: the input channels; None for all. The products of all shares are then added.
     outputs: the output channels of each map, or of an array's last axis; None for all.
     experts: the experts, with all of their channels; None for all experts.
+    rows: the places of an array's first axis; None for all.
     """
 
     inputs: Run | None = None
     outputs: tuple[Run, ...] | None = None
     experts: Run | None = None
+    rows: tuple[Run, ...] | None = None
 
 
 def share_size(total: int, count: int, unit: int = 1) -> int:
@@ -130,8 +132,9 @@ def divide_config(
     layers = tuple(
         dataclasses.replace(
             layer,
-            attention=layer.attention.divide(count, _of_half(unit, "attention")),
-            mlp=_divide_mlp(layer.mlp, experts)(count, _of_half(unit, "mlp")),
+            attention=layer.attention
+            and layer.attention.divide(count, _of_half(unit, "attention")),
+            mlp=layer.mlp and _divide_mlp(layer.mlp, experts)(count, _of_half(unit, "mlp")),
         )
         for layer, unit in zip(config.layers, units, strict=True)
     )

@@ -46,9 +46,7 @@ class SmolLM3(Decoder):
         return DecoderConfig(
             **common_fields(hf, theta=2e6),
             layers=tuple(
-                dataclasses.replace(
-                    layer, attention=dataclasses.replace(layer.attention, rope=rope)
-                )
+                dataclasses.replace(layer, attention=_with_rope(layer.attention, rope))
                 for layer, rope in zip(layers, ropes, strict=True)
             ),
         )
@@ -83,3 +81,7 @@ def _ropes(hf: Mapping[str, Any]) -> list[str]:
     ):
         config_checks.refuse(WHERE, "no_rope_layers", listed, f"a list of {layers} of 0 and 1")
     return ["global" if has_rope else "none" for has_rope in listed]
+
+
+def _with_rope(spec: Any, rope: str) -> Any:
+    return dataclasses.replace(spec, rope=rope)

@@ -18,38 +18,52 @@ TYPE_CHECKING = False  # `import typing` would double the time that `import mpja
 if TYPE_CHECKING:
     import mpjax.kernels as kernels
     import mpjax.models as models
-    from mpjax.calibration import calibrate_cache
+    from mpjax.adapters.collection import Adapter
+    from mpjax.adapters.training import lora
+    from mpjax.checkpoint.adapters.folder import read_adapter
+    from mpjax.checkpoint.adapters.merging import merge
+    from mpjax.checkpoint.adapters.writing import save_adapter
     from mpjax.checkpoint.exporting import export
     from mpjax.checkpoint.saving import save
-    from mpjax.comparison import Comparison, compare
-    from mpjax.decoding import GeneratedTokens, generate_tokens
+    from mpjax.constraints.automaton import Automaton
+    from mpjax.constraints.kinds import Choice, Grammar, JsonObject, JsonSchema, Regex
+    from mpjax.embedding.api import embed, score
+    from mpjax.engine.call import Generation
     from mpjax.engine.engine import Engine
+    from mpjax.engine.generate import TextPiece, generate, stream, stream_batch
     from mpjax.engine.handle import CancelledError, Event, Handle, PromptLogprobs
     from mpjax.engine.program_run import ProgramRun
-    from mpjax.evaluation import Evaluation, evaluate
-    from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
+    from mpjax.evaluation.comparison import Comparison, compare
+    from mpjax.evaluation.perplexity import Evaluation, evaluate
+    from mpjax.generation.decoding import GeneratedTokens, generate_tokens
+    from mpjax.generation.speculation.draft import Draft
+    from mpjax.generation.speculation.ngram import Ngram
+    from mpjax.generation.speculation.report import SpeculationReport
     from mpjax.language_model import LanguageModel
     from mpjax.loading import bundled_model, load
     from mpjax.models import trainable
     from mpjax.precision import Precision
-    from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.api import quantize
     from mpjax.quantization.budget import BudgetRecipe, recipe_for_budget
+    from mpjax.quantization.calibration import calibrate_cache
     from mpjax.quantization.learning.descent import Learning
     from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
-    from mpjax.sampling import Sampling
-    from mpjax.speculation.draft import Draft
-    from mpjax.speculation.ngram import Ngram
-    from mpjax.speculation.report import SpeculationReport
+    from mpjax.quantization.text import Calibration
+    from mpjax.sampling.processors import Processor
+    from mpjax.sampling.settings import Sampling
 
 __version__ = "0.1.0"
 
 floors.install()
 
 __all__ = [
+    "Adapter",
+    "Automaton",
     "BudgetRecipe",
     "Calibration",
     "CancelledError",
+    "Choice",
     "Comparison",
     "Draft",
     "Engine",
@@ -57,20 +71,26 @@ __all__ = [
     "Event",
     "GeneratedTokens",
     "Generation",
+    "Grammar",
     "Handle",
+    "JsonObject",
+    "JsonSchema",
     "LanguageModel",
     "Learning",
     "Ngram",
     "Precision",
+    "Processor",
     "ProgramRun",
     "PromptLogprobs",
     "Recipe",
+    "Regex",
     "Sampling",
     "SpeculationReport",
     "TextPiece",
     "bundled_model",
     "calibrate_cache",
     "compare",
+    "embed",
     "evaluate",
     "export",
     "generate",
@@ -78,53 +98,72 @@ __all__ = [
     "kernels",
     "learn_scales",
     "load",
+    "lora",
+    "merge",
     "models",
     "quantize",
+    "read_adapter",
     "recipe_for_budget",
     "save",
+    "save_adapter",
+    "score",
     "stream",
     "stream_batch",
     "trainable",
 ]
 
 _MODULES = {
+    "Adapter": "adapters.collection",
+    "Automaton": "constraints.automaton",
     "BudgetRecipe": "quantization.budget",
-    "Calibration": "quantization.api",
+    "Calibration": "quantization.text",
     "CancelledError": "engine.handle",
-    "Comparison": "comparison",
-    "Draft": "speculation.draft",
+    "Choice": "constraints.kinds",
+    "Comparison": "evaluation.comparison",
+    "Draft": "generation.speculation.draft",
     "Engine": "engine.engine",
-    "Evaluation": "evaluation",
+    "Evaluation": "evaluation.perplexity",
     "Event": "engine.handle",
-    "GeneratedTokens": "decoding",
-    "Generation": "generation",
+    "GeneratedTokens": "generation.decoding",
+    "Generation": "engine.call",
+    "Grammar": "constraints.kinds",
     "Handle": "engine.handle",
+    "JsonObject": "constraints.kinds",
+    "JsonSchema": "constraints.kinds",
     "LanguageModel": "language_model",
     "Learning": "quantization.learning.descent",
-    "Ngram": "speculation.ngram",
+    "Ngram": "generation.speculation.ngram",
     "Precision": "precision",
+    "Processor": "sampling.processors",
     "ProgramRun": "engine.program_run",
     "PromptLogprobs": "engine.handle",
     "Recipe": "quantization.recipe",
-    "Sampling": "sampling",
-    "SpeculationReport": "speculation.report",
-    "TextPiece": "generation",
+    "Regex": "constraints.kinds",
+    "Sampling": "sampling.settings",
+    "SpeculationReport": "generation.speculation.report",
+    "TextPiece": "engine.generate",
     "bundled_model": "loading",
-    "calibrate_cache": "calibration",
-    "compare": "comparison",
-    "evaluate": "evaluation",
+    "calibrate_cache": "quantization.calibration",
+    "compare": "evaluation.comparison",
+    "embed": "embedding.api",
+    "evaluate": "evaluation.perplexity",
     "export": "checkpoint.exporting",
-    "generate": "generation",
-    "generate_tokens": "decoding",
+    "generate": "engine.generate",
+    "generate_tokens": "generation.decoding",
     "kernels": "kernels",
     "learn_scales": "quantization.learning.model",
     "load": "loading",
+    "lora": "adapters.training",
+    "merge": "checkpoint.adapters.merging",
     "models": "models",
     "quantize": "quantization.api",
+    "read_adapter": "checkpoint.adapters.folder",
     "recipe_for_budget": "quantization.budget",
     "save": "checkpoint.saving",
-    "stream": "generation",
-    "stream_batch": "generation",
+    "save_adapter": "checkpoint.adapters.writing",
+    "score": "embedding.api",
+    "stream": "engine.generate",
+    "stream_batch": "engine.generate",
     "trainable": "models",
 }
 

@@ -18,18 +18,20 @@ from mpjax.precision import Precision
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def most_new_tokens(maximum: Any, minimum: Any = None) -> int:
+def most_new_tokens(maximum: Any, minimum: Any = None, *, least: int = 1) -> int:
     """max_new_tokens as a Python integer.
 
     minimum: min_new_tokens of a Sampling: a number, an array with one for each row, or None.
+    least: 1, or 0 for requests that may draw nothing, to which no minimum applies then.
 
-    Raises ValueError unless 1 ≤ max_new_tokens and 0 ≤ min_new_tokens ≤ max_new_tokens; a traced
-    minimum is not compared.
+    Raises ValueError unless least ≤ max_new_tokens and 0 ≤ min_new_tokens ≤ max_new_tokens; a
+    traced minimum is not compared.
     """
     maximum = _whole("max_new_tokens", maximum)
-    if maximum < 1:
-        raise ValueError(f"max_new_tokens is {maximum}: expected at least one new token")
-    if minimum is not None and not are_between(minimum, 0, maximum):
+    if maximum < least:
+        expected = "at least one new token" if least else "0 or more new tokens"
+        raise ValueError(f"max_new_tokens is {maximum}: expected {expected}")
+    if maximum and minimum is not None and not are_between(minimum, 0, maximum):
         raise ValueError(
             f"min_new_tokens is {minimum} and max_new_tokens {maximum}; "
             "expected 0 ≤ min_new_tokens ≤ max_new_tokens"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 REQUIRED = (
@@ -39,6 +43,15 @@ def collect() -> dict[str, Any]:
         "tuning_tables": _attempt(_tuning_tables),
         "variables": _attempt(_variables),
     }
+
+
+def command_line() -> str:
+    """The command that runs in this process, without the place of its --output."""
+    specification = getattr(sys.modules["__main__"], "__spec__", None)
+    module = getattr(specification, "name", "").removesuffix(".__main__")
+    program = f"python -m {module}" if module else Path(sys.argv[0]).name
+    words = re.sub(r" --output[ =](\S+|'[^']*')", "", f" {shlex.join(sys.argv[1:])}")
+    return program + words.rstrip()
 
 
 def report() -> str:
@@ -154,11 +167,10 @@ def _tuning_tables() -> dict[str, str] | str:
     from mpjax.kernels.experts import plans as of_experts
     from mpjax.kernels.gemm import plans as of_products
     from mpjax.kernels.plans import tables
-    from mpjax.kernels.sums import plans as of_sums
 
     kind = device.kind()
     plans: dict[str, int] = {}
-    for operation in (of_products, of_attention, of_experts, of_sums):
+    for operation in (of_products, of_attention, of_experts):
         for path, table in tables.in_use(operation.OPERATION, kind):
             plans[str(path)] = plans.get(str(path), 0) + len(table.entries)
     if plans:

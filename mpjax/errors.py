@@ -1,4 +1,4 @@
-"""CheckpointError, which every reader of checkpoints and of tokenizer files raises."""
+"""Errors that several folders raise."""
 
 from __future__ import annotations
 
@@ -9,3 +9,24 @@ class CheckpointError(ValueError):
     The message is one sentence for a person: the file, module or tensor, what was found, what was
     expected, and, if possible, what to do.
     """
+
+
+class NotFiniteError(ValueError):
+    """A model computes NaN or infinite numbers; the message names the input and what to do.
+
+    kind: the word for an input, such as "prompt". row: the input's number, from 0. dtype: of the
+    model.
+    """
+
+    def __init__(self, kind: str, row: int, dtype: str) -> None:
+        remedy = (
+            ' in float16, which has none beyond 65504: load it with dtype="bfloat16"'
+            if dtype == "float16"
+            else f" in {dtype}, whose range is larger than any model needs: its weights are "
+            "damaged, or belong to another configuration; fetch or convert the checkpoint again"
+        )
+        super().__init__(
+            f"{kind} {row}: the model computes NaN or infinite numbers{remedy}. Or its logits "
+            "processors allow no token, which they have to"
+        )
+        self.row, self.dtype = row, dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +14,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import mpjax
 from mpjax.activation_widths import count_blocks, find_share
-from mpjax.generation_config import to_keys
+from mpjax.adapters.collection import Adapter, Adapters
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat, device
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.memory import GIGABYTE, free_bytes
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
+from mpjax.models.config_keys import INSTEAD
 from mpjax.models.decoded import decoded, decoded_bytes
+from mpjax.models.low_rank import attach
 from mpjax.precision import Precision, describe_weights
-from mpjax.sampling import Sampling
-from mpjax.tokenizer import Tokenizer
-from mpjax.tokenizer_files import explain_missing
+from mpjax.sampling.generation_config import to_keys
+from mpjax.sampling.settings import Sampling
+from mpjax.text.tokenizer import Tokenizer
+from mpjax.text.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
 DECODED_SHARE = 0.5  # of the free memory, that decoded weights may take on a CPU
@@ -40,6 +45,7 @@ class LanguageModel:
     sampling: how tokens are drawn where a caller does not say: as generation_config.json or the
         GGUF file says, None where it says nothing, which is greedy. A mapping that a caller gives
         as `sampling` changes some of its fields, and a Sampling replaces it.
+    adapters: that requests may ask for by their names; see `add_adapter`.
 
     Raises ValueError for another page size, and for one that the KV format can't have.
     """
@@ -50,6 +56,7 @@ class LanguageModel:
     source: Path
     page_size: int = 128
     sampling: Sampling | None = None
+    adapters: Adapters = dataclasses.field(default_factory=Adapters, compare=False)
     _decoded: dict[str, Any] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -88,6 +95,54 @@ class LanguageModel:
         found: Decoder = self._decoded["model"]
         return found
 
+    @property
+    def adapted(self) -> Decoder:
+        """The model with all adapters, of which `generate_tokens` and calls choose by numbers."""
+        return attach(self.for_device, self.adapters.stacks)
+
+    def add_adapter(
+        self, name: str, adapter: str | os.PathLike[str] | Adapter, *, replace: bool = False
+    ) -> None:
+        """Adds an adapter, for which requests ask by its name; also while engines run.
+
+        adapter: the folder of one, as PEFT and MLX write it, or an Adapter. replace: whether the
+            name may be that of another one, which is removed.
+
+        Where it fits into the memory of the others, no program is compiled again: see
+        `reserve_adapters`.
+
+        Raises CheckpointError for a folder that can't be read, is not supported, or does not fit
+        the model, and ValueError for a name that is taken.
+        """
+        if not isinstance(adapter, Adapter):
+            adapter = mpjax.read_adapter(adapter, self.model)
+        self.adapters.add(self.model, {name: adapter}, replace=replace)
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter: requests that have it go on, and no other may ask for it.
+
+        Raises ValueError, which lists the names, for another name.
+        """
+        self.adapters.remove(name)
+
+    def reserve_adapters(self, places: int, rank: int) -> None:
+        """Makes room for so many adapters, of up to a rank, where the first one is added.
+
+        Those that fit then change no shape, and so no program is compiled again. Raises ValueError
+        for numbers below 1.
+        """
+        self.adapters.reserve(places, rank)
+
+    def with_adapter(self, name: str) -> LanguageModel:
+        """The model whose every row has an adapter, for calls that know no names.
+
+        It shares the base's arrays, and has no other adapters. Raises ValueError, which lists the
+        names, for another name.
+        """
+        changes = self.adapters[name].adapter.changes
+        own = {path: self.model.place_change(path, change) for path, change in changes.items()}
+        return dataclasses.replace(self, model=attach(self.model, own), adapters=Adapters())
+
     def _decode(self) -> Decoder:
         needed, free = decoded_bytes(self.model), free_bytes()
         if not needed:
@@ -110,6 +165,18 @@ class LanguageModel:
                 "takes token ids."
             )
         return self.tokenizer
+
+    def require_predictions(self) -> None:
+        """Raises ValueError for a classifier, and for a model without a head."""
+        if not self.config.predicts:
+            raise ValueError(f"{self.source} predicts no tokens: {INSTEAD}")
+
+    @property
+    def usual_stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a row without others: the tokenizer's, or without one config.json's."""
+        usual = (self.tokenizer and self.tokenizer.stop_ids) or self.config.stop_ids
+        # A tokenizer may have tokens that the model can't draw.
+        return tuple(i for i in usual if i < self.config.vocab_size)
 
     def require_one_device(self, what: str, remedy: str = ON_ONE_DEVICE) -> None:
         """Raises ValueError for a model that is divided among devices; what: a gerund."""

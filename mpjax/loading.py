@@ -9,9 +9,9 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from flax import nnx
 from mpjax.activation_widths import set_uncalibrated
 from mpjax.arguments import compute_dtype, positive_whole
 from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, staging
+from mpjax.checkpoint.adapters.folder import read_adapter
 from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.gguf.header import is_gguf
+from mpjax.checkpoint.gguf.parts import part_names
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.source import Source
 from mpjax.devices import Devices, read_devices, read_experts
@@ -40,11 +42,13 @@ HUB_IGNORED = ["consolidated*", "original/*"]
 
 
 class Reading(TypedDict, total=False):
-    """Arguments of `load` about the division of experts and the reading of files."""
+    """Arguments of `load` about the division of experts, and what is read beside the model."""
 
     experts: ExpertDivision
+    family: str | None
     verify: bool
     progress: bool | None
+    adapters: Mapping[str, str | os.PathLike[str]]
 
 
 def load(
@@ -86,10 +90,15 @@ def load(
         docs/devices.md says what is divided how.
     experts: with several devices, whether each has a part of every expert of a mixture (`divided`,
         the default), or some of the experts whole (`whole`).
+    family: the family that the model is taken for, such as `llama`, instead of that of its
+        architecture: for an architecture that is unknown here and computes the same. Keys and
+        tensors have to fit; keys that the family doesn't have are warned of.
     verify: whether to compare the arrays of a model that `mpjax.save` wrote with their checksums,
         which finds damage by a disk or a copy. Other checkpoints have no checksums.
         By default they are compared.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
+    adapters: folders or hub ids of adapters (LoRA), by the names by which requests ask for them;
+        see `LanguageModel.add_adapter`, and docs/adapters.md.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded, ValueError for a precision
     or dtype that the checkpoint doesn't have, max_positions below 1, another page size, devices
@@ -107,8 +116,12 @@ def load(
     if max_positions is not None:
         max_positions = positive_whole("max_positions", max_positions)
     page_size = read_page_size(page_size, KVFormat() if precision is None else precision.kv)
+    folders = _find_adapters(reading.get("adapters", {}))
     folder = find_folder(path_or_id).resolve()
+    family = reading.get("family")
     if is_saved(folder):
+        if family is not None:
+            raise ValueError(f"family is {family!r:.80}: a saved model has its own, leave it out")
         verify = reading.get("verify", True)
         lm = restoring.restore(
             folder,
@@ -119,8 +132,8 @@ def load(
             mesh=mesh,
             experts=experts,
         )
-        return _with_limits(lm, max_positions, page_size)
-    source = _open(folder)
+        return _finished(lm, max_positions, page_size, folders)
+    source = dataclasses.replace(_open(folder), family=family)
     tokenizer = source.read_tokenizer()
     model = huggingface.load(
         source, precision=precision, dtype=dtype, progress=progress, mesh=mesh, experts=experts
@@ -129,7 +142,7 @@ def load(
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder, sampling=source.read_sampling())
-    return _with_limits(lm, max_positions, page_size)
+    return _finished(lm, max_positions, page_size, folders)
 
 
 def require_loadable(
@@ -193,11 +206,24 @@ def _open(folder: Path) -> Source:
     return locate(folder)
 
 
-def _with_limits(lm: LanguageModel, positions: int | None, page_size: int) -> LanguageModel:
-    """The model with another page size; the limit of positions is changed in place."""
+def _find_adapters(adapters: Any) -> dict[str, Path]:
+    """The folders of adapters, fetched where they are hub ids. Raises ValueError for no mapping."""
+    if not isinstance(adapters, Mapping):
+        raise ValueError(f"adapters is {shown(adapters)}: expected folders by their names")
+    return {name: find_folder(folder) for name, folder in adapters.items()}
+
+
+def _finished(
+    lm: LanguageModel, positions: int | None, page_size: int, adapters: Mapping[str, Path]
+) -> LanguageModel:
+    """The model with another page size and adapters; the limit of positions is changed in place."""
     if positions is not None:
         lm.model.limit_positions(positions)
-    return dataclasses.replace(lm, page_size=page_size)
+    lm = dataclasses.replace(lm, page_size=page_size)
+    if adapters:
+        found = {name: read_adapter(folder, lm.model) for name, folder in adapters.items()}
+        lm.adapters.add(lm.model, found)
+    return lm
 
 
 def bundled_model() -> Path:
@@ -247,7 +273,10 @@ def _fetch(repository: str, file: str | None) -> Path:
         ) from error
     try:
         if file is not None:
-            return Path(huggingface_hub.hf_hub_download(repository, file))
+            parts = {
+                name: huggingface_hub.hf_hub_download(repository, name) for name in part_names(file)
+            }
+            return Path(parts[file])
         fetched = huggingface_hub.snapshot_download(
             repository, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
         )

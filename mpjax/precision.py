@@ -9,32 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import nearest, shown
+from mpjax.kernels.codes import KINDS, SYMMETRIC
 from mpjax.kernels.formats import can_be_symmetric, describe_sizes, group_sizes
 
 EXPECTED = (
     "expected, for example, W4A16KV8, W16A16KV16, WNF3g128A16KV4c, W8A8K8V4, or A16KV8, which "
     "keeps the weights' format"
 )
-DEFAULT_GROUP_SIZE = 128  # of integers beside 16-bit activations
 # With Ax, one in so many blocks of activations has 8 bits, others 4. COMET has 8 to 20 % (§6.2).
 DEFAULT_WIDE_BLOCKS = 8
-# Codes and the usual group size of the weight format, by the W part and the A part.
-_FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
-    ("16", "16"): ("bfloat16", None),
-    ("8", "16"): ("uint8", DEFAULT_GROUP_SIZE),
-    ("4", "16"): ("uint4", DEFAULT_GROUP_SIZE),
-    ("M8", "16"): ("affine8", 32),
-    ("M4", "16"): ("affine4", 32),
-    ("NF4", "16"): ("table4", 64),
-    ("NF3", "16"): ("table3", 64),
-    ("NF2", "16"): ("table2", 64),
-    ("FP8", "16"): ("float8", 128),
-    ("MXFP4", "16"): ("float4", 32),
-    ("FP8", "FP8"): ("float8", None),
-    ("8", "8"): ("int8", None),
-    ("4", "8"): ("liquid4", 64),
-    ("4", "x"): ("int4", 128),
-}
 _ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8", "x": "int8"}
 _W_PART = r"W([A-Z]*\d+)(?:g(\d+|K))?(sym)?"
 _A_PART = r"A(X\d*|[A-Z]*\d+)"
@@ -43,6 +26,17 @@ _TABLE_PART = r"([A-Z]*\d+)(?:g(\d+|K))?(?:A([A-Z]*\d+))?"
 _OF_TABLES: dict[tuple[str, str], int | None] = {("8", "16"): None}
 # KV formats in the precisions that are suggested for one that can't be read.
 _USUAL_CACHES = ("KV16", "KV8", "KV8s", "KV4", "KV4c", "KV2", "KVfp8")
+
+
+def _formats() -> dict[tuple[str, str], tuple[str, int | None]]:
+    """Codes and the usual group size of each weight format, by the W part and the A part."""
+    spelt = {
+        (spelling.weights, spelling.activations): (codes, spelling.usual_size)
+        for codes, kind in KINDS.items()
+        if not codes.endswith(SYMMETRIC)
+        for spelling in kind.spellings
+    }
+    return {("16", "16"): ("bfloat16", None), **spelt}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +203,7 @@ def describe_weights(format: WeightFormat, bits: int = 16) -> str:
     if not format.is_packed:
         return f"W{bits}"
     weights, activations = _parts_of(format)
-    group = _describe_group(format.group_size, _FORMATS[weights, activations][1])
+    group = _describe_group(format.group_size, _formats()[weights, activations][1])
     suffix = "" if activations == "16" else f"A{activations}"
     return f"W{weights}{group}" + ("sym" if format.symmetric else "") + suffix
 
@@ -219,13 +213,13 @@ def describe_table(format: WeightFormat) -> str:
     if not format.is_packed:
         return "16"
     weights, activations = parts = _parts_of(format)
-    group = _describe_group(format.group_size, _OF_TABLES.get(parts, _FORMATS[parts][1]))
+    group = _describe_group(format.group_size, _OF_TABLES.get(parts, _formats()[parts][1]))
     return f"{weights}{group}" + ("" if activations == "16" else f"A{activations}")
 
 
 def _parts_of(format: WeightFormat) -> tuple[str, str]:
     """The W part and the A part of a packed format."""
-    for parts, (codes, _) in _FORMATS.items():
+    for parts, (codes, _) in _formats().items():
         if (codes, _ACTIVATIONS[parts[1]]) == (format.codes, format.operand):
             return parts
     raise AssertionError(f"unreachable: every format has a name, {format} too")
@@ -298,7 +292,7 @@ def _table(text: str, codes: str, size: str | None, activations: str | None) -> 
     if size is None and (codes, activations) in _OF_TABLES:
         usual = _OF_TABLES[codes, activations]
         size = "K" if usual is None else str(usual)
-    name, _ = _FORMATS.get((codes, activations), ("bfloat16", None))
+    name, _ = _formats().get((codes, activations), ("bfloat16", None))
     try:
         return _format(codes, size, can_be_symmetric(name), activations)
     except ValueError as error:
@@ -318,10 +312,10 @@ def _format(weights: str, size: str | None, symmetric: bool, activations: str) -
             f"A{activations} is not implemented: activations can be A16 (A32 in float32), A8, AFP8 "
             "or, with W4, A4 and Ax"
         )
-    if (weights, activations) not in _FORMATS:
-        possible = ", ".join(f"W{w}A{a}" for w, a in _FORMATS)
+    if (weights, activations) not in _formats():
+        possible = ", ".join(f"W{w}A{a}" for w, a in _formats())
         raise ValueError(f"W{weights}A{activations} is not implemented: expected {possible}")
-    codes, usual = _FORMATS[weights, activations]
+    codes, usual = _formats()[weights, activations]
     if codes == "bfloat16":
         if size or symmetric:
             raise ValueError("W16 and W32 have no group size and no sym: leave both out")
@@ -375,4 +369,4 @@ def _compact(text: str) -> str:
 def _usual() -> Iterator[str]:
     for cache in _USUAL_CACHES:
         yield f"A16{cache}"
-        yield from (f"W{weights}A{activations}{cache}" for weights, activations in _FORMATS)
+        yield from (f"W{weights}A{activations}{cache}" for weights, activations in _formats())

@@ -31,6 +31,10 @@ from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
+from mpjax.kernels.recurrent.convolution import causal_convolution
+from mpjax.kernels.recurrent.delta import gated_delta_rule
+from mpjax.kernels.recurrent.delta_inputs import DeltaInputs
+from mpjax.kernels.recurrent.scan import state_space_scan
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rowwise.api import (
@@ -42,11 +46,11 @@ from mpjax.kernels.rowwise.api import (
     rms_norm,
 )
 from mpjax.kernels.static_rows import StaticRows
-from mpjax.kernels.sums.api import sum_over_devices
 
 __all__ = [
     "ActivationBlocks",
     "ActivationFormat",
+    "DeltaInputs",
     "DividedRows",
     "ExpertMLP",
     "Gate",
@@ -71,8 +75,10 @@ __all__ = [
     "add_rms_norm",
     "append",
     "cache_scales",
+    "causal_convolution",
     "expert_mlp_terms",
     "gated",
+    "gated_delta_rule",
     "gated_silu",
     "grouped_matmul",
     "grouped_matmul_terms",
@@ -91,6 +97,6 @@ __all__ = [
     "rotate",
     "rotate_and_append",
     "route",
-    "sum_over_devices",
+    "state_space_scan",
     "unpack",
 ]

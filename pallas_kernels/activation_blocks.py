@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels.checks import are_between, is_known, optional_array, shown
-from mpjax.kernels.formats import INT4_GROUP
+from mpjax.kernels.codes import int4
 from mpjax.kernels.product_format import ActivationFormat
 
-BLOCK = INT4_GROUP  # channels of a token that share a scale
+BLOCK = int4.GROUP  # channels of a token that share a scale
 WIDTHS = (4, 8)  # the bits that a block can have
 FORMAT = ActivationFormat("int8", BLOCK)
 

@@ -14,7 +14,7 @@ from mpjax.kernels.arithmetic import largest_magnitude
 from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
 from mpjax.kernels.divided_rows import DividedRows
-from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
+from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.static_rows import StaticRows
 
@@ -65,7 +65,7 @@ class QuantizedActivations:
         Channels keep the order of the values.
         """
         channels = self.shape[-1]
-        size = channels if self.scales.shape[-1] == 1 else FLOAT8_GROUP
+        size = channels if self.scales.shape[-1] == 1 else float8.GROUP
         values = _runs(self.values.astype(jnp.float32), size) * self.scales[..., None]
         return _joined(values, channels).astype(as_dtype("dequantize: dtype", dtype))
 

@@ -125,7 +125,7 @@ def is_known(values: Any) -> bool:
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def are_between(values: Any, smallest: int, largest: int) -> bool:
+def are_between(values: Any, smallest: float, largest: float) -> bool:
     """Whether all numbers of `values` are from `smallest` to `largest`; True for traced values.
 
     Copies an array from the device. JAX keeps the copy with the array, so that a check in each

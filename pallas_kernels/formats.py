@@ -5,63 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown, whole_number
+from mpjax.kernels.codes import KINDS, SYMMETRIC, CodeKind, key
 
-GROUP_SIZES = (32, 64, 128)
-FLOAT8_GROUP = 128  # input channels that share an FP8 scale; the last group may have fewer
-# Input channels of an `int4` weight, and of the activations that meet it, that share a scale; the
-# last group may have fewer.
-INT4_GROUP = 128
-FLOAT4_GROUP = 32  # input channels that share an FP4 scale
 # The most input channels in one plane of a block: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
 # The most input channels of a block, however many planes it has, since K is padded to whole blocks.
 MAXIMUM_BLOCK = 512
-# The neighbouring groups whose parameters share a 32-bit word, where several do.
-_GROUPS_OF_WORD = {"liquid4": 2, "float4": 4}
 # Bits of the input channels that a kernel takes at a time where codes are the operand itself: a
 # cache line.
 FLAT_BITS = 8 * 128
 
 
-class _Rule(NamedTuple):
-    """The fields of a WeightFormat that a kind of codes can be combined with."""
-
-    bits: int  # of a code
-    group_sizes: tuple[int | None, ...]  # None for all input channels
-    operands: tuple[str | None, ...] = (None,)  # the first is the default; None for 16 bits
-    can_be_symmetric: bool = False
+_SIXTEEN_BITS = ("bfloat16", "float16")  # no codes, but plain arrays
 
 
-_RULES: Mapping[str, _Rule] = {
-    "uint4": _Rule(4, (*GROUP_SIZES, None), can_be_symmetric=True),
-    "uint8": _Rule(8, (*GROUP_SIZES, None), can_be_symmetric=True),
-    "affine4": _Rule(4, GROUP_SIZES),
-    "affine8": _Rule(8, GROUP_SIZES),
-    "table4": _Rule(4, (*GROUP_SIZES, 256)),
-    "table3": _Rule(3, (*GROUP_SIZES, 256)),
-    "table2": _Rule(2, (*GROUP_SIZES, 256)),
-    "float8": _Rule(8, (FLOAT8_GROUP, None), (None, "float8")),
-    "float4": _Rule(4, (FLOAT4_GROUP,)),
-    "int8": _Rule(8, (None,), ("int8",)),
-    "int4": _Rule(4, (INT4_GROUP,), ("int8",)),
-    "liquid4": _Rule(4, (64,), ("int8",)),
-    "bfloat16": _Rule(16, (None,)),
-    "float16": _Rule(16, (None,)),
-}
+class _Plain:
+    """What formats ask of a kind of codes, for plain arrays."""
+
+    bits = 16
+    group_sizes = operands = (None,)
+    groups_of_word = 1
+
+
+def _kind(codes: str) -> CodeKind | type[_Plain]:
+    return KINDS.get(codes, _Plain)
 
 
 def group_sizes(codes: str) -> tuple[int | None, ...]:
     """The numbers of input channels that can share a kind of codes' parameters; None for all."""
-    return _RULES[codes].group_sizes
+    return _kind(codes).group_sizes
 
 
 def can_be_symmetric(codes: str) -> bool:
     """Whether a kind of codes has zero points, which may all be 2**(bits − 1)."""
-    return _RULES[codes].can_be_symmetric
+    return key(codes, symmetric=True) in KINDS
+
+
+def names_of_codes() -> list[str]:
+    """The names of all kinds of codes, and of plain arrays."""
+    return [*(name for name in KINDS if not name.endswith(SYMMETRIC)), *_SIXTEEN_BITS]
 
 
 def describe_sizes(codes: str, prefix: str = "") -> str:
@@ -104,31 +88,31 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         require_type("the codes of a weight format", self.codes, str)
-        rule = _RULES.get(self.codes)
-        if rule is None:
-            hint = did_you_mean(nearest(self.codes, _RULES))
+        if self.codes not in (known := names_of_codes()):
+            hint = did_you_mean(nearest(self.codes, known))
             raise ValueError(
-                f"unknown weight format {self.codes!r}{hint}: expected one of {', '.join(_RULES)}"
+                f"unknown weight format {self.codes!r}{hint}: expected one of {', '.join(known)}"
             )
+        operands = _kind(self.codes).operands
         if self.group_size is not None:
             size = whole_number(f"{self.codes}: group_size", self.group_size, least=0)
             object.__setattr__(self, "group_size", size)
-        if self.group_size not in rule.group_sizes:
+        if self.group_size not in group_sizes(self.codes):
             found = "K" if self.group_size is None else self.group_size
             raise ValueError(
                 f"{self.codes} with group size {found}: expected {describe_sizes(self.codes)}"
             )
         if not isinstance(self.symmetric, bool):
             raise ValueError(f"symmetric is {shown(self.symmetric)}: expected True or False")
-        if self.symmetric and not rule.can_be_symmetric:
+        if self.symmetric and not can_be_symmetric(self.codes):
             raise ValueError(f"{self.codes} has no zero point, so that it can't be symmetric")
         if self.operand is None:
-            object.__setattr__(self, "operand", rule.operands[0])
-        known = self.operand is None or isinstance(self.operand, str)
-        if not known or self.operand not in rule.operands:
+            object.__setattr__(self, "operand", operands[0])
+        is_name = self.operand is None or isinstance(self.operand, str)
+        if not is_name or self.operand not in operands:
             raise ValueError(
                 f"{self.codes} with the operand {shown(self.operand)}: expected "
-                + " or ".join(operand or "none (16 bits)" for operand in rule.operands)
+                + " or ".join(operand or "none (16 bits)" for operand in operands)
             )
 
     @classmethod
@@ -160,7 +144,7 @@ class WeightFormat:
             return self.codes
         group = "K" if self.group_size is None else self.group_size
         suffix = f"/{self.operand}" if self.operand else ""
-        return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
+        return key(f"{self.codes}:g{group}", symmetric=self.symmetric) + suffix
 
     def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
         """Raises ValueError unless a shape is [..., K, N], and K can be split into groups.
@@ -178,9 +162,9 @@ class WeightFormat:
             )
 
     def can_split(self, input_channels: int) -> bool:
-        """Whether the input channels are whole groups; the last of FP8 and of int4 may be cut."""
+        """Whether the input channels are whole groups, or the last group may be cut."""
         is_whole = self.group_size is None or input_channels % self.group_size == 0
-        return is_whole or self.codes in ("float8", "int4")
+        return is_whole or (self.codes in KINDS and KINDS[self.codes].may_cut_groups)
 
     @property
     def is_packed(self) -> bool:
@@ -190,7 +174,7 @@ class WeightFormat:
     @property
     def bits(self) -> int:
         """The bits of a code."""
-        return _RULES[self.codes].bits
+        return _kind(self.codes).bits
 
     @property
     def word_bits(self) -> int:
@@ -230,11 +214,8 @@ class WeightFormat:
 
     @property
     def groups_of_word(self) -> int:
-        """The number of neighbouring groups whose parameters share a 32-bit word.
-
-        Two groups of `liquid4` have two bytes each, and four of `float4` one byte.
-        """
-        return _GROUPS_OF_WORD.get(self.codes, 1)
+        """The number of neighbouring groups whose parameters share a 32-bit word."""
+        return _kind(self.codes).groups_of_word
 
     @property
     def parameter_channels(self) -> int | None:
@@ -261,8 +242,9 @@ class WeightFormat:
         if not self.is_packed:
             return math.prod(shape) * 2
         padded = input_channels + self.padding(input_channels)
-        channel_scale = 4 if self.codes == "liquid4" else 0
-        table = 4 * 2**self.bits if self.codes.startswith("table") else 0
+        kind = KINDS[self.codes]
+        channel_scale = 4 if kind.has_channel_scales else 0
+        table = 4 * 2**self.bits if kind.has_table else 0
         words = padded // (self.parameter_channels or padded)
         matrix = output_channels * (padded * self.bits // 8 + 4 * words + channel_scale) + table
         return math.prod(leading) * matrix
@@ -272,8 +254,8 @@ def _formats() -> list[WeightFormat]:
     """Every valid format."""
     return [
         WeightFormat(codes, size, symmetric, operand)
-        for codes, rule in _RULES.items()
-        for size in rule.group_sizes
-        for symmetric in ((False, True) if rule.can_be_symmetric else (False,))
-        for operand in rule.operands
+        for codes in names_of_codes()
+        for size in group_sizes(codes)
+        for symmetric in ((False, True) if can_be_symmetric(codes) else (False,))
+        for operand in _kind(codes).operands
     ]

@@ -15,8 +15,6 @@ import numpy as np
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activation_blocks import require_widths
 from mpjax.kernels.checks import as_array, is_known, optional_array
-from mpjax.kernels.codes import float4
-from mpjax.kernels.codes.int4 import LEAST, MOST
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.product_format import ActivationFormat
@@ -43,19 +41,7 @@ def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
 def require_sound(plain: PlainCodes) -> None:
     """Raises ValueError unless shapes, dtypes and values are as PlainCodes documents them."""
     _check_layout(plain)
-    format, zeros = plain.format, plain.zeros
-    if code_kinds.of(format).code_dtype == jnp.uint8:
-        _check_values("codes", plain.codes, 2**format.bits - 1)
-    if zeros is not None and not code_kinds.of(format).has_minima:
-        _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
-    if format.codes == "liquid4":
-        _check_values("scales", plain.scales, 255)
-        assert zeros is not None
-        _check_bytes(plain.codes, plain.scales, zeros)
-    if format.codes == "float4":
-        _check_powers(plain.scales)
-    if format.codes == "int4":
-        _check_values("codes", plain.codes, MOST, LEAST)
+    code_kinds.of(plain.format).require_values(plain)
     if plain.activation_bits is not None:
         require_widths("activation_bits", plain.activation_bits)
     if plain.activation_scale is not None:
@@ -123,49 +109,6 @@ def _check_activation_scale(scale: jax.Array | None, format: WeightFormat) -> No
         )
     if scale.dtype != jnp.float32:
         raise ValueError(f"activation_scale: the dtype is {scale.dtype}; expected float32")
-
-
-def _check_values(name: str, array: jax.Array, largest: int, least: int = 0) -> None:
-    if not is_known(array):
-        return
-    with jax.ensure_compile_time_eval():  # under `jit`, arrays that are constants are known
-        low, high = int(array.min()), int(array.max())
-    if low < least or high > largest:
-        raise ValueError(f"{name} are {low} to {high}; expected {least} to {largest}")
-
-
-def _check_powers(scales: jax.Array) -> None:
-    """Raises ValueError unless scales in bfloat16 are powers of two from 2**−127, 0 or NaN.
-
-    Bits are compared, since XLA on a CPU takes subnormals for 0.
-    """
-    if not is_known(scales):
-        return
-    with jax.ensure_compile_time_eval():
-        given = jnp.asarray(scales)
-        kept = float4.scales_of(float4.exponents_of(given))
-        bits, kept_bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (given, kept))
-        is_kept = (bits == kept_bits) | (bits == 0) | jnp.isnan(given)
-        if not is_kept.all():
-            raise ValueError(
-                f"scales of float4 are {float(given[~is_kept][0]):.4g}, among others: expected "
-                "powers of two, of which the exponent is kept"
-            )
-
-
-def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:
-    if not is_known((codes, steps, offsets)):
-        return
-    with jax.ensure_compile_time_eval():
-        groups = (*codes.shape[:-2], steps.shape[-2], -1, codes.shape[-1])
-        peaks = jnp.asarray(codes).reshape(groups).max(-2)
-        peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
-        largest = int((peaks * steps + offsets).max())
-    if largest > 255:  # it would carry into the byte of another code
-        raise ValueError(
-            f"code · step + offset is up to {largest}; expected at most 255, a byte: choose "
-            "smaller steps or offsets"
-        )
 
 
 def _check_permutation(permutation: jax.Array) -> None:

@@ -9,16 +9,17 @@ import re
 import jax.numpy as jnp
 
 from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown
-from mpjax.kernels.formats import FLOAT8_GROUP, INT4_GROUP, WeightFormat
+from mpjax.kernels.codes import float8, int4
+from mpjax.kernels.formats import WeightFormat
 
 # The group sizes of each kind of activations: the input channels of a row that can share a scale.
 _GROUP_SIZES: dict[str | None, tuple[int | None, ...]] = {
     None: (None,),
-    "int8": (None, INT4_GROUP),
-    "float8": (None, FLOAT8_GROUP),
+    "int8": (None, int4.GROUP),
+    "float8": (None, float8.GROUP),
 }
 _SIXTEEN_BITS = "16-bit"
-_NAMES = f"{_SIXTEEN_BITS}, int8, int8:g{INT4_GROUP}, float8 or float8:g{FLOAT8_GROUP}"
+_NAMES = f"{_SIXTEEN_BITS}, int8, int8:g{int4.GROUP}, float8 or float8:g{float8.GROUP}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _quantize(
     weight: jax.Array, format: WeightFormat, table: jax.Array | None
 ) -> QuantizedTensor | jax.Array:
     format.require_matrix(weight.shape, "weight")
-    if table is not None and not format.codes.startswith("table"):
+    if table is not None and not code_kinds.has_table(format):
         raise ValueError(f"{format} has no table: leave `table` out, or choose a table format")
     if not format.is_packed:
         return weight.astype(format.codes)

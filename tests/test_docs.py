@@ -11,7 +11,7 @@ import mpjax
 
 ROOT = Path(__file__).resolve().parents[1]
 # The pages that a newcomer copies from. Blocks of other pages go on from their text.
-PAGES = ("README.md", "docs/index.md")
+PAGES = ("README.md", "docs/index.md", "docs/control.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PLACEHOLDER = "Qwen3-8B-AWQ/"  # stands for the reader's own checkpoint
 
@@ -45,7 +45,7 @@ def test_a_block_runs_as_it_stands(place, code, monkeypatch):
 
 FILE = re.compile(r"`((?:benchmarks|examples|models|mpjax|pallas_kernels|tests)/[\w/]+\.\w+)`")
 MODULE = re.compile(r"python -m ((?:benchmarks|examples)(?:\.\w+)*)")
-MADE_UP = {"pallas_kernels/codes/offset.py"}  # a file that a tutorial adds
+MADE_UP = {"pallas_kernels/codes/power.py"}  # a file that a tutorial adds
 
 
 def test_files_and_commands_that_pages_name_exist():

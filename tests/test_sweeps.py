@@ -22,19 +22,6 @@ def test_all_values_of_any_places_are_covered(sizes, covered):
         assert found == set(itertools.product(*(range(sizes[place]) for place in places)))
 
 
-def test_few_are_chosen():
-    product = list(itertools.product(range(4), range(3), range(2)))
-    assert len(covering(product, 1)) == 4
-    assert len(covering(product, 2)) <= 14  # at least 12, of 24
-    assert len(covering(list(itertools.product(range(2), repeat=3)), 2)) == 4  # of 8
-
-
-def test_a_parameter_of_few_values_has_each_about_as_often():
-    product = list(itertools.product(range(9), range(2)))
-    chosen = [product[number] for number in covering(product, 1)]
-    assert sorted(second for _, second in chosen) in ([0] * 4 + [1] * 5, [0] * 5 + [1] * 4)
-
-
 def test_the_others_are_marked():
     mark = combinations(1, first=[[1], [2]], second=["a", ("b", 3)]).mark
     names, cases = mark.args
@@ -60,11 +47,6 @@ def test_sweeps_run_where_they_are_asked_for(expression, argument, expected):
     assert is_asked_for(config) == expected
 
 
-@combinations(1, first=[1, 2], second=[1, 2])
-def test_what_is_marked_is_left_out(first, second, request):
-    assert first == second or is_asked_for(request.config)
-
-
 def test_one_of_so_many_cases_runs_and_one_at_least():
     names = [f"one[{outer}-{inner}]" for outer in range(4) for inner in range(3)]
     names += ["two[0]", "two[1]", *(f"seven[{number}]" for number in range(7))]
@@ -86,10 +68,3 @@ def test_one_of_so_many_cases_runs_and_one_at_least():
 def test_cases_of_a_sample_are_left_out(case, request):
     cases = [item for item in request.session.items if item.function is request.function]
     assert len(cases) <= 2 or is_asked_for(request.config)  # the second Python runs fewer
-
-
-@pytest.mark.parametrize("case", range(6))
-def test_most_cases_are_of_any_version(case, request):
-    cases = [item for item in request.session.items if item.function is request.function]
-    marked = [item for item in cases if item.get_closest_marker("any_version")]
-    assert len(cases) < 6 or len(marked) == 4

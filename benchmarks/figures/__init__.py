@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.figures import peers, quality, speed, summary, systems
+from benchmarks.figures import compiled, peers, quality, speed, summary, systems
 from benchmarks.report import Figures
 
 FIGURES: dict[str, Figures] = {
@@ -11,4 +11,5 @@ FIGURES: dict[str, Figures] = {
     **quality.FIGURES,
     **systems.FIGURES,
     **peers.FIGURES,
+    **compiled.FIGURES,
 }

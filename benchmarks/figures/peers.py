@@ -45,7 +45,7 @@ def _cpu(results: Results) -> tuple[Sequence[str], list[list[str]]]:
 
 
 FIGURES = {
-    f"peers-{model}": Figures((f"peers-{model}-*.json",), _table)
+    f"peers-{model}": Figures((f"peers-{model}-*.json",), _table, is_joined=True)
     for model in ("qwen3-8b", "gpt-oss-20b")
 }
-FIGURES["cpu"] = Figures(("cpu.json",), _cpu)
+FIGURES["cpu"] = Figures(("cpu.json",), _cpu, is_joined=True)

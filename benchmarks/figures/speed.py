@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import Row, models_or_shapes, options, rows_of, values
-from benchmarks.report import Figures, Result, Results
+from benchmarks.report import Figures, Result, Results, of_columns, rows_of
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.plans import OPERATION, Problem, plan_by_rule
-from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.kernels.plans.tables import SHIPPED, file_name, read
 
 KERNELS = 10  # of a decoding step that are listed by name
 GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # GPUs with a shipped table, and their limits
-
-
-def _generate_command(result: Result) -> str:
-    rows = rows_of([result])
-    given = {
-        "precision": values(rows, "precision"),
-        "batch": values(rows, "batch"),
-        "prompt-tokens": values(rows, "prompt_tokens"),
-        "new-tokens": values(rows, "new_tokens"),
-        "filled": any(row.get("filled") for row in rows),
-        "from-disk": rows[0].get("load_seconds") is not None,
-    }
-    usual = {"prompt-tokens": "2048", "new-tokens": "256"}
-    return "mpjax bench generate" + options(given, usual)
 
 
 def _generate_notes(result: Result) -> Iterator[str]:
@@ -70,13 +55,15 @@ def _draw_generate(results: Results, folder: Path) -> Iterable[tuple[str, str]]:
 
 def _gemm_table(results: Results) -> tuple[Sequence[str], list[list[str]]]:
     """Each product; an asterisk marks those for which another plan is shipped now."""
-    lines = []
-    for result in results:
-        for row in rows_of([result]):
-            cells = [f"{row['K']} × {row['N']}", *gemm.cells(row)]
-            cells[-1] += " \\*" * runs_otherwise(row, result["device"])
-            lines.append(cells)
-    return ["K × N", *gemm.HEADERS], lines
+    rows = [
+        {**gemm.figures(row), "mark": " \\*" * runs_otherwise(row, result["device"])}
+        for result in results
+        for row in rows_of([result])
+    ]
+    columns = {"K × N": "{K} × {N}"} | gemm.COLUMNS
+    return tables.table(
+        columns | {"as": lambda row: row.get("implementation", "") + row["mark"]}, rows
+    )
 
 
 def _gemm_notes(result: Result) -> Iterator[str]:
@@ -85,20 +72,6 @@ def _gemm_notes(result: Result) -> Iterator[str]:
         yield f"\\* The plan of {changed} of {len(rows)} rows has changed since."
     if not all("packed_bytes" in row for row in rows):
         yield "The floor of this table reads codes without scales and zero points."
-
-
-def _gemm_command(result: Result) -> str:
-    rows = rows_of([result])
-    return "mpjax bench gemm" + options(
-        {
-            "formats": values(rows, "format"),
-            "rows": values(rows, "M"),
-            "shapes": models_or_shapes(rows, MODELS),
-            "implementation": rows[0].get("forced"),
-            "in-model": bool(rows[0].get("in_model")),
-            "rounded": bool(rows[0].get("rounded")),
-        }
-    )
 
 
 def _draw_gemm(results: Results, folder: Path) -> Iterator[tuple[str, str]]:
@@ -117,13 +90,19 @@ def of_one_gpu(results: Results) -> list[dict[str, Any]]:
     return rows_of(result for result in results if result["device"] == device)
 
 
-def _is_partial(row: Row) -> bool:
+def _is_partial(row: Result) -> bool:
     """Whether a row measured only a part of a product, or a forced implementation."""
     is_rounded = row.get("rounded") and WeightFormat.parse(row["format"]).operand is not None
     return bool(row.get("forced") or row.get("in_model") or is_rounded)
 
 
-def runs_otherwise(row: Row, device: str) -> bool:
+@functools.cache
+def _shipped(device: str) -> Mapping[Any, Any]:
+    """The entries of the table that comes with mpjax for a GPU."""
+    return read(OPERATION, SHIPPED / file_name(device), device).entries
+
+
+def runs_otherwise(row: Result, device: str) -> bool:
     """Whether the shipped table, or the rule, now has another plan for a measured product.
 
     device: the GPU of the row; False for a GPU without a shipped table.
@@ -132,22 +111,12 @@ def runs_otherwise(row: Row, device: str) -> bool:
         return False
     format = WeightFormat.parse(row["format"])
     problem = Problem(row["M"], ProductFormat.of(format), row["K"], row["N"], GPUS[device])
-    table = read(OPERATION, SHIPPED / file_name(device), device)
-    entry = OPERATION.find(table.entries, OPERATION.key_of(problem))
+    entry = OPERATION.find(_shipped(device), OPERATION.key_of(problem))
     plan = entry.plan if entry else plan_by_rule(problem)
     if plan.implementation != row["implementation"]:
         return True
     # A field that configurations did not have when the row was measured has its default.
     return plan.config is not None and plan.config != type(plan.config)(**row["configuration"])
-
-
-def _attention_command(result: Result) -> str:
-    rows = rows_of([result])
-    shapes = values(rows, "shape")
-    for name, named in attention.SETS.items():
-        shapes = name if shapes == ",".join(shape.name for shape in named) else shapes
-    formats = values(rows, "format")
-    return "mpjax bench attention" + options({"shapes": shapes, "formats": formats})
 
 
 def _attention_notes(result: Result) -> Iterator[str]:
@@ -162,24 +131,18 @@ def _draw_attention(results: Results, folder: Path) -> Iterator[tuple[str, str]]
 
 
 def _decoding(*patterns: str) -> Figures:
-    return Figures(
-        patterns,
-        lambda results: (generate.HEADERS, map(generate.cells, rows_of(results))),
-        _generate_command,
-        _draw_generate,
-        _generate_notes,
-    )
+    table = of_columns(generate.COLUMNS, generate.figures)
+    return Figures(patterns, table, plots=_draw_generate, notes=_generate_notes)
 
 
 FIGURES = {
     "generate": _decoding("generate.json", "generate-[!c]*.json"),
     "generate-context": _decoding("generate-context.json"),
-    "gemm": Figures(("gemm*.json",), _gemm_table, _gemm_command, _draw_gemm, _gemm_notes),
+    "gemm": Figures(("gemm*.json",), _gemm_table, plots=_draw_gemm, notes=_gemm_notes),
     "attention": Figures(
         ("attention*.json",),
-        lambda results: (attention.HEADERS, map(attention.cells, rows_of(results))),
-        _attention_command,
-        _draw_attention,
-        _attention_notes,
+        of_columns(attention.COLUMNS, attention.figures),
+        plots=_draw_attention,
+        notes=_attention_notes,
     ),
 }

@@ -6,9 +6,9 @@ import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.commands import Row, rows_of
 from benchmarks.figures.speed import of_one_gpu
-from benchmarks.report import Figures, Results
+from benchmarks.report import Figures, Results, rows_of
+from benchmarks.report import Result as Row
 from mpjax.bench import attention, gemm, generate
 from mpjax.kernels.attention.shapes import AttentionShape
 
@@ -99,8 +99,10 @@ def _grid(
 
 
 FIGURES = {
-    "summary-models": Figures(("generate*.json",), models),
-    "summary-products": Figures(("gemm*.json",), products),
-    "summary-attention": Figures(("attention*.json",), caches),
-    "summary-perplexity": Figures(("perplexity.json", "perplexity-calibrated.json"), perplexity),
+    "summary-models": Figures(("generate*.json",), models, is_joined=True),
+    "summary-products": Figures(("gemm*.json",), products, is_joined=True),
+    "summary-attention": Figures(("attention*.json",), caches, is_joined=True),
+    "summary-perplexity": Figures(
+        ("perplexity.json", "perplexity-calibrated.json"), perplexity, is_joined=True
+    ),
 }

@@ -12,14 +12,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
-import mpjax
-from mpjax.bench.random_model import random_model
-from mpjax.models.registry import FAMILIES
-from mpjax.precision import Precision
+from mpjax.bench import checkpoint
 
 CONFIGS = Path(__file__).parent / "configs"
 # The precision in which random weights are made, and the format of the export, of each model.
@@ -36,22 +31,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=FORMATS, default=[*FORMATS])
     given = parser.parse_args()
     for name in given.models:
-        print(write(given.folder, name, json.loads((CONFIGS / f"{name}.json").read_text())))
-
-
-def write(folder: Path, name: str, config: dict[str, Any]) -> Path:
-    """Writes a model's folders; returns that of the whole checkpoint. config: its config.json."""
-    source = folder / name
-    source.mkdir(parents=True)
-    (source / "config.json").write_text(json.dumps(config, indent=1))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(mpjax.bundled_model() / file, source / file)
-    text, format = FORMATS[name]
-    precision, decoder = Precision.parse(text), FAMILIES[config["architectures"][0]]
-    model = random_model(decoder, decoder.config_from_hf(config), precision.weights)
-    out = folder / f"{name}-{format}"
-    mpjax.export(mpjax.LanguageModel(model, None, precision.kv, source), out, format=format)
-    return out
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        print(checkpoint.write(given.folder / name, config, *FORMATS[name]))
 
 
 if __name__ == "__main__":

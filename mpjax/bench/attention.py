@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.bench import filled_pages, measure
+from mpjax.bench import filled_pages, measure, tables
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.kernels import (
     KVFormat,
@@ -32,15 +32,22 @@ APPEND_KERNELS = ("append", "flush")  # prefixes of the names of kernels that wr
 REACH = 5.0  # the magnitude of normal keys and values that static scales cover
 # As in a model, the kernel before attention has already transformed the queries.
 AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
-GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 PAGE_SIZE = 128
 CHECKED_TOKENS = 1 << 19  # with more tokens, the reference would not fit on smaller GPUs
 CHECKED_QUERIES = 32  # only the last queries of a sequence are checked, for the same reason
 SETS = {"decode": DECODE, "ragged": RAGGED, "prefill": PREFILL}
-HEADERS = (
-    *("shape", "format", "µs", "TB/s", "TFLOP/s", "× floor"),
-    *("cuDNN µs", "speed-up", "append µs", "error"),
-)
+COLUMNS: tables.Columns = {
+    "shape": "{shape}",
+    "format": "{format}",
+    "µs": "{microseconds:.1f}",
+    "TB/s": tables.scaled("{:.2f}", "gigabytes_per_second", 1e-3),
+    "TFLOP/s": "{teraflops:.1f}",
+    "× floor": "{times_floor:.2f}",
+    "cuDNN µs": "{cudnn_microseconds:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "append µs": "{append_microseconds:.1f}",
+    "error": "{relative_error:.1e}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,33 +115,9 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row) | derived
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    row = figures(row)
-    error, teraflops = row["relative_error"], row.get("teraflops")
-    appending = row.get("append_microseconds")
-    return [
-        row["shape"],
-        row["format"],
-        f"{row['microseconds']:.1f}",
-        f"{row['gigabytes_per_second'] / 1e3:.2f}",
-        "" if teraflops is None else f"{teraflops:.1f}",
-        f"{row['times_floor']:.2f}",
-        f"{row['cudnn_microseconds']:.1f}",
-        f"{row['speedup']:.2f}",
-        "" if appending is None else f"{appending:.1f}",
-        "" if error is None else f"{error:.1e}",
-    ]
-
-
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence for each checked row whose error is NaN, or not below the gate."""
-    return [
-        f"{row['shape']}, {row['format']}: the error is {row['relative_error']:.1e}, "
-        f"and the gate is {GATE:.0e}"
-        for row in rows
-        if row["relative_error"] is not None and not row["relative_error"] < GATE
-    ]
+    return measure.failures(rows, "{shape}, {format}")
 
 
 def is_checked(shape: AttentionShape) -> bool:
@@ -154,6 +137,9 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
                 yield _uncached(shape, cudnn)
             else:
                 yield _format(shape, KVFormat.parse(text), cudnn)
+
+
+Call = tuple[jax.Array, KVPages, Span]  # arguments of paged_attention
 
 
 def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
@@ -298,7 +284,7 @@ def _append(pages: KVPages, span: Span) -> float | None:
 
 
 def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
-    """Mean error over mean magnitude, against the float32 reference over the same cache.
+    """The relative error, against the float32 reference over the same cache.
 
     Only the last CHECKED_QUERIES new tokens of each sequence are compared.
     """
@@ -308,5 +294,4 @@ def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
     reference = functools.partial(paged_attention, implementation="reference", **AS_IN_A_MODEL)
     last = Span(span.block_tables, span.starts + left, span.counts - left)
     expected = jax.jit(reference)(queries[:, left:], pages, last)
-    found, exact = (np.asarray(x, np.float64) for x in (output[:, left:], expected))
-    return float(np.abs(found - exact).mean() / np.abs(exact).mean())
+    return measure.relative_error(output[:, left:], expected)

@@ -1,4 +1,4 @@
-"""The state of a benchmark's case: with an empty cache, a filled one, and after its prompt."""
+"""The loop of a benchmark's case: with an empty cache, a filled one, and after its prompt."""
 
 from __future__ import annotations
 
@@ -7,68 +7,77 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import mpjax
 from mpjax.bench import filled_pages
-from mpjax.decoding_state import STRIDE, DecodingState, Limits
+from mpjax.generation.loop import STRIDE, Loop
+from mpjax.generation.state import State
 from mpjax.memory import require_free_on
 from mpjax.models import Decoder
-from mpjax.random_keys import row_keys
-from mpjax.sampling import Sampling
+from mpjax.sampling.settings import RowSettings, Sampling
 
 
-def empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int) -> DecodingState:
-    """A state with an empty cache, in the KV format and pages of `lm`, before its first token.
+def endless(batch: int, new_tokens: int) -> RowSettings:
+    """Greedy rows without stop tokens, because random weights must not end a row early."""
+    settings = RowSettings.of([Sampling()], batch, max_new_tokens=new_tokens)
+    return jax.tree.map(from_host, dataclasses.replace(settings, min_new_tokens=None))
 
-    batch: rows. max_tokens: of a row in the cache. room: new tokens of a row.
+
+def empty_loop(
+    lm: mpjax.LanguageModel, settings: RowSettings, max_tokens: int, columns: int
+) -> Loop:
+    """A loop with an empty cache, in the KV format and pages of `lm`, before its first token.
+
+    max_tokens: of a row in the cache. columns: room for new tokens of a row.
 
     Raises DeviceMemoryError if a device has no room for the cache.
     """
+    batch = len(settings.max_new_tokens)
     create = functools.partial(lm.model.create_cache, batch, max_tokens, lm.kv_format, lm.page_size)
     shape = jax.tree.leaves(jax.eval_shape(create))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in shape)
     what = f"a {lm.kv_format} cache for {batch} × {max_tokens} tokens"
     require_free_on(lm.model.mesh, needed, what)
-    return DecodingState(
-        cache=create(),
-        keys=row_keys(range(batch)),
-        tokens=jnp.zeros((batch, room), jnp.int32),
-        logprobs=jnp.zeros((batch, room), jnp.float32),
-        counts=jnp.zeros(batch, jnp.int32),
-        finished=jnp.zeros(batch, bool),
-        seen=None,
-        step=jnp.int32(0),
+    none = np.zeros(batch, np.int32)
+    state = State(
+        create(),
+        newest=from_host(none),
+        counts=from_host(none),
+        running=from_host(np.ones(batch, bool)),
+        settings=settings,
     )
+    loop = Loop.begin(state, columns, lm.model.columns)
+    return dataclasses.replace(loop, before=from_host(none))  # which shares no buffer with counts
 
 
-def fill(state: DecodingState, tokens: int, mesh: jax.sharding.Mesh | None = None) -> DecodingState:
-    """Fills every layer of a state's cache with `tokens` random keys and values for each row."""
-    cache = state.cache
+def fill(loop: Loop, tokens: int, mesh: jax.sharding.Mesh | None = None) -> Loop:
+    """Fills every layer of a loop's cache with `tokens` random keys and values for each row."""
+    cache = loop.state.cache
     layers = tuple(
-        filled_pages.fill(pages, cache.block_tables, tokens, seed, mesh)
+        filled_pages.fill(pages, cache.tables[0], tokens, seed, mesh)
         for seed, pages in enumerate(cache.layers)
     )
     cache = jax.block_until_ready(dataclasses.replace(cache, layers=layers))
-    return dataclasses.replace(state, cache=cache)
+    return dataclasses.replace(loop, state=dataclasses.replace(loop.state, cache=cache))
 
 
-def rewind(state: DecodingState, tokens: int) -> DecodingState:
-    """The state after `tokens` prompt tokens and the first new one, to decode from there again.
+def rewind(loop: Loop, tokens: int) -> Loop:
+    """The loop after `tokens` prompt tokens and the first new one, to decode from there again.
 
-    Only lengths and counts are set, from the host, so that no kernel runs and is counted. Later
+    What is set comes from the host, so that no kernel runs and is counted. Later
     tokens in the cache will be overwritten. A residual still holds later tokens: with such formats
     the times of the next round are right, but the generated tokens are not.
     """
-    batch = len(state.tokens)
-    return dataclasses.replace(
+    state, batch = loop.state, len(loop.tokens)
+    state = dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, lengths=from_host(np.full(batch, tokens, np.int32))),
+        newest=from_host(np.asarray(loop.tokens)[:, 0]),
         counts=from_host(np.ones(batch, np.int32)),
-        finished=from_host(np.zeros(batch, bool)),
-        step=from_host(np.int32(1)),
+        running=from_host(np.ones(batch, bool)),
     )
+    return dataclasses.replace(loop, state=state)
 
 
 def from_host(array: np.ndarray | np.generic) -> jax.Array:
@@ -77,21 +86,19 @@ def from_host(array: np.ndarray | np.generic) -> jax.Array:
 
 
 class CaseDecoding:
-    """A model with the state of a case after its prompt; each call goes on from there.
+    """A model with the loop of a case after its prompt; each call goes on from there.
 
-    Calls donate the state, and keep the one that they return. prompt: tokens of a row.
+    Calls donate the loop, and keep the one that they return. prompt: tokens of a row.
     """
 
-    def __init__(self, model: Decoder, state: DecodingState, prompt: int, limits: Limits) -> None:
-        self.model, self.state, self.prompt, self.limits = model, state, prompt, limits
+    def __init__(self, model: Decoder, loop: Loop, prompt: int) -> None:
+        self.model, self.loop, self.prompt = model, loop, prompt
 
-    def act(self, generate: Callable[[DecodingState], DecodingState]) -> None:
-        """Calls a function with the state after the prompt, and keeps the state it returns."""
-        self.state = generate(rewind(self.state, self.prompt))
+    def act(self, generate: Callable[[Loop], Loop]) -> None:
+        """Calls a function with the loop after the prompt, and keeps the loop it returns."""
+        self.loop = generate(rewind(self.loop, self.prompt))
 
-    def run(self, program: Callable[..., DecodingState], until: jax.Array) -> jax.Array:
+    def run(self, program: Callable[..., Loop], until: jax.Array) -> jax.Array:
         """Runs a program of `decode` until a step; returns the tokens, to wait for."""
-        self.act(
-            lambda state: program(self.model, state, Sampling(), self.limits, until, stride=STRIDE)
-        )
-        return self.state.tokens
+        self.act(lambda loop: program(self.model, loop, until, stride=STRIDE))
+        return self.loop.tokens

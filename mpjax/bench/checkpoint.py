@@ -1,24 +1,27 @@
-"""AWQ checkpoints with random weights in the shapes of a published model, to time loading."""
+"""Checkpoints with random weights in the shapes of published models."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
+import jax
 
-from mpjax.models import DecoderConfig, Qwen3
+import mpjax
+from mpjax.bench.random_model import random_model
+from mpjax.models import DecoderConfig
+from mpjax.models.registry import FAMILIES
+from mpjax.precision import Precision
 
-BYTES_PER_SHARD = 4 << 30
 
-
-def write_awq(folder: Path, config: DecoderConfig, group_size: int = 128, seed: int = 0) -> None:
-    """Writes a random AWQ checkpoint of a Qwen3 model: config.json and sharded safetensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    hf = {
+def qwen3_config(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a Qwen3 model."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -32,53 +35,23 @@ def write_awq(folder: Path, config: DecoderConfig, group_size: int = 128, seed: 
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "eos_token_id": list(config.stop_ids),
-        "quantization_config": {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": group_size,
-            "version": "gemm",
-            "zero_point": True,
-        },
     }
-    (folder / "config.json").write_text(json.dumps(hf, indent=2))
-    shard: dict[str, np.ndarray] = {}
-    index: dict[str, str] = {}
-    number = 0
-
-    def flush() -> None:
-        nonlocal number
-        number += 1
-        name = f"model-{number:05d}.safetensors"
-        save_file(shard, folder / name)
-        index.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in _tensors(config, group_size, np.random.default_rng(seed)):
-        shard[name] = tensor
-        if sum(array.nbytes for array in shard.values()) > BYTES_PER_SHARD:
-            flush()
-    flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-def _tensors(
-    config: DecoderConfig, group: int, rng: np.random.Generator
-) -> Iterator[tuple[str, np.ndarray]]:
-    def words(*shape: int) -> np.ndarray:
-        return rng.integers(-(2**31), 2**31, shape, np.int32)
+def write(source: Path, config: Mapping[str, Any], precision: str, format: str) -> Path:
+    """Writes random weights of a precision, as `mpjax.export` writes a format; returns the folder.
 
-    def dense(*shape: int) -> np.ndarray:
-        # safetensors writes no bfloat16 from NumPy. float16 is converted when it is loaded.
-        return (rng.random(shape, np.float32) * 0.04 - 0.02).astype(np.float16)
-
-    for array in Qwen3.array_places(config):
-        is_norm = len(array.shape) == 1
-        yield array.name, np.ones(array.shape, np.float16) if is_norm else dense(*array.shape)
-    for place in Qwen3.linear_places(config):
-        for name, (channels, outputs) in zip(place.names, place.shapes, strict=True):
-            yield f"{name}.qweight", words(channels, outputs // 8)
-            yield f"{name}.qzeros", words(channels // group, outputs // 8)
-            # Differences of uniform 4-bit codes and zeros have a deviation of about 6.5. With this
-            # scale, outputs are about as large as inputs.
-            scale = np.float16(1 / (6.5 * channels**0.5))
-            yield f"{name}.scales", np.full((channels // group, outputs), scale)
+    config: the config.json, which is written into the folder `source` with the bundled tokenizer.
+    The checkpoint's folder is beside it. The weights are made on the host: those that a benchmark
+    loads then are the first on its device.
+    """
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(config, indent=1))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(mpjax.bundled_model() / file, source / file)
+    chosen, decoder = Precision.parse(precision), FAMILIES[config["architectures"][0]]
+    folder = source.with_name(f"{source.name}-{format}")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        model = random_model(decoder, decoder.config_from_hf(config), chosen.weights)
+        mpjax.export(mpjax.LanguageModel(model, None, chosen.kv, source), folder, format=format)
+    return folder

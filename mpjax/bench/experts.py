@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.bench import measure
+from mpjax.bench import measure, tables
 from mpjax.kernels import (
     ExpertMLP,
     Gate,
@@ -24,14 +24,23 @@ from mpjax.kernels import (
 from mpjax.kernels.experts.plans import Problem, plan_of
 from mpjax.kernels.experts.shapes import AnyShape, ExpertMLPShape
 
-GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_TOKENS = 16  # tokens whose products are compared with the reference
 MOST_BYTES = 8 * 10**9  # of the stacks that are read in turn, which all are on the device
 RAGGED_TOKENS = 64  # the most tokens for which XLA's ragged_dot, which is slow, is measured
-HEADERS = (
-    *("format", "tokens", "hit", "µs", "GB/s", "TFLOP/s", "× floor"),
-    *("cuBLAS µs", "× cuBLAS", "ragged_dot µs", "error", "as"),
-)
+COLUMNS: tables.Columns = {
+    "format": "{format}",
+    "tokens": "{M}",
+    "hit": "{hit}",
+    "µs": "{microseconds:.1f}",
+    "GB/s": "{gigabytes_per_second:.0f}",
+    "TFLOP/s": "{teraflops:.1f}",
+    "× floor": "{times_floor:.2f}",
+    "cuBLAS µs": "{cublas_microseconds:.1f}",
+    "× cuBLAS": "{cublas_rate:.2f}",
+    "ragged_dot µs": "{ragged_dot_microseconds:.1f}",
+    "error": "{relative_error:.1e}",
+    "as": "{implementation}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,34 +82,9 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    row = figures(row)
-    ragged = row["ragged_dot_microseconds"]
-    return [
-        row["format"],
-        str(row["M"]),
-        str(row["hit"]),
-        f"{row['microseconds']:.1f}",
-        f"{row['gigabytes_per_second']:.0f}",
-        f"{row['teraflops']:.1f}",
-        f"{row['times_floor']:.2f}",
-        f"{row['cublas_microseconds']:.1f}",
-        f"{row['cublas_rate']:.2f}",
-        "" if ragged is None else f"{ragged:.1f}",
-        f"{row['relative_error']:.1e}",
-        row["implementation"],
-    ]
-
-
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence for each row whose error is NaN, or not below the gate."""
-    return [
-        f"{row['shape']}, {row['format']}, {row['M']} tokens: the error is "
-        f"{row['relative_error']:.1e}, and the gate is {GATE:.0e}"
-        for row in rows
-        if not row["relative_error"] < GATE
-    ]
+    return measure.failures(rows, "{shape}, {format}, {M} tokens")
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -261,7 +245,7 @@ def mean_error(product: jax.Array, inputs: Inputs, stack: Any, shape: AnyShape) 
     if isinstance(stack, ExpertMLP):
         arguments = x.astype(jnp.float32), stack, chosen, weights
         exact = jax.jit(functools.partial(expert_mlp_terms, implementation="reference"))(*arguments)
-        return _error(product.sum(0)[:CHECKED_TOKENS], exact.sum(0))
+        return measure.relative_error(product.sum(0)[:CHECKED_TOKENS], exact.sum(0))
     reference = functools.partial(
         grouped_matmul, x.astype(jnp.float32), stack, chosen, implementation="reference"
     )
@@ -270,9 +254,4 @@ def mean_error(product: jax.Array, inputs: Inputs, stack: Any, shape: AnyShape) 
     else:
         exact = jax.jit(lambda: reference(routing_weights=weights))()
         found = product.sum(0)[:CHECKED_TOKENS]
-    return _error(found, exact)
-
-
-def _error(found: jax.Array, exact: jax.Array) -> float:
-    expected = np.asarray(exact, np.float64)
-    return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())
+    return measure.relative_error(found, exact)

@@ -31,10 +31,10 @@ def fill(
     The pages are donated and written in place.
     """
     if mesh is None:
-        return _fill(pages, block_tables, tokens, seed)
+        return _fill_pages(pages, block_tables, tokens, seed)
     divided, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
     return jax.shard_map(
-        _fill,
+        _fill_pages,
         mesh=mesh,
         in_specs=(divided, whole, whole, whole),
         out_specs=divided,
@@ -42,7 +42,7 @@ def fill(
     )(pages, block_tables, jnp.asarray(tokens, jnp.int32), jnp.asarray(seed, jnp.int32))
 
 
-def _fill(
+def _fill_pages(
     pages: KVPages, block_tables: jax.Array, tokens: jax.Array | int, seed: jax.Array | int
 ) -> KVPages:
     batch, entries = block_tables.shape

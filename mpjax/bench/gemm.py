@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.bench import measure
+from mpjax.bench import measure, tables
 from mpjax.kernels import (
     QuantizedActivations,
     QuantizedTensor,
@@ -25,13 +25,20 @@ from mpjax.kernels.gemm import plans
 from mpjax.kernels.gemm.plans import Implementation, Problem, TritonConfig, WarpgroupConfig
 from mpjax.kernels.gemm.shapes import GemmShape
 
-GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_ROWS = 64  # rows of a product that are compared with the reference
 PRODUCT_BYTES = 2_000_000_000  # the most bytes of all products of one call
-HEADERS = (
-    *("format", "M", "µs", "GB/s", "TFLOP/s", "× floor"),
-    *("cuBLAS µs", "speed-up", "error", "as"),
-)
+COLUMNS: tables.Columns = {
+    "format": "{format}",
+    "M": "{M}",
+    "µs": "{microseconds:.1f}",
+    "GB/s": "{gigabytes_per_second:.0f}",
+    "TFLOP/s": "{teraflops:.1f}",
+    "× floor": "{times_floor:.2f}",
+    "cuBLAS µs": "{cublas_microseconds:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "error": "{relative_error:.1e}",
+    "as": "{implementation}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,32 +95,9 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row) | derived
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    row = figures(row)
-    bandwidth = row.get("gigabytes_per_second")
-    return [
-        row["format"],
-        str(row["M"]),
-        f"{row['microseconds']:.1f}",
-        "" if bandwidth is None else f"{bandwidth:.0f}",
-        f"{row['teraflops']:.1f}",
-        f"{row['times_floor']:.2f}",
-        f"{row['cublas_microseconds']:.1f}",
-        f"{row['speedup']:.2f}",
-        f"{row['relative_error']:.1e}",
-        row.get("implementation", ""),
-    ]
-
-
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence for each row whose error is NaN, or not below the gate."""
-    return [
-        f"{row['shape']}, {row['format']}, M = {row['M']}: the error is "
-        f"{row['relative_error']:.1e}, and the gate is {GATE:.0e}"
-        for row in rows
-        if not row["relative_error"] < GATE
-    ]
+    return measure.failures(rows, "{shape}, {format}, M = {M}")
 
 
 def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
@@ -254,11 +238,6 @@ def _reference(x: jax.Array, weight: QuantizedTensor) -> jax.Array:
 
 
 def _error(product: jax.Array, x: jax.Array, weight: QuantizedTensor) -> float:
-    """Mean error over mean magnitude of a product, against the float32 reference.
-
-    Only CHECKED_ROWS rows, evenly spread over x, are compared.
-    """
+    """The relative error of CHECKED_ROWS rows of a product, evenly spread over x."""
     chosen = np.linspace(0, x.shape[0] - 1, min(x.shape[0], CHECKED_ROWS)).astype(int)
-    found = np.asarray(product[chosen], np.float64)
-    exact = np.asarray(_reference(x[chosen], weight), np.float64)
-    return float(np.abs(found - exact).mean() / np.abs(exact).mean())
+    return measure.relative_error(product[chosen], _reference(x[chosen], weight))

@@ -17,23 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.bench import checkpoint, measure, speculation
+from mpjax.bench import checkpoint, measure, speculation, tables
 from mpjax.bench.cached_bytes import cached_bytes
-from mpjax.bench.case_state import CaseDecoding, empty_state, fill, from_host
+from mpjax.bench.case_state import CaseDecoding, empty_loop, endless, fill, from_host
 from mpjax.bench.pieces import read_pieces, require_pieces
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.decoding import decode, decode_program, jit_prefill
-from mpjax.decoding_state import STRIDE, DecodingState, Limits
 from mpjax.devices import read_devices, read_experts
-from mpjax.kernels import PagedKVCache, WeightFormat, device
+from mpjax.generation.decoding import decode, decode_program, jit_prefill
+from mpjax.generation.loop import STRIDE, Loop
+from mpjax.generation.speculation.proposer import read_k
+from mpjax.kernels import WeightFormat, device
 from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.models.share import ExpertDivision
+from mpjax.models.state import DecoderCache
 from mpjax.precision import Precision
-from mpjax.sampling import Sampling
-from mpjax.speculation.proposer import read_k
 
 # The largest difference of log-probabilities, in nats. Kernels that round differently cause some,
 # and a cache of two bits about one nat. If a cache is wrong, the difference is several nats.
@@ -42,10 +42,20 @@ CHECKED_TOKENS = 1 << 13  # with so many, the logits of one pass take 5 GB
 # How often a prompt is read, and decoding repeated. The first time compiles, and is not counted.
 READS, ROUNDS = 3, 4
 AWQ = WeightFormat("uint4", 128)
-HEADERS = (
-    *("precision", "batch", "context", "load", "first token", "tokens/s", "step"),
-    *("kernels", "roofline", "of it", "peak memory", "check"),
-)
+COLUMNS: tables.Columns = {
+    "precision": lambda row: row["precision"] + on_devices(row),
+    "batch": "{batch}",
+    "context": "{prompt_tokens}",
+    "load": "{load_seconds:.1f} s",
+    "first token": tables.scaled("{:.1f} ms", "time_to_first_token_seconds", 1e3),
+    "tokens/s": "{decode_tokens_per_second:.0f}",
+    "step": "{decode_step_microseconds:.0f} µs",
+    "kernels": "{sum_of_kernels_microseconds:.0f} µs",
+    "roofline": "{roofline_microseconds:.0f} µs",
+    "of it": "{roofline_share:.0%}",
+    "peak memory": tables.scaled("{:.1f} GB", "peak_bytes", 1e-9),
+    "check": "{logprob_difference:.2f} nats",
+}
 
 
 class Case(NamedTuple):
@@ -134,6 +144,11 @@ class Sweep:
         return dataclasses.replace(self.config, max_position_embeddings=positions)
 
 
+def on_devices(row: Mapping[str, Any]) -> str:
+    """The number of a row's devices as the end of a cell, if it is not 1."""
+    return f" on {row['devices']} devices" if row.get("devices", 1) > 1 else ""
+
+
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """Adds to a row the figures that follow from its measured times: rates, roofline and share."""
     roofline = row.get("roofline_microseconds")
@@ -145,29 +160,6 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "roofline_tokens_per_second": row["batch"] / roofline * 1e6,
         "roofline_share": roofline / row["decode_step_microseconds"],
     }
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    row = figures(row)
-    devices = row.get("devices", 1)
-    load, peak = row.get("load_seconds"), row.get("peak_bytes")
-    first, difference = row["time_to_first_token_seconds"], row["logprob_difference"]
-    kernels = row["sum_of_kernels_microseconds"]
-    return [
-        row["precision"] + (f" on {devices} devices" if devices > 1 else ""),
-        str(row["batch"]),
-        str(row["prompt_tokens"]),
-        "" if load is None else f"{load:.1f} s",
-        "" if first is None else f"{first * 1e3:.1f} ms",
-        f"{row['decode_tokens_per_second']:.0f}",
-        f"{row['decode_step_microseconds']:.0f} µs",
-        "" if kernels is None else f"{kernels:.0f} µs",
-        f"{row['roofline_microseconds']:.0f} µs",
-        f"{row['roofline_share']:.0%}",
-        "" if peak is None else f"{peak / 1e9:.1f} GB",
-        "" if difference is None else f"{difference:.2f} nats",
-    ]
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -186,7 +178,7 @@ def _gate(row: Mapping[str, Any]) -> float:
     return GATE_OF_TWO_BITS if min(kv.key_codes.bits, kv.value_codes.bits) < 4 else GATE
 
 
-def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> float:
+def step_bytes(lm: mpjax.LanguageModel, cache: DecoderCache, tokens: float) -> float:
     """The bytes that each device has to read in a decoding step: its weights, and its cache.
 
     tokens: of each row in the cache. An embedding that is not also the head is left out, because a
@@ -257,14 +249,15 @@ def _load(
             model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.write_awq(Path(folder), sweep.model_config)
+        config = checkpoint.qwen3_config(sweep.model_config)
+        written = checkpoint.write(Path(folder, "model"), config, "W4A16KV16", "awq")
         begin = time.perf_counter()
-        lm = mpjax.load(folder, precision=precision, progress=False, devices=devices)
+        lm = mpjax.load(written, precision=precision, progress=False, devices=devices)
         jax.block_until_ready(lm.model)
         return lm, time.perf_counter() - begin
 
 
-_decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_argnames="state")
+_decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_argnames="loop")
 
 
 def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
@@ -273,37 +266,33 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
     fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
     tokens = jnp.asarray(rows, jnp.int32)
-    # There are no stop tokens, because random weights must not end a row early.
-    limits = Limits.of(batch, (), new, new)
-    state = empty_state(lm, batch, prompt + new, new)
-    program = decode_program(lm.model, state)
-    state, reading = (
-        _read(lm, state, tokens, limits, piece)
-        if is_read
-        else (fill(state, prompt, lm.model.mesh), {})
+    loop = empty_loop(lm, endless(batch, new), prompt + new, new)
+    program = decode_program(lm.model, loop)
+    loop, reading = (
+        _read(lm, loop, tokens, piece) if is_read else (fill(loop, prompt, lm.model.mesh), {})
     )
-    decoding = CaseDecoding(lm.model, state, prompt, limits)
-    del state  # which calls donate
+    decoding = CaseDecoding(lm.model, loop, prompt)
+    del loop  # which calls donate
     seconds = []
     for number in range(ROUNDS):
         begin = time.perf_counter()
         decoding.run(program, jnp.int32(new)).block_until_ready()
         seconds.append(time.perf_counter() - begin)
         if number == 0:
-            said, scores = (
-                np.array(x[:1]) for x in (decoding.state.tokens, decoding.state.logprobs)
-            )
+            said, scores = (np.array(x[:1]) for x in (decoding.loop.tokens, decoding.loop.logprobs))
     peak = _peak_bytes()
-    measure_costs = functools.partial(speculation.step_costs, lm.model, tokens, limits)
+    measure_costs = functools.partial(speculation.step_costs, lm.model, tokens)
     costs: list[dict[str, Any]] = [measure_costs(k, decoding.act) for k in speculate]
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
         kernels = _kernels_of_step(decoding, new)
         for cost in costs:
-            found = speculation.verifying_kernels(lm.model, decoding.state, int(cost["k"]))
+            found = speculation.verifying_kernels(
+                lm.model, decoding.loop.state.cache, int(cost["k"])
+            )
             cost["kernel_microseconds_of_verifying"] = _without_copies(found)
-    cache = decoding.state.cache
+    cache = decoding.loop.state.cache
     is_checked = is_read and prompt + new <= CHECKED_TOKENS
     text = jnp.concatenate([tokens[:1], jnp.asarray(said)], 1)
     return reading | {
@@ -329,7 +318,7 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
 
 
 def _kernels_of_step(decoding: CaseDecoding, new: int) -> dict[str, float]:
-    """Microseconds of each kernel in a decoding step; the state is then one after the prompt.
+    """Microseconds of each kernel in a decoding step; the loop is then one after the prompt.
 
     new: the tokens of a row.
     """
@@ -337,7 +326,7 @@ def _kernels_of_step(decoding: CaseDecoding, new: int) -> dict[str, float]:
     until = jnp.int32(min(1 + STRIDE, new))
     run = measure.Unjitted(functools.partial(decoding.run, _decode_serial))
     found = measure.kernel_microseconds(run, until, iterations=1)
-    decoding.act(lambda state: state)
+    decoding.act(lambda loop: loop)
     return {name: time / STRIDE for name, time in _without_copies(found).items()}
 
 
@@ -351,38 +340,38 @@ def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
 
 
 def _read(
-    lm: mpjax.LanguageModel,
-    state: DecodingState,
-    tokens: jax.Array,
-    limits: Limits,
-    piece: int | None = None,
-) -> tuple[DecodingState, dict[str, Any]]:
-    """Reads prompts [batch, tokens] into a state; returns the state and the measured times.
+    lm: mpjax.LanguageModel, loop: Loop, tokens: jax.Array, piece: int | None = None
+) -> tuple[Loop, dict[str, Any]]:
+    """Reads prompts [batch, tokens] into a loop; returns the loop and the measured times.
 
     piece: the tokens of a row that are read at a time; None for all.
     """
     batch, prompt = tokens.shape
-    lengths, keys = jnp.full(batch, prompt, jnp.int32), state.keys
-    jax.block_until_ready(state)
+    columns = loop.tokens.shape[1]
+    lengths, settings = jnp.full(batch, prompt, jnp.int32), endless(batch, columns)
+    jax.block_until_ready(loop)
 
     def read() -> jax.Array:
-        nonlocal state
+        nonlocal loop
+        state = loop.state
         cache = dataclasses.replace(state.cache, lengths=from_host(np.zeros(batch, np.int32)))
         if piece is not None:
             best, logprobs, cache = read_pieces(lm.model, tokens, cache, piece)
-            first = state.tokens.at[:, 0].set(best), state.logprobs.at[:, 0].set(logprobs)
-            state = dataclasses.replace(state, cache=cache, tokens=first[0], logprobs=first[1])
-            return state.tokens
-        # Always the same keys: those of the result have another sharding, and so another program.
-        state = jit_prefill(lm.model, tokens, lengths, cache, keys, Sampling(), limits)
-        return state.tokens
+            state = dataclasses.replace(state, cache=cache, newest=best)
+            first = loop.tokens.at[:, 0].set(best), loop.logprobs.at[:, 0].set(logprobs)
+            loop = dataclasses.replace(loop, state=state, tokens=first[0], logprobs=first[1])
+            return loop.tokens
+        # Always the same settings: those of the result have another sharding, and so another
+        # program.
+        loop = jit_prefill(lm.model, tokens, lengths, cache, settings, columns)
+        return loop.tokens
 
     seconds = []
     for _ in range(READS):
         begin = time.perf_counter()
         read().block_until_ready()
         seconds.append(time.perf_counter() - begin)
-    return state, {
+    return loop, {
         "prefill_seconds_with_compilation": seconds[0],
         "time_to_first_token_seconds": statistics.median(seconds[1:]),
     }

@@ -10,19 +10,21 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mpjax.environment
-from mpjax.atomic_write import atomic_write
+from mpjax.files.atomic_write import atomic_write
 from mpjax.kernels import UnsupportedError, device
 
 # The bytes of all arrays that are read in turn: several times the L2 cache of any GPU so far.
 ROTATED_BYTES = 200e6
+GATE = 8e-3  # relative error of kernels in bfloat16
 
 
 def require_gpu() -> None:
@@ -31,6 +33,24 @@ def require_gpu() -> None:
         raise UnsupportedError(
             f"a benchmark measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
         )
+
+
+def relative_error(found: Any, exact: Any) -> float:
+    """The mean absolute error of an array over the mean magnitude of the exact one."""
+    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
+    return float(np.abs(found - exact).mean() / np.abs(exact).mean())
+
+
+def failures(rows: Iterable[Mapping[str, Any]], name: str) -> list[str]:
+    """A sentence for each row whose `relative_error` is measured, and is NaN or not below GATE.
+
+    name: the format of a row's values that names it.
+    """
+    return [
+        f"{name.format_map(row)}: the error is {error:.1e}, and the gate is {GATE:.0e}"
+        for row in rows
+        if (error := row["relative_error"]) is not None and not error < GATE
+    ]
 
 
 def copies(nbytes: int) -> int:
@@ -148,13 +168,14 @@ def read_bandwidth() -> float:
 
 @functools.cache
 def stamp() -> dict[str, Any]:
-    """The device, versions and commit of a result; GIT_COMMIT names the commit if it is set."""
+    """The device, versions, commit and command of a result; GIT_COMMIT names another commit."""
     environment = mpjax.environment.collect()
     return {
         "device": device.default_device().device_kind,
         "commit": os.environ.get("GIT_COMMIT") or _commit(Path(__file__).parents[2]),
         "driver": environment["driver"],
         "versions": environment["packages"],
+        "command": mpjax.environment.command_line(),
     }
 
 

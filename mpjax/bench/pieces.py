@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PagedKVCache
 from mpjax.models import Decoder
+from mpjax.models.state import DecoderCache
 
 
 def require_pieces(prompt: int, piece: int) -> None:
@@ -21,8 +21,8 @@ def require_pieces(prompt: int, piece: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="piece", donate_argnames="cache")
 def read_pieces(
-    model: Decoder, tokens: jax.Array, cache: PagedKVCache, piece: int
-) -> tuple[jax.Array, jax.Array, PagedKVCache]:
+    model: Decoder, tokens: jax.Array, cache: DecoderCache, piece: int
+) -> tuple[jax.Array, jax.Array, DecoderCache]:
     """Adds prompts to an empty cache, `piece` tokens of each row at a time.
 
     tokens: int32 [batch, tokens], a multiple of `piece`. Returns the most likely next tokens, int32
@@ -32,8 +32,8 @@ def read_pieces(
     counts = jnp.full(batch, piece, jnp.int32)
 
     def read(
-        cache: PagedKVCache, part: jax.Array
-    ) -> tuple[PagedKVCache, tuple[jax.Array, jax.Array]]:
+        cache: DecoderCache, part: jax.Array
+    ) -> tuple[DecoderCache, tuple[jax.Array, jax.Array]]:
         logits, cache = model.step(part, counts, cache)
         best = logits.argmax(-1).astype(jnp.int32)
         logprob = logits.max(-1) - jax.nn.logsumexp(logits, -1)

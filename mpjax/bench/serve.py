@@ -16,27 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.atomic_write import atomic_write
+from mpjax.bench import tables
+from mpjax.bench.generate import on_devices
 from mpjax.bench.lengths import Lengths
 from mpjax.bench.random_model import random_model
-from mpjax.buckets import bucket_tokens
-from mpjax.decoding import decode_program, jit_prefill
-from mpjax.decoding_state import Limits
 from mpjax.devices import read_devices
 from mpjax.engine.program_run import ProgramRun
-from mpjax.garbage import short_collections
+from mpjax.files.atomic_write import atomic_write
+from mpjax.generation.buckets import bucket_tokens
+from mpjax.generation.decoding import decode_program, jit_prefill
+from mpjax.generation.speculation.proposer import Proposer
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
-from mpjax.random_keys import row_keys
-from mpjax.sampling import Sampling
-from mpjax.speculation.ngram import Ngram
-from mpjax.speculation.proposer import Proposer
+from mpjax.sampling.settings import RowSettings, Sampling
+from mpjax.serve.garbage import short_collections
 
-HEADERS = (
-    *("precision", "through", "requests", "seconds", "requests/s", "tokens/s", "first token"),
-    *("token", "longest gap", "shared", "preempted", "idle"),
-)
+COLUMNS: tables.Columns = {
+    "precision": lambda row: row["precision"] + on_devices(row),
+    "through": lambda row: row["through"] + _speculated(row),
+    "requests": "{requests}",
+    "seconds": "{seconds:.2f} s",
+    "requests/s": "{requests_per_second:.2f}",
+    "tokens/s": "{new_tokens_per_second:.0f}",
+    "first token": "{first_token_seconds[p50]:.2f} / {first_token_seconds[p99]:.2f} s",
+    "token": lambda row: _milliseconds(row["token_seconds"]),
+    "longest gap": lambda row: _longest_gap(row),
+    "shared": lambda row: _share(row.get("shared_tokens", 0), row.get("prompt_tokens", 0)),
+    "preempted": lambda row: str(row.get("preemptions") or ""),
+    "idle": "{idle_share:.1%}",
+}
 GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
 
 
@@ -101,7 +110,7 @@ class Load:
 class Sweep:
     """A load, for each of several precisions.
 
-    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, ride, speculate: of the
+    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, speculate: of the
         engine. Random weights repeat themselves: what speculation gains with them says nothing
         about texts.
     static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
@@ -125,7 +134,6 @@ class Sweep:
     steps: int = 8
     cache_memory: float | None = None
     share_prefixes: bool = True
-    ride: bool = False
     speculate: Proposer | None = None
     static: int = 0
     engine: bool = True
@@ -149,37 +157,9 @@ class Sweep:
                 )
 
     @property
-    def command(self) -> str:
-        """The command that runs it, with all options that are not the usual ones."""
-        load, usual = self.load, Sweep((), self.load)
-        words = ["mpjax bench serve", f"--precision {','.join(self.precisions)}"]
-        words += [f"--requests {load.requests}"]
-        if load.pairs:
-            words += ["--lengths FILE.jsonl"]
-        else:
-            words += [f"--prompt-tokens {load.prompt_tokens}", f"--new-tokens {load.new_tokens}"]
-        rarer = {"rate": load.rate, "shared_tokens": load.shared, "late_prompt": load.late}
-        words += [_option(name, value) for name, value in rarer.items() if value]
-        names = ("slots", "chunk_tokens", "max_gap", "steps", "cache_memory", "static", "rounds")
-        for name in (*names, "ride", "engine", "devices"):
-            if (value := getattr(self, name)) != getattr(usual, name):
-                words.append(_option(name, value))
-        if isinstance(self.speculate, Ngram):
-            words.append(f"--speculate ngram:{self.speculate.k}:{self.speculate.n}")
-        return " ".join([*words, *["--no-share"] * (not self.share_prefixes)])
-
-    @property
     def cases(self) -> int:
         """The number of rows that `run` yields."""
         return len(self.precisions) * (self.engine + bool(self.static))
-
-
-def _option(name: str, value: Any) -> str:
-    """An option of the command line with its value, which is a switch for True and False."""
-    text = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{text}" if value else f"--no-{text}"
-    return f"--{text} {value:g}" if isinstance(value, float) else f"--{text} {value}"
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -190,7 +170,6 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
         lm = _random_lm(text, config, sweep.devices)
         row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
         row |= {"load": dataclasses.asdict(sweep.load), "devices": sweep.devices}
-        row |= {"command": sweep.command}
         if sweep.engine:
             yield row | _serve(lm, sweep)
         if sweep.static:
@@ -215,7 +194,6 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
         max_gap=sweep.max_gap,
         steps=sweep.steps,
         share_prefixes=sweep.share_prefixes,
-        ride=sweep.ride,
         speculate=sweep.speculate,
     ) as engine:
         begin = time.perf_counter()
@@ -240,7 +218,6 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             "chunk_tokens": sweep.chunk_tokens,
             "max_gap": None if sweep.max_gap is None else str(sweep.max_gap),
             "idle_share": idle / work,
-            "ride": sweep.ride,
             "speculate": None if sweep.speculate is None else repr(sweep.speculate),
             "capacity_tokens": engine.capacity,
             "programs": after["programs"],
@@ -361,21 +338,18 @@ def _batch(
     tokens = np.zeros((rows, padded), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
-    sampling, stop_ids = GREEDY.split(())
-    limits = Limits.of(rows, stop_ids, np.array(new), room)
+    settings = RowSettings.of([GREEDY], rows, max_new_tokens=np.array(new))
     cache = lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)
     lengths = jnp.asarray([len(ids) for ids in prompts], jnp.int32)
-    keys = row_keys(np.arange(rows))
-    state = jit_prefill(lm.model, jnp.asarray(tokens), lengths, cache, keys, sampling, limits)
-    jax.block_until_ready(state.tokens)
+    loop = jit_prefill(lm.model, jnp.asarray(tokens), lengths, cache, settings, room)
+    jax.block_until_ready(loop.tokens)
     first = time.perf_counter() - begin
-    run = decode_program(lm.model, state)
-    state = run(lm.model, state, sampling, limits, jnp.int32(steps or room))
-    jax.block_until_ready(state.tokens)
+    loop = decode_program(lm.model, loop)(lm.model, loop, jnp.int32(steps or room))
+    jax.block_until_ready(loop.tokens)
     end = time.perf_counter() - begin
     return [
         _Trace(0.0, [first, end], [1, count - 1]) if count > 1 else _Trace(0.0, [first], [1])
-        for count in np.asarray(state.counts).tolist()
+        for count in np.asarray(loop.state.counts).tolist()
     ]
 
 
@@ -387,24 +361,19 @@ def describe(load: Mapping[str, Any]) -> str:
     return ", ".join([text, *(words.format(n) for words, n in special.items() if n)])
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row of the table, in the order of HEADERS."""
-    first, token, gaps = (row[f"{name}_seconds"] for name in ("first_token", "token", "gap"))
-    shared = row.get("shared_tokens", 0)
-    return [
-        row["precision"] + (f" on {row['devices']} devices" if row.get("devices", 1) > 1 else ""),
-        row["through"] + _speculated(row),
-        str(row["requests"]),
-        f"{row['seconds']:.2f} s",
-        f"{row['requests_per_second']:.2f}",
-        f"{row['new_tokens_per_second']:.0f}",
-        f"{first['p50']:.2f} / {first['p99']:.2f} s",
-        "" if token is None else f"{token['p50'] * 1e3:.1f} / {token['p99'] * 1e3:.1f} ms",
-        "" if gaps is None or row["through"] != "engine" else f"{gaps['most'] * 1e3:.0f} ms",
-        f"{shared / row['prompt_tokens']:.0%}" if shared else "",
-        str(row.get("preemptions") or ""),
-        f"{row['idle_share']:.1%}" if "idle_share" in row else "",
-    ]
+def _milliseconds(seconds: Mapping[str, float] | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds['p50'] * 1e3:.1f} / {seconds['p99'] * 1e3:.1f} ms"
+
+
+def _longest_gap(row: Mapping[str, Any]) -> str:
+    gaps = row["gap_seconds"] if row["through"] == "engine" else None
+    return "" if gaps is None else f"{gaps['most'] * 1e3:.0f} ms"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if part else ""
 
 
 def _speculated(row: Mapping[str, Any]) -> str:

@@ -10,26 +10,44 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.bench import measure
-from mpjax.decoding import speculative_program
-from mpjax.decoding_state import DecodingState, Limits
-from mpjax.greedy import likeliest
-from mpjax.kernels import PagedKVCache
+from mpjax.bench import measure, tables
+from mpjax.generation.decoding import begin_speculation, speculative_program
+from mpjax.generation.loop import Loop
+from mpjax.generation.speculation.ngram import Ngram
+from mpjax.generation.speculation.proposer import Context, Proposal
 from mpjax.models import Decoder
-from mpjax.sampling import Sampling
-from mpjax.speculation import loop
-from mpjax.speculation.ngram import Ngram
-from mpjax.speculation.proposer import Context, Proposal
+from mpjax.models.state import DecoderCache
+from mpjax.sampling.greedy import likeliest
 
 ROUNDS = 4  # the first of which compiles, and is not counted
-HEADERS = ("precision", "batch", "context", "k", "step", "proposing none", "verifying k")
-Act = Callable[[Callable[[DecodingState], DecodingState]], None]
+KINDS = {"verifying": True, "proposing": False}  # of steps: whether tokens are proposed
+COLUMNS: tables.Columns = {
+    "precision": "{precision}",
+    "batch": "{batch}",
+    "context": "{prompt_tokens}",
+    "k": "{k}",
+    "step": "{decode_step_microseconds:.0f} µs",
+    "proposing none": "{proposing:.2f} ×",
+    "verifying k": "{verifying:.2f} ×",
+}
+
+
+def rows(measured: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each number of proposed tokens of each case, with times over that of a step."""
+    for row in measured:
+        step = row["decode_step_microseconds"]
+        for costs in row.get("speculation", ()):
+            over = {name: costs[f"{name}_step_microseconds"] / step for name in KINDS}
+            yield {**row, "k": costs["k"], **over}
+
+
+Act = Callable[[Callable[[Loop], Loop]], None]
 
 
 @functools.partial(
@@ -51,70 +69,50 @@ class Forced(Ngram):
         return dataclasses.replace(proposal, counts=counts), own
 
 
-def step_costs(
-    model: Decoder, tokens: jax.Array, limits: Limits, k: int, act: Act
-) -> dict[str, float]:
+def step_costs(model: Decoder, tokens: jax.Array, k: int, act: Act) -> dict[str, float]:
     """The times of a step in the speculative loop, in microseconds, that proposes tokens or none.
 
     tokens: int32 [batch, tokens], the prompts. k: tokens that are proposed to each row.
-    act: calls a function with the state after the prompts, and keeps the state that it returns.
+    act: calls a function with the loop after the prompts, and keeps the loop that it returns.
     """
     found: dict[str, float] = {"k": k}
-    for name, proposes in (("verifying", True), ("proposing", False)):
-        seconds = functools.partial(_seconds, model, Forced(k, proposes=proposes), tokens, limits)
+    for name, proposes in KINDS.items():
+        seconds = functools.partial(_seconds, model, Forced(k, proposes=proposes), tokens)
         times = [seconds(act) for _ in range(ROUNDS)]
         found[f"{name}_step_microseconds"] = statistics.median(times[1:]) * 1e6
     return found
 
 
-def verifying_kernels(model: Decoder, state: DecodingState, k: int) -> dict[str, float]:
+def verifying_kernels(model: Decoder, cache: DecoderCache, k: int) -> dict[str, float]:
     """The time of each kernel in a step that reads k + 1 tokens of each row, in microseconds.
 
-    state: its rows have room for them. Copies of the cache are in the times, as nothing is donated.
+    cache: its rows have room for them. Copies of the cache are in the times, as nothing is donated.
     """
-    batch = len(state.tokens)
+    batch = len(cache.lengths)
     tokens, counts = jnp.zeros((batch, k + 1), jnp.int32), jnp.full(batch, k + 1, jnp.int32)
 
-    def step(model: Decoder, tokens: jax.Array, cache: PagedKVCache) -> jax.Array:
+    def step(model: Decoder, tokens: jax.Array, cache: DecoderCache) -> jax.Array:
         logits, _ = model.step(tokens, counts, cache, every_position=True)
         return likeliest(logits.reshape(-1, logits.shape[-1]))[0]
 
-    return measure.kernel_microseconds(step, model, tokens, state.cache, iterations=3)
+    return measure.kernel_microseconds(step, model, tokens, cache, iterations=3)
 
 
-def _seconds(
-    model: Decoder, proposer: Forced, tokens: jax.Array, limits: Limits, act: Act
-) -> float:
+def _seconds(model: Decoder, proposer: Forced, tokens: jax.Array, act: Act) -> float:
     """Seconds of a step, from those of a whole generation."""
     lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
     measured = 0.0
 
-    def generate(state: DecodingState) -> DecodingState:
+    def generate(loop: Loop) -> Loop:
         nonlocal measured
-        state = jax.block_until_ready(loop.begin(proposer, state, tokens, lengths))
-        run = speculative_program(model, state, proposer)
+        loop = jax.block_until_ready(begin_speculation(proposer, loop, tokens, lengths))
+        run = speculative_program(model, loop, proposer)
         begin = time.perf_counter()
-        state = run(model, state, Sampling(), limits, jnp.int32(limits.room))
-        steps = int(state.speculation.done.steps.max())  # waits for the device
+        loop = run(model, loop, jnp.int32(loop.tokens.shape[1]))
+        steps = int(loop.state.speculation.done.steps.max())  # waits for the device
         measured = (time.perf_counter() - begin) / steps
-        return dataclasses.replace(state, speculation=None)
+        state = dataclasses.replace(loop.state, speculation=None)
+        return dataclasses.replace(loop, state=state)
 
     act(generate)
     return measured
-
-
-def rows(row: Mapping[str, Any]) -> list[list[str]]:
-    """The texts of the table's rows for a case, in the order of HEADERS."""
-    step = row["decode_step_microseconds"]
-    return [
-        [
-            row["precision"],
-            str(row["batch"]),
-            str(row["prompt_tokens"]),
-            str(costs["k"]),
-            f"{step:.0f} µs",
-            f"{costs['proposing_step_microseconds'] / step:.2f} ×",
-            f"{costs['verifying_step_microseconds'] / step:.2f} ×",
-        ]
-        for costs in row.get("speculation", ())
-    ]

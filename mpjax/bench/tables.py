@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import string
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import rich.box
 import rich.console
@@ -11,6 +14,31 @@ import rich.table
 
 COLUMN_WIDTH = 10  # of a growing table's columns at least: later cells can be longer than the first
 MINIMUM_WIDTH = 140  # of a table; in a narrower terminal lines wrap, and no text is cut off
+
+
+# The texts of a row's cells by the headers of their columns: a format of the row's values, such as
+# "{microseconds:.1f} µs", which is empty where one is missing or None; or a function of the row.
+Row = Mapping[str, Any]
+Columns = dict[str, str | Callable[[Row], str]]
+
+
+def table(columns: Columns, rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """The headers and the cells of a table of results."""
+    return list(columns), [[cell(each, row) for each in columns.values()] for row in rows]
+
+
+def cell(column: str | Callable[[Row], str], row: Row) -> str:
+    """The text of a row in a column."""
+    if not isinstance(column, str):
+        return column(row)
+    fields = (field for _, field, _, _ in string.Formatter().parse(column) if field)
+    is_known = all(row.get(re.split(r"[.\[]", field)[0]) is not None for field in fields)
+    return column.format_map(row) if is_known else ""
+
+
+def scaled(format: str, key: str, factor: float) -> Callable[[Row], str]:
+    """The column of a value times a factor, which a format such as "{:.1f} ms" shows."""
+    return lambda row: "" if row.get(key) is None else format.format(row[key] * factor)
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

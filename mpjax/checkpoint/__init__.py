@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.schemes.awq import AWQScheme
-from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.checkpoint.schemes.fp8 import FP8Scheme
-from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.checkpoint.schemes.policy import Policy
+from mpjax.checkpoint.schemes.reader import Reader
 from mpjax.checkpoint.schemes.registry import SCHEMES
+from mpjax.checkpoint.schemes.scheme import Scheme
 from mpjax.errors import CheckpointError
 
 __all__ = [
     "SCHEMES",
-    "AWQScheme",
     "Checkpoint",
     "CheckpointError",
-    "FP8Scheme",
-    "GPTQScheme",
+    "Policy",
+    "Reader",
     "Scheme",
     "TensorInfo",
 ]

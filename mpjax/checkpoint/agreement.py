@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpjax.checkpoint.plan import Plan
-from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.policy import Policy
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.models import ExpertPlace
@@ -23,33 +24,43 @@ def format_to_quantize(precision: Precision | None) -> WeightFormat | None:
     return precision.weights
 
 
-def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
-    """Chooses among `scheme.choices`, by the activations that a precision asks for.
+def choose(folder: Path, policy: Policy, precision: Precision | None) -> Policy:
+    """Chooses among `policy.choices`, by the activations that a precision asks for.
 
-    A precision without a W part keeps the scheme, and so does None. Raises ValueError where no
-    choice has the precision's formats, and CheckpointError where the scheme's own activations are
-    not implemented and the precision does not choose others.
+    A precision without a W part keeps the policy, and so does None. Raises ValueError where no
+    choice has the precision's formats, and CheckpointError where the checkpoint's own activations
+    are not implemented and the precision does not choose others.
     """
     if precision is None or not precision.formats:
         kv = KVFormat() if precision is None else precision.kv
-        return _with_own_activations(folder, scheme, kv)
-    rounded = None if precision.weights is None else scheme.rounded_to(precision.weights)
+        return _with_own_activations(folder, policy, kv)
+    rounded = None if precision.weights is None else policy.rounded_to(precision.weights)
     if rounded is not None:
         return rounded
     # Formats compare as asymmetric: only the zero points, which are read later, tell symmetry.
     asked = {dataclasses.replace(format, symmetric=False) for format in precision.formats}
-    for choice in scheme.choices:
+    for choice in policy.choices:
         if {dataclasses.replace(format, symmetric=False) for format in choice.formats} <= asked:
             return choice
-    if precision.mixture and len(scheme.choices) == 1:
-        return scheme  # `require_mixture` compares the formats of single modules later
-    plain = (dataclasses.replace(format, operand=None) for format in scheme.formats)
+    if precision.mixture and len(policy.choices) == 1:
+        return policy  # `require_mixture` compares the formats of single modules later
+    plain = (dataclasses.replace(format, operand=None) for format in policy.formats)
     found = "+".join(dict.fromkeys(describe_weights(format) for format in plain))
     raise ValueError(
-        f"precision is {precision}, but {folder} is {scheme.article} {scheme.title} checkpoint of "
-        f"{found} that can't be quantised again: ask for {names(scheme, precision.kv)}, or load a "
+        f"precision is {precision}, but {folder} is {policy.title} checkpoint of "
+        f"{found} that can't be quantised again: ask for {names(policy, precision.kv)}, or load a "
         "16-bit checkpoint"
     )
+
+
+def warn_of_keys(folder: Path, keys: Sequence[str], family: str) -> None:
+    """Warns of keys of a config.json that the family for which it is taken doesn't have."""
+    if keys:
+        warnings.warn(
+            f"{folder}{os.sep}config.json is taken for that of {family}, which has no "
+            f"{', '.join(keys):.300}: the model is wrong if one of them changes what it computes",
+            stacklevel=2,
+        )
 
 
 def warn_of_plain(folder: Path, written: Mapping[str, Any] | None) -> None:
@@ -68,19 +79,19 @@ def warn_of_plain(folder: Path, written: Mapping[str, Any] | None) -> None:
     )
 
 
-def warn_of_experts(folder: Path, scheme: Scheme | None, plan: Plan) -> None:
+def warn_of_experts(folder: Path, policy: Policy | None, plan: Plan) -> None:
     """Warns of static scales for the activations of experts, which are not read.
 
-    scheme: with the activations that are chosen; those in 16 bits need no scales.
+    policy: with the activations that are chosen; those in 16 bits need no scales.
     """
     experts = (
         source.name
         for place, sources in plan.linears
         if isinstance(place, ExpertPlace)
         for source in sources
-        if source.scheme is not None
+        if source.reader is not None
     )
-    if scheme is not None and any(scheme.of_module(name).rounds_statically for name in experts):
+    if policy is not None and any(policy.reader(name).activations.are_static for name in experts):
         warnings.warn(
             f"{folder} has static scales for the activations of experts, which are not read: the "
             "activations of experts have a scale for each token",
@@ -88,9 +99,9 @@ def warn_of_experts(folder: Path, scheme: Scheme | None, plan: Plan) -> None:
         )
 
 
-def names(scheme: Scheme, kv: KVFormat) -> str:
+def names(policy: Policy, kv: KVFormat) -> str:
     """Names of the precisions in which a quantised checkpoint can be loaded, for messages."""
-    return " or ".join(str(Precision.mixed(choice.formats, kv, 16)) for choice in scheme.choices)
+    return " or ".join(str(Precision.mixed(choice.formats, kv, 16)) for choice in policy.choices)
 
 
 def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:
@@ -138,11 +149,11 @@ def require_equal_tables(
             )
 
 
-def _with_own_activations(folder: Path, scheme: Scheme, kv: KVFormat) -> Scheme:
-    if scheme.unsupported_activations is None:
-        return scheme
+def _with_own_activations(folder: Path, policy: Policy, kv: KVFormat) -> Policy:
+    if policy.unsupported_activations is None:
+        return policy
     raise CheckpointError(
         f"{folder / 'config.json'}: the checkpoint was made for activations in "
-        f"{scheme.unsupported_activations}, which are not implemented: ask for the precision "
-        f"{names(scheme, kv)}, which leave the weights as they are"
+        f"{policy.unsupported_activations}, which are not implemented: ask for the precision "
+        f"{names(policy, kv)}, which leave the weights as they are"
     )

@@ -75,7 +75,7 @@ def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray
         with info.file.open("rb", buffering=0) as stream:
             stream.seek(info.begin)
             for piece in _chunks(content):
-                _fill(piece, stream, info)
+                _read_into(piece, stream, info)
                 if checksum is not None:
                     found = zlib.crc32(piece, found)
                 advance(piece.nbytes)
@@ -129,7 +129,7 @@ def _chunks(content: np.ndarray) -> Iterator[memoryview]:
         yield content.data[begin : begin + CHUNK_BYTES]
 
 
-def _fill(view: memoryview, stream: Any, info: TensorInfo) -> None:
+def _read_into(view: memoryview, stream: Any, info: TensorInfo) -> None:
     """Fills `view` from a stream, which may return fewer bytes per call than asked for."""
     while view:
         count = stream.readinto(view)

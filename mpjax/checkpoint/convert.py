@@ -16,13 +16,14 @@ import numpy as np
 from mpjax.checkpoint.plan import LinearSource, TableSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
-from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.reader import Reader
 from mpjax.checkpoint.transfer import PIECE_BYTES, to_device
 from mpjax.checkpoint.windows import keeps_scales, take
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
+from mpjax.kernels.formats import can_be_symmetric
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import ExpertPlace, Linear, LinearPlace
 from mpjax.precision import describe_weights
@@ -42,7 +43,7 @@ def convert_array(source: TensorInfo | TableSource, dtype: str, read: Read) -> j
     if isinstance(source, TensorInfo):
         array = to_device(read(source))
         return _require_finite(source, array, array.astype(dtype))
-    table = source.scheme.dequantize(_read_module(source, source.scheme, read), source.name)
+    table = source.reader.dequantize(_read_module(source, source.reader, read), source.name)
     return _require_finite(_first(source), table, _transpose(table, dtype))
 
 
@@ -101,9 +102,9 @@ def as_checkpoint_errors() -> Iterator[None]:
 def _kernel(
     source: LinearSource, dtype: str, read: Read, scale_dtype: str | None
 ) -> jax.Array | QuantizedTensor:
-    if source.scheme is not None and source.format is None:
-        return _dequantize(source, source.scheme, dtype, read)
-    if source.scheme is not None:
+    if source.reader is not None and source.format is None:
+        return _dequantize(source, source.reader, dtype, read)
+    if source.reader is not None:
         return pack(_decode(source, read, scale_dtype))
     info = source.tensors["weight"]
     weight = to_device(take(source, "weight", read(info)))
@@ -128,10 +129,10 @@ def _decode(source: LinearSource, read: Read, scale_dtype: str | None) -> PlainC
 
 
 def _read_plain(source: LinearSource, read: Read) -> PlainCodes:
-    """The plain codes of a quantised module as its scheme decodes them, with finite scales."""
-    assert source.scheme is not None
-    tensors = _read_module(source, source.scheme, read)
-    plain = source.scheme.decode(tensors, source.name, source.read_shape)
+    """The plain codes of a quantised module as its reader decodes them, with finite scales."""
+    assert source.reader is not None
+    tensors = _read_module(source, source.reader, read)
+    plain = source.reader.decode(tensors, source.name, source.read_shape)
     checks.check_scales(source.name, plain.scales)
     if plain.zeros is not None and code_kinds.of(plain.format).has_minima:
         checks.check_scales(source.name, plain.zeros, "minima")
@@ -162,9 +163,9 @@ def _scale_choices(source: LinearSource) -> tuple[str, ...]:
     return dtypes if len(dtypes) > 1 else ()
 
 
-def _dequantize(source: LinearSource, scheme: Scheme, dtype: str, read: Read) -> jax.Array:
-    tensors = _read_module(source, scheme, read)
-    weight = scheme.dequantize(tensors, source.name, source.read_shape)
+def _dequantize(source: LinearSource, reader: Reader, dtype: str, read: Read) -> jax.Array:
+    tensors = _read_module(source, reader, read)
+    weight = reader.dequantize(tensors, source.name, source.read_shape)
     return _require_finite(_first(source), weight, weight.astype(dtype))
 
 
@@ -173,14 +174,14 @@ def _first(source: TableSource | LinearSource) -> TensorInfo:
     return next(iter(source.tensors.values()))
 
 
-def _read_module(source: TableSource | LinearSource, scheme: Scheme, read: Read) -> dict[str, Any]:
+def _read_module(source: TableSource | LinearSource, reader: Reader, read: Read) -> dict[str, Any]:
     """The tensors of a quantised module by suffix, without its bias."""
     found: dict[str, Any] = {}
     for suffix, info in source.tensors.items():
         if suffix != "bias":
             array = read(info)
             array = array if isinstance(source, TableSource) else take(source, suffix, array)
-            found[suffix] = array if suffix in scheme.on_host else to_device(array)
+            found[suffix] = array if suffix in reader.on_host else to_device(array)
     return found
 
 
@@ -190,7 +191,7 @@ def _drop_middle_zeros(plain: PlainCodes) -> PlainCodes:
     The values decide, not config.json: writers differ by one in how they store zero points.
     """
     format = plain.format
-    if not format.codes.startswith("uint") or plain.zeros is None:
+    if not can_be_symmetric(format.codes) or plain.zeros is None:
         return plain
     if not bool(jnp.all(plain.zeros == 2 ** (format.bits - 1))):
         return plain

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint.fused_experts import join_experts
+from mpjax.checkpoint.fused_experts import is_joint, join_experts
 from mpjax.checkpoint.schemes import registry
-from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.checkpoint.schemes.writing import REMEDY, Modules
+from mpjax.checkpoint.schemes.compressed_tensors import METHOD
+from mpjax.checkpoint.schemes.writing import REMEDY, Modules, Writer, Writing
 from mpjax.kernels import PlainCodes, QuantizedTensor, unpack
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite, did_you_mean, is_known, nearest, shown
-from mpjax.models import ArrayPlace, Decoder, ExpertPlace, Linear, LinearPlace
+from mpjax.models import ArrayPlace, Decoder, Linear, LinearPlace
 from mpjax.models.gathered import abstract, gather
 from mpjax.models.parameters import name_of, names_of
 from mpjax.precision import describe_weights
@@ -29,7 +30,7 @@ PLAIN = "plain"  # the layout without quantised modules
 class ExportPlan:
     """The tensors and the `quantization_config` that an export of a model writes.
 
-    scheme: the format of packed maps; None if all maps are plain numbers.
+    writer: writes packed maps; None if all maps are plain numbers.
     quantization: the `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy
     of the FP8 cache's scales that are written, or None if none are. dequantized: names of packed
     tables that the format has no place for, or that the caller wants so, and that are written as
@@ -37,7 +38,7 @@ class ExportPlan:
     """
 
     model: Decoder
-    scheme: Scheme | None
+    writer: Writer | None
     quantization: dict[str, Any] | None
     cache: str | None
     dequantized: tuple[str, ...] = ()
@@ -50,11 +51,11 @@ class ExportPlan:
         """
         model, config = self.model, self.model.config
         for place in model.array_places(config):
-            yield place.name, _without_offset(place, read(place.read(model)), config.dtype)
+            yield place.name, _as_in_files(place, read(place.read(model)), config.dtype)
         for linear_place in model.linear_places(config):
             maps = _maps(linear_place, model, read)
             found = self._linears(linear_place, maps)
-            yield from join_experts(found) if _is_joint(linear_place) else found
+            yield from join_experts(found) if is_joint(linear_place) else found
         if self.cache is not None and model.cache_scales is not None:
             scales = np.asarray(model.cache_scales.get_value())
             for layer, pair in enumerate(scales):
@@ -84,7 +85,7 @@ class ExportPlan:
     def _linears(self, place: LinearPlace, maps: list[Linear]) -> Iterator[tuple[str, Any]]:
         for name, linear in zip(place.names, maps, strict=True):
             found = self._linear(name, linear.kernel.get_value())
-            if _is_joint(place) and "weight" in found:  # [in, out] in the file
+            if is_joint(place) and "weight" in found:  # [in, out] in the file
                 found["weight"] = found["weight"].T
             if linear.bias is not None:
                 found["bias"] = linear.bias.get_value()
@@ -95,8 +96,8 @@ class ExportPlan:
         """The tensors of a map, by suffix."""
         if not isinstance(kernel, QuantizedTensor):
             return {"weight": kernel.T}
-        if self.scheme is not None and name not in self.dequantized:
-            return self.scheme.encode(unpack(kernel), name)
+        if self.writer is not None and name not in self.dequantized:
+            return self.writer.encode(unpack(kernel), name)
         dtype = self.model.config.dtype
         weight = unpack(kernel).dequantize(dtype)
         if is_known(weight) and not are_finite(weight):
@@ -116,8 +117,9 @@ def _maps(place: LinearPlace, model: Decoder, read: Callable[[Any], Any]) -> lis
     return place.maps_of([Linear(*read(arrays)) for arrays in held])
 
 
-def _without_offset(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Array:
+def _as_in_files(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Array:
     """The tensor as it is in Hugging Face's files."""
+    array = array.reshape(place.file_shape) if place.leading else array
     return (array - jnp.float32(place.offset)).astype(dtype) if place.offset else array
 
 
@@ -147,21 +149,23 @@ def make_plan(model: Decoder, layout: str | None, *, plain_head: bool = False) -
             f"format={PLAIN!r}, or load the model with a precision such as W4A16KV8"
         )
     joint = _joint_experts(model)
-    scheme = _usual(packed, joint) if layout is None else _of_layout(layout, packed, joint)
+    writing, writer = _usual(packed, joint) if layout is None else _of_layout(layout, packed, joint)
     head = name_of(model.names, "head").removesuffix(".weight")
     remedy = f"export with format={PLAIN!r}"
     can_pack = head in tables and not plain_head
-    if can_pack and (wider := _with_head(scheme, packed, {head: tables[head]})):
-        if wider.caution != scheme.caution:
+    if can_pack and (wider := _with_head(writing, packed, {head: tables[head]})):
+        if wider.caution != writer.caution:
             remedy = "export with plain_head=True (--plain-head), which dequantises the head"
-        scheme = wider
+        writer = wider
         packed[head] = tables.pop(head)
     left = [head, *_routers(model), *(name for name in maps if name not in tables)]
     left = [name for name in left if name not in packed]
-    cache = _cache_strategy(model) if scheme.can_hold_cache_scales else None
-    quantization = scheme.quantization_config(left, cache)
-    caution = scheme.caution and f"{scheme.caution}: for it, {remedy}"
-    return ExportPlan(model, scheme, quantization, cache, tuple(tables), caution)
+    cache = _cache_strategy(model)
+    quantization = writer.config(left, cache)
+    # Other formats have no place for scales of a cache.
+    cache = cache if quantization["quant_method"] == METHOD else None
+    caution = writer.caution and f"{writer.caution}: for it, {remedy}"
+    return ExportPlan(model, writer, quantization, cache, tuple(tables), caution)
 
 
 def require_layout(layout: str | None) -> None:
@@ -179,15 +183,10 @@ def layouts() -> list[str]:
     return [*registry.layouts(), PLAIN]
 
 
-def _is_joint(place: LinearPlace) -> bool:
-    """Whether files hold the maps of all experts in one tensor, as [in, out] where it is plain."""
-    return isinstance(place, ExpertPlace) and place.is_transposed
-
-
 def _joint_experts(model: Decoder) -> set[str]:
     """The names of the maps that files hold in one tensor for all experts."""
     places = model.linear_places(model.config)
-    return {name for place in places if _is_joint(place) for name in place.names}
+    return {name for place in places if is_joint(place) for name in place.names}
 
 
 def _routers(model: Decoder) -> list[str]:
@@ -197,27 +196,26 @@ def _routers(model: Decoder) -> list[str]:
     return [place.name.removesuffix(".weight") for place in matrices]
 
 
-def _of_layout(layout: str, packed: Modules, joint: Collection[str]) -> Scheme:
-    """The scheme of a layout for modules. Raises ValueError where it can't hold them."""
-    scheme = registry.layouts()[layout]
+def _of_layout(layout: str, packed: Modules, joint: Collection[str]) -> tuple[Writing, Writer]:
+    """The writer of a layout for modules. Raises ValueError where it can't hold them."""
+    writing = registry.layouts()[layout]
     for name in packed:
-        if (name in joint) != scheme.joins_experts:
+        if (name in joint) != writing.joins_experts:
             kind = "no" if name in joint else "only"
             raise ValueError(
                 f"format {layout!r} holds {kind} experts that share one tensor, as gpt-oss's do, "
                 f"and {name} is {describe_weights(packed[name].format)}: {REMEDY}"
             )
-    return scheme.of_layout(layout, packed)
+    return writing, writing.begin(layout, packed)
 
 
-def _usual(packed: Modules, joint: Collection[str]) -> Scheme:
-    """The scheme of the layout that is usual for modules, or of the first that can hold them.
+def _usual(packed: Modules, joint: Collection[str]) -> tuple[Writing, Writer]:
+    """The writer of the layout that is usual for modules, or of the first that can hold them.
 
     Raises ValueError where none can.
     """
-    kinds = {
-        plain.format.codes + (":sym" if plain.format.symmetric else "") for plain in packed.values()
-    }
+    formats = [plain.format for plain in packed.values()]
+    kinds = {code_kinds.key(format.codes, symmetric=format.symmetric) for format in formats}
     choices = registry.layouts().items()
     for layout, _ in sorted(choices, key=lambda choice: not kinds <= {*choice[1].default_for}):
         with contextlib.suppress(ValueError):
@@ -235,12 +233,11 @@ def _packed_tables(model: Decoder) -> list[str]:
     return [name for place in places if place.is_table for name in place.names]
 
 
-def _with_head(scheme: Scheme, packed: Modules, head: Modules) -> Scheme | None:
-    """The scheme of modules and a packed head, or None where its layout can't hold the head."""
-    if scheme.layout_of_heads is None:
-        return None
-    with contextlib.suppress(ValueError):
-        return type(scheme).of_layout(scheme.layout_of_heads, {**packed, **head})
+def _with_head(writing: Writing, packed: Modules, head: Modules) -> Writer | None:
+    """The writer of modules and a packed head, or None where its layout can't hold the head."""
+    if writing.packs_heads:
+        with contextlib.suppress(ValueError):
+            return writing.begin(writing.layouts[0], {**packed, **head})
     return None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpjax.checkpoint import exported_config, model_arrays, shards
 from mpjax.checkpoint.description import is_saved
-from mpjax.checkpoint.export_plan import make_plan
+from mpjax.checkpoint.export_plan import ExportPlan, make_plan
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.progress import bytes_bar
@@ -24,7 +24,7 @@ from mpjax.checkpoint.saving import (
     require_tokenizer_files,
 )
 from mpjax.checkpoint.staging import clean_up, staged
-from mpjax.disk import naming_a_full_disk, require_room
+from mpjax.files.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
 from mpjax.models.sharded import ShardedDecoder
 
@@ -80,8 +80,8 @@ def export(
 
     Raises ValueError where the folder holds anything else, or another process writes there; where
     the format can't hold the weights, with what helps; and where the model holds adapters, or its
-    source has no config.json of it. Raises mpjax.disk.DiskSpaceError where the disk has not enough
-    room, before anything is written if that can be known.
+    source has no config.json of it. Raises mpjax.files.disk.DiskSpaceError where the disk has not
+    enough room, before anything is written if that can be known.
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # which may put a folder there that a killed export has moved away
@@ -93,6 +93,14 @@ def export(
     plan = make_plan(lm.model, format, plain_head=plain_head)
     if plan.caution:
         warnings.warn(plan.caution, stacklevel=2)
+    _write(lm, plan, folder, overwrite, progress)
+    return plan.dequantized
+
+
+def _write(
+    lm: LanguageModel, plan: ExportPlan, folder: Path, overwrite: bool, progress: bool | None
+) -> None:
+    """Writes all files of an export, which replace those of an earlier one."""
     config = json.dumps(exported_config.make(lm, plan.quantization), indent=2)
     files = shards.divide(plan.specs())
     source = locate(lm.source)
@@ -111,7 +119,6 @@ def export(
             for name, array in plan.tensors():
                 write(name, array, advance)
         require_replaceable(folder, overwrite)  # again: writing has taken its time
-    return plan.dequantized
 
 
 def require_replaceable(folder: Path, overwrite: bool) -> None:

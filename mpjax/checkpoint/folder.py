@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpjax import generation_config
 from mpjax.checkpoint import foreign
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.checkpoint.schemes import modelopt, registry
-from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.policy import Policy
 from mpjax.checkpoint.source import Source
 from mpjax.checkpoint.text_model import text_config, text_tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import files
-from mpjax.sampling import Sampling
-from mpjax.tokenizer import Tokenizer
-from mpjax.tokenizer_files import read_optional
+from mpjax.sampling import generation_config
+from mpjax.sampling.settings import Sampling
+from mpjax.text.tokenizer import Tokenizer
+from mpjax.text.tokenizer_files import read_optional
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
 MODELOPT_NAME = "hf_quant_config.json"  # where ModelOpt once wrote what it quantised
@@ -50,8 +50,8 @@ class HuggingFaceFolder(Source):
         """The tensors in the headers of the safetensors files, without those that read images."""
         return text_tensors(Checkpoint.open(self.path))
 
-    def read_scheme(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of config.json's quantization_config."""
+    def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
+        """The policy of config.json's quantization_config."""
         written = config.get("quantization_config")
         if written is None:
             return None

@@ -7,7 +7,7 @@ from pathlib import Path
 # Patterns of files, and what to do about a folder that has one; the first match counts.
 REMEDIES = {
     "*.gguf": "load that file itself: a GGUF file is a whole model",
-    "adapter_config.json": "an adapter is not a model: merge it into its base model first",
+    "adapter_config.json": "an adapter is not a model: load its base, and give it as an adapter",
     "model_index.json": "a pipeline of images is not a language model",
     "consolidated.*": "take the repository in Hugging Face's format, with config.json",
     "*.incomplete": "the download is incomplete: fetch the checkpoint again",

@@ -3,6 +3,8 @@
 The first axis of such a tensor counts the experts, so that the part of an expert is a run of bytes
 of the file. Some are named `…experts.gate_up_proj` or, with a suffix, `…experts.down_proj_blocks`.
 The part of expert 3 is named `…experts.3.gate_up_proj.weight` or `…experts.3.down_proj.blocks`.
+Others are the weight of a module, `…block_sparse_moe.input_linear.weight`, whose part of expert 3
+is named `…block_sparse_moe.experts.3.input_linear.weight` (Granite).
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import jax.numpy as jnp
 
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.models import Decoder
+from mpjax.models.parameters import ExpertPlace, LinearPlace
 
 GATE_UP = "mlp.experts.gate_up"
 _NAME = re.compile(r"(.+\.experts)\.([a-z]+(?:_up)?_proj)(?:_(blocks|scales|bias))?")
+_NAME_OF_MODULE = re.compile(r"(.+)\.(input_linear|output_linear)\.(weight)")
 _NAME_OF_ONE = re.compile(r"(.+\.experts)\.\d+\.([^.]+)\.([^.]+)")
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
 # More experts than any layer has: a header alone can't make mpjax build more names.
@@ -39,11 +43,13 @@ def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
     are_apart = not isinstance(wanted, str) and len(wanted) > 1
     tensors: dict[str, TensorInfo] = {}
     for name, info in checkpoint.tensors.items():
-        match = _NAME.fullmatch(name)
+        of_module = _NAME_OF_MODULE.fullmatch(name) if len(info.shape) == 3 else None
+        match = of_module or _NAME.fullmatch(name)
         if match is None or len(info.shape) < 2 or not 0 < info.shape[0] <= MOST_EXPERTS:
             tensors[name] = info
             continue
         prefix, module, suffix = match.groups()
+        prefix += ".experts" if of_module else ""
         for part in _rows(info, f"{prefix}.{{}}", info.shape[0]):
             halves = _HALVES.get(module, ()) if are_apart and part.shape[0] % 2 == 0 else ()
             for each in _split(part, module, suffix or "weight", halves):
@@ -51,6 +57,13 @@ def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
     if len(tensors) == len(checkpoint.tensors):
         return checkpoint
     return dataclasses.replace(checkpoint, tensors=types.MappingProxyType(tensors))
+
+
+def is_joint(place: LinearPlace) -> bool:
+    """Whether files hold the maps of all experts in one tensor."""
+    if not isinstance(place, ExpertPlace):
+        return False
+    return place.is_transposed or bool(_NAME_OF_MODULE.fullmatch(f"{place.names[0]}.weight"))
 
 
 def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -64,6 +77,8 @@ def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
         assert match is not None, f"{name} is no expert's"
         prefix, module, suffix = match.groups()
         whole = f"{prefix}.{module}" + ("" if suffix == "weight" else f"_{suffix}")
+        if _NAME_OF_MODULE.fullmatch(f"{prefix}.{module}.{suffix}"):
+            whole = f"{prefix.removesuffix('.experts')}.{module}.{suffix}"
         parts.setdefault(whole, []).append(array)
     for name in list(parts):
         yield name, jnp.stack(parts.pop(name))

@@ -6,6 +6,7 @@ than the largest tensor.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -33,7 +34,7 @@ from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.plan import LinearSource, Plan, is_quantized, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.policy import Policy
 from mpjax.checkpoint.settle import settle
 from mpjax.checkpoint.source import Source
 from mpjax.checkpoint.windows import narrow
@@ -45,9 +46,10 @@ from mpjax.models import (
     DecoderConfig,
     ExpertPlace,
     LinearPlace,
-    family,
 )
 from mpjax.models.division import Division
+from mpjax.models.registry import families, family, taken_for, unknown_keys
+from mpjax.models.registry import read_config as read_config_of
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
 from mpjax.models.window import Window
@@ -58,14 +60,14 @@ from mpjax.precision import Precision
 class Opened:
     """A checkpoint whose headers have been read, and no tensor.
 
-    scheme: of its quantised modules; None where it has none, or config.json names none.
+    policy: of its quantised modules; None where it has none, or config.json names none.
     """
 
     path: Path
     decoder: type[Decoder]
     config: DecoderConfig
     checkpoint: Checkpoint
-    scheme: Scheme | None
+    policy: Policy | None
 
     @property
     def is_quantized(self) -> bool:
@@ -77,20 +79,47 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
     """Opens a folder, or a GGUF file. Raises CheckpointError for one that can't be loaded."""
     source = source if isinstance(source, Source) else locate(Path(source))
     hf = source.read_config()
-    decoder, config = decoder_config(source.path, hf)
+    if source.family is not None:
+        hf = taken_for(hf, source.family)
+        agreement.warn_of_keys(source.path, unknown_keys(hf, family(hf)), source.family)
+    try:
+        decoder, config = decoder_config(source.path, hf)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_hint(source, hf)}") from error
     checkpoint, config = settle(split_experts(source.open(), decoder), decoder, config, hf)
-    scheme = source.read_scheme(hf)
+    policy = source.read_policy(hf)
     if not is_quantized(checkpoint):  # the tensors decide
         agreement.warn_of_plain(source.path, hf.get("quantization_config"))
-        scheme = None
-    return Opened(source.path, decoder, config, checkpoint, scheme)
+        policy = None
+    return Opened(source.path, decoder, config, checkpoint, policy)
+
+
+def _hint(source: Source, hf: Mapping[str, Any]) -> str:
+    """For an unknown architecture, the families that its config.json and its tensors fit."""
+    with contextlib.suppress(ConfigError):
+        family(hf)
+        return ""
+    found, checkpoint = [], source.open()
+    for name, decoder in families().items():
+        with contextlib.suppress(ConfigError, CheckpointError, ValueError):
+            written = taken_for(hf, name)
+            config = decoder.config_from_hf(written)
+            parts = settle(split_experts(checkpoint, decoder), decoder, config, written)
+            make_plan(parts[0], decoder, parts[1], source.read_policy(hf), None)
+            found.append(name)
+    if not found:
+        return ""
+    return (
+        f"; it has the keys and tensors of {', '.join(found)}: if it computes what one of them "
+        f"does, load it with family={found[0]!r}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A checkpoint whose headers allow a loading, of which nothing has been read or allocated.
 
-    opened: with the scheme that the precision chooses. model: without numbers in its arrays.
+    opened: with the policy that the precision chooses. model: without numbers in its arrays.
     """
 
     opened: Opened
@@ -108,24 +137,26 @@ def prepare(
 ) -> Prepared:
     """Checks the arguments of `load` by the headers, and raises its errors; reads no tensor."""
     dtype, opened = compute_dtype(dtype, precision), open_headers(source)
-    folder, config, scheme, quantize = opened.path, opened.config, opened.scheme, None
+    if mesh is not None and opened.config.labels is not None:
+        raise ValueError(f"{opened.path} is a classifier: load it on one device")
+    folder, config, policy, quantize = opened.path, opened.config, opened.policy, None
     if not opened.is_quantized:
         quantize = agreement.format_to_quantize(precision)
-    elif scheme is not None:
-        scheme = agreement.choose(folder, scheme, precision)
-        quantize = scheme.target if scheme.target and scheme.target.is_packed else None
+    elif policy is not None:
+        policy = agreement.choose(folder, policy, precision)
+        quantize = policy.target if policy.target and policy.target.is_packed else None
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
         config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
     named = tables_of({} if precision is None else precision.tables, config)
-    plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
+    plan = make_plan(opened.checkpoint, opened.decoder, config, policy, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
     agreement.require_tables(folder, plan, named)
     working = plan.working_bytes + (0 if mesh is None else plan.undivided_bytes)
     require_free_on(mesh, plan.device_bytes, f"loading {folder}", working)
     model = _empty(opened.decoder, plan, mesh, experts)
-    return Prepared(dataclasses.replace(opened, scheme=scheme), plan, model)
+    return Prepared(dataclasses.replace(opened, policy=policy), plan, model)
 
 
 def load(
@@ -160,7 +191,7 @@ def load(
     """
     prepared = prepare(source, precision=precision, dtype=dtype, mesh=mesh, experts=experts)
     opened, plan, model = prepared.opened, prepared.plan, prepared.model
-    agreement.warn_of_experts(opened.path, opened.scheme, plan)
+    agreement.warn_of_experts(opened.path, opened.policy, plan)
     if precision is not None and not plan.cache_scales:
         kv_scales.warn_of_dropped(opened.path, opened.checkpoint.tensors, precision.kv)
     with bytes_bar("Loading", opened.path, progress, plan.file_bytes) as advance:
@@ -214,18 +245,17 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
     Raises CheckpointError for an architecture or a value that is not supported.
     """
     try:
-        decoder = family(hf)
-        return decoder, decoder.config_from_hf(hf)
+        return read_config_of(hf)
     except ConfigError as error:  # its messages begin with the file's name
         raise CheckpointError(f"{folder}{os.sep}{error}") from error
 
 
-def read_scheme(folder: Path, hf: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of config.json's quantization_config, None without one.
+def read_policy(folder: Path, hf: Mapping[str, Any]) -> Policy | None:
+    """The policy of config.json's quantization_config, None without one.
 
     Raises CheckpointError where no format here can read it.
     """
-    return locate(folder).read_scheme(hf)
+    return locate(folder).read_policy(hf)
 
 
 def fill(
@@ -251,8 +281,9 @@ def fill(
         if belongs(array.path):
             rows = model.rows(array) if isinstance(taken, TensorInfo) else None
             read_rows = read if rows is None else functools.partial(_read_rows, read, rows)
-            value = convert_array(taken, "float32" if array.offset else dtype, read_rows)
+            value = convert_array(taken, array.dtype or dtype, read_rows)
             value = value + jnp.float32(array.offset) if array.offset else value
+            value = value.reshape(array.shape) if array.leading else value
             model.put_array(array, jax.block_until_ready(value), rows)
     for place, sources in plan.linears:
         if belongs(place.path):

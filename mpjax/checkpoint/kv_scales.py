@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from mpjax.checkpoint.safetensors import TensorInfo
-from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.checks import describe
+from mpjax.checkpoint.schemes.policy import Policy
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat
 from mpjax.models import Decoder, DecoderConfig
@@ -38,19 +38,19 @@ def of(
     tensors: Mapping[str, TensorInfo],
     decoder: type[Decoder],
     config: DecoderConfig,
-    scheme: Scheme,
+    policy: Policy,
 ) -> tuple[str, ...]:
-    """Names of the scales that a checkpoint has by its scheme, in the order of `names`, or none.
+    """Names of the scales that a checkpoint has by its policy, in the order of `names`, or none.
 
     tensors: of the checkpoint. They decide between the names that writers use, and whether there
-    are any where the scheme may lack them.
+    are any where the policy may lack them.
     """
-    if not scheme.has_cache_scales:
+    if not policy.has_cache_scales:
         return ()
     usual = names(decoder, config)
     found = [name if name in tensors else _of_map(name) for name in usual]
     if not any(name in tensors for name in found):
-        return () if scheme.may_lack_cache_scales else tuple(usual)
+        return () if policy.may_lack_cache_scales else tuple(usual)
     return tuple(found)
 
 

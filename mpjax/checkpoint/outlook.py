@@ -13,7 +13,7 @@ from mpjax.checkpoint import agreement, huggingface
 from mpjax.checkpoint.huggingface import Opened
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.schemes import compressed_tensors
-from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.policy import Policy
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.precision import Precision
@@ -42,14 +42,14 @@ class Outlook:
 
 def look(opened: Opened) -> Outlook:
     """The outlook of a checkpoint whose headers were read, and that can be loaded."""
-    scheme, others = opened.scheme, dict(_others(opened))
-    if scheme is None:
+    policy, others = opened.policy, dict(_others(opened))
+    if policy is None:
         return Outlook(f"numbers in {opened.config.dtype}", None, None, None, others)
-    choice, unsupported = None, scheme.unsupported_activations
+    choice, unsupported = None, policy.unsupported_activations
     if unsupported is not None:
-        names = agreement.names(scheme, KVFormat())
+        names = agreement.names(policy, KVFormat())
         choice = f"made for {unsupported}, not implemented: load it as {names}"
-    return Outlook(scheme.contents, choice, _cache(opened), scheme.loss, others)
+    return Outlook(policy.contents, choice, _cache(opened), policy.loss, others)
 
 
 def _cache(opened: Opened) -> str | None:
@@ -61,8 +61,8 @@ def _cache(opened: Opened) -> str | None:
 
 
 def _others(opened: Opened) -> Iterator[tuple[str, int]]:
-    """Precisions and bytes: those of a scheme that has a choice, and those to round weights to."""
-    choices = () if opened.scheme is None else opened.scheme.choices
+    """Precisions and bytes: those of a policy that has a choice, and those to round weights to."""
+    choices = () if opened.policy is None else opened.policy.choices
     if len(choices) > 1:
         for choice in choices:
             yield str(Precision.mixed(choice.formats, KVFormat(), 16)), _bytes(opened, choice)
@@ -73,23 +73,23 @@ def _others(opened: Opened) -> Iterator[tuple[str, int]]:
 
 
 def _can_be_rounded(opened: Opened) -> bool:
-    scheme = opened.scheme
-    return scheme is None or scheme.rounded_to(WeightFormat("uint8")) is not None
+    policy = opened.policy
+    return policy is None or policy.rounded_to(WeightFormat("uint8")) is not None
 
 
 def _rounded(opened: Opened, precision: Precision) -> tuple[str, int] | None:
     """A precision and its bytes; None where its groups don't divide the input channels."""
     target = precision.weights
     assert target is not None
-    scheme = None if opened.scheme is None else opened.scheme.rounded_to(target)
+    policy = None if opened.policy is None else opened.policy.rounded_to(target)
     if opened.config.dtype == "float32":  # which a precision of A16 makes bfloat16
         config = dataclasses.replace(opened.config, dtype="bfloat16")
         opened = dataclasses.replace(opened, config=config)
     with contextlib.suppress(CheckpointError):
-        return str(precision), _bytes(opened, scheme, target)
+        return str(precision), _bytes(opened, policy, target)
     return None
 
 
-def _bytes(opened: Opened, scheme: Scheme | None, target: WeightFormat | None = None) -> int:
-    plan = make_plan(opened.checkpoint, opened.decoder, opened.config, scheme, target)
+def _bytes(opened: Opened, policy: Policy | None, target: WeightFormat | None = None) -> int:
+    plan = make_plan(opened.checkpoint, opened.decoder, opened.config, policy, target)
     return plan.device_bytes

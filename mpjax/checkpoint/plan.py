@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from mpjax.checkpoint import kv_scales, packed_tables
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes import registry
-from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.checks import describe, require_groups
+from mpjax.checkpoint.schemes.policy import Policy
+from mpjax.checkpoint.schemes.reader import Reader
 from mpjax.checkpoint.settle import FLOAT_DTYPES
 from mpjax.checkpoint.transfer import PIECE_BYTES
 from mpjax.errors import CheckpointError
@@ -37,7 +39,7 @@ class LinearSource:
     """One linear map: its tensors in the file, and its format on the device.
 
     name: of the module in the file. shape: (input channels, output channels). tensors: by suffix.
-    scheme: decodes quantised tensors; None where `weight` holds floating-point numbers.
+    reader: decodes quantised tensors; None where `weight` holds floating-point numbers.
     format: the packed format on the device; None for a plain array in the model's dtype.
     is_transposed: whether a plain weight is [in, out] in the file.
     window: the channels that are read; None for all.
@@ -46,7 +48,7 @@ class LinearSource:
     name: str
     shape: tuple[int, int]
     tensors: Mapping[str, TensorInfo]
-    scheme: Scheme | None
+    reader: Reader | None
     format: WeightFormat | None
     is_transposed: bool = False
     window: Window | None = None
@@ -55,6 +57,12 @@ class LinearSource:
     def read_shape(self) -> tuple[int, int]:
         """The input and output channels that are read."""
         return self.shape if self.window is None else self.window.of(self.shape)
+
+    @property
+    def order(self) -> TensorInfo | None:
+        """The tensor that gives the group of each input channel, if there is one."""
+        suffix = None if self.reader is None else self.reader.order_suffix
+        return None if suffix is None else self.tensors.get(suffix)
 
     @property
     def file_bytes(self) -> int:
@@ -66,12 +74,12 @@ class LinearSource:
 class TableSource:
     """A quantised embedding or head, which is dequantised.
 
-    name: of the module in the file. tensors: by suffix. scheme: decodes them.
+    name: of the module in the file. tensors: by suffix. reader: decodes them.
     """
 
     name: str
     tensors: Mapping[str, TensorInfo]
-    scheme: Scheme
+    reader: Reader
 
     @property
     def nbytes(self) -> int:
@@ -139,9 +147,8 @@ class Plan:
         bias = outputs * size if place.bias else 0
         if source.format is None:
             return channels * outputs * size + bias
-        scheme = source.scheme
-        extra = 0 if scheme is None else scheme.extra_bytes(source.tensors, source.shape)
-        return source.format.nbytes(source.shape) + extra + bias
+        permutation = 0 if source.order is None else 4 * channels  # an upper bound
+        return source.format.nbytes(source.shape) + permutation + bias
 
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
@@ -168,13 +175,13 @@ def make_plan(
     checkpoint: Checkpoint,
     decoder: type[Decoder],
     config: DecoderConfig,
-    scheme: Scheme | None,
+    policy: Policy | None,
     quantize: WeightFormat | None,
     tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> Plan:
     """Plans from which tensors of a checkpoint each place of a decoder is filled; reads no tensor.
 
-    scheme: of quantised modules, by config.json; None if config.json has none. quantize: the format
+    policy: of quantised modules, by config.json; None if config.json has none. quantize: the format
     to which 16-bit linear maps of layers are rounded; None leaves them in 16 bits. tables: the
     packed formats to which the 16-bit tables `embedding` and `head` are rounded. A head that is
     quantised in the files stays so; the plan's configuration has the packed tables.
@@ -190,7 +197,7 @@ def make_plan(
     modules = modules_of(checkpoint)
     config = packed_tables.configured(decoder, config, modules, tables)
     arrays = [
-        (place, _table_source(modules, place.name, scheme))
+        (place, _table_source(modules, place.name, policy))
         for place in decoder.array_places(config)
     ]
     linears = [
@@ -198,13 +205,14 @@ def make_plan(
         for place in decoder.linear_places(config)
     ]
     expected = _names_of_tensors(arrays, linears)
-    ignored = () if scheme is None else scheme.ignored
+    ignored = () if policy is None else policy.ignored
     cache_scales = (
-        () if scheme is None else kv_scales.of(checkpoint.tensors, decoder, config, scheme)
+        () if policy is None else kv_scales.of(checkpoint.tensors, decoder, config, policy)
     )
     expected |= set(cache_scales)
     if config.tie_word_embeddings:  # `settle` has found that head and embedding are equal
         expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
+    expected |= {name for name in checkpoint.tensors if _is_spare(name, decoder, config)}
     _check_names(checkpoint, expected, ignored)
     return Plan(
         config,
@@ -212,22 +220,34 @@ def make_plan(
         tuple(
             (
                 place,
-                tuple(
-                    _linear_source(
-                        name,
-                        shape,
-                        tensors,
-                        _scheme_of(place, scheme, tables),
-                        tables.get(place.path) if place.is_table else quantize,
-                        is_transposed=isinstance(place, ExpertPlace) and place.is_transposed,
-                    )
-                    for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
+                _linear_sources(
+                    *(place, shards, _policy_of(place, policy, tables)),
+                    _rounding(place, quantize, tables),
                 ),
             )
             for place, shards in linears
         ),
         kv_scales.check(checkpoint.tensors, cache_scales, config.num_kv_heads),
     )
+
+
+def _is_spare(name: str, decoder: type[Decoder], config: DecoderConfig) -> bool:
+    """Whether the family's files may hold a tensor of this name that the decoder has no place for.
+
+    It is behind the decoder's layers, or has a name of `decoder.spare`.
+    """
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if decoder.has_spare_layers else None
+    is_behind = layer is not None and int(layer[1]) >= config.num_layers
+    return is_behind or name.endswith(decoder.spare) or name.startswith(decoder.spare)
+
+
+def _rounding(
+    place: LinearPlace, quantize: WeightFormat | None, tables: Mapping[str, WeightFormat]
+) -> WeightFormat | None:
+    """The format to which a place's 16-bit maps are rounded; None leaves them in 16 bits."""
+    if place.is_table:
+        return tables.get(place.path)
+    return None if place.is_precise else quantize
 
 
 def _names_of_tensors(
@@ -245,33 +265,33 @@ def _names_of_tensors(
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):
             expected |= {f"{name}.{suffix}" for suffix in tensors}
-            # `Scheme.check` reports the other tensors that a quantised module lacks.
+            # `Reader.check` reports the other tensors that a quantised module lacks.
             expected |= {f"{name}.weight"} if _has_weight(tensors) else set()
             expected |= {f"{name}.bias"} if place.bias else set()
     return expected
 
 
-def _scheme_of(
-    place: LinearPlace, scheme: Scheme | None, tables: Mapping[str, WeightFormat]
-) -> Scheme | None:
-    """The scheme of a place: of a table with a named format, the one that rounds to that."""
-    if scheme is not None and isinstance(place, ExpertPlace):
-        return scheme.for_experts()
-    if scheme is None or not place.is_table or place.path not in tables:
-        return scheme
-    return scheme.rounded_to(tables[place.path]) or scheme
+def _policy_of(
+    place: LinearPlace, policy: Policy | None, tables: Mapping[str, WeightFormat]
+) -> Policy | None:
+    """The policy of a place: of a table with a named format, the one that rounds to that."""
+    if policy is not None and isinstance(place, ExpertPlace):
+        return policy.for_experts()
+    if policy is None or not place.is_table or place.path not in tables:
+        return policy
+    return policy.rounded_to(tables[place.path]) or policy
 
 
 def _table_source(
-    modules: Mapping[str, Mapping[str, TensorInfo]], name: str, scheme: Scheme | None
+    modules: Mapping[str, Mapping[str, TensorInfo]], name: str, policy: Policy | None
 ) -> TableSource | None:
     """The quantised tensors of a parameter, `name` with `.weight` after; None for a plain one."""
     module = name.removesuffix(".weight")
     tensors = modules.get(module, {})
     stored = registry.of_module(tensors)
-    if scheme is None or stored is None or type(own := scheme.of_module(module)) is not stored:
+    if policy is None or stored is None or policy.part(module).scheme is not stored:
         return None
-    return TableSource(module, tensors, own)
+    return TableSource(module, tensors, policy.reader(module))
 
 
 def _array_source(
@@ -279,22 +299,22 @@ def _array_source(
 ) -> TensorInfo | TableSource:
     rows, *columns = place.shape
     if table is not None:
-        table.scheme.check(table.tensors, table.name, (math.prod(columns), rows))
+        table.reader.check(table.tensors, table.name, (math.prod(columns), rows))
         return table
     info = checkpoint.tensors[place.name]
-    _check_floats(info.name, info, place.shape)
+    _check_floats(info.name, info, place.file_shape)
     return info
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
-    """The tensors of a module that are read, by suffix; the module's scheme says which."""
+    """The tensors of a module that are read, by suffix; the module's reader says which."""
     suffixes = _suffixes(tensors) + (("bias",) if place.bias else ())
     return {suffix: tensors[suffix] for suffix in suffixes if suffix in tensors}
 
 
 def _suffixes(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
     stored = registry.of_module(tensors)
-    return ("weight",) if stored is None else stored.suffixes
+    return ("weight",) if stored is None else stored.reader.suffixes
 
 
 def _has_weight(tensors: Mapping[str, TensorInfo]) -> bool:
@@ -302,11 +322,25 @@ def _has_weight(tensors: Mapping[str, TensorInfo]) -> bool:
     return "weight" in _suffixes(tensors) and "weight_packed" not in tensors
 
 
+def _linear_sources(
+    place: LinearPlace,
+    shards: Sequence[Mapping[str, TensorInfo]],
+    policy: Policy | None,
+    quantize: WeightFormat | None,
+) -> tuple[LinearSource, ...]:
+    """The sources of a place's maps; shards: the tensors of each, by suffix."""
+    is_transposed = isinstance(place, ExpertPlace) and place.is_transposed
+    return tuple(
+        _linear_source(name, shape, tensors, policy, quantize, is_transposed=is_transposed)
+        for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
+    )
+
+
 def _linear_source(
     name: str,
     shape: tuple[int, int],
     tensors: Mapping[str, TensorInfo],
-    scheme: Scheme | None,
+    policy: Policy | None,
     quantize: WeightFormat | None,
     *,
     is_transposed: bool,
@@ -317,14 +351,14 @@ def _linear_source(
     if stored is not None:
         quantized = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
         try:
-            scheme = None if scheme is None else scheme.of_module(name)
-            if scheme is None or type(scheme) is not stored:
-                stored.refuse(name, quantized, None if scheme is None else scheme.quant_method)
-            scheme.check(quantized, name, shape)
-            format = scheme.format(name, shape[0])
+            if policy is None or policy.part(name).scheme is not stored:
+                stored.refuse_module(name, quantized, None if policy is None else policy.method)
+            reader = policy.reader(name)
+            reader.check(quantized, name, shape)
+            format = reader.format(name, shape[0])
         except CheckpointError as error:
             raise CheckpointError(f"{next(iter(tensors.values())).file}: {error}") from error
-        return LinearSource(name, shape, tensors, scheme, format if format.is_packed else None)
+        return LinearSource(name, shape, tensors, reader, format if format.is_packed else None)
     _check_floats(f"{name}.weight", tensors["weight"], shape if is_transposed else shape[::-1])
     if quantize is not None:
         require_groups(name, shape[0], quantize)
@@ -372,12 +406,12 @@ def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
 
 def _array_bytes(place: ArrayPlace, source: TensorInfo | TableSource) -> int:
     """Bytes on the device that the conversion of a parameter takes beside the loaded model."""
-    per_number = source.scheme.decoding_bytes if isinstance(source, TableSource) else 0
+    per_number = source.reader.decoding_bytes if isinstance(source, TableSource) else 0
     return source.nbytes + per_number * math.prod(place.shape)
 
 
 def _converting_bytes(source: LinearSource) -> int:
     per_weight = QUANTIZING_BYTES if source.format else 0
-    if source.scheme is not None:
-        per_weight = source.scheme.decoding_bytes
+    if source.reader is not None:
+        per_weight = source.reader.decoding_bytes
     return source.file_bytes + per_weight * math.prod(source.shape)

@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpjax.models import DecoderConfig, GatedMLPSpec, GroupedQuerySpec, LayerSpec, MLPSpec
+from mpjax.models import (
+    DecoderConfig,
+    ExpertsSpec,
+    GatedMLPSpec,
+    GroupedQuerySpec,
+    LayerSpec,
+    MLPSpec,
+)
 from mpjax.models.config import RopeScaling, SublayerSpec
 
 JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict: "object"}
@@ -15,7 +22,18 @@ HALVES = ("attention", "mlp")
 TOLD_ELSEWHERE = ("packed_tables",)
 # Fields that are left out where they have their defaults, as in files older than the field.
 RARE: Mapping[type, tuple[str, ...]] = {
-    DecoderConfig: ("local_rope_scaling",),
+    DecoderConfig: ("local_rope_scaling", "centered_norms", "norm_bias", "predicts", "labels"),
+    GroupedQuerySpec: (
+        "interleaved",
+        "norm_after",
+        "growth",
+        "growth_context",
+        "bidirectional",
+        "factors",
+        "output_gate",
+    ),
+    GatedMLPSpec: ("factors",),
+    ExpertsSpec: ("ungated",),
     MLPSpec: ("hadamard",),
 }
 SCALINGS = ("rope_scaling", "local_rope_scaling")
@@ -40,8 +58,7 @@ ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
 def to_json(config: DecoderConfig) -> dict[str, Any]:
     """The configuration as dictionaries, lists, numbers, booleans and strings."""
     layers = [
-        {half: {"kind": spec.kind} | _fields(spec) for half, spec in _halves(layer)}
-        | {"norms": layer.norms}
+        {half: _spec(getattr(layer, half)) for half in HALVES} | {"norms": layer.norms}
         for layer in config.layers
     ]
     written = _fields(config) | {"layers": layers}
@@ -134,12 +151,15 @@ def require(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def _halves(layer: LayerSpec) -> list[tuple[str, SublayerSpec]]:
-    return [(half, getattr(layer, half)) for half in HALVES]
+def _spec(spec: SublayerSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else {"kind": spec.kind} | _fields(spec)
 
 
 def _fields(spec: DecoderConfig | SublayerSpec) -> dict[str, Any]:
     values = dataclasses.asdict(spec)
+    for field in dataclasses.fields(spec):
+        if isinstance(part := getattr(spec, field.name), SublayerSpec):
+            values[field.name] = _spec(part)
     for field in dataclasses.fields(spec):
         if _is_rare(type(spec), field.name) and values[field.name] == field.default:
             del values[field.name]
@@ -155,17 +175,26 @@ def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpe
     where = f"layers[{number}]"
     require(where, written, dict)
     _require_fields(where, written, LayerSpec)
-    halves: dict[str, Any] = {}
-    for half in HALVES:
-        values = dict(get(written, half, dict))
-        kind = values.pop("kind", None)
-        if not isinstance(kind, str) or kind not in kinds:
-            raise ValueError(
-                f"{where}.{half}: kind is {kind!r:.80}: expected one of {', '.join(kinds)}"
-            )
-        _require_fields(f"{where}.{half}", values, kinds[kind])
-        halves[half] = kinds[kind](**values)
-    return LayerSpec(**halves, norms=get(written, "norms", str))
+    halves: dict[str, Any] = {
+        half: _parse_spec(f"{where}.{half}", get(written, half, dict), kinds)
+        for half in HALVES
+        if written[half] is not None
+    }
+    return LayerSpec(**dict.fromkeys(HALVES) | halves, norms=get(written, "norms", str))
+
+
+def _parse_spec(
+    where: str, written: Mapping[str, Any], kinds: Mapping[str, type[SublayerSpec]]
+) -> SublayerSpec:
+    values = dict(written)
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"{where}: kind is {kind!r:.80}: expected one of {', '.join(kinds)}")
+    _require_fields(where, values, kinds[kind])
+    for name, value in values.items():
+        if isinstance(value, dict):
+            values[name] = _parse_spec(f"{where}.{name}", value, kinds)
+    return kinds[kind](**values)
 
 
 def _require_fields(

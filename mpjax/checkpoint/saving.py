@@ -25,7 +25,7 @@ from mpjax.checkpoint.folder import TOKENIZER_NAME
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.staging import clean_up, staged
-from mpjax.disk import naming_a_full_disk, require_room
+from mpjax.files.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.models.config_checks import require_sound
@@ -59,8 +59,8 @@ def save(
     Raises ValueError where the folder holds anything but a saved model, or another process is
     saving to it; for a model whose class, tokenizer or arrays can't be saved, such as one with
     adapters; and for a KV format that needs scales which the model lacks. Raises
-    mpjax.disk.DiskSpaceError where the disk does not have enough room, before anything is written
-    if the free space is known.
+    mpjax.files.disk.DiskSpaceError where the disk does not have enough room, before anything
+    is written if the free space is known.
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # may put back a model that a killed save has moved away

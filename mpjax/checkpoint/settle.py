@@ -27,14 +27,33 @@ def settle(
     under the embedding's. If both are present and differ, the configuration becomes untied, as in
     transformers, with a warning; to find that out, both are read. If hf (config.json) has no dtype,
     the configuration takes the embedding's.
+
+    Files of a model without a head name their tensors without `model.` in front, as embedding
+    models do: the returned checkpoint has the prefix, and an untied model predicts no tokens.
     """
     embedding, head = name_of(decoder.names, "embedding"), name_of(decoder.names, "head")
+    checkpoint, is_bare = _with_prefix(checkpoint, embedding)
+    if is_bare and not config.tie_word_embeddings and head not in checkpoint.tensors:
+        config = dataclasses.replace(config, predicts=False, tie_word_embeddings=True)
     checkpoint, config = _settle_head(checkpoint, config, embedding, head)
     stored = checkpoint.tensors.get(embedding)
     is_open = not (hf.get("dtype") or hf.get("torch_dtype"))
     if is_open and stored is not None and stored.dtype.name in FLOAT_DTYPES:
         config = dataclasses.replace(config, dtype=stored.dtype.name)
     return checkpoint, config
+
+
+def _with_prefix(checkpoint: Checkpoint, embedding: str) -> tuple[Checkpoint, bool]:
+    """The checkpoint with prefixed names, and whether it lacked them."""
+    prefix, _, bare = embedding.partition(".")
+    if embedding in checkpoint.tensors or bare not in checkpoint.tensors:
+        return checkpoint, False
+    named = {
+        name: dataclasses.replace(info, name=name)
+        for old, info in checkpoint.tensors.items()
+        for name in [f"{prefix}.{old}"]
+    }
+    return dataclasses.replace(checkpoint, tensors=types.MappingProxyType(named)), True
 
 
 def _settle_head(

@@ -1,6 +1,6 @@
 """The interface of a checkpoint on disk, whatever its files are.
 
-A source gives the keys of config.json, the tensors by Hugging Face's names, the scheme of the
+A source gives the keys of config.json, the tensors by Hugging Face's names, the policy of the
 quantised ones, and the tokenizer. `locate.py` chooses the source at a path.
 """
 
@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from mpjax.checkpoint.safetensors import Checkpoint
-from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.sampling import Sampling
-from mpjax.tokenizer import Tokenizer
+from mpjax.checkpoint.schemes.policy import Policy
+from mpjax.sampling.settings import Sampling
+from mpjax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
-    """A checkpoint on disk. Every method raises CheckpointError for what can't be read."""
+    """A checkpoint on disk. Every method raises CheckpointError for what can't be read.
+
+    family: the name of the family that it is taken for, instead of that of its architecture.
+    """
 
     path: Path
+    family: str | None = dataclasses.field(default=None, kw_only=True)
 
     @abc.abstractmethod
     def read_config(self) -> dict[str, Any]:
@@ -33,8 +37,8 @@ class Source(abc.ABC):
         """The tensors, by Hugging Face's names; their bytes stay on disk."""
 
     @abc.abstractmethod
-    def read_scheme(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of the quantised modules; None where config.json names none."""
+    def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
+        """The policy of the quantised modules; None where config.json names none."""
 
     @abc.abstractmethod
     def read_tokenizer(self) -> Tokenizer | None:

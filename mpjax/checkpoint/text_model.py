@@ -3,7 +3,7 @@
 Such a config.json has the keys of the text model in `text_config`. Older files name the text
 model's tensors `language_model.model.…` and `language_model.lm_head.…`, newer ones
 `model.language_model.…`. The tensors that read images are left out. Source: transformers,
-models/gemma3 and models/mistral3.
+models/gemma3, models/mistral3, models/qwen2_vl and models/qwen3_vl.
 """
 
 from __future__ import annotations
@@ -26,21 +26,51 @@ class TextModel(NamedTuple):
     defaults: Mapping[str, Any]
 
 
-# By the architecture of the whole. The defaults are those of Hugging Face's classes.
+_QWEN_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
+# By the architecture of the whole, its text models, the usual one first. The defaults are those of
+# Hugging Face's classes.
 TEXT_MODELS = {
-    "Gemma3ForConditionalGeneration": TextModel(
-        *("Gemma3ForCausalLM", "gemma3_text"),
-        {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "Gemma3ForConditionalGeneration": (
+        TextModel(
+            *("Gemma3ForCausalLM", "gemma3_text"),
+            {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
+        ),
     ),
-    "Mistral3ForConditionalGeneration": TextModel("MistralForCausalLM", "mistral", {}),
+    "Mistral3ForConditionalGeneration": (
+        TextModel("MistralForCausalLM", "mistral", {}),
+        TextModel("Ministral3ForCausalLM", "ministral3", {}),
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        TextModel("Qwen2ForCausalLM", "qwen2_vl_text", _QWEN_VL | {"num_key_value_heads": 8}),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        TextModel("Qwen2ForCausalLM", "qwen2_5_vl_text", _QWEN_VL | {"num_key_value_heads": 8}),
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        TextModel(
+            *("Qwen3ForCausalLM", "qwen3_vl_text"),
+            {"max_position_embeddings": 128000, "rope_theta": 5e5},
+        ),
+    ),
+    "Qwen3_5ForConditionalGeneration": (TextModel("Qwen3_5ForCausalLM", "qwen3_5_text", {}),),
+    "Qwen3_5MoeForConditionalGeneration": (
+        TextModel("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", {}),
+    ),
 }
+# Models whose older files have the keys of the text model beside those of the whole.
+FLAT = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+}
+ROTARY = ("rope_scaling", "rope_parameters")
 # Keys of the whole that count, whatever the text model has, since writers keep them up to date.
 OF_THE_WHOLE = (
     *("torch_dtype", "dtype", "eos_token_id", "quantization_config"),
     "tie_word_embeddings",
 )
 _NAME = re.compile(r"language_model\.(model\.|lm_head\.)|model\.language_model\.")
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+PATTERNS = (_NAME, _OF_IMAGES)
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,31 +81,55 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     names = hf.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     known = TEXT_MODELS.get(name) if isinstance(name, str) else None
-    if known is None:
+    if known is None or not isinstance(name, str):
         return dict(hf)
     text = hf.get("text_config")
+    if text is None and (kind := FLAT.get(name)) and hf.get("model_type", kind) == kind:
+        text = {**hf, "model_type": known[0].model_type}
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config is {text!r:.80}: expected an object")
-    if (found := text.get("model_type", known.model_type)) != known.model_type:
+    kind = text.get("model_type", known[0].model_type)
+    model = next((each for each in known if each.model_type == kind), None)
+    if model is None:
+        expected = " or ".join(repr(each.model_type) for each in known)
         raise CheckpointError(
-            f"config.json: text_config has the model_type {found!r:.80}: expected "
-            f"{known.model_type!r}, the text model of {name} that is supported"
+            f"config.json: text_config has the model_type {kind!r:.80}: expected {expected}, the "
+            f"text model of {name} that is supported"
         )
+    text = {**text, **{key: _of_text(text[key]) for key in ROTARY if key in text}}
     whole = {key: hf[key] for key in OF_THE_WHOLE if hf.get(key) is not None}
-    lacking = {key: value for key, value in known.defaults.items() if text.get(key) is None}
-    return {**text, **lacking, **whole, "architectures": [known.architecture]}
+    objects = [text, *(text[key] for key in ROTARY if isinstance(text.get(key), Mapping))]
+    given = {key for each in objects for key, value in each.items() if value is not None}
+    lacking = {key: value for key, value in model.defaults.items() if key not in given}
+    return {**text, **lacking, **whole, "architectures": [model.architecture]}
+
+
+def _of_text(rotary: Any) -> Any:
+    """A rotary object for text alone, of which all positions are those in the sequence.
+
+    Images have three (`mrope`), one for each section of a head's channels.
+    """
+    if not isinstance(rotary, Mapping):
+        return rotary
+    kinds = {key: "default" for key in ("type", "rope_type") if rotary.get(key) == "mrope"}
+    return {**rotary, **kinds}
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the text model's tensors alone, as a text model's files name them."""
-    if not any(_NAME.match(name) for name in checkpoint.tensors):
+    if not any(pattern.match(name) for name in checkpoint.tensors for pattern in PATTERNS):
         return checkpoint
     tensors = {}
     for name, info in checkpoint.tensors.items():
         if not _OF_IMAGES.match(name):
-            own = _NAME.sub(lambda match: match[1] or "model.", name, count=1)
+            own = own_name(name)
             tensors[own] = dataclasses.replace(info, name=own)
     return dataclasses.replace(checkpoint, tensors=types.MappingProxyType(tensors))
+
+
+def own_name(name: str) -> str:
+    """The name in a text model's own files of a tensor or module that is in those of a whole."""
+    return _NAME.sub(lambda match: match[1] or "model.", name, count=1)
 
 
 def written_names(name: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
-from mpjax.checkpoint.schemes.base import Axes, Axis
+from mpjax.checkpoint.schemes.tensors import Axes, Axis
 from mpjax.kernels import WeightFormat
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.cutting import cutting_unit
@@ -40,7 +40,8 @@ def narrow(
     found = []
     for source, window in zip(sources, windows, strict=True):
         channels = source.shape[0 if window.is_of_inputs else 1]
-        unit = _unit(source, window, _order(source, read))
+        order = None if source.order is None else read(source.order)
+        unit = _unit(source, window, order)
         if unit is None:
             break
         found.append(dataclasses.replace(source, window=window.widened(unit, channels)))
@@ -66,12 +67,12 @@ def _some_experts(
 
 def take(source: LinearSource, suffix: str, array: Any) -> Any:
     """The part of a mapped tensor that belongs to the window of a source; all without a window."""
-    window, scheme = source.window, source.scheme
+    window, reader = source.window, source.reader
     if window is None:
         return array
-    if scheme is not None and suffix == scheme.shape_suffix:
+    if reader is not None and suffix == reader.shape_suffix:
         return np.array(window.of(source.shape)[::-1], array.dtype)
-    if scheme is not None and suffix == scheme.order_suffix and window.is_of_inputs:
+    if reader is not None and suffix == reader.order_suffix and window.is_of_inputs:
         order = array[window.begin : window.end]
         return order - order[0]
     axis = _axis(_axes(source).get(suffix), window)
@@ -81,16 +82,10 @@ def take(source: LinearSource, suffix: str, array: Any) -> Any:
     return array[(slice(None),) * axis.number + (places,)]
 
 
-def _order(source: LinearSource, read: Callable[[TensorInfo], np.ndarray]) -> np.ndarray | None:
-    """The group of each input channel, if a tensor says it."""
-    suffix = None if source.scheme is None else source.scheme.order_suffix
-    return None if suffix is None or suffix not in source.tensors else read(source.tensors[suffix])
-
-
 def _axes(source: LinearSource) -> Mapping[str, Axes]:
     """The axes of a source's tensors; empty where it can only be read as a whole."""
-    if source.scheme is not None:
-        found = source.scheme.axes(source.name)
+    if source.reader is not None:
+        found = source.reader.axes
         return {**found, **BIAS} if found else {}
     return TRANSPOSED if source.is_transposed else PLAIN
 
@@ -111,7 +106,7 @@ def _unit(source: LinearSource, window: Window, order: np.ndarray | None) -> int
     if not window.is_of_inputs:
         return math.lcm(*found)
     in_order = order is None or bool(np.all(order[:-1] <= order[1:]))
-    if not in_order or (source.scheme is None and not _rounds_groups(source.format)):
+    if not in_order or (source.reader is None and not _rounds_groups(source.format)):
         return None
     format = source.format
     return math.lcm(
@@ -129,7 +124,7 @@ def _rounds_groups(format: WeightFormat | None) -> bool:
 def keeps_scales(source: LinearSource) -> bool:
     """Whether the dtype of scales follows from that in the file, and not from their values."""
     format = source.format
-    if source.scheme is None or format is None:
+    if source.reader is None or format is None:
         return True
     dtypes = {str(info.dtype) for info in source.tensors.values()}
     return "float32" not in dtypes or "float32" in code_kinds.of(format).scale_dtypes

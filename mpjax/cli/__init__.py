@@ -6,9 +6,15 @@ modules that need it, only when they run, and help answers at once.
 
 from __future__ import annotations
 
+import gc
+
 from mpjax.cli import interrupts
 
 __all__ = ["main"]
+
+# A tenth of the time until the first token was that of collections while JAX is imported and
+# programs are traced: both make some hundred thousand objects that stay.
+NEW_OBJECTS = 20_000  # between two collections
 
 
 def main() -> None:
@@ -17,6 +23,7 @@ def main() -> None:
 
 
 def _run() -> None:
+    gc.set_threshold(NEW_OBJECTS)
     # Imported here, after Ctrl-C is handled, because the import takes a while.
     from mpjax.cli import application
 

@@ -10,7 +10,6 @@ import typer
 import typer.core
 
 import mpjax
-from mpjax import disk
 from mpjax.cli import (
     bench,
     chat,
@@ -27,6 +26,7 @@ from mpjax.cli import (
     serve,
     tune,
 )
+from mpjax.files import disk
 
 BROKEN_PIPE = 141  # the code with which shells report a program that SIGPIPE has ended
 EPILOG = """\b

@@ -13,7 +13,7 @@ import rich.progress
 from mpjax.cli.output import is_live, note
 from mpjax.cli.requests import Request, count_tokens
 from mpjax.cli.unfinished import Unfinished
-from mpjax.speculation.report import SpeculationReport
+from mpjax.generation.speculation.report import SpeculationReport
 
 if TYPE_CHECKING:
     from mpjax.engine.handle import Handle
@@ -82,7 +82,7 @@ def _run(
     engine: its arguments, which may have more slots and fewer tokens than are useful.
     """
     import mpjax
-    from mpjax.buckets import bucket_tokens
+    from mpjax.generation.buckets import bucket_tokens
 
     if not indices:
         return

@@ -173,18 +173,11 @@ than 15 programs were compiled.
 SUMS_EPILOG = """\b
 Examples:
   mpjax bench sums --devices 2
-  mpjax bench sums --ways psum,gather,exchange --sizes 8,64,256
-  mpjax bench sums --options \\
-      xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true
+  mpjax bench sums --dtypes float32 --sizes 8,64,256
 
 \b
 Measures chains of 64 sums inside one jit. Between two sums each device adds
 an array of its own; the time of such additions alone is subtracted.
-  way   psum: XLA's sum. gather: each device gets the arrays of all others and
-        adds them. exchange: the same, one send after another. scatter: each
-        device adds a part, and gets the others' parts. peer: a kernel of mpjax
-        for float32 up to 2 MiB: each device writes into the memory of others
   size  bytes of the array that each device has, and gets the sum of
   GB/s  size over the time of a sum
-The exit code is 1 if a way's sums differ from psum's by more than rounding.
 """

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpjax.channels import Part, Splitter
 from mpjax.cli import options, output
 from mpjax.cli.compilation import Shapes
+from mpjax.text.answers import AnswerReader
+from mpjax.text.tool_calls import Part
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
@@ -56,6 +57,7 @@ def command(
     devices: options.DeviceCount = 1,
     experts: options.Experts = options.ExpertsKind.divided,
     speculate: options.Speculate = None,
+    adapter: options.Adapter = None,
     reasoning: Annotated[
         bool | None,
         typer.Option(
@@ -73,7 +75,8 @@ def command(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    lm = options.load(model, precision, dtype, max_positions, devices, experts)
+    adapters = options.parse_adapters([adapter])
+    lm = options.load(model, precision, dtype, max_positions, devices, experts, adapters)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
             f"{lm.source} has no chat template, like most base models: continue a text with "
@@ -86,6 +89,7 @@ def command(
         "stop": stop or [],
         "seed": seed,
         "speculate": proposer,
+        "adapter": next(iter(adapters), None),
     }
     shows = sys.stdout.isatty() if reasoning is None else reasoning
     conversation = Conversation(lm, max_new_tokens, settings, start, shows_reasoning=shows)
@@ -144,9 +148,8 @@ class Conversation:
         # The first piece comes from the prefill, the second from the decoding loop, which may have
         # to be compiled before.
         new = self._shapes.is_new(1, tokens, new_tokens)
-        channels = tokenizer.channels
-        splitter = None if channels is None else Splitter(channels, tokenizer.chat(asked))
-        writer = _Writer(splitter, shows_reasoning=self._shows_reasoning)
+        reader = AnswerReader(tokenizer.style, tokenizer.chat(asked))
+        writer = _Writer(reader, shows_reasoning=self._shows_reasoning)
         said = _write_answer(pieces, "Compiling" if new else "Reading", 2 if new else 1, writer)
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
@@ -154,32 +157,32 @@ class Conversation:
 class _Writer:
     """Writes an answer as it comes.
 
-    splitter: divides reasoning from the answer; None where nothing marks reasoning.
+    reader: divides reasoning from the answer.
     shows_reasoning: whether that is written, dimmed in a terminal.
 
     said: the answer so far, without reasoning.
     """
 
-    def __init__(self, splitter: Splitter | None = None, *, shows_reasoning: bool = False) -> None:
-        self._splitter, self._shows_reasoning = splitter, shows_reasoning
+    def __init__(self, reader: AnswerReader, *, shows_reasoning: bool = False) -> None:
+        self._reader, self._shows_reasoning = reader, shows_reasoning
         self._is_dim, self._has_reasoned = sys.stdout.isatty(), False
         self.said = ""
 
     def write(self, piece: str) -> None:
         """Writes the part of the next piece that is known to be text or reasoning."""
-        parts = [Part(False, piece)] if self._splitter is None else self._splitter.push(piece)
-        self._write(parts)
+        self._write(self._reader.push(piece))
 
     def end(self) -> None:
         """Writes the rest, and says so if it was all reasoning."""
-        self._write([] if self._splitter is None else self._splitter.finish())
+        self._write(self._reader.finish())
         output.write("\n")
         if self._has_reasoned and not self.said:
             output.note("the answer ended in its reasoning: allow more --max-new-tokens")
 
     def _write(self, parts: Iterable[Part]) -> None:
-        for is_reasoning, text in parts:
-            if is_reasoning:
+        for part in parts:
+            text = part.text
+            if part.kind == "reasoning":
                 self._has_reasoned = True
                 if self._shows_reasoning:
                     output.write(typer.style(text, dim=True) if self._is_dim else text)

@@ -120,7 +120,7 @@ class Shapes:
 
         batch: the number of prompts. tokens: of the longest prompt. new_tokens: of each row.
         """
-        from mpjax.buckets import bucket_rows, bucket_tokens
+        from mpjax.generation.buckets import bucket_rows, bucket_tokens
 
         shape = bucket_rows(batch), bucket_tokens(tokens), bucket_tokens(new_tokens)
         known = shape in self._seen

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpjax.cli import options
-from mpjax.disk import size
+from mpjax.files.disk import size
 
 if TYPE_CHECKING:
     from mpjax.precision import Precision
@@ -57,7 +57,7 @@ def command(
     documents = None if calibrate is None else options.read_documents(calibrate)
     lm = options.load(source, chosen, dtype, max_positions, devices)
     if documents is not None:
-        from mpjax.calibration import calibrate_cache
+        from mpjax.quantization.calibration import calibrate_cache
 
         lm = calibrate_cache(lm, documents)
 

@@ -7,18 +7,18 @@ import enum
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpjax.bench import agreement, tables
+from mpjax.bench import tables
 from mpjax.cli import options
 from mpjax.cli.output import print_json, to_json, write
 
 if TYPE_CHECKING:
-    from mpjax.evaluation import Evaluation
+    from mpjax.evaluation.perplexity import Evaluation
     from mpjax.language_model import LanguageModel
     from mpjax.precision import Precision
 
@@ -32,7 +32,24 @@ BOTH_PRECISIONS = (
     *("W16A16KV2", "W16A16KV2g32", "W16A16KV2t", "W4A16KV8", "W4A16KV4"),
 )
 CACHE_PRECISIONS = ("A16KV16", "A16KV8", "A16KV4")
-HEADERS = ("precision", "perplexity", "Δ", "bits per byte", "weights")
+COLUMNS: tables.Columns = {
+    "precision": "{precision}",
+    "perplexity": "{perplexity:.4f}",
+    "Δ": "{rise:+.2f} %",
+    "bits per byte": "{bits_per_byte:.4f}",
+    "weights": tables.scaled("{:,.2f} MB", "weights_bytes", 1e-6),
+}
+COLUMNS_OF_COMPARISONS: tables.Columns = {
+    "precision": "{precision}",
+    "bits": "{bits_per_weight:.2f}",
+    "perplexity": "{perplexity:.4f}",
+    "Δ": "{rise:+.2f} %",
+    "KL in nats": "{kl_mean:.5f} ± {kl_error:.5f}",
+    "median": "{kl_median:.5f}",
+    "99 %": "{kl_p99:.4f}",
+    "same top": tables.scaled("{:.2f} %", "same_top", 100),
+    "weights": tables.scaled("{:,.2f} MB", "weights_bytes", 1e-6),
+}
 EPILOG = """\b
 Examples:
   mpjax evaluate
@@ -63,12 +80,13 @@ which is the window by default; Δ is the change from the reference.
 
 \b
 --json and --output give one JSON object with model, reference, text,
-documents, bytes, calibration, batch, device, versions and rows; each row has
-precision, perplexity, nats_per_token, bits_per_byte, tokens, window, stride,
-weights_bytes and bits_per_weight, and with --against reference_perplexity,
-kl_mean, kl_median, kl_p99, kl_error (the standard error of the mean) and
-same_top. A number that is not finite, as after an overflow, is null. Where a
-precision fails or Ctrl-C ends the command, the rows before it are there.
+documents, bytes, calibration, batch, device, versions, command and rows; a
+row has precision, perplexity, nats_per_token, bits_per_byte, tokens, window,
+stride, weights_bytes and bits_per_weight, and with --against
+reference_perplexity, kl_mean, kl_median, kl_p99, kl_error (the standard error
+of the mean) and same_top. A number that is not finite, as after an overflow,
+is null. Where a precision fails or Ctrl-C ends the command, the rows before
+it are there.
 """
 ITSELF = "itself"
 
@@ -81,93 +99,102 @@ class Format(enum.StrEnum):
     json = "json"
 
 
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="Text to measure on: a file with one document, or a .jsonl file with "
+        '{"text": ...} on each line. By default the held-out text that comes with mpjax.',
+    ),
+]
+PrecisionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--precision",
+        "--precisions",
+        metavar="W4A16KV8",
+        show_default=False,
+        help="Precisions to measure, as `mpjax --help` explains, with commas between them; may "
+        "be given several times. Without a KV part the cache has 16 bits. By default every "
+        "weight format and KV format; for a quantised checkpoint KV16, KV8 and KV4.",
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER_OR_ID",
+        show_default=False,
+        help="Model to compare with: a folder or hub id, or `itself` for the model in 16 bits. "
+        "Both are on the device.",
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default=False,
+        help="The most tokens that a prediction depends on. By default 1024, or the model's "
+        "positions if it has fewer.",
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default=False,
+        help="Join the documents by empty lines, and cut them into windows that begin so many "
+        "tokens after each other. By default each document is read on its own.",
+    ),
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="Text on which to measure the cache scales that KV8s needs and KVfp8 can use. "
+        "They replace the checkpoint's scales.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print results as JSON, like --format json.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        show_default=False,
+        help="Also write the results to a JSON file, which is replaced after each row.",
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        show_default=False,
+        help="Also draw divergence and perplexity over the bits of a weight, as SVG; needs "
+        "--against and matplotlib.",
+    ),
+]
+
+
 def command(
     source: options.Source = None,
     model: options.SourceOption = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="Text to measure on: a file with one document, or a .jsonl file with "
-            '{"text": ...} on each line. By default the held-out text that comes with mpjax.',
-        ),
-    ] = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--precision",
-            "--precisions",
-            metavar="W4A16KV8",
-            show_default=False,
-            help="Precisions to measure, as `mpjax --help` explains, with commas between them; may "
-            "be given several times. Without a KV part the cache has 16 bits. By default every "
-            "weight format and KV format; for a quantised checkpoint KV16, KV8 and KV4.",
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER_OR_ID",
-            show_default=False,
-            help="Model to compare with: a folder or hub id, or `itself` for the model in 16 bits. "
-            "Both are on the device.",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            show_default=False,
-            help="The most tokens that a prediction depends on. By default 1024, or the model's "
-            "positions if it has fewer.",
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            show_default=False,
-            help="Join the documents by empty lines, and cut them into windows that begin so many "
-            "tokens after each other. By default each document is read on its own.",
-        ),
-    ] = None,
+    text: Text = None,
+    precision: PrecisionOption = None,
+    against: Against = None,
+    window: Window = None,
+    stride: Stride = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of windows to read together.")] = 8,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="Text on which to measure the cache scales that KV8s needs and KVfp8 can use. "
-            "They replace the checkpoint's scales.",
-        ),
-    ] = None,
+    calibrate: Calibrate = None,
     format: Annotated[Format, typer.Option(help="Format of the printed results.")] = Format.table,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print results as JSON, like --format json.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            show_default=False,
-            help="Also write the results to a JSON file, which is replaced after each row.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            show_default=False,
-            help="Also draw divergence and perplexity over the bits of a weight, as SVG; needs "
-            "--against and matplotlib.",
-        ),
-    ] = None,
+    json: Json = False,
+    output: Output = None,
+    plot: Plot = None,
 ) -> None:
     """Measure the perplexity of a model, or its distance from another."""
     import mpjax
@@ -186,22 +213,15 @@ def command(
             param_hint="--calibrate",
         )
     documents = options.read_documents(text)
-    reference = None
-    if against is not None:
-        reference = str(folder) if against == ITSELF else against
+    reference = str(folder) if against == ITSELF else against
     require_loadable(folder, chosen, dtype=dtype, devices=devices, calibrated=samples is not None)
-    measured = _measure(
-        chosen,
-        lambda precision: options.load(str(folder), precision, dtype, max_positions, devices),
-        _scoring(
-            None
-            if reference is None
-            else _load_reference(reference, dtype, max_positions, devices),
-            documents,
-            {"window": window, "stride": stride, "batch": batch},
-        ),
-        samples,
-    )
+
+    def load(source: str, precision: Precision | None) -> LanguageModel:
+        return options.load(source, precision, dtype, max_positions, devices)
+
+    other = None if reference is None else _in_16_bits(load(reference, None))
+    score = _scoring(other, documents, {"window": window, "stride": stride, "batch": batch})
+    measured = _measure(chosen, lambda precision: load(str(folder), precision), score, samples)
     files = {"text": text.name, "calibration": None if calibrate is None else str(calibrate)}
     models = {
         "model": folder.name,
@@ -219,7 +239,7 @@ def _require_usage(
     format: Format, json: bool, output: Path | None, plot: Path | None, against: str | None
 ) -> None:
     """Raises BadParameter for options that contradict each other, and for files of no use."""
-    from mpjax.atomic_write import require_writable
+    from mpjax.files.atomic_write import require_writable
 
     if json and format is Format.markdown:
         raise typer.BadParameter("results are printed in one format", param_hint="--json")
@@ -243,13 +263,10 @@ def _read_precisions(texts: list[str]) -> list[Precision]:
     ]
 
 
-def _load_reference(
-    source: str, dtype: options.Dtype | None, max_positions: int | None, devices: int
-) -> LanguageModel:
+def _in_16_bits(lm: LanguageModel) -> LanguageModel:
     """The model to compare with, whose cache has 16 bits."""
     from mpjax.kernels import KVFormat
 
-    lm = options.load(source, None, dtype, max_positions, devices)
     return dataclasses.replace(lm, kv_format=KVFormat())
 
 
@@ -257,8 +274,8 @@ def _scoring(
     reference: LanguageModel | None, documents: list[str], arguments: dict[str, Any]
 ) -> Callable[[LanguageModel], Evaluation]:
     """The measurement of a model: alone, or beside a reference."""
-    from mpjax.comparison import compare
-    from mpjax.evaluation import evaluate
+    from mpjax.evaluation.comparison import compare
+    from mpjax.evaluation.perplexity import evaluate
 
     if reference is None:
         return lambda lm: evaluate(lm, documents, **arguments)
@@ -272,7 +289,7 @@ def _report(
 
     JSON is one object, printed after the last row, also where another row can't be measured.
     """
-    from mpjax.atomic_write import atomic_write
+    from mpjax.files.atomic_write import atomic_write
 
     rows, table = result["rows"], None
     try:
@@ -319,7 +336,7 @@ def _measure(
 
     samples: texts on which caches with given scales are calibrated, or None.
     """
-    from mpjax.calibration import calibrate_cache
+    from mpjax.quantization.calibration import calibrate_cache
 
     for _, group in itertools.groupby(precisions, lambda precision: precision.of_weights):
         lm = None  # frees the weights before the next are loaded
@@ -342,6 +359,7 @@ def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
     import jax
 
     import mpjax
+    from mpjax import environment
     from mpjax.kernels.device import default_device
 
     device = default_device()
@@ -351,25 +369,16 @@ def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
         "batch": batch,
         "device": f"{device.platform}: {device.device_kind}",
         "versions": {"mpjax": mpjax.__version__, "jax": jax.__version__},
+        "command": environment.command_line(),
     }
 
 
-def table_of(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """The headers and cells of rows, which are those of comparisons if they have a divergence."""
-    if "kl_mean" in rows[0]:
-        return agreement.HEADERS, [agreement.cells(row) for row in rows]
-    return HEADERS, list(_cells(rows))
-
-
-def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    base = rows[0]["perplexity"]
-    return [
-        (
-            row["precision"],
-            f"{row['perplexity']:.4f}",
-            f"{100 * (row['perplexity'] / base - 1):+.2f} %" if index else "",
-            f"{row['bits_per_byte']:.4f}",
-            f"{row['weights_bytes'] / 1e6:,.2f} MB",
-        )
-        for index, row in enumerate(rows)
-    ]
+def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The headers and cells of rows; Δ is the change from the reference, or from the first row."""
+    is_compared = "kl_mean" in rows[0]
+    shown: list[dict[str, Any]] = []
+    for row in rows:
+        base = row["reference_perplexity"] if is_compared else rows[0]["perplexity"]
+        rise = 100 * (row["perplexity"] / base - 1) if is_compared or shown else None
+        shown.append({**row, "rise": rise})
+    return tables.table(COLUMNS_OF_COMPARISONS if is_compared else COLUMNS, shown)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpjax.cli import options
-from mpjax.disk import size
+from mpjax.files.disk import size
 
 NAME = "export"
 EPILOG = """\b

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mpjax.cli import batch, options, output
-from mpjax.cli.requests import Request, gather
+from mpjax.cli.requests import Request, gather, require_new_tokens
 from mpjax.cli.unfinished import Unfinished, job_name
 
 if TYPE_CHECKING:
-    from mpjax.generation import Generation
+    from mpjax.engine.call import Generation
     from mpjax.language_model import LanguageModel
 
 NAME = "generate"
@@ -33,8 +32,8 @@ Examples:
 \b
 The completion of a single prompt is written to stdout as it is generated,
 and nothing else, so that it can be piped. Then a line on stderr gives the
-speed. The beginning of the text is generated once before (the warm-up), so
-that the speed does not include compilation.
+speed. The seconds until the first token include those of compiling, and the
+tokens per second do not.
 
 \b
 Several prompts are generated together, and each completion is written below
@@ -59,93 +58,86 @@ command goes on where it was, and another one is refused without --overwrite.
 """
 
 
+Prompt = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Texts to continue. A single - reads a text from stdin.", show_default=False
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Read a prompt from a text file (UTF-8)."),
+]
+Input = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl", help="Read prompts from a JSON Lines file, or from stdin with -."
+    ),
+]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        dir_okay=False,
+        metavar="FILE.jsonl",
+        help="Write results to a JSON Lines file, or to stdout with -.",
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the file of --output, if there is one.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print results as JSON Lines to stdout.")]
+MinNewTokens = Annotated[
+    int, typer.Option(min=0, help="Number of new tokens before which nothing ends the text.")
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=2**32 - 1,
+        help="Seed of the random draws. The first prompt has this seed, the next one the next.",
+    ),
+]
+BatchSize = Annotated[
+    int, typer.Option("--batch", min=1, help="The most prompts to generate at a time.")
+]
+Echo = Annotated[bool, typer.Option("--echo", help="Write the prompt before its completion.")]
+
+
 def command(
-    prompt: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Texts to continue. A single - reads a text from stdin.", show_default=False
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Read a prompt from a text file (UTF-8)."),
-    ] = None,
-    input: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl", help="Read prompts from a JSON Lines file, or from stdin with -."
-        ),
-    ] = None,
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            dir_okay=False,
-            metavar="FILE.jsonl",
-            help="Write results to a JSON Lines file, or to stdout with -.",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the file of --output, if there is one.")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print results as JSON Lines to stdout.")
-    ] = False,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    input: Input = None,
+    output_file: OutputFile = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
     model: options.Model = None,
     precision: options.PrecisionText = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens.")] = 128,
-    min_new_tokens: Annotated[
-        int, typer.Option(min=0, help="Number of new tokens before which nothing ends the text.")
-    ] = 0,
+    min_new_tokens: MinNewTokens = 0,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=2**32 - 1,
-            help="Seed of the random draws. The first prompt has this seed, the next one the next.",
-        ),
-    ] = 0,
+    seed: Seed = 0,
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
     experts: options.Experts = options.ExpertsKind.divided,
     speculate: options.Speculate = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch", min=1, help="The most prompts to generate at a time.")
-    ] = 64,
-    echo: Annotated[
-        bool, typer.Option("--echo", help="Write the prompt before its completion.")
-    ] = False,
+    adapter: options.Adapter = None,
+    batch_size: BatchSize = 64,
+    echo: Echo = False,
 ) -> None:
     """Complete prompts: one as the text comes, or many together."""
     as_json = json or input is not None or output_file is not None
-    if as_json and echo:
-        raise typer.BadParameter(
-            "results in JSON don't contain the prompt, only its id: leave --echo out",
-            param_hint="--echo",
-        )
-    if str(output_file) == "-":
-        output_file = None
-    if json and output_file is not None:
-        raise typer.BadParameter(
-            "--json prints results to stdout, and --output writes them to a file: give one of them",
-            param_hint="--json",
-        )
-    if output_file is not None:
-        _check_output(output_file, input, overwrite=overwrite)
+    output_file = _output(output_file, as_json=as_json, json=json, echo=echo)
+    _check_output(output_file, input, overwrite=overwrite)
     requests = gather(prompt or [], prompt_file, input, max_new_tokens, seed)
-    if few := [one for one in requests if one.max_new_tokens < min_new_tokens]:
-        raise typer.BadParameter(
-            f"{few[0].place} asks for at most {few[0].max_new_tokens} new tokens",
-            param_hint="--min-new-tokens",
-        )
-    is_one = len(requests) == 1 and not as_json
+    with options.wrong_usage("--min-new-tokens"):
+        require_new_tokens(requests, min_new_tokens)
     given = options.sampling_options(
         temperature=temperature,
         top_k=top_k,
@@ -154,32 +146,49 @@ def command(
         repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens or None,
     )
-    lm = options.load(model, precision, dtype, max_positions, devices, experts)
-    proposer = options.parse_speculate(speculate)
-    sampling = options.choose_sampling(lm, given)
-    common: dict[str, Any] = {"sampling": sampling, "stop": stop or ()}
+    adapters = options.parse_adapters([adapter])
+    lm = options.load(model, precision, dtype, max_positions, devices, experts, adapters)
+    engine = {"slots": batch_size, "speculate": options.parse_speculate(speculate)}
+    common: dict[str, Any] = {"sampling": options.choose_sampling(lm, given), "stop": stop or ()}
+    common["adapter"] = next(iter(adapters), None)
+    if len(requests) == 1 and not as_json:
+        import mpjax
 
-    import mpjax
-
-    if is_one:
         text = str(requests[0].prompt)
-        settings = {"max_new_tokens": max_new_tokens, "seed": seed, "speculate": proposer, **common}
-        _show_one(lambda: mpjax.stream(lm, text, **settings), text if echo else "")
+        common |= {"max_new_tokens": max_new_tokens, "seed": seed, "speculate": engine["speculate"]}
+        _show_one(mpjax.stream(lm, text, **common), text if echo else "")
         return
     begin = time.perf_counter()
-    engine = {"slots": batch_size, "speculate": proposer}
-    if output_file is not None:
-        made = _complete_to_file(
-            lm, requests, engine, common, output_file, speculate=speculate, overwrite=overwrite
-        )
-    else:
+    if output_file is None:
         made = batch.complete(lm, requests, engine, common)
-        if as_json:
-            for result in made:
-                output.print_json(result, indent=None)
-        else:
-            _show_several(requests, made, echo)
+        _show_several(requests, made, as_json=as_json, echo=echo)
+    else:
+        made = _complete_to_file(
+            lm,
+            requests,
+            engine,
+            common,
+            output_file,
+            beside=(speculate, adapter),
+            overwrite=overwrite,
+        )
     output.note(batch.summary(made, begin))
+
+
+def _output(file: Path | None, *, as_json: bool, json: bool, echo: bool) -> Path | None:
+    """The file of results, None for stdout; wrong usage for options that contradict each other."""
+    if as_json and echo:
+        raise typer.BadParameter(
+            "results in JSON don't contain the prompt, only its id: leave --echo out",
+            param_hint="--echo",
+        )
+    file = None if str(file) == "-" else file
+    if json and file is not None:
+        raise typer.BadParameter(
+            "--json prints results to stdout, and --output writes them to a file: give one of them",
+            param_hint="--json",
+        )
+    return file
 
 
 def _complete_to_file(
@@ -189,19 +198,20 @@ def _complete_to_file(
     options: Mapping[str, Any],
     file: Path,
     *,
-    speculate: str | None,
+    beside: tuple[str | None, ...],
     overwrite: bool,
 ) -> list[dict[str, Any]]:
     """Generates results and writes them to a file when all are there.
 
     After an interruption, the same command goes on with the results that it had.
 
-    speculate: the option, since rows that are drawn at random have other tokens with a draft model.
+    beside: the options --speculate, since rows that are drawn at random have other tokens with a
+        draft model, and --adapter, which has the adapter's folder.
     overwrite: whether the file, and kept results of another command, may be replaced.
 
     Returns the results of this run, without those that an earlier one had.
     """
-    from mpjax.atomic_write import atomic_write, is_special
+    from mpjax.files.atomic_write import atomic_write, is_special
 
     if is_special(file.resolve()):
         results = batch.complete(lm, requests, engine, options)
@@ -209,7 +219,7 @@ def _complete_to_file(
         return results
     asked = [dataclasses.replace(request, place="") for request in requests]
     model = str(lm.source.resolve()), lm.precision, lm.config.dtype
-    kept = Unfinished(file, job_name(model, asked, options, speculate), discards=overwrite)
+    kept = Unfinished(file, job_name(model, asked, options, *beside), discards=overwrite)
     try:
         # Another process may have written the file while the model was loaded.
         _require_new(file, overwrite=overwrite)
@@ -228,13 +238,15 @@ def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
     return "".join(output.to_json(result) + "\n" for result in results)
 
 
-def _check_output(file: Path, input: Path | None, *, overwrite: bool) -> None:
+def _check_output(file: Path | None, input: Path | None, *, overwrite: bool) -> None:
     """Raises, before anything is generated, if results could not or may not be written to `file`.
 
-    overwrite: whether a file with anything in it may be replaced.
+    file: None for stdout. overwrite: whether a file with anything in it may be replaced.
     """
-    from mpjax.atomic_write import require_writable
+    from mpjax.files.atomic_write import require_writable
 
+    if file is None:
+        return
     if input is not None and file.exists() and input.exists() and file.samefile(input):
         raise typer.BadParameter(
             f"{file} is also --input: choose another file", param_hint="--output"
@@ -252,52 +264,45 @@ def _require_new(file: Path, *, overwrite: bool) -> None:
         )
 
 
-def _show_one(pieces: Callable[[], Generator[str, None, Generation]], prompt: str) -> None:
-    """Writes a prompt and pieces of text to stdout as they come, and their speed to stderr.
-
-    pieces: begins to generate, always with the same draws; it is called twice.
-    """
-    # The warm-up. Two pieces run both prefill and decoding loop, if the generation has two pieces.
-    begin = time.perf_counter()
-    beginning = pieces()
+def _show_one(pieces: Generator[str, None, Generation], prompt: str) -> None:
+    """Writes a prompt and pieces of text to stdout as they come, and their speed to stderr."""
     with output.status("Compiling"):
-        for _ in itertools.islice(beginning, 2):
-            pass
-    beginning.close()
-    warm_up = time.perf_counter() - begin
-
+        piece, generation = _next(pieces)
     output.write(prompt)
-    generation = _write(pieces())
-    output.end_line()
-    output.note(_summary(generation, warm_up))
-
-
-def _write(pieces: Generator[str, None, Generation]) -> Generation:
-    """Writes pieces of text to stdout as they come, and returns the generator's result."""
-    while True:
-        try:
-            piece = next(pieces)
-        except StopIteration as end:
-            return end.value
+    while generation is None:
         output.write(piece)
+        piece, generation = _next(pieces)
+    output.end_line()
+    output.note(_summary(generation))
 
 
-def _summary(generation: Generation, warm_up: float) -> str:
+def _next(pieces: Generator[str, None, Generation]) -> tuple[str, Generation | None]:
+    """The next piece of text; at the end an empty one, and the generator's result."""
+    try:
+        return next(pieces), None
+    except StopIteration as end:
+        return "", end.value
+
+
+def _summary(generation: Generation) -> str:
     [prompt], [tokens] = generation.prompt_tokens, generation.tokens
-    line = (
-        f"{prompt} prompt tokens, {len(tokens)} new: first after {generation.prefill_seconds:.3f} s"
-    )
+    seconds = generation.prefill_seconds
+    line = f"{prompt} prompt tokens, {len(tokens)} new: first after {seconds:.1f} s with compiling"
     if len(tokens) > 1:
         line += f", {generation.tokens_per_second:,.1f} tokens/s"
     if generation.speculation is not None:
         line += f", {generation.speculation}"
-    return f"{line} (warm-up {warm_up:.1f} s)"
+    return line
 
 
 def _show_several(
-    requests: Sequence[Request], results: Sequence[Mapping[str, Any]], echo: bool
+    requests: Sequence[Request], results: Sequence[Mapping[str, Any]], *, as_json: bool, echo: bool
 ) -> None:
-    """Writes each completion below a header with the start of its prompt, as `head` does."""
+    """Writes each result as JSON, or below a header with the start of its prompt."""
+    if as_json:
+        for result in results:
+            output.print_json(result, indent=None)
+        return
     for index, (request, result) in enumerate(zip(requests, results, strict=True)):
         prompt = str(request.prompt)
         first, *others = prompt.strip().splitlines() or [""]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpjax.kernels import WeightFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import Linear
-    from mpjax.tokenizer import Tokenizer
+    from mpjax.text.tokenizer import Tokenizer
 
 NAME = "info"
 CONTEXTS = (2048, 8192)
@@ -250,7 +250,7 @@ def _from_headers(folder: Path) -> LanguageModel:
 
     opened = huggingface.open_headers(folder)
     config = opened.config
-    plan = make_plan(opened.checkpoint, opened.decoder, config, opened.scheme, None)
+    plan = make_plan(opened.checkpoint, opened.decoder, config, opened.policy, None)
     model = nnx.eval_shape(lambda: opened.decoder(plan.config, nnx.Rngs(0)))
     for place, sources in plan.linears:
         place.assign(model, _parts(sources, config.dtype, place.bias))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,10 @@ import typer
 from mpjax.cli import output
 
 if TYPE_CHECKING:
+    from mpjax.generation.speculation.proposer import Proposer
     from mpjax.language_model import LanguageModel
     from mpjax.precision import Precision
-    from mpjax.sampling import Sampling
-    from mpjax.speculation.proposer import Proposer
+    from mpjax.sampling.settings import Sampling
 
 SOURCE_HELP = (
     "Folder of a Hugging Face checkpoint, GGUF file, folder that `mpjax convert` wrote, or hub id "
@@ -93,23 +94,7 @@ CacheMemory = Annotated[
         help="Bytes of the cache, or the share of free memory.",
     ),
 ]
-LengthsFile = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        metavar="FILE.jsonl",
-        help='Lengths from a file: {"prompt_tokens": 900, "new_tokens": 120} on each line.',
-    ),
-]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(dir_okay=False, metavar="FILE.json", help="Write each program's seconds."),
-]
 ChunkTokens = Annotated[
-    int, typer.Option("--chunk-tokens", min=1, help="The most tokens of prompts in a program.")
-]
-UsualChunkTokens = Annotated[
     int | None,
     typer.Option(
         "--chunk-tokens",
@@ -171,6 +156,43 @@ Speculate = Annotated[
     ),
 ]
 
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="An adapter (LoRA) for all prompts: its folder, or hub id, with or without a name.",
+        show_default=False,
+    ),
+]
+AdapterList = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="An adapter (LoRA) that clients can name as their model; may be given several times.",
+        show_default=False,
+    ),
+]
+
+
+def parse_adapters(texts: Sequence[str | None] | None) -> dict[str, str]:
+    """The folders of adapters by their names, which are those of the folders by default.
+
+    A name that comes twice, and an empty one, are wrong usage.
+    """
+    found: dict[str, str] = {}
+    for text in filter(None, texts or []):
+        name, is_named, folder = text.partition("=")
+        folder = folder if is_named else text
+        name = name if is_named else Path(folder).name
+        if not name or not folder or name in found:
+            raise typer.BadParameter(
+                f"{text} is no NAME=FOLDER with a name of its own", param_hint="--adapter"
+            )
+        found[name] = folder
+    return found
+
 
 def one_source(source: str | None, model: str | None) -> str | None:
     """The model of an argument or of --model, which may not both be given; None without them."""
@@ -179,40 +201,55 @@ def one_source(source: str | None, model: str | None) -> str | None:
     return model if source is None else source
 
 
+@contextlib.contextmanager
+def wrong_usage(option: str | None = None) -> Iterator[None]:
+    """Raises a ValueError of its body as wrong usage of an option, or of the command."""
+    from mpjax.errors import CheckpointError
+
+    try:
+        yield
+    except CheckpointError:  # of a model, whatever the option says
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Splits a text at its commas, and drops repeated parts."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
+    """The whole numbers of an option, with commas between them."""
+    parts = split(text)
+    if wrong := [part for part in parts if not part.isdecimal() or int(part) < least]:
+        raise typer.BadParameter(f"{wrong[0]!r} is not a number, such as 64", param_hint=option)
+    return tuple(map(int, parts))
+
+
 def parse_precision(text: str) -> Precision:
     """Parses a precision; a text that can't be read is wrong usage of --precision."""
     from mpjax.precision import Precision
 
-    try:
+    with wrong_usage("--precision"):
         return Precision.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--precision") from error
 
 
 def parse_speculate(text: str | None) -> Proposer | None:
     """The proposer of --speculate, whose draft model is loaded; None without the option."""
-    from mpjax.errors import CheckpointError
-    from mpjax.speculation.spelling import parse
+    from mpjax.generation.speculation.spelling import parse
 
-    if text is None:
-        return None
-    try:
-        return parse(text)
-    except CheckpointError:  # of the draft model, whatever the option says
-        raise
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--speculate") from error
+    with wrong_usage("--speculate"):
+        return None if text is None else parse(text)
 
 
 def sampling_options(**options: float | None) -> dict[str, float]:
     """The fields of a Sampling that the options set; values out of range are wrong usage."""
-    from mpjax.sampling import Sampling
+    from mpjax.sampling.settings import Sampling
 
     given = {name: value for name, value in options.items() if value is not None}
-    try:
+    with wrong_usage():
         Sampling.of({"temperature": 1.0} | given)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     return given
 
 
@@ -222,12 +259,10 @@ def choose_sampling(lm: LanguageModel, given: Mapping[str, float]) -> Sampling:
     The line is left out where neither the model nor an option says how tokens are drawn. A filter
     without a temperature, of a model that has none, is wrong usage.
     """
-    from mpjax.sampling import Sampling
+    from mpjax.sampling.settings import Sampling
 
-    try:
+    with wrong_usage():
         chosen = Sampling.of(given, lm.sampling)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if lm.sampling is not None:
         output.note(f"sampling: {chosen}; the model's own is {lm.sampling}")
     return chosen
@@ -240,6 +275,7 @@ def load(
     max_positions: int | None = None,
     devices: int = 1,
     experts: ExpertsKind = ExpertsKind.divided,
+    adapters: Mapping[str, str] | None = None,
 ) -> LanguageModel:
     """Loads the model that the options name; the bundled one if `source` is None."""
     import mpjax
@@ -254,6 +290,7 @@ def load(
         max_positions=max_positions,
         devices=devices,
         experts=experts.value,
+        adapters=adapters or {},
     )
 
 
@@ -276,6 +313,6 @@ def require_target(target: Path, overwrite: bool) -> None:
 def read_documents(path: Path) -> list[str]:
     """Reads the texts of a file: the whole file, or for .jsonl {"text": ...} on each line."""
     from mpjax.arguments import read_text
-    from mpjax.evaluation import read_held_out
+    from mpjax.evaluation.perplexity import read_held_out
 
     return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]

@@ -6,12 +6,12 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from mpjax.cli import options
-from mpjax.disk import size
+from mpjax.files.disk import size
 
 if TYPE_CHECKING:
     from mpjax.quantization.recipe import Recipe
@@ -67,123 +67,124 @@ when the same command is given again; another one is refused without --overwrite
 """
 
 
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W4A16KV8",
+        show_default=False,
+        help="Formats of weights, activations and KV cache; `mpjax --help` explains them. The "
+        "head gets 8 bits, a tied table, too, unless H says otherwise: W4A16KV8H16. This or "
+        "--recipe is needed; with --budget, without a W part, and A16KV16 by default.",
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(metavar="STEPS", show_default="gptq", help="How weights are rounded; see below."),
+]
+RecipeOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="TOML file that gives linear maps different precisions and methods, in the place "
+        "of --precision and --method.",
+    ),
+]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        show_default=False,
+        metavar="BITS",
+        help="Bits per weight, scales included, in the place of a W part: each linear map gets "
+        "the one of --choices that costs least. The recipe is kept in TARGET.toml.",
+    ),
+]
+Choices = Annotated[str, typer.Option(metavar="W4,W8", help="Formats that --budget chooses among.")]
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="Text like the one that the model will see: one document, or for .jsonl one per "
+        'line, as {"text": ...}. All methods but rtn need it; 100,000 tokens are plenty.',
+    ),
+]
+ActivationError = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        show_default=False,
+        help="Of W4Ax: the largest squared error of each map's outputs, relative to their "
+        "squares, that rounding activations may cause, in the place of a share of blocks.",
+    ),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of the text that are read at most.")]
+Window = Annotated[
+    int, typer.Option(min=1, help="Tokens of a window; each begins with an empty context.")
+]
+Learn = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Passes over the text in which the scales of the whole model are learned."
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace a model saved there before, and discard the finished layers of another "
+        "command.",
+    ),
+]
+
+
 def command(
     source: Annotated[str, typer.Argument(help=options.SOURCE_HELP.split(" By default")[0])],
     target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="W4A16KV8",
-            show_default=False,
-            help="Formats of weights, activations and KV cache; `mpjax --help` explains them. The "
-            "head gets 8 bits, a tied table, too, unless H says otherwise: W4A16KV8H16. This or "
-            "--recipe is needed; with --budget, without a W part, and A16KV16 by default.",
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STEPS", show_default="gptq", help="How weights are rounded; see below."
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="TOML file that gives linear maps different precisions and methods, in the place "
-            "of --precision and --method.",
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            show_default=False,
-            metavar="BITS",
-            help="Bits per weight, scales included, in the place of a W part: each linear map gets "
-            "the one of --choices that costs least. The recipe is kept in TARGET.toml.",
-        ),
-    ] = None,
-    choices: Annotated[
-        str, typer.Option(metavar="W4,W8", help="Formats that --budget chooses among.")
-    ] = "WNF2,WNF3,W4,W8",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="Text like the one that the model will see: one document, or for .jsonl one per "
-            'line, as {"text": ...}. All methods but rtn need it; 100,000 tokens are plenty.',
-        ),
-    ] = None,
-    activation_error: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            show_default=False,
-            help="Of W4Ax: the largest squared error of each map's outputs, relative to their "
-            "squares, that rounding activations may cause, in the place of a share of blocks.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the text that are read at most.")
-    ] = 128 * 2048,
-    window: Annotated[
-        int, typer.Option(min=1, help="Tokens of a window; each begins with an empty context.")
-    ] = 2048,
+    precision: Precision = None,
+    method: Method = None,
+    recipe: RecipeOption = None,
+    budget: BudgetOption = None,
+    choices: Choices = "WNF2,WNF3,W4,W8",
+    text: Text = None,
+    activation_error: ActivationError = None,
+    tokens: Tokens = 128 * 2048,
+    window: Window = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Windows that are read at a time.")] = 4,
-    learn: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Passes over the text in which the scales of the whole model are learned."
-        ),
-    ] = 0,
+    learn: Learn = 0,
     dtype: options.ComputeDtype = None,
     devices: options.DeviceCount = 1,
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            help="Replace a model saved there before, and discard the finished layers of another "
-            "command.",
-        ),
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Quantise a checkpoint with statistics of a text, and save it."""
     if budget is not None:
         _require_budget(precision, recipe, text, activation_error)
     chosen = None if budget is not None else _recipe(precision, method, recipe)
     if activation_error is not None and chosen is not None:
-        try:
+        with options.wrong_usage("--activation-error"):
             chosen = chosen.with_activation_error(activation_error)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--activation-error") from error
     documents = None if text is None else _read_text(text)
     import mpjax
-    from mpjax.quantization.finished import FinishedLayers
 
     options.require_target(target, overwrite)
     if learn:
         _require_learning(documents, devices)
     target = target.absolute()
     if chosen is None:
-        assert budget is not None
-        assert documents is not None
-        asked = Budget(budget, tuple(choices.split(",")), precision or "A16KV16", method)
-        chosen = _fit(source, target, asked, documents, dtype)
+        asked = Budget(budget or 0.0, tuple(choices.split(",")), precision or "A16KV16", method)
+        chosen = _fit(source, target, asked, documents or [], dtype)
     # A budget and learning read the text, too.
-    is_read = chosen.needs_text or chosen.kv.scaling == "static"
-    has_other_use = learn > 0 or budget is not None
+    is_read = chosen.needs_text or not (learn or budget is not None)
     work = target.with_name(f".{target.name}.layers")
     calibration = mpjax.Calibration(window, tokens, batch)
     with _telling_of_layers(work):
         lm = mpjax.quantize(
             source,
             chosen,
-            None if has_other_use and not is_read else documents,
+            documents if is_read else None,
             calibration=calibration,
             dtype=None if dtype is None else dtype.value,
             work=work,
@@ -191,15 +192,11 @@ def command(
             devices=devices,
         )
         if learn:
+            how: dict[str, Any] = {"reference": source, "calibration": calibration}
             lm = mpjax.learn_scales(
-                lm,
-                documents or [],
-                reference=source,
-                learning=mpjax.Learning(epochs=learn),
-                calibration=calibration,
+                lm, documents or [], learning=mpjax.Learning(epochs=learn), **how
             )
         mpjax.save(lm, target, overwrite=overwrite)
-    FinishedLayers(work).remove()
     if budget is None:
         _remove_old_recipe(target, recipe)
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
@@ -216,7 +213,7 @@ def _read_text(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _telling_of_layers(work: Path) -> Iterator[None]:
-    """Says, where a run ends early, how many finished layers are kept, and what goes on with them.
+    """Removes the finished layers at the end; of a run that ends early, says how many are kept.
 
     work: the folder of the finished layers.
     """
@@ -231,6 +228,7 @@ def _telling_of_layers(work: Path) -> Iterator[None]:
             layers = f"{count} finished layer{'s' * (count > 1)}"
             typer.echo(f"mpjax: {work} keeps {layers}: the same command goes on there", err=True)
         raise
+    FinishedLayers(work).remove()
 
 
 class Budget(NamedTuple):
@@ -263,7 +261,7 @@ def _fit(
     source: str, target: Path, asked: Budget, documents: list[str], dtype: options.Dtype | None
 ) -> Recipe:
     """The recipe for a budget, which is also written beside the target."""
-    from mpjax.atomic_write import atomic_write, require_writable
+    from mpjax.files.atomic_write import atomic_write, require_writable
     from mpjax.quantization.budget import recipe_for_budget
     from mpjax.quantization.recipe import DEFAULT_METHOD
 

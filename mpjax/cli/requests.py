@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from mpjax.cli import output
-from mpjax.json_text import json_text
+from mpjax.files.json_text import json_text
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
@@ -76,6 +76,15 @@ def gather(
         Request(index + 1, text, max_new_tokens, (seed + index) % SEEDS, f"prompt {index + 1}")
         for index, text in enumerate(texts)
     ]
+
+
+def require_new_tokens(requests: Sequence[Request], least: int) -> None:
+    """Raises ValueError, which names the request, for one that asks for fewer new tokens."""
+    for request in requests:
+        if request.max_new_tokens < least:
+            raise ValueError(
+                f"{request.place} asks for at most {request.max_new_tokens} new tokens"
+            )
 
 
 def _read_file(file: Path) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mpjax.cli import listening, options, output
-from mpjax.garbage import short_collections
+from mpjax.serve.garbage import short_collections
 
 if TYPE_CHECKING:
     import socket
@@ -29,11 +29,14 @@ Examples:
       -d '{"prompt": "def f(x):", "max_tokens": 32, "temperature": 0}'
 
 \b
-POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and
-/metrics. Texts come whole, or as server-sent events ("stream": true).
-Besides OpenAI's keys there are top_k, min_p, repetition_penalty, min_tokens,
-stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, suffix,
-logit_bias and penalties of presence and frequency are refused.
+POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings,
+/v1/score, /v1/rerank, /tokenize and /detokenize, GET /v1/models, /health and
+/metrics. With --max-adapters, POST /v1/load_lora_adapter and
+/v1/unload_lora_adapter. Texts come whole, or as server-sent events
+("stream": true). Besides OpenAI's keys there are top_k, min_p,
+repetition_penalty, min_tokens, stop_token_ids, allowed_token_ids, bad_words,
+structured_outputs, priority and, for chats, chat_template_kwargs. suffix is
+refused.
 logprobs and top_logprobs are up to 20. With "echo" an answer also has the
 prompt's log-probabilities, as lm_eval's local-completions needs:
   lm_eval --model local-completions --tasks arc_easy --model_args \\
@@ -56,101 +59,118 @@ class LogLevel(enum.StrEnum):
     error = enum.auto()
 
 
+Name = Annotated[
+    str | None,
+    typer.Option(show_default=False, help="The model's name for clients; its folder's by default."),
+]
+Slots = Annotated[
+    int | None,
+    typer.Option(min=1, show_default="64, on a CPU 8", help="The most requests at a time."),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        show_default="the model's positions",
+        help="The most tokens of a request, its prompt's and new ones.",
+    ),
+]
+CompileFirst = Annotated[
+    bool,
+    typer.Option(
+        "--compile-first",
+        help="Compile all programs before listening, so that no request waits for it.",
+    ),
+]
+MaxWaiting = Annotated[
+    int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
+]
+MaxBody = Annotated[
+    int, typer.Option(min=1, help="The most bytes of a body; longer ones are refused (413).")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="MPJAX_API_KEY", show_default=False, help="Key that clients have to give."),
+]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        show_default="none",
+        help="A web page's origin (https://example.org) whose scripts may read answers; may "
+        "be repeated.",
+    ),
+]
+MaxAdapters = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Adapters that there may be at once, of which clients load and unload some from "
+        "folders of this machine; 0: they may not.",
+    ),
+]
+MaxAdapterRank = Annotated[
+    int, typer.Option(min=1, help="The rank for which memory is reserved with --max-adapters.")
+]
+IgnoreUnknown = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-unknown",
+        help="Ignore keys of requests that the server does not know; else they are refused.",
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        help="What is logged to stderr: with info, a line for each request; with warning, for "
+        "those that are refused or fail; with error, for those that fail."
+    ),
+]
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="Write each line of the log as an object of JSON.")
+]
+
+
 def command(
     model: options.Model = None,
     precision: options.PrecisionText = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            show_default=False, help="The model's name for clients; its folder's by default."
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="64, on a CPU 8", help="The most requests at a time."),
-    ] = None,
+    name: Name = None,
+    slots: Slots = None,
     cache_memory: options.CacheMemory = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            show_default="the model's positions",
-            help="The most tokens of a request, its prompt's and new ones.",
-        ),
-    ] = None,
-    chunk_tokens: options.UsualChunkTokens = None,
+    max_tokens: MaxTokens = None,
+    chunk_tokens: options.ChunkTokens = None,
     max_gap: options.MaxGap = None,
-    ride: Annotated[
-        bool, typer.Option(help="Let rows decode in the programs that read long prompts.")
-    ] = False,
-    compile_first: Annotated[
-        bool,
-        typer.Option(
-            "--compile-first",
-            help="Compile all programs before listening, so that no request waits for it.",
-        ),
-    ] = False,
+    compile_first: CompileFirst = False,
     speculate: options.Speculate = None,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
-    ] = 1000,
-    max_body: Annotated[
-        int, typer.Option(min=1, help="The most bytes of a body; longer ones are refused (413).")
-    ] = 8 << 20,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="MPJAX_API_KEY", show_default=False, help="Key that clients have to give."
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            show_default="none",
-            help="A web page's origin (https://example.org) whose scripts may read answers; may "
-            "be repeated.",
-        ),
-    ] = None,
-    ignore_unknown: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-unknown",
-            help="Ignore keys of requests that the server does not know; else they are refused.",
-        ),
-    ] = False,
-    log_level: Annotated[
-        LogLevel,
-        typer.Option(
-            help="What is logged to stderr: with info, a line for each request; with warning, for "
-            "those that are refused or fail; with error, for those that fail."
-        ),
-    ] = LogLevel.info,
-    log_json: Annotated[
-        bool, typer.Option("--log-json", help="Write each line of the log as an object of JSON.")
-    ] = False,
+    max_waiting: MaxWaiting = 1000,
+    max_body: MaxBody = 8 << 20,
+    api_key: ApiKey = None,
+    allow_origin: AllowOrigin = None,
+    ignore_unknown: IgnoreUnknown = False,
+    adapter: options.AdapterList = None,
+    max_adapters: MaxAdapters = 0,
+    max_adapter_rank: MaxAdapterRank = 16,
+    log_level: LogLevelOption = LogLevel.info,
+    log_json: LogJson = False,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
     experts: options.Experts = options.ExpertsKind.divided,
 ) -> None:
     """Serve a model under OpenAI's protocol."""
-    for package in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"the server needs {package}, which is missing: pip install starlette uvicorn"
-            )
-    if api_key == "":
-        raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
-    if api_key is None and not _is_loopback(host):
-        output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
+    _require_usage(host, api_key)
     sockets = listening.bind(host, port)
     try:
         lm = options.load(model, precision, dtype, max_positions, devices, experts)
+        if max_adapters:
+            lm.reserve_adapters(max_adapters, max_adapter_rank)
+        from mpjax.loading import find_folder
+
+        for own, folder in options.parse_adapters(adapter).items():
+            lm.add_adapter(own, find_folder(folder))
         lm.require_tokenizer()
-        proposer = options.parse_speculate(speculate)
 
         import mpjax
         from mpjax.serve.application import Limits, application
@@ -162,24 +182,34 @@ def command(
             max_tokens=max_tokens,
             chunk_tokens=chunk_tokens,
             max_gap=max_gap,
-            ride=ride,
-            speculate=proposer,
+            speculate=options.parse_speculate(speculate),
         )
         if compile_first:
             with output.status("Compiling"):
                 engine.compile()
+        limits = Limits(max_waiting, max_body, api_key, ignore_unknown, max_adapters)
         name = name or lm.source.resolve().name
-        limits = Limits(max_waiting, max_body, api_key, ignore_unknown)
         served = application(engine, name, limits, origins=allow_origin or ())
         url = listening.listen(sockets, host)
         with _log(log_level, log_json), short_collections():
-            logging.getLogger("mpjax.serve").info(
-                f"{name}: {engine.slots} requests at a time, a cache of {engine.capacity:,} "
-                f"tokens; listening on {url}"
-            )
+            at_once = f"{engine.slots} requests at a time, a cache of {engine.capacity:,} tokens"
+            logging.getLogger("mpjax.serve").info(f"{name}: {at_once}; listening on {url}")
             _run(served, sockets)
     finally:
         listening.close(sockets)
+
+
+def _require_usage(host: str, api_key: str | None) -> None:
+    """Raises an error for a missing package or an empty key; warns of a server without a key."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"the server needs {package}, which is missing: pip install starlette uvicorn"
+            )
+    if api_key == "":
+        raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
+    if api_key is None and not _is_loopback(host):
+        output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
 
 
 class _Notes(logging.Handler):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +12,10 @@ import rich.console
 import rich.progress
 import typer
 
+from mpjax.cli import options
+
 if TYPE_CHECKING:
-    from mpjax.kernels import KVFormat, WeightFormat
-    from mpjax.kernels.attention.shapes import AttentionShape
-    from mpjax.kernels.experts.shapes import ExpertShape
-    from mpjax.tune import Job, Outcome, Shape
+    from mpjax.tuning.products import Job, Outcome, Shape
 
 NAME = "tune"
 DEFAULT_FORMATS = "uint4:g128,uint4:g128:sym"
@@ -53,75 +53,80 @@ Every result is saved at once. After an interrupt, the same command goes on
 where it stopped.
 """
 
+ModelShapes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME_OR_FOLDER",
+        show_default=False,
+        help="Tune the products of a model: qwen3-8b, llama3-70b or llama3-1-8b, a checkpoint's "
+        "folder, or a hub id.",
+    ),
+]
+ProductShapes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KxN,...",
+        show_default=False,
+        help="Tune products with weights of these shapes, input x output channels.",
+    ),
+]
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        metavar="M,...",
+        show_default=False,
+        help="Numbers of rows of x (tokens of a step), each rounded up to a bucket: 7, 15, 31, 64, "
+        "128 ... 8192, or 8, 16, 32 for multiples of 8; with --experts up to a power of two. By "
+        "default all buckets.",
+    ),
+]
+ExpertsShapes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHAPE,...",
+        show_default=False,
+        help="Tune the products of tokens and their experts: of qwen3-30b-a3b, mixtral-8x7b or "
+        "gpt-oss-20b, or of one product, such as mixtral-8x7b.down.",
+    ),
+]
+AttentionShapes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHAPE,...",
+        show_default=False,
+        help="Tune attention over the paged cache, for shapes such as b16-h32/8-d128-c8192, or the "
+        "sets decode and prefill.",
+    ),
+]
+TableFolder = Annotated[
+    Path | None,
+    typer.Option(
+        file_okay=False,
+        show_default=False,
+        help="Folder of the table. By default MPJAX_TUNED, or mpjax/tuned in the cache folder.",
+    ),
+]
+
 
 def command(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME_OR_FOLDER",
-            show_default=False,
-            help="Tune the products of a model: qwen3-8b, llama3-70b or llama3-1-8b, a "
-            "checkpoint's folder, or a hub id.",
-        ),
-    ] = None,
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KxN,...",
-            show_default=False,
-            help="Tune products with weights of these shapes, input x output channels.",
-        ),
-    ] = None,
+    model: ModelShapes = None,
+    shapes: ProductShapes = None,
     formats: Annotated[
         str, typer.Option(metavar="FORMAT,...", help="Weight formats of the products.")
     ] = DEFAULT_FORMATS,
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            metavar="M,...",
-            show_default=False,
-            help="Numbers of rows of x (tokens of a step), each rounded up to a bucket: 7, 15, 31, "
-            "64, 128 ... 8192, or 8, 16, 32 for multiples of 8; with --experts up to a power of "
-            "two. By default all buckets.",
-        ),
-    ] = None,
-    experts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHAPE,...",
-            show_default=False,
-            help="Tune the products of tokens and their experts: of qwen3-30b-a3b, mixtral-8x7b or "
-            "gpt-oss-20b, or of one product, such as mixtral-8x7b.down.",
-        ),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHAPE,...",
-            show_default=False,
-            help="Tune attention over the paged cache, for shapes such as b16-h32/8-d128-c8192, or "
-            "the sets decode and prefill.",
-        ),
-    ] = None,
+    rows: Rows = None,
+    experts: ExpertsShapes = None,
+    attention: AttentionShapes = None,
     kv_formats: Annotated[
         str, typer.Option(metavar="FORMAT,...", help="KV formats of attention.")
     ] = DEFAULT_KV_FORMATS,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            show_default=False,
-            help="Folder of the table. By default MPJAX_TUNED, or mpjax/tuned in the cache folder.",
-        ),
-    ] = None,
+    output: TableFolder = None,
     again: Annotated[
         bool, typer.Option("--again", help="Also measure shapes that the table already has.")
     ] = False,
 ) -> None:
     """Measure the fastest kernels for a model's shapes on this GPU."""
-    from mpjax import tune
     from mpjax.kernels import UnsupportedError, device
-    from mpjax.kernels.gemm.plans import BUCKETS
     from mpjax.kernels.plans import tables
 
     if sum(given is not None for given in (model, shapes, experts, attention)) != 1:
@@ -129,12 +134,8 @@ def command(
             "give exactly one of --model, --shapes, --experts and --attention",
             param_hint="--model",
         )
-    wanted = _parse_shapes(shapes) if shapes is not None else None
-    packed = _parse_formats(formats)
-    counts = _parse_rows(rows) if rows is not None else None
-    stacks = _parse_experts(experts) if experts is not None else None
-    attended = _parse_attention(attention) if attention is not None else None
-    cached = _parse_kv_formats(kv_formats)
+    wanted = None if shapes is None else _parse_shapes(shapes)
+    make = _jobs(model, wanted, formats, rows, experts, attention, kv_formats)
     if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"tuning measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
@@ -145,31 +146,8 @@ def command(
             f"{tables.VARIABLE} is empty, so no tables are used: give --output, or unset "
             f"{tables.VARIABLE}"
         )
-    jobs: Sequence[Job]
-    if attended is not None:
-        from mpjax import tune_attention
-
-        jobs = tune_attention.make_jobs(attended, cached)
-    elif stacks is not None:
-        from mpjax import tune_experts
-
-        jobs = tune_experts.make_jobs(stacks, packed, counts or tune_experts.BUCKETS)
-    else:
-        wanted = wanted or tune.model_shapes(model or "")
-        jobs = tune.make_jobs(wanted, packed, counts or BUCKETS)
-    kind = device.kind()
-    path = folder / tables.file_name(kind)
-    outcomes: list[Outcome] = []
-    with _progress() as bar:
-        task = bar.add_task("tuning", total=len(jobs))
-        try:
-            for outcome in tune.run(jobs, path, kind, tune.stamp(), again=again):
-                outcomes.append(outcome)
-                bar.console.print(describe(outcome), highlight=False, markup=False)
-                bar.advance(task)
-        except KeyboardInterrupt:
-            bar.console.print("stopped: the same command goes on from here", markup=False)
-            raise
+    path = folder / tables.file_name(device.kind())
+    outcomes = _run(make(), path, again=again)
     for line in summary(outcomes, path):
         typer.echo(line)
     if failed := sum(outcome.entry is None for outcome in outcomes):
@@ -177,6 +155,61 @@ def command(
             f"no configuration worked for {failed} of {len(outcomes)} jobs: the lines above give "
             "the reasons"
         )
+
+
+def _jobs(
+    model: str | None,
+    shapes: list[Shape] | None,
+    formats: str,
+    rows: str | None,
+    experts: str | None,
+    attention: str | None,
+    kv_formats: str,
+) -> Callable[[], Sequence[Job]]:
+    """What makes the jobs that the options say; wrong usage for texts that can't be read."""
+    from mpjax.bench import attention as shapes_of_attention
+    from mpjax.kernels import KVFormat, WeightFormat
+    from mpjax.kernels.experts.shapes import named
+    from mpjax.kernels.gemm.plans import BUCKETS
+    from mpjax.tuning import attention as of_attention
+    from mpjax.tuning import experts as of_experts
+    from mpjax.tuning import products
+
+    with options.wrong_usage("--formats"):
+        packed = [WeightFormat.parse(part) for part in options.split(formats)]
+    with options.wrong_usage("--kv-formats"):
+        cached = [KVFormat.parse(part) for part in options.split(kv_formats)]
+    counts = options.numbers("--rows", rows, least=1) if rows is not None else None
+    if attention is not None:
+        with options.wrong_usage("--attention"):
+            attended = shapes_of_attention.named(options.split(attention))
+        return lambda: of_attention.make_jobs(attended, cached)
+    if experts is not None:
+        with options.wrong_usage("--experts"):
+            stacks = named(options.split(experts))
+        return lambda: of_experts.make_jobs(stacks, packed, counts or of_experts.BUCKETS)
+    return lambda: products.make_jobs(
+        shapes or products.model_shapes(model or ""), packed, counts or BUCKETS
+    )
+
+
+def _run(jobs: Sequence[Job], path: Path, *, again: bool) -> list[Outcome]:
+    """Runs jobs, and writes a line about each to stderr."""
+    from mpjax.kernels import device
+    from mpjax.tuning import products as tune
+
+    outcomes: list[Outcome] = []
+    with _progress() as bar:
+        task = bar.add_task("tuning", total=len(jobs))
+        try:
+            for outcome in tune.run(jobs, path, device.kind(), tune.stamp(), again=again):
+                outcomes.append(outcome)
+                bar.console.print(describe(outcome), highlight=False, markup=False)
+                bar.advance(task)
+        except KeyboardInterrupt:
+            bar.console.print("stopped: the same command goes on from here", markup=False)
+            raise
+    return outcomes
 
 
 def _progress() -> rich.progress.Progress:
@@ -206,14 +239,9 @@ def summary(outcomes: list[Outcome], path: Path) -> list[str]:
     """Lines with the number of measured plans, and of configurations skipped for each problem."""
     measured = sum(bool(outcome.trials) and outcome.entry is not None for outcome in outcomes)
     known = sum(not outcome.trials for outcome in outcomes)
-    lines = [f"{path}: {measured} measured, {known} known before"]
-    problems: dict[str, int] = {}
-    for outcome in outcomes:
-        for problem, count in outcome.problems.items():
-            problems[problem] = problems.get(problem, 0) + count
-    for problem, count in sorted(problems.items(), key=lambda item: -item[1]):
-        lines.append(f"{count} configurations skipped: {problem}")
-    return lines
+    problems = sum((Counter(outcome.problems) for outcome in outcomes), Counter())
+    skipped = (f"{count} configurations skipped: {it}" for it, count in problems.most_common())
+    return [f"{path}: {measured} measured, {known} known before", *skipped]
 
 
 def _parse_shapes(text: str) -> list[Shape]:
@@ -227,49 +255,3 @@ def _parse_shapes(text: str) -> list[Shape]:
             )
         shapes.append((int(match[1]), int(match[2])))
     return shapes
-
-
-def _parse_experts(text: str) -> tuple[ExpertShape, ...]:
-    from mpjax.kernels.experts.shapes import named
-
-    try:
-        return named([part.strip() for part in text.split(",")])
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--experts") from error
-
-
-def _parse_attention(text: str) -> tuple[AttentionShape, ...]:
-    from mpjax.bench import attention
-
-    try:
-        return attention.named([part.strip() for part in text.split(",")])
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--attention") from error
-
-
-def _parse_kv_formats(text: str) -> list[KVFormat]:
-    from mpjax.kernels import KVFormat
-
-    try:
-        return [KVFormat.parse(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--kv-formats") from error
-
-
-def _parse_formats(text: str) -> list[WeightFormat]:
-    from mpjax.kernels import WeightFormat
-
-    try:
-        return [WeightFormat.parse(part.strip()) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--formats") from error
-
-
-def _parse_rows(text: str) -> list[int]:
-    rows = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[1-9]\d*", part) for part in rows):
-        raise typer.BadParameter(
-            f"can't read the numbers of rows {text!r}: expected, for example, 1,64,4096",
-            param_hint="--rows",
-        )
-    return [int(part) for part in rows]

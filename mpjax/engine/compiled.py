@@ -10,22 +10,28 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mpjax.decoding import has_warpgroups
+from mpjax.adapters.collection import Adapters
+from mpjax.constraints.matcher import mask_words
 from mpjax.engine import filling
+from mpjax.engine.choosing import Forwarded, choose, forward
+from mpjax.engine.controlled import Control, begin_control
 from mpjax.engine.histories import begin_history
-from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import NOBODY, Decode
+from mpjax.engine.planner import Decode
 from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.speculating import speculate
-from mpjax.engine.state import EngineState
+from mpjax.engine.state import places
+from mpjax.generation.decoding import has_warpgroups
+from mpjax.generation.speculation.proposer import Proposer
+from mpjax.generation.state import State
 from mpjax.kernels import device
 from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder
-from mpjax.speculation.proposer import Proposer
+from mpjax.models.low_rank import Adapted
 
 # The memory that XLA takes while it times kernels for a product, over the bytes of the product's
 # weight: a copy of the weight, and results.
@@ -63,19 +69,21 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
     """
 
     def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
-        return function(*jax.tree.unflatten(structure.structure, leaves), *rest, **how)
+        models = jax.tree.unflatten(structure.structure, leaves)
+        joined = (each.joined if isinstance(each, Adapted) else each for each in models)
+        return function(*joined, *rest, **how)
 
     run.__name__ = run.__qualname__ = function.__name__
     return jax.jit(
         run,
         static_argnums=0,
-        static_argnames=("scored", "steps", "most", "greedy", "waits"),
+        static_argnames=("scored", "steps", "most", "greedy", "waits", "width", "vocabulary"),
         donate_argnums=2,
         compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
     )
 
 
-def _begin(proposer: Proposer, state: EngineState, *row: Any) -> EngineState:
+def _begin(proposer: Proposer, state: State, *row: Any) -> State:
     """The state in which a slot has the tokens of its next row; see `begin_history`."""
     assert state.speculation is not None
     histories = begin_history(proposer, state.speculation, *row)
@@ -85,15 +93,20 @@ def _begin(proposer: Proposer, state: EngineState, *row: Any) -> EngineState:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate, _begin)
+    for function in (extend, decode, speculate, forward, choose, _begin, begin_control, clear)
     for in_turn in (False, True)
 }
-_jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
+
+
+def _for_adapters(arguments: Any, adapted: bool) -> Any:
+    """The arguments of a program without rows, or of one for rows with adapters."""
+    none = np.zeros(len(arguments.slots), np.int32)
+    return dataclasses.replace(arguments, adapters=none) if adapted else arguments
 
 
 def count() -> int:
     """The number of programs that were compiled so far, of all engines."""
-    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
+    return sum(function._cache_size() for function in _JITTED.values())
 
 
 class _Call(NamedTuple):
@@ -110,29 +123,42 @@ class _Call(NamedTuple):
     how: dict[str, Any]
 
 
+def _shapes(call: _Call, state: State) -> Any:
+    """The shapes of what a call returns."""
+    structure, leaves = call.modules
+
+    def run(leaves: Any, state: State, *arguments: Any) -> Any:
+        return call.run(structure, leaves, state, *arguments, **call.how)
+
+    return jax.eval_shape(run, leaves, state, *call.arguments)
+
+
 class Programs:
     """The jitted programs of one model, with the sizes to which their arguments are padded.
 
     limits: the sizes of the engine. proposer: of tokens that decoding verifies; None for none.
+    adapters: that rows may have. Programs of rows without any are those of a model without.
 
     Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
     sizes are few: with those for scores, for clearing and for what proposers read there are at most
-    15 programs. With fine sizes there are more, of which most are rarely used.
+    15 programs, and at most 7 more with logits processors. With fine sizes there are more, of which
+    most are rarely used.
     """
 
-    def __init__(self, model: Decoder, limits: Sizes, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        limits: Sizes,
+        proposer: Proposer | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
         slots, steps = limits.slots, limits.steps
         self._waits, self._proposer, self._limits = not device.on_gpu(), proposer, limits
-        # By whether all rows are greedy, and whether there are places for rows that ride along.
-        # Where not all rows are greedy, places may be empty.
-        kinds = [(True, False), (False, limits.rides), *([(True, True)] if limits.rides else [])]
+        # By whether all rows are greedy.
         self.reading_sizes = {
-            (greedy, riders): limits.reading_sizes(greedy=greedy, scored=False, riders=riders)
-            for greedy, riders in kinds
+            greedy: limits.reading_sizes(greedy=greedy, scored=False) for greedy in (True, False)
         }
         [self.scored_size] = limits.reading_sizes(greedy=False, scored=True)
-        few = sorted({-(-slots // 4), slots})
-        self.rider_sizes = {True: [0, *few], False: [slots]} if limits.rides else {}
         parts = {-(-slots // 8), slots}
         if not limits.proposed:  # proposers need a program themselves
             parts.add(-(-slots // 2))
@@ -143,16 +169,20 @@ class Programs:
             ),
             (False, 1): limits.row_sizes(slots, {min(2 * FEW_ROWS, slots), slots}),
         }
-        if not limits.rides or model.config.rereads_after is not None:
-            self.decoding_sizes.setdefault((True, 1), limits.row_sizes(slots, {slots}))
-        most = limits.sequences
-        self.piece_sizes = sorted({1, most}) if limits.fine else [most]
+        if limits.single:  # nobody waits for a token that is drawn at random
+            self.decoding_sizes[False, steps] = [slots]
+        self.decoding_sizes.setdefault((True, 1), limits.row_sizes(slots, {slots}))
+        self.piece_sizes = limits.piece_sizes()
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._model = _flat(model)
         self._both, self._alone = _flat(model, proposer), _flat(proposer)
-        self._mesh = model.mesh
-        self._is_by_length = model.config.scaling_by_length is not None
+        self._base, self._adapters = model, adapters or Adapters()
+        # By the number of proposers: the adapters' version, and what `_flat` gives with them.
+        self._adapted: dict[int, tuple[int, Any]] = {}
+        self._none, self._columns = _flat(), model.columns
+        self.positions = 1 + limits.proposed  # at which a step draws
+        self._mesh, self._groups = model.mesh, len(model.config.page_groups)
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
     @property
@@ -160,14 +190,22 @@ class Programs:
         """Whether `decode` returns when the device has nearly ended it: its loops need the host."""
         return self._proposer is not None and device.on_gpu()
 
-    def compile(self, state: EngineState, *, greedy_only: bool) -> EngineState:
+    def compile(self, state: State, *, greedy_only: bool, control: Control | None = None) -> State:
         """Compiles all programs, several at a time; see Engine.compile.
 
         Each is then run without rows. The state is donated; the one that is returned has the same
-        rows and pages.
+        rows and pages. control: of no row, for a state with processors; there are no greedy rows
+        then.
         """
-        calls = [*self._calls(*state.tables.shape, greedy_only=greedy_only)]
-        calls += self._calls_of_slots(state)
+        calls = [*self._calls(state, greedy_only=greedy_only)]
+        if self._adapters.stacks:
+            calls += self._calls(state, greedy_only=greedy_only, adapted=True)
+        calls += self._calls_of_slots(state) if control is None else []
+        if control is not None:
+            calls = [call for call in calls if not call.how.get("greedy")]
+            nothing, tokens = np.int32(0), self._row_tokens(state)
+            slot = np.int32(len(state.counts))
+            calls.append(self._control_call(slot, control, tokens, (nothing, nothing)))
         lowered = [
             call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
         ]
@@ -175,7 +213,7 @@ class Programs:
             [*pool.map(lambda each: each.compile(), lowered)]
         for call in calls * 2:  # the second run of a program records its launches
             found = self._run(call, state)
-            state = found if isinstance(found, EngineState) else found[0]
+            state = found if isinstance(found, State) else found[0]
         return state
 
     def _compilers(self) -> int | None:
@@ -191,99 +229,161 @@ class Programs:
         largest = max(leaf.nbytes for leaf in self._model[1]) / devices
         return max(1, int(free / (TUNING_COPIES * largest)))
 
-    def _calls(self, slots: int, entries: int, *, greedy_only: bool) -> Iterator[_Call]:
-        """All calls of the model that there are, without rows; of columns the fewest alone."""
+    def _calls(self, state: State, *, greedy_only: bool, adapted: bool = False) -> Iterator[_Call]:
+        """All calls of the model that there are, without rows; of columns the fewest alone.
+
+        adapted: whether they are those of rows with adapters.
+        """
+        layout, (_, entries) = filling.Layout.of(state), places(state)
         columns = self._limits.column_sizes(entries)[0]
-        size, narrow = {"slots": slots}, {"entries": entries, "columns": columns}
-        read = functools.partial(
-            filling.reading, [], entries=columns, by_length=self._is_by_length, **size
-        )
-        for (greedy, rides), sizes in self.reading_sizes.items():
+        masks = self.no_masks if state.processors else None
+        read = functools.partial(filling.reading, [], layout, entries=columns, masks=masks)
+        for greedy, sizes in self.reading_sizes.items():
             if greedy_only and not greedy:
                 continue
-            places = [n for n in self.rider_sizes[greedy] if n] if rides else [0]
-            for tokens, rows, pieces in itertools.product(sizes, places, self.piece_sizes):
-                reading = read(tokens=tokens, rows=pieces)
-                riders = None
-                if rows:
-                    riders = filling.stepping(NOBODY, rows=rows, **size, **narrow)
-                yield self._extend_call(reading, riders, greedy=greedy, scored=False)
+            for tokens, pieces in itertools.product(sizes, self.piece_sizes):
+                reading = _for_adapters(read(tokens=tokens, rows=pieces), adapted)
+                yield self._extend_call(reading, greedy=greedy, scored=False)
         for (greedy, steps), sizes in self.decoding_sizes.items():
             if greedy_only and not greedy:
                 continue
             plan = Decode([], steps, greedy, [], self._limits.most_drawn(steps))
             for rows in sizes:
-                stepping = filling.stepping(plan, rows=rows, **size, **narrow)
+                stepping = filling.stepping(
+                    plan, layout, rows=rows, entries=entries, columns=columns
+                )
+                stepping = _for_adapters(stepping, adapted)
                 yield self._decode_call(stepping, plan)
+                if state.processors and plan.steps == 1 and not greedy:
+                    yield (first := self._forward_call(stepping, plan))
+                    forwarded = _shapes(first, state)[1]
+                    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), forwarded)
+                    yield self._choose_call(stepping, plan, arrays, self.no_masks(rows))
         if not greedy_only:
             for pieces in self.piece_sizes:
-                reading = read(tokens=self.scored_size, rows=pieces)
-                yield self._extend_call(reading, None, greedy=False, scored=True)
+                reading = _for_adapters(read(tokens=self.scored_size, rows=pieces), adapted)
+                yield self._extend_call(reading, greedy=False, scored=True)
 
-    def _calls_of_slots(self, state: EngineState) -> Iterator[_Call]:
+    def _calls_of_slots(self, state: State) -> Iterator[_Call]:
         """All calls that change a slot between programs of the model, with a slot too high."""
-        slots, entries = state.tables.shape
-        yield self._clear_call(np.full(entries, NOWHERE, np.int32), np.int32(slots))
+        slots, entries = places(state)
+        nowhere = filling.padded([[]] * self._groups, entries)
+        yield self._clear_call(nowhere, np.int32(slots))
         if state.speculation is not None:
-            tokens = np.zeros(state.speculation.history.shape[1], np.int32)
-            yield self._begin_call(np.int32(slots), tokens, np.int32(0))
+            yield self._begin_call(np.int32(slots), self._row_tokens(state), np.int32(0))
 
-    def _run(self, call: _Call, state: EngineState) -> Any:
-        self.used.add(call.name)
+    def _row_tokens(self, state: State) -> np.ndarray:
+        """Room for the most tokens of a row."""
+        return np.zeros(places(state)[1] * state.cache.page_size, np.int32)
+
+    def _run(self, call: _Call, state: State) -> Any:
+        self.used.add((*call.name, bool(state.processors)))
         return call.run(*call.modules, state, *call.arguments, **call.how)
 
-    def _extend_call(
-        self, reading: Reading, riders: Stepping | None, *, greedy: bool, scored: bool
-    ) -> _Call:
-        tokens, rows = len(reading.tokens), 0 if riders is None else len(riders.slots)
-        run, how = _JITTED[extend, self._is_in_turn(tokens + rows)], (greedy, scored)
-        name = (extend, tokens, rows, *how, *reading.tables.shape)
-        options = {"greedy": greedy, "scored": scored}
-        return _Call(name, run, self._model, (reading, riders), options)
+    def _with_adapters(self, adapters: Any, *proposer: Proposer | None) -> Any:
+        """What `_flat` gives for a program of rows with these adapters, of which None are none.
+
+        proposer: of a program that speculates.
+        """
+        if adapters is None:
+            return self._both if proposer else self._model
+        version, before = self._adapted.get(len(proposer), (-1, None))
+        if version != self._adapters.version:
+            version = self._adapters.version
+            found = _flat(Adapted(self._base, self._adapters.stacks), *proposer)
+            if before is not None and before[0] == found[0]:
+                found = before[0], found[1]  # whose structure is quickly compared with itself
+            self._adapted[len(proposer)] = version, found
+        return self._adapted[len(proposer)][1]
+
+    def _extend_call(self, reading: Reading, *, greedy: bool, scored: bool) -> _Call:
+        tokens, how = len(reading.tokens), {"greedy": greedy, "scored": scored}
+        run = _JITTED[extend, self._is_in_turn(tokens)]
+        columns = [table.shape[1] for table in reading.tables]
+        modules = self._with_adapters(reading.adapters)
+        with_adapters = None if reading.adapters is None else modules[0]
+        name = (extend, tokens, *how.values(), len(reading.slots), *columns, with_adapters)
+        return _Call(name, run, modules, (reading,), how | {"width": self._limits.width})
 
     def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
         rows, how = len(stepping.slots), {"steps": plan.steps, "greedy": plan.greedy}
+        proposer = () if self._proposer is None else (self._proposer,)
+        modules = self._with_adapters(stepping.adapters, *proposer)
+        with_adapters = None if stepping.adapters is None else modules[0]
+        name = rows, *how.values(), stepping.columns, with_adapters
         if self._proposer is None:
-            name = decode, rows, *how.values(), stepping.columns
             run = _JITTED[decode, self._is_in_turn(rows)]
-            return _Call(name, run, self._model, (stepping,), how | {"waits": self._waits})
+            return _Call((decode, *name), run, modules, (stepping,), how | {"waits": self._waits})
         in_turn = any(self._is_in_turn(n) for n in (rows, rows * (self._proposer.k + 1)))
-        name = speculate, rows, *how.values(), stepping.columns
         run = _JITTED[speculate, in_turn]
-        return _Call(name, run, self._both, (stepping,), how | {"most": plan.most})
+        return _Call((speculate, *name), run, modules, (stepping,), how | {"most": plan.most})
+
+    def _forward_call(self, stepping: Stepping, plan: Decode) -> _Call:
+        return self._pair_call(forward, (stepping,), plan)
+
+    def _choose_call(self, stepping: Stepping, plan: Decode, *found: Any) -> _Call:
+        return self._pair_call(choose, (stepping, *found), plan)
+
+    def _pair_call(self, function: Any, arguments: tuple[Any, ...], plan: Decode) -> _Call:
+        rows, columns = len(arguments[0].slots), arguments[0].columns
+        modules = self._with_adapters(arguments[0].adapters, self._proposer)
+        run = _JITTED[function, self._is_in_turn(rows * self.positions)]
+        name = function, rows, columns, modules[0]
+        return _Call(name, run, modules, arguments, {"most": plan.most})
 
     def _begin_call(self, *row: Any) -> _Call:
         return _Call((begin_history,), _JITTED[_begin, False], self._alone, row, {})
 
+    def _control_call(self, *row: Any) -> _Call:
+        how = {"vocabulary": self._columns}
+        return _Call((begin_control,), _JITTED[begin_control, False], self._none, row, how)
+
     def _clear_call(self, pages: Any, slot: Any) -> _Call:
-        return _Call((clear,), _jit_clear, (), (pages, slot, self._mesh), {})
+        return _Call((clear,), _JITTED[clear, False], self._model, (pages, slot), {})
 
     def extend(
         self,
-        state: EngineState,
+        state: State,
         reading: Reading,
-        riders: Stepping | None = None,
         *,
         greedy: bool,
         scored: bool,
-    ) -> tuple[EngineState, Drawn, PromptScores | None]:
+    ) -> tuple[State, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
-        return self._run(self._extend_call(reading, riders, greedy=greedy, scored=scored), state)
+        return self._run(self._extend_call(reading, greedy=greedy, scored=scored), state)
 
-    def decode(
-        self, state: EngineState, stepping: Stepping, plan: Decode
-    ) -> tuple[EngineState, Drawn]:
+    def decode(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Drawn]:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
         return self._run(self._decode_call(stepping, plan), state)
 
-    def begin_history(self, state: EngineState, *row: Any) -> EngineState:
+    def forward(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Forwarded]:
+        """Runs `forward`; the state is donated."""
+        return self._run(self._forward_call(stepping, plan), state)
+
+    def choose(
+        self, state: State, stepping: Stepping, plan: Decode, forwarded: Forwarded, masks: Any
+    ) -> tuple[State, Drawn]:
+        """Runs `choose` behind `forward`; the state is donated."""
+        return self._run(self._choose_call(stepping, plan, forwarded, masks), state)
+
+    def no_masks(self, rows: int, positions: int | None = None) -> np.ndarray:
+        """Masks of rows without a constraint, as programs with processors take them."""
+        shape = rows, positions or self.positions, mask_words(self._columns)
+        return np.full(shape, ~np.uint32(0))
+
+    def begin_history(self, state: State, *row: Any) -> State:
         """Runs `begin_history`; the state is donated."""
-        begun: EngineState = self._run(self._begin_call(*row), state)
+        begun: State = self._run(self._begin_call(*row), state)
         return begun
 
-    def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
+    def begin_control(self, state: State, *row: Any) -> State:
+        """Runs `begin_control`; the state is donated."""
+        begun: State = self._run(self._control_call(*row), state)
+        return begun
+
+    def clear(self, state: State, pages: Any, slot: Any) -> State:
         """Runs `clear`; the state is donated."""
-        cleared: EngineState = self._run(self._clear_call(pages, slot), state)
+        cleared: State = self._run(self._clear_call(pages, slot), state)
         return cleared
 
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
@@ -297,16 +397,11 @@ class Programs:
 
     def column_size(self, rows: Iterable[Row], entries: int) -> int:
         """The entries of block tables that are read, of `entries`: those of the rows' pages."""
-        needed = max(len(row.pages) for row in rows)
+        needed = max((len(pages) for row in rows for pages in row.pages), default=0)
         return next(size for size in self._limits.column_sizes(entries) if size >= needed)
 
-    def rider_size(self, rows: int, *, greedy: bool, scored: bool) -> int:
-        """The number of rows to which rows that ride along are padded; 0 for none."""
-        sizes = [0] if scored else self.rider_sizes.get(greedy, [0])
-        return next(size for size in sizes if size >= rows)
-
-    def reading_size(self, tokens: int, riders: int, *, greedy: bool, scored: bool) -> int:
-        """The number of tokens to which a reading is padded. riders: places for rows that ride."""
+    def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
+        """The number of tokens to which a reading is padded."""
         if scored:
             return self.scored_size
-        return next(size for size in self.reading_sizes[greedy, riders > 0] if size >= tokens)
+        return next(size for size in self.reading_sizes[greedy] if size >= tokens)

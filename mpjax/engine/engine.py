@@ -6,33 +6,33 @@ import collections
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mpjax.arguments import positive_whole
+from mpjax.constraints.kinds import Constraint, Constraints
 from mpjax.engine import options as checks
-from mpjax.engine.handle import CancelledError, Event, Handle, cancelled_on_error
+from mpjax.engine import request as requests
+from mpjax.engine.call import Call, Generation
+from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import count_pages
 from mpjax.engine.program_run import ProgramRun
-from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
+from mpjax.engine.request import AdapterNames, Options, Request, RowsOptions
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.turn import Turn
-from mpjax.generation import Generation
+from mpjax.generation.speculation.proposer import Proposer, read_speculate
 from mpjax.kernels import device
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
-from mpjax.prompts import Prompt, Prompts, encode, is_single
-from mpjax.random_keys import row_keys
-from mpjax.sampling import Sampling
-from mpjax.speculation.proposer import Proposer, read_speculate
-from mpjax.speculation.report import SpeculationReport
+from mpjax.sampling.processors import Processor, read_processors
+from mpjax.sampling.random_keys import only_seed
+from mpjax.sampling.settings import Sampling, Samplings
+from mpjax.text.prompts import Prompt, Prompts
 
 SEQUENCES = 32  # the most prompts that a program reads pieces of
 CHUNK_UNIT = 128  # chunks that hold all tokens of all slots are a multiple of it
@@ -62,16 +62,13 @@ class Engine:
         and up to four times as many while more rows wait for their first token than decode; with
         inf all prompts that have a place are read first.
     share_prefixes: whether requests share pages of the cache that begin with the same tokens.
-    ride: whether rows that decode draw a token in programs that read long prompts, so that weights
-        are read once for both; else reading and decoding take turns.
-    speculate: such as an Ngram, which proposes tokens that decoding steps verify several at a
-        time.
+    speculate: such as an Ngram, which proposes tokens that decoding steps verify.
+    processors: that requests may have, each with any arrays of these shapes; see `submit`.
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
     room for another, but for rounding: kernels choose their tiles, and so the order of sums, by the
-    number of tokens. `generate` instead reads prompts before their keys and values are quantised.
-    With KV16 both compute the same.
+    number of tokens.
 
     A row whose logits are NaN ends with an error, alone. When pages run out, the youngest request
     gives up its own and is read again later. Requests of a higher priority go first.
@@ -93,12 +90,11 @@ class Engine:
         steps: int = 8,
         max_gap: float | None = None,
         share_prefixes: bool = True,
-        ride: bool = False,
         speculate: Proposer | None = None,
+        processors: Sequence[Processor] = (),
     ) -> None:
         checks.require_gap(max_gap)
         require_type("share_prefixes", share_prefixes, bool)
-        require_type("ride", ride, bool)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         slots, chunk = checks.read_sizes(slots, chunk_tokens)
         steps = positive_whole("steps", steps)
@@ -114,26 +110,52 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
-        proposer = require_fit(read_speculate(speculate), lm, most, rides=ride)
-        self.lm, self.max_tokens, self._shares = lm, most, share_prefixes
-        windows = [layer.attention.window for layer in lm.config.layers]
+        proposer = require_fit(read_speculate(speculate, lm.config), lm, most)
         sizes = Sizes(
             slots=slots,
-            pages=0,  # until the others tell how much memory is left
+            pages=(),  # until the others tell how much memory is left
+            windows=lm.config.page_groups,
             page_size=lm.page_size,
             block=lm.kv_format.block,
             chunk=chunk,
             max_gap=max_gap,
             sequences=min(slots, SEQUENCES),
             steps=steps,
-            window=None if None in windows else max(w for w in windows if w is not None),
-            rides=ride,
             proposed=0 if proposer is None else proposer.k,
             fine=not device.on_gpu(),
         )
         beside = state_bytes(proposer, slots, most)
         pages = count_pages(lm, sizes, most, cache_memory, beside)
-        self._runner = Runner(lm, dataclasses.replace(sizes, pages=pages), most, proposer)
+        # Pages of a prefix can be shared, and a state of a sequence can't.
+        self._shares = share_prefixes and not lm.config.keeps_sequences
+        sizes = dataclasses.replace(sizes, pages=pages)
+        self._open(lm, sizes, most, proposer, read_processors(processors))
+
+    @classmethod
+    def of_sizes(
+        cls,
+        lm: LanguageModel,
+        sizes: Sizes,
+        max_tokens: int,
+        proposer: Proposer | None,
+        processors: tuple[Processor, ...] = (),
+    ) -> Engine:
+        """An engine of exactly these sizes, whose requests share no pages. Nothing is checked."""
+        engine = object.__new__(cls)
+        engine._shares = False
+        engine._open(lm, sizes, max_tokens, proposer, processors)
+        return engine
+
+    def _open(
+        self,
+        lm: LanguageModel,
+        sizes: Sizes,
+        max_tokens: int,
+        proposer: Proposer | None,
+        processors: tuple[Processor, ...],
+    ) -> None:
+        self.lm, self.max_tokens = lm, max_tokens
+        self._runner = Runner(lm, sizes, max_tokens, proposer, processors)
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
@@ -147,7 +169,8 @@ class Engine:
     def capacity(self) -> int:
         """The number of tokens that the cache holds, of all requests together."""
         sizes = self._runner.planner.sizes
-        return (sizes.pages - 1) * sizes.page_size
+        pages = max((count - 1 for count in sizes.pages), default=0)
+        return pages * sizes.page_size if sizes.pages else sizes.slots * self.max_tokens
 
     @property
     def slots(self) -> int:
@@ -167,36 +190,18 @@ class Engine:
     def statistics(self) -> dict[str, float]:
         """Current numbers of requests and pages, and sums since the engine was made.
 
-        pages: of the cache. free_pages: of them, those that no request owns. kept_pages: of these,
-        those that hold tokens which later requests may share.
+        pages: of the cache, of all groups of layers. free_pages: of them, those that no request
+        owns. kept_pages: of these, those that hold tokens which later requests may share.
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
-        new_tokens: drawn.
-        preemptions: how often a request gave up its pages. programs: that were compiled.
+        new_tokens: drawn. programs: compiled. preemptions: how often a request gave up its pages.
         proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.
         steps: of the engine. late_steps: of them, those before which the device had nothing to do;
         with speculation on a GPU most are, since the host waits for programs that decode.
         work_seconds: in which there were requests, but for compiling. idle_seconds: of them, those
         in which the device had nothing to do, at most.
         """
-        runner, planner = self._runner, self._runner.planner
-        return {
-            "running": len(planner.running),
-            "waiting": len(planner.waiting) + len(self._inbox),
-            "pages": planner.sizes.pages - 1,
-            "free_pages": planner.pool.available,
-            "kept_pages": planner.pool.kept,
-            "prompt_tokens": planner.prompt_tokens,
-            "shared_tokens": planner.shared_tokens,
-            "new_tokens": runner.new_tokens,
-            "proposed_tokens": runner.proposed_tokens,
-            "accepted_tokens": runner.accepted_tokens,
-            "preemptions": planner.preemptions,
-            "steps": runner.steps,
-            "late_steps": runner.late_steps,
-            "work_seconds": runner.clock.work_seconds,
-            "idle_seconds": runner.clock.idle_seconds,
-            "programs": len(runner.programs.used),
-        }
+        coming = sum(isinstance(one, Request) for one in [*self._inbox])
+        return self._runner.statistics(coming)
 
     def observe(self, observer: Callable[[ProgramRun], None] | None) -> None:
         """Calls `observer` with each program that has ended, in the thread that runs steps.
@@ -222,53 +227,82 @@ class Engine:
         prompt_logprobs: bool = False,
         logprobs: int = 0,
         chat_template: str | None = None,
+        adapter: str | None = None,
+        processors: Sequence[Processor] = (),
+        constraint: Constraint | None = None,
     ) -> Handle:
         """Adds a request, which waits for its turn.
 
         prompt: a text, token ids, or the messages of a chat, as for `generate`, whose arguments the
-            others are too.
-        seed: of its random draws, an integer or a key.
-        priority: an integer; requests with higher ones go first.
-        prompt_logprobs: whether to compute log-probabilities of the prompt, which then shares
-            nothing.
-        logprobs: how many of the likeliest tokens to tell beside each token, with their
-            log-probabilities, 0 to 20; rows that decode with such a request take a step at a time.
+            others are too. max_new_tokens may be 0 with prompt_logprobs, for a request that only
+            scores its prompt.
+        seed: an integer or a key. priority: an integer; requests with higher ones go first.
+        prompt_logprobs: whether to compute those of the prompt, which then shares nothing.
+        logprobs: how many of the likeliest tokens to return beside each, with their
+            log-probabilities, 0 to 20. All running requests then decode one step at a time.
+        adapter: the name of one of the model's adapters, which may come and go.
+        processors: of the logits, each like one of the engine's. constraint: as for `generate`.
 
         Raises TooLongError for a request that the cache or the model can never hold, and
         ValueError for arguments that don't fit and for an engine that is closed.
         """
         checks.require_priority(priority)
         require_type("prompt_logprobs", prompt_logprobs, bool)
-        checks.require_candidates(logprobs)
+        checks.require_top_logprobs(logprobs)
         self._require_open()
-        ids = encode_one(self.lm, prompt, chat_template)
-        settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
-        settings.row.candidates[0] = logprobs
-        if len(ids) + settings.most - 1 > self.max_tokens:  # the last token is never read
+        ids = requests.encode_one(self.lm, prompt, chat_template)
+        sampling, seed = Sampling.of(sampling, self.lm.sampling), only_seed(seed)
+        given = Options(max_new_tokens, sampling, stop, seed, adapter, processors, constraint)
+        options, how = given.read(self.lm, 1, scores=prompt_logprobs), {"logprobs": logprobs}
+        return self.submit_row(ids, options, priority=priority, scored=prompt_logprobs, **how)
+
+    def submit_row(
+        self,
+        ids: Sequence[int],
+        options: RowsOptions,
+        row: int = 0,
+        *,
+        priority: int = 0,
+        scored: bool = False,
+        logprobs: int = 0,
+    ) -> Handle:
+        """Adds a request of known token ids, with the options of one of several rows.
+
+        Arguments and errors are those of `submit`, whose checks have been made.
+        """
+        self.lm.require_predictions()
+        settings = options.settings(row, self._runner.planner.sizes.stop_ids, logprobs)
+        settings = options.controlled(row, settings, self.lm, self._runner.processors)
+        only_scores = not settings.most
+        # The last token is scored, and not read. A prompt of one token has no other to read.
+        read = ids[:-1] if only_scores and len(ids) > 1 else ids
+        most = max(settings.most, 1)
+        if len(read) + most - 1 > self.max_tokens:  # the last token is never read
             raise checks.TooLongError(
                 f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
                 f"pass the {self.max_tokens} tokens of a request: shorten it, or ask for fewer"
             )
-        if reason := self._runner.planner.why_never(len(ids), settings.most):
+        if reason := self._runner.planner.why_never(len(read), most):
             raise checks.TooLongError(f"the prompt's {reason}")
         number = next(self._numbers)
-        handle = Handle(self, number, ids, row_text(self.lm, ids, settings))
-        shares = self._shares and not settings.has_penalty and not prompt_logprobs
-        row = Row(
-            number,
-            list(ids),
-            len(ids),
-            settings.most,
+        text = requests.row_text(self.lm, ids, settings)
+        handle = Handle(self, number, list(ids), text, only_scores=only_scores)
+        planned = Row(
+            *(number, list(read), len(read), most),
             priority=priority,
-            shares=shares,
-            scored=prompt_logprobs,
+            shares=self._shares and not scored,
+            scored=scored,
+            behind=ids[len(read) :],
             greedy_from=settings.greedy_from,
+            is_controlled=settings.control is not None,
+            is_constrained=settings.matcher is not None,
             scaling=self.lm.config.scaling_by_length,
         )
-        row.owner = Request(handle, settings, row)
+        planned.owner = Request(handle, settings, planned)
         with self._door:
             self._require_open()
-            self._inbox.append(row.owner)
+            planned.adapter = self.lm.adapters.take(options.adapters[row])
+            self._inbox.append(planned.owner)
         self._wake.set()
         return handle
 
@@ -285,51 +319,18 @@ class Engine:
         prompts: Prompts,
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling | Mapping[str, Any] | None = None,
+        sampling: Samplings = None,
         stop: str | Sequence[str] | None = (),
         seeds: Any = None,
         chat_template: str | None = None,
+        adapter: AdapterNames = None,
+        processors: Sequence[Processor] = (),
+        constraint: Constraints = None,
     ) -> Generation:
-        """Completes a batch of prompts; arguments, result and errors are those of `generate`.
-
-        A field of the sampling may be an array with a number for each prompt.
-        """
-        tokenizer: Any = self.lm.tokenizer
-        batch: Any = [prompts] if is_single(prompts) else prompts
-        encoded = encode(tokenizer, batch, self.lm.config.vocab_size, chat_template)
-        seeds = np.arange(len(encoded)) if seeds is None else seeds
-        row_keys(seeds, len(encoded))  # raises for what are no seeds, and for another number
-        each = split_sampling(Sampling.of(sampling, self.lm.sampling), len(encoded))
-        begin = time.perf_counter()
-        handles: list[Handle] = []
-        with cancelled_on_error(handles):
-            for ids, one, number in zip(encoded, each, seeds, strict=True):
-                options: dict[str, Any] = {"sampling": one, "stop": stop, "seed": number}
-                handles.append(self.submit(ids, max_new_tokens=max_new_tokens, **options))
-            first = self._wait_for_all(handles)
-        end = time.perf_counter()
-        return Generation(
-            text=[handle.text for handle in handles],
-            tokens=[handle.tokens for handle in handles],
-            logprobs=[handle.logprobs for handle in handles],
-            finish_reasons=[str(handle.finish_reason) for handle in handles],
-            prompt_tokens=[len(handle.prompt) for handle in handles],
-            prefill_seconds=first - begin,
-            decode_seconds=end - first,
-            speculation=SpeculationReport.join([handle.speculation for handle in handles]),
-        )
-
-    def _wait_for_all(self, handles: Sequence[Handle]) -> float:
-        """Waits for all ends; returns the time when each had its first token or its end."""
-        first = None
-        for handle in handles:
-            while not handle.is_finished:
-                self.wait(handle, handle.version)
-                if first is None and all(one.tokens or one.is_finished for one in handles):
-                    first = time.perf_counter()
-        for handle in handles:
-            handle.result()
-        return time.perf_counter() if first is None else first
+        """Completes a batch of prompts; arguments, result and errors are those of `generate`."""
+        encoded = requests.encode_batch(self.lm, prompts, chat_template)
+        given = Options(max_new_tokens, sampling, stop, seeds, adapter, processors, constraint)
+        return Call(self, encoded, given.read(self.lm, len(encoded))).result()
 
     # -- running
 

@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpjax.row_text import RowText
-from mpjax.speculation.report import SpeculationReport
+from mpjax.generation.speculation.report import SpeculationReport
+from mpjax.text.row_text import RowText
 
 if TYPE_CHECKING:
     from mpjax.engine.engine import Engine
@@ -50,7 +50,7 @@ class PromptLogprobs:
     def join(cls, scores: Sequence[Scores], prompt: int, number: int) -> PromptLogprobs:
         """The log-probabilities of a prompt of so many tokens, from the scores of its pieces.
 
-        number: of candidates that were asked for.
+        number: of the likeliest tokens, as many as were asked for.
         """
         fields = ("logprobs", "top", "top_logprobs")
         joined = (np.concatenate([getattr(one, name) for one in scores]) for name in fields)
@@ -62,7 +62,7 @@ class PromptLogprobs:
 class Scores:
     """Scores of a piece of a prompt: what is behind each of its tokens, from position `start` on.
 
-    The arrays are those of PromptLogprobs, of more candidates.
+    The arrays are those of PromptLogprobs, of more of the likeliest tokens.
     """
 
     start: int
@@ -75,12 +75,13 @@ class Scores:
 class New:
     """New tokens of a request and their log-probabilities.
 
-    candidates: of each token, the likeliest ones with their log-probabilities; or empty.
+    top_logprobs: in the place of each token, the likeliest ones with their log-probabilities; or
+        empty.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    candidates: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +109,14 @@ class Handle:
       number: of the request, in the order of arrival.
       prompt: ids of the prompt.
       tokens, logprobs: ids of the new tokens, and the natural logarithm of each one's probability.
-      candidates: for each new token, the likeliest ones in its place with their log-probabilities,
-        likeliest first, as many as `logprobs` asked for; empty without them.
+      top_logprobs: for each new token, the likeliest ones in its place with their
+        log-probabilities, likeliest first, as many as `logprobs` asked for; empty without them.
       finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
         request has ended.
       prompt_logprobs: PromptLogprobs: of each of the prompt's tokens behind the first, and of the
         likeliest in its place (`top` and `top_logprobs`), as many as `logprobs` asked for and at
         least one. None until the prompt was read, and where they were not asked for.
+      only_scores: whether its prompt is scored, and nothing generated.
       shared_tokens: of the prompt, those that were in the cache already.
       speculation: how many tokens were proposed and accepted so far; None without speculation.
       first_token_time: `time.perf_counter()` when the first new tokens were reported; None before.
@@ -122,18 +124,24 @@ class Handle:
     """
 
     def __init__(
-        self, engine: Engine, number: int, prompt: list[int], text: RowText | None
+        self,
+        engine: Engine,
+        number: int,
+        prompt: list[int],
+        text: RowText | None,
+        *,
+        only_scores: bool = False,
     ) -> None:
-        self._engine = engine
+        self._engine, self.only_scores = engine, only_scores
         self._row_text = text
-        self._taken = 0  # characters that iteration has yielded
+        self._taken = 0  # characters that iteration and `take` have returned
         self._changed = threading.Condition()
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._ending: tuple[str, Exception | None] | None = None
         self.number, self.prompt = number, prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.candidates: list[list[tuple[int, float]]] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.speculation: SpeculationReport | None = None
@@ -147,6 +155,11 @@ class Handle:
         return "" if self._row_text is None else self._row_text.text
 
     @property
+    def marker_places(self) -> Container[int]:
+        """The places in the text where a marker was written as one token (`AnswerReader`)."""
+        return () if self._row_text is None else self._row_text.marker_places
+
+    @property
     def is_finished(self) -> bool:
         """Whether the request has ended."""
         return self.finish_reason is not None
@@ -158,7 +171,8 @@ class Handle:
     def result(self) -> Handle:
         """Waits until the request has ended.
 
-        Raises CancelledError if it was cancelled, and NotFiniteError if the model has computed NaN.
+        Raises CancelledError if it was cancelled, NotFiniteError if the model has computed NaN, and
+        ValueError if its constraint could not follow the text.
         """
         while not self.is_finished:
             self._engine.wait(self, self.version)
@@ -169,7 +183,7 @@ class Handle:
         """Pieces of the text, as it comes; the errors are those of `result`."""
         while True:
             version, finished = self.version, self.is_finished
-            if piece := self._take():
+            if piece := self.take():
                 yield piece
             elif finished:
                 self._raise()
@@ -188,7 +202,7 @@ class Handle:
             while True:
                 woken.clear()
                 finished = self.is_finished
-                if piece := self._take():
+                if piece := self.take():
                     yield piece
                 elif finished:
                     self._raise()
@@ -208,6 +222,8 @@ class Handle:
 
     def push(self, new: New) -> int:
         """Adds new tokens, up to one that completes a stop string; returns how many it took."""
+        if self.only_scores:
+            return 0
         before = len(self.tokens)
         self.tokens.extend(new.tokens)
         if self._row_text is not None:
@@ -215,7 +231,7 @@ class Handle:
             del self.tokens[len(self._row_text.tokens) :]
         taken = len(self.tokens) - before
         self.logprobs.extend(new.logprobs[:taken])
-        self.candidates.extend(new.candidates[:taken])
+        self.top_logprobs.extend(new.top_logprobs[:taken])
         return taken
 
     @property
@@ -248,7 +264,8 @@ class Handle:
                 self._watchers.discard(watcher)
         return Event(self, tokens, piece, self.finish_reason)
 
-    def _take(self) -> str:
+    def take(self) -> str:
+        """The text that has been reported, after what iteration and `take` have returned before."""
         text = self.certain
         piece, self._taken = text[self._taken :], len(text)
         return piece

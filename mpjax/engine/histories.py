@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mpjax.generation.speculation.proposer import Proposer, Speculated, Speculation
 from mpjax.language_model import LanguageModel
-from mpjax.speculation.proposer import Proposer, Speculated, Speculation
 
 
 def create_histories(proposer: Proposer | None, slots: int, tokens: int) -> Speculation | None:
@@ -46,7 +46,7 @@ def begin_rows(proposer: Proposer, histories: Speculation, slots: jax.Array) -> 
     return Speculation(histories.history[slots], proposer.rows(histories.own, slots), done)
 
 
-def put_rows(
+def put_histories(
     proposer: Proposer, histories: Speculation, slots: jax.Array, rows: Speculation
 ) -> Speculation:
     """The Speculation of all slots with that of some; rows of padding have a slot too high."""
@@ -73,30 +73,20 @@ def extend_histories(
     return dataclasses.replace(histories, history=history)
 
 
-def require_fit(
-    proposer: Proposer | None, lm: LanguageModel, tokens: int, *, rides: bool
-) -> Proposer | None:
-    """A proposer that an engine can use for rows of up to so many tokens. Raises ValueError.
-
-    rides: whether rows draw tokens in programs that read prompts.
-    """
+def require_fit(proposer: Proposer | None, lm: LanguageModel, tokens: int) -> Proposer | None:
+    """A proposer that an engine can use for rows of up to so many tokens. Raises ValueError."""
     if proposer is None:
         return None
     name, kind = type(proposer).__name__, type(proposer)
     if kind.read is not Proposer.read and kind.begin is Proposer.begin:
         raise ValueError(
             f"speculate is a {name}, which reads prompts, but not those of an Engine's rows: give "
-            "it a method `begin` beside `read`, or call mpjax.generate"
+            "it a method `begin` beside `read`, or call mpjax.generate_tokens"
         )
     if proposer.k >= lm.page_size:
         raise ValueError(
             f"speculate proposes {proposer.k} tokens: an Engine verifies fewer than a page's, "
             f"{lm.page_size}"
-        )
-    if rides and kind.begin is not Proposer.begin:
-        raise ValueError(
-            f"ride is True and speculate a {name}, which does not read the tokens of rows that "
-            "ride along: leave ride out, or give it an mpjax.Ngram"
         )
     proposer.require(lm.tokenizer, tokens)
     return proposer

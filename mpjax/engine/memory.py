@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax.engine.sizes import Sizes, scored_chunk
-from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.engine.pages import WINDOW_SLACK
+from mpjax.engine.sizes import Sizes
+from mpjax.engine.state import cache_bytes
 from mpjax.kernels import device
 from mpjax.language_model import LanguageModel
 from mpjax.memory import free_bytes_on, require_free_on
 
 # Shares of the free memory. A CPU shares its memory with other processes.
 USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
+PROGRAMS = 2  # that read, with pages of their own: one is under way while the next is planned
+CONTROL = 5  # bytes of a slot and token id: whether it is allowed, and how often it was drawn
 
 
 def count_pages(
     lm: LanguageModel, sizes: Sizes, max_tokens: int, memory: Any, beside: int = 0
-) -> int:
-    """The number of pages of an engine's cache, with the one that is nowhere.
+) -> tuple[int, ...]:
+    """The pages of each group of layers in an engine's cache, with the one that is nowhere.
+
+    A group with a window gets as many as all slots need for it, and for what programs read beside;
+    the rest of the memory is for the others.
 
     sizes: of the engine, whose pages are not known yet. max_tokens: the most tokens of a request.
     memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
@@ -32,44 +40,87 @@ def count_pages(
     DeviceMemoryError for more bytes than are free.
     """
     slots = sizes.slots
-    useful = slots * -(-max_tokens // lm.page_size)
-    fixed = residual_bytes(lm, slots) + slots * lm.config.vocab_size + beside
-    each = page_bytes(lm)
+    each, fixed = _state_bytes(lm, slots, beside)
+    most = [most_pages(sizes, max_tokens, window) for window in sizes.windows]
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
     usual = USUAL_SHARE if device.on_gpu() else USUAL_SHARE_ON_CPU
     share = usual if memory is None else float(memory)
     if 1 < share < math.inf:
-        pages = min(useful, int(share - fixed) // each)
-        needed = (fixed + pages * each) * lm.devices
+        pages = _share_room(int(share - fixed), each, most)
+        needed = (fixed + sum(map(operator.mul, pages, each))) * lm.devices
         require_free_on(lm.model.mesh, needed, "the engine's cache")
     elif 0 < share <= 1:
         free = free_bytes_on(lm.model.mesh)
-        most = fixed + useful * each
-        room = most if free is None else share * (free - _working_bytes(lm, sizes))
-        pages = min(useful, int(room - fixed) // each)
+        room = math.inf if free is None else share * (free - _working_bytes(lm, sizes))
+        pages = most if free is None else _share_room(int(room - fixed), each, most)
     else:
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
-    if pages < 1:
+    if min(pages, default=1) < 1:
         given = "too little memory is free" if memory is None else f"cache_memory is {memory!r}"
         raise ValueError(
-            f"{given}: a page of {lm.page_size} tokens takes {each} bytes, and "
+            f"{given}: a page of {lm.page_size} tokens takes {sum(each)} bytes, and "
             f"{slots} slots {fixed} bytes besides: give it more, or fewer slots"
         )
-    return pages + 1
+    return tuple(count + 1 for count in pages)
+
+
+def most_pages(sizes: Sizes, max_tokens: int, window: int | None) -> int:
+    """The most pages that a group can use. max_tokens: the most tokens of a request."""
+    all_slots = sizes.slots * sizes.pages_for(max_tokens)
+    if window is None:
+        return all_slots
+    of_row = sizes.pages_for(window + WINDOW_SLACK) + 2
+    # Rows keep what they have read until it is known to be finite, after the next program began.
+    of_program = sizes.pages_for(sizes.chunk) + sizes.sequences
+    return min(all_slots, sizes.slots * of_row + PROGRAMS * of_program)
+
+
+def _share_room(room: int, each: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The pages of each group that fit into `room` bytes: the same number, unless it has the most.
+
+    each: the bytes of a page of each group.
+    """
+    pages = [0] * len(most)
+    for _ in most:
+        growing = [group for group, count in enumerate(most) if pages[group] < count]
+        cost = sum(each[group] for group in growing)
+        more = min((most[group] - pages[group] for group in growing), default=0)
+        more = min(more, room // max(cost, 1))
+        for group in growing:
+            pages[group] += more
+        room -= more * cost
+    return pages if room >= 0 else [0] * len(most)
+
+
+def needed_bytes(lm: LanguageModel, sizes: Sizes, max_tokens: int, beside: int) -> int:
+    """Bytes of all devices for an engine in which all slots have room for `max_tokens` tokens.
+
+    sizes, beside: as for `count_pages`.
+    """
+    pages = (most_pages(sizes, max_tokens, window) + 1 for window in sizes.windows)
+    each, fixed = _state_bytes(lm, sizes.slots, beside)
+    return (fixed + sum(map(operator.mul, pages, each)) + _working_bytes(lm, sizes)) * lm.devices
+
+
+def _state_bytes(lm: LanguageModel, slots: int, beside: int) -> tuple[list[int], int]:
+    """Bytes of a page of each group, and of an engine's state without pages, on each device."""
+    each, fixed = cache_bytes(lm, slots)
+    return each, fixed + slots * CONTROL * lm.config.vocab_size + beside
 
 
 def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:
-    """Bytes of a layer's widest activations, inside the MLP, and of logits, in any program.
+    """Bytes of a layer's widest activations, inside a half, and of logits, in any program.
 
-    A program reads a chunk of prompts beside all rows that ride along, or all rows decode, each
-    with the tokens that are proposed to it. Logits are those of rows that draw, of tokens that are
-    verified, or of prompts that are scored.
+    A program reads a chunk of prompts, or all rows decode, each with the tokens that are proposed
+    to it. Logits are those of rows that draw, of tokens that are verified, or of prompts that are
+    scored.
     """
-    config, riders = lm.config, sizes.slots if sizes.rides else 0
+    config = lm.config
     verified = sizes.slots * (1 + sizes.proposed)
-    tokens = max(sizes.chunk + riders, verified)
-    inside = max(layer.mlp.working_bytes(config, tokens) for layer in config.layers)
+    tokens = max(sizes.chunk, verified)
+    halves = (spec for layer in config.layers for spec in layer.halves.values())
+    inside = max(spec.working_bytes(config, tokens) for spec in halves)
     residual = 3 * tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
-    rows = max(sizes.sequences + riders, verified, scored_chunk(sizes.chunk))
+    rows = max(sizes.sequences, verified, sizes.scored if sizes.scores else 0)
     return inside + residual + 3 * 4 * rows * config.vocab_size

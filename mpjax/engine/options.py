@@ -6,8 +6,8 @@ import numbers
 from typing import Any
 
 from mpjax.arguments import positive_whole
-from mpjax.engine.state import CANDIDATES
 from mpjax.kernels import device
+from mpjax.sampling.draw import TOP_LOGPROBS
 
 # Slots and tokens of chunks where the user gives none.
 USUAL_ON_GPU, USUAL_ON_CPU = (64, 4096), (8, 256)
@@ -52,9 +52,10 @@ def require_priority(priority: Any) -> None:
         raise ValueError(f"priority is {priority!r}: expected a whole number")
 
 
-def require_candidates(logprobs: Any) -> None:
+def require_top_logprobs(logprobs: Any) -> None:
     """Raises ValueError for a number of likeliest tokens that no request can ask for."""
-    if type(logprobs) is not int or not 0 <= logprobs <= CANDIDATES:
+    if type(logprobs) is not int or not 0 <= logprobs <= TOP_LOGPROBS:
         raise ValueError(
-            f"logprobs is {logprobs!r}: expected how many candidates to tell, 0 to {CANDIDATES}"
+            f"logprobs is {logprobs!r}: expected the number of likeliest tokens to return, 0 to "
+            f"{TOP_LOGPROBS}"
         )

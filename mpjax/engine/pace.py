@@ -110,14 +110,14 @@ class Pace:
         for size in sizes:
             rate = self.rate(size) if self._rates else 1 / math.sqrt(size)
             most = (gap - step) / rate - size
-            tokens = _fill(rows, size, most)
+            tokens = _fitting_tokens(rows, size, most)
             speed = tokens / (rate * size + step)
             if most > 0 and tokens and speed >= best:
                 best, choice = speed, (size, most)
         return choice
 
 
-def _fill(rows: Sequence[tuple[int, int]], size: int, work: float) -> int:
+def _fitting_tokens(rows: Sequence[tuple[int, int]], size: int, work: float) -> int:
     """The tokens of rows that fit into a program.
 
     rows: positions of first tokens, and numbers of tokens. size: the most tokens. work: the most

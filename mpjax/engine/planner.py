@@ -14,12 +14,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpjax.engine.pace import Pace, context_work, tokens_within, usual_gap
-from mpjax.engine.pages import NOWHERE, PagePool
+from mpjax.engine.pages import PageGroups
 from mpjax.engine.row import Row
-from mpjax.engine.sizes import LEAST_TOKENS, Sizes, middle_chunk, small_chunk
+from mpjax.engine.sizes import LEAST_TOKENS, Sizes, middle_chunk
 
 PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
-WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
 HEADROOM = 16  # one of so many pages, at most, stays free for rows that run when others come
 
 
@@ -43,30 +42,26 @@ class Decode:
     """A program that decodes up to `steps` steps, and draws up to `most` tokens of each row.
 
     greedy: whether all of them are the likeliest ones.
-    entries: for each row, the entry of its block table that gets a page, and the page; or None.
+    entries: for each row, the entry of its block tables that gets a page, and the page of each
+        group; or None.
     """
 
     rows: list[Row]
     steps: int
     greedy: bool
-    entries: list[tuple[int, int] | None]
+    entries: list[tuple[int, list[int]] | None]
     most: int = 1
-
-
-NOBODY = Decode([], 1, False, [])  # riders of a program that has places for some
 
 
 @dataclasses.dataclass(frozen=True)
 class Extend:
     """A program that reads pieces of prompts.
 
-    scored: whether with their log-probabilities. riders: rows that draw a token in the same
-    program, or None.
+    scored: whether with their log-probabilities.
     """
 
     pieces: list[Piece]
     scored: bool = False
-    riders: Decode | None = None
 
     @property
     def tokens(self) -> int:
@@ -83,16 +78,14 @@ class Planner:
     """Rows that wait and rows that run, and what to do next.
 
     Reading prompts and decoding take turns, unless rows may wait for ever. While rows decode,
-    programs read as much as the seconds allow for which they may wait, and else whole chunks. Or
-    rows that decode ride along: the program that reads draws one token for each. Small readings,
-    and rows for which no page is free, take turns also then.
+    a program reads what fits into `max_gap`, and else whole chunks.
 
     pace: the seconds of programs, of which the caller tells it.
     """
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.pool = PagePool(sizes.pages)
+        self.groups = PageGroups(sizes.pages, sizes.windows, sizes.page_size, sizes.unit)
         self.pace = Pace()
         self.waiting: list[Row] = []
         self.running: list[Row] = []  # by order
@@ -100,7 +93,7 @@ class Planner:
         self._has_left = False  # whether the last program let rows that decode wait
         self._waited = 0.0  # predicted seconds of programs that read, for which they have waited
         self._has_more = False  # whether the last reading program left pieces for the next one
-        self._left: list[tuple[int, list[int]]] = []
+        self._left: list[tuple[int, list[list[int]]]] = []
         self.preemptions = 0
         self.prompt_tokens = 0  # of rows that were given a slot
         self.shared_tokens = 0  # of them, those in pages of other rows
@@ -112,12 +105,10 @@ class Planner:
 
     def why_never(self, prompt: int, most: int) -> str | None:
         """The reason why a request can never run, or None if it can."""
-        room = (self.sizes.pages - 1) * self.sizes.page_size
-        if self.sizes.pages_for(prompt + most - 1) < self.sizes.pages:
-            return None
-        return (
-            f"{prompt} tokens and {most} new ones don't fit in the cache, which holds {room}: "
-            "shorten the prompt, ask for fewer, or give the engine more cache_memory"
+        reason = self.groups.why_never(prompt + most - 1)
+        return reason and (
+            f"{prompt} tokens and {most} new ones are too many, since {reason}: shorten the "
+            "prompt, ask for fewer, or give the engine more cache_memory"
         )
 
     def remove(self, row: Row, *, is_finite: bool = True) -> None:
@@ -131,8 +122,8 @@ class Planner:
         else:
             self._leave(row, is_finite=is_finite)
 
-    def take_left(self) -> list[tuple[int, list[int]]]:
-        """Slots and pages that were left with numbers that may be NaN, each told once.
+    def take_left(self) -> list[tuple[int, list[list[int]]]]:
+        """Pops the slots, and the pages of each group, that may hold NaN.
 
         They have to be cleared before the next program, whose rows may own them: masked reads
         multiply such numbers by zero, which gives NaN.
@@ -145,14 +136,9 @@ class Planner:
         if self._has_left and not self._may_read_on() and (decode := self._plan_decode()):
             self._has_left, self._waited = False, 0.0
             return decode
-        decoding = self._decoding()
         if extend := self._plan_extend():
-            if self.sizes.rides and not extend.scored:
-                extend = self._with_riders(extend, decoding)
-            riders = extend.riders.rows if extend.riders else []
-            self._has_left = len(riders) < len(decoding) or not self.sizes.rides
-            if not self.sizes.rides:
-                self._waited += self.pace.seconds(self._padded(extend), extend.work)
+            self._has_left = True
+            self._waited += self.pace.seconds(self._padded(extend), extend.work)
             return extend
         self._has_left, self._waited = False, 0.0
         return self._plan_decode()
@@ -165,11 +151,15 @@ class Planner:
         """
         row.learn(tokens)
         if row.slot is not None:
-            self._publish(row)
-            self._pass(row)
+            self._settle_pages(row)
             if row.has_to_reread:
                 self._leave(row, is_finite=True)
                 self.submit(row)
+
+    def learn_piece(self, piece: Piece) -> None:
+        """Notes that the logits behind a piece, and so all before them, are finite."""
+        piece.row.certain = max(piece.row.certain, piece.end)
+        self._settle_pages(piece.row)
 
     # -- reading prompts
 
@@ -178,13 +168,11 @@ class Planner:
         gap = self._gap(len(self._decoding()))
         if gap == math.inf:
             return True
-        if self.sizes.rides:
-            return False
         seconds = self.pace.seconds(middle_chunk(self.sizes.chunk), 0)
         return self._waited + seconds + self.pace.step_seconds <= gap
 
     def _padded(self, extend: Extend) -> int:
-        """The size of a program that reads, without riders."""
+        """The size of a program that reads."""
         greedy = all(piece.row.is_greedy for piece in extend.pieces)
         sizes = self.sizes.reading_sizes(greedy=greedy, scored=extend.scored)
         return next(size for size in sizes if size >= extend.tokens)
@@ -203,6 +191,9 @@ class Planner:
             if row.slot is None and not self._admit(row):
                 break
             count = self._count(row, room, work, LEAST_TOKENS if not pieces else 1)
+            if not (count := self._with_pages(row, count, preempts=not pieces)):
+                self._has_more = True
+                break
             room, work = room - count, work - context_work(row.length, count)
             pieces.append(self._cut(row, count))
         self._has_more |= any(row.is_reading for row in self.running)
@@ -217,12 +208,6 @@ class Planner:
         kind = {"greedy": all(row.is_greedy for row in [first, *decoding]), "scored": first.scored}
         sizes = self.sizes.reading_sizes(**kind)
         gap = self._gap(len(decoding)) if decoding else math.inf
-        if self.sizes.rides and decoding and not first.scored:
-            most = middle_chunk(self.sizes.chunk)
-            if gap == math.inf:
-                return most, math.inf
-            sizes = sorted({*sizes, *self.sizes.reading_sizes(**kind, riders=True)})
-            sizes = [size for size in sizes if size <= most]
         left = gap if gap == math.inf else gap - self._waited
         return self.pace.choose(sizes, [*self._unread()], left)
 
@@ -251,7 +236,7 @@ class Planner:
 
         room: the most tokens. work: the most context work of theirs, but for the `least` tokens.
         """
-        count = min(row.target - row.length, room)
+        count = min(row.target - row.length, room, self.sizes.width or room)
         if block := self.sizes.block:  # so that results don't depend on where pieces end
             count = min(count, block - row.length % block)
         return min(count, max(least, tokens_within(row.length, work)))
@@ -271,19 +256,16 @@ class Planner:
             return False
         row.set_rotary_length()
         shared = self._find_shared(row)
-        needed = self.sizes.pages_for(len(row.tokens)) - len(shared)
-        headroom = min(len(self.running), self.sizes.pages // HEADROOM)
-        if self.pool.available - self.pool.idle_of(shared) < needed + headroom:
+        pages_shared = max(map(len, shared), default=0)
+        headroom = min(len(self.running), min(self.sizes.pages, default=0) // HEADROOM)
+        if (pages := self.groups.begin(shared, len(row.tokens), headroom)) is None:
             return False
-        self.pool.share(shared)
-        pages = self.pool.allocate(needed)
-        assert pages is not None
         self._take_from_waiting(row)
         bisect.insort(self.running, row, key=lambda row: row.order)
-        row.slot, row.pages, row.target = self._slots.pop(), shared + pages, len(row.tokens)
-        row.length, row.drawn = len(shared) * self.sizes.page_size, len(row.tokens) - row.prompt
-        row.flights = []
-        row.runs, row.is_fresh, row.published = row.runs + 1, True, len(shared)
+        row.slot, row.pages, row.target = self._slots.pop(), pages, len(row.tokens)
+        row.length, row.drawn = pages_shared * self.sizes.page_size, len(row.tokens) - row.prompt
+        row.certain, row.flights = row.length, []
+        row.runs, row.is_fresh, row.published = row.runs + 1, True, pages_shared
         self.prompt_tokens += row.target
         self.shared_tokens += row.length
         if row.runs == 1:
@@ -295,14 +277,24 @@ class Planner:
         assert self.waiting[index] is row
         del self.waiting[index]
 
-    def _find_shared(self, row: Row) -> list[int]:
+    def _find_shared(self, row: Row) -> list[list[int]]:
         """Pages of other rows that hold the row's first tokens; the last token is always read."""
-        if not row.shares:
-            return []
-        of_unit = self.sizes.unit // self.sizes.page_size
-        most = (len(row.tokens) - 1) // self.sizes.unit * of_unit
-        found = self.pool.find(row.page_keys(most, self.sizes.page_size))
-        return found[: len(found) // of_unit * of_unit]
+        pages = (len(row.tokens) - 1) // self.sizes.page_size if row.shares else 0
+        return self.groups.find_prefix(row.page_keys(pages, self.sizes.page_size))
+
+    def _with_pages(self, row: Row, count: int, *, preempts: bool) -> int:
+        """How many of `count` tokens a row can read next, with pages for them.
+
+        preempts: whether rows give up theirs for it, unless pages come back by themselves.
+        """
+        if preempts and not any(row.certain < row.length for row in self.running):
+            self._make_room(row, min(count, LEAST_TOKENS))
+        if row.slot is None:
+            return 0
+        count = min(count, self.groups.room(row.pages) - row.length)
+        if count <= 0 or not self.groups.grow(row.pages, row.length + count):
+            return 0
+        return count
 
     # -- decoding
 
@@ -313,59 +305,40 @@ class Planner:
     def _plan_decode(self) -> Decode | None:
         candidates = self._decoding()
         greedy = all(row.is_greedy for row in candidates)
-        # A single step where others wait for the next piece of their prompts, unless rows ride
-        # along then, and where the next step depends on random numbers, whose program has one step.
-        waits = self._has_more and not self.sizes.rides
+        # A single step where others wait for the next piece of their prompts, and where the next
+        # step depends on random numbers, whose program has one step.
+        waits = self._has_more
         # A program does not go on behind the place where a row has to be read again.
         most = self.sizes.most_drawn(self.sizes.steps)
-        waits |= any(row.space < most for row in candidates)
-        steps = self.sizes.steps if greedy and not waits else 1
+        waits |= any(row.space < most or row.is_constrained for row in candidates)
+        steps = self.sizes.steps if (greedy or self.sizes.single) and not waits else 1
         return self._step(candidates, steps, greedy, most=self.sizes.most_drawn(steps))
 
-    def _with_riders(self, extend: Extend, rows: Sequence[Row]) -> Extend:
-        """The program with rows that ride along, unless it is small: then turns cost little."""
-        greedy = all(row.is_greedy for row in [*rows, *(piece.row for piece in extend.pieces)])
-        if greedy and extend.tokens <= small_chunk(self.sizes.chunk):
-            return extend
-        # No row is preempted here, since it might be one of which the program reads a piece.
-        riders = self._step(rows, 1, greedy, most=1, preempts=False)
-        return dataclasses.replace(extend, riders=riders)
-
     def _step(
-        self,
-        candidates: Sequence[Row],
-        steps: int,
-        greedy: bool,
-        *,
-        most: int,
-        preempts: bool = True,
+        self, candidates: Sequence[Row], steps: int, greedy: bool, *, most: int
     ) -> Decode | None:
         """Steps of those rows for which there are pages; None without any."""
         rows, entries, least = [], [], min(most, self.sizes.least_drawn(steps))
         for row in candidates:
             if row.slot is None:
                 continue  # it was preempted for one before it
-            entry = len(row.pages)
-            if not self._make_room(row, row.growth(most), preempts=preempts):
+            entry = len(row.pages[0]) if row.pages else 0
+            if not self._make_room(row, row.growth(most)):
                 continue
             rows.append(row)
-            entries.append((entry, row.pages[entry]) if entry < len(row.pages) else None)
+            new = [own[entry] for own in row.pages if entry < len(own)]
+            assert len(new) in (0, len(row.pages))
+            entries.append((entry, new) if new else None)
             row.draw(least, most)
         return Decode(rows, steps, greedy, entries, most) if rows else None
 
-    def _make_room(self, row: Row, count: int, *, preempts: bool) -> bool:
+    def _make_room(self, row: Row, count: int) -> bool:
         """Gives a row pages for `count` more tokens, if need be those of the youngest rows."""
-        needed = self.sizes.pages_for(row.length + count) - len(row.pages)
-        if needed <= 0:
-            return True
-        while (pages := self.pool.allocate(needed)) is None:
-            if not preempts:
-                return False
+        while not self.groups.grow(row.pages, row.length + count):
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is row:
                 return False
-        row.pages.extend(pages)
         return True
 
     def _preempt(self, row: Row) -> None:
@@ -378,39 +351,23 @@ class Planner:
         assert row.slot is not None
         self.running.remove(row)
         self._slots.append(row.slot)
-        self.pool.release(row.pages)
+        self.groups.release(row.pages)
         if not is_finite:
-            # Pages that others find or own are finite: `learn` has published them.
-            own = [page for page in row.pages if page != NOWHERE and self.pool.is_free(page)]
-            self._left.append((row.slot, own))
+            # Pages that others find or own are finite: `_settle_pages` has published them.
+            self._left.append((row.slot, self.groups.unowned(row.pages)))
         row.slot, row.pages, row.length, row.target, row.flights = None, [], 0, 0, []
+        row.certain = 0
 
     # -- pages
 
-    def _publish(self, row: Row) -> None:
-        """Lets others find the row's pages that hold tokens before the newest one."""
-        known = min(len(row.tokens) - 1, row.length)
+    def _settle_pages(self, row: Row) -> None:
+        """Publishes pages whose content is final and finite, and frees those before windows."""
+        known = min(len(row.tokens) - 1, row.certain)
         if block := self.sizes.block:
             # A block is encoded when the first token behind it comes.
             known = max(known - 1, 0) // block * block
-        pages = known // self.sizes.page_size
-        keys = row.page_keys(pages, self.sizes.page_size)
-        for number in range(row.published, pages):
-            self.pool.publish(row.pages[number], keys[number])
-        row.published = max(row.published, pages)
-
-    def _pass(self, row: Row) -> None:
-        """Releases pages that lie before the windows of all later queries.
-
-        While a prompt is read, its row keeps all pages, so that they are cleared if it is NaN.
-        """
-        if self.sizes.window is None:
-            return
-        # The next query is behind the tokens that are known, and maybe not behind planned ones.
-        query = min(row.length, len(row.tokens))
-        behind = max(query - self.sizes.window - WINDOW_SLACK, 0) // self.sizes.page_size
-        for entry in range(behind - 1, -1, -1):
-            if row.pages[entry] == NOWHERE:
-                break
-            self.pool.release([row.pages[entry]])
-            row.pages[entry] = NOWHERE
+        count = known // self.sizes.page_size
+        self.groups.publish(row.pages, row.published, row.page_keys(count, self.sizes.page_size))
+        row.published = max(row.published, count)
+        # Later programs have no query before these tokens.
+        self.groups.free_before_window(row.pages, min(row.certain, row.length))

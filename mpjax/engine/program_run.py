@@ -12,7 +12,7 @@ class ProgramRun:
 
     kind: "read" for one that reads prompts, "decode" for one that decodes.
     size: tokens that it reads, or rows that decode, with padding. tokens: of prompts that it reads.
-    rows: that draw tokens. steps: of decoding; 1 for one that reads and has rows that ride along.
+    rows: that draw tokens. steps: of decoding; 0 for one that reads.
     context: tokens that the queries attend to, of the row with the most.
     begin: when the device began it, in seconds of `time.perf_counter`, as far as the host sees.
     seconds: that it took. is_measured: whether those are the device's; else the host came late, or

@@ -8,25 +8,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from mpjax.decoding_state import DecodingState, repeat, several
-from mpjax.decoding_step import advance
-from mpjax.engine.drawing import RowRule, candidates, draw, is_end, no_candidates
+from mpjax.engine.controlled import with_masks
 from mpjax.engine.histories import extend_histories
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.state import EngineState, RowSettings
-from mpjax.kernels import KVPages, PagedKVCache
+from mpjax.generation import decoding
+from mpjax.generation.loop import Loop, several
+from mpjax.generation.speculation.proposer import Speculated
+from mpjax.generation.state import State, row_writer
+from mpjax.generation.step import Read, step
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
-from mpjax.random_keys import row_keys
-from mpjax.sampling import logprobs
-from mpjax.speculation.proposer import Speculated
+from mpjax.models.state import DecoderCache
+from mpjax.sampling.draw import logprobs, top_logprobs
+from mpjax.sampling.settings import RowSettings
 
 Class = TypeVar("Class")
 
@@ -47,13 +46,17 @@ class Reading:
     following: int32 [tokens], the token behind each in its row; 0 where it is not known.
     slots: int32 [pieces], of each piece's row; the number of slots for padding.
     starts, counts: int32 [pieces], the position of each piece's first token, and its tokens.
-    tables: int32 [pieces, columns], block tables: as many of their entries as hold all pages.
+    tables: int32 [pieces, columns], block tables of each group of layers: as many of their entries
+        as hold all pages.
     encoded: int32 [pieces], tokens in encoded blocks already; see Span.
     drawn: int32 [pieces], new tokens of the row that were drawn before.
     is_first: bool [pieces], whether the slot begins with the piece.
     is_last: bool [pieces], whether the next token is drawn behind the piece.
     settings: of each piece's row.
-    rotary_lengths: int32 [pieces], of each piece's row; None as in EngineState.
+    rotary_lengths: int32 [pieces], of each piece's row; None as in DecoderCache.
+    adapters: int32 [pieces], as in DecoderCache; None where no row has one.
+    masks: uint32 [pieces, 1, words], the tokens that may come behind each piece, for rows with a
+        constraint; None for programs without processors.
     """
 
     tokens: Any
@@ -68,11 +71,13 @@ class Reading:
     is_last: Any
     settings: RowSettings
     rotary_lengths: Any = None
+    adapters: Any = None
+    masks: Any = None
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slots", "entries", "pages"],
+    data_fields=["slots", "entries", "pages", "adapters"],
     meta_fields=["columns"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +85,31 @@ class Stepping:
     """Rows to decode, as NumPy's arrays.
 
     slots: int32 [rows]; the number of slots for padding.
-    entries, pages: int32 [rows], the entry of each row's block table that gets a page, and the
-        page. The entry is beyond the table for rows that get none.
+    entries: int32 [rows], the entry of each row's block tables that gets a page; beyond the tables
+        for rows that get none. pages: int32 [rows], the page of each group of layers.
     columns: the entries of block tables that hold all pages of the rows (static).
+    adapters: int32 [rows], as in DecoderCache; None where no row has one.
     """
 
     slots: Any
     entries: Any
     pages: Any
     columns: int
+    adapters: Any = None
 
-    def read(self, tables: jax.Array) -> jax.Array:
-        """The entries of block tables that the rows read, [rows, columns]."""
-        return tables if tables.shape[1] == self.columns else tables[:, : self.columns]
+    def grown(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The block tables of all slots, with the rows' new pages."""
+        return tuple(
+            table.at[self.slots, self.entries].set(pages, mode="drop")
+            for table, pages in zip(tables, self.pages, strict=True)
+        )
+
+    def read(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The entries of the rows' block tables that they read, [rows, columns]."""
+        return tuple(
+            table if table.shape[1] == self.columns else table[:, : self.columns]
+            for table in tables
+        )
 
 
 @_arrays
@@ -101,8 +118,8 @@ class Drawn:
 
     tokens, logprobs: int32 and float32 [rows, steps]. counts: int32 [rows], tokens of each row.
     running: bool [rows], whether more can be drawn.
-    candidates: the likeliest tokens beside each, and their log-probabilities, int32 and float32
-        [rows, steps, number]; None where all rows are greedy.
+    top_logprobs: the likeliest tokens in the place of each, and their log-probabilities, int32 and
+        float32 [rows, steps, number]; None where all rows are greedy.
     speculated: how many tokens were proposed and accepted; None without speculation.
     """
 
@@ -110,7 +127,7 @@ class Drawn:
     logprobs: Any
     counts: Any
     running: Any
-    candidates: Any = None
+    top_logprobs: Any = None
     speculated: Speculated | None = None
 
     @property
@@ -140,154 +157,110 @@ class PromptScores:
 
 def extend(
     model: Decoder,
-    state: EngineState,
+    state: State,
     reading: Reading,
-    riders: Stepping | None = None,
     *,
     greedy: bool = False,
     scored: bool = False,
-) -> tuple[EngineState, Drawn, PromptScores | None]:
+    width: int | None = None,
+) -> tuple[State, Drawn, PromptScores | None]:
     """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
 
-    riders: rows that decode a token beside them; None for none, and where prompts are scored.
-        `Drawn` has them behind all pieces.
-    greedy: whether all rows are known to take their likeliest token, as `draw` says (static).
-    scored: whether to compute log-probabilities of the prompts' tokens (static).
+    greedy: whether all rows are known to take their likeliest tokens (static); see
+        `RowSettings.likeliest`. scored: whether to compute log-probabilities of the prompts' tokens
+        (static). width: the number of tokens to which each piece is padded, where no prefix is
+        shared; None for varlen pieces (static).
     """
-    rows = _reading_rows(reading)
-    if riders is not None:
-        both = rows, _stepping_rows(state, riders)
-        rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
-    slots, last = rows.slots, len(state.lengths) - 1
-    cache = view(state, rows.tables, rows.starts, jnp.minimum(slots, last), rows.rotary_lengths)
-    encoded = None if state.format.block is None else reading.encoded
-    seen = _see(state.seen, reading)
-    tokens = reading.tokens
-    if riders is not None:
-        tokens = jnp.concatenate([tokens, state.newest[jnp.minimum(riders.slots, last)]])
-    logits, cache = model.step_varlen(
-        tokens,
-        rows.counts,
-        cache,
-        encoded=encoded,
-        every_position=scored,
-        riders=len(tokens) - len(reading.tokens),
-    )
-    scores = None
-    if scored:
-        top = candidates(logits, reading.settings, 1)
-        scores = PromptScores(logprobs(logits, reading.following), *top)
-        logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
-    seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
-    drawn, chance, told = draw(
-        logits, rows.settings, rows.drawn, seen_by_rows, divided=model.shards > 1
-    )
-    one = rows.draws.astype(jnp.int32)
-    counts = rows.drawn + one
-    running = rows.draws & ~is_end(drawn, chance, rows.settings, counts)
-    drawing = jnp.where(rows.draws, slots, last + 1)
+    slots, last = reading.slots, len(state.counts) - 1
+    begun = _begun(state, reading, greedy=greedy)
+
+    def read(cache: DecoderCache) -> Read:
+        if width is not None:
+            return _read_padded(model, reading, cache, width, scored=scored)
+        logits, cache = model.step_varlen(
+            reading.tokens,
+            reading.counts,
+            cache,
+            encoded=None if cache.format.block is None else reading.encoded,
+            every_position=scored,
+        )
+        return _scored(logits, cache, reading) if scored else Read(logits, cache)
+
+    after, found = step(model, begun, read, reading.is_last)
+    state = state.with_rows(slots, after)
+    put = row_writer(slots)
+    put_tables = functools.partial(_put_tables, slots)
+    tables = jax.tree.map(put_tables, state.cache.tables, reading.tables)
+    drawing = jnp.where(reading.is_last, slots, last + 1)
     state = dataclasses.replace(
         state,
-        layers=cache.layers,
-        tables=put(slots)(state.tables, _widened(rows.tables, state.tables.shape[1])),
-        lengths=put(slots)(state.lengths, cache.lengths),
-        newest=put(slots)(state.newest, drawn),
-        counts=put(slots)(state.counts, counts),
-        running=put(slots)(state.running, running),
-        seen=seen.at[drawing, drawn].set(True, mode="drop"),
-        settings=jax.tree.map(put(slots), state.settings, rows.settings),
-        rotary_lengths=jax.tree.map(put(slots), state.rotary_lengths, rows.rotary_lengths),
-        speculation=extend_histories(state.speculation, drawing, cache.lengths, drawn),
+        cache=dataclasses.replace(state.cache, tables=tables),
+        settings=jax.tree.map(put, state.settings, reading.settings),
+        speculation=extend_histories(state.speculation, drawing, after.cache.lengths, after.newest),
     )
-    told = jax.tree.map(lambda x: x[:, None], told)
-    return state, Drawn(drawn[:, None], chance[:, None], one, running, told), scores
+    draw = found.draw
+    drawn = Drawn(draw.tokens, draw.logprobs, found.counts, after.running, draw.top_logprobs)
+    return state, drawn, found.scores
 
 
-@_arrays
-class _Rows:
-    """The rows of a program that reads: of pieces, and of riders.
-
-    slots, starts, counts, tables, drawn, settings, rotary_lengths: as in Reading. draws: bool
-    [rows], whether the next token is drawn.
-    """
-
-    slots: Any
-    starts: Any
-    counts: Any
-    tables: Any
-    drawn: Any
-    draws: Any
-    settings: RowSettings
-    rotary_lengths: Any
+def _read_padded(
+    model: Decoder, reading: Reading, cache: DecoderCache, width: int, *, scored: bool
+) -> Read:
+    """Reads pieces of up to `width` tokens as rows of a padded batch."""
+    counts, most = reading.counts, len(reading.tokens) - 1
+    places = (jnp.cumsum(counts) - counts)[:, None] + jnp.arange(width)[None]
+    tokens = reading.tokens[jnp.minimum(places, most)]
+    logits, cache = model.step(tokens, counts, cache, every_position=scored)
+    if not scored:
+        return Read(logits, cache)
+    found = tokens_of(counts, len(reading.tokens))
+    return _scored(logits[found.sequence, found.number], cache, reading)
 
 
-def _reading_rows(reading: Reading) -> _Rows:
-    return _Rows(
-        *(reading.slots, reading.starts, reading.counts, reading.tables, reading.drawn),
-        reading.is_last,
-        reading.settings,
-        reading.rotary_lengths,
-    )
+def _scored(logits: jax.Array, cache: DecoderCache, reading: Reading) -> Read:
+    """The scores of what was read, and the logits behind each piece, of those behind each token."""
+    top = top_logprobs(logits, reading.settings.top_logprobs, always=1)
+    scores = PromptScores(logprobs(logits, reading.following), *top)
+    return Read(logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)], cache, scores)
 
 
-def _stepping_rows(state: EngineState, riders: Stepping) -> _Rows:
-    """Rows that decode. Those that have ended, which their plan did not know, become padding."""
-    last = len(state.lengths) - 1
-    own = jnp.minimum(riders.slots, last)
-    alive = state.running[own] & (riders.slots <= last)
-    tables = state.tables.at[riders.slots, riders.entries].set(riders.pages, mode="drop")
-    return _Rows(
-        jnp.where(alive, riders.slots, last + 1),
-        state.lengths[own],
-        alive.astype(jnp.int32),
-        riders.read(tables[own]),
-        state.counts[own],
-        alive,
-        *jax.tree.map(lambda x: x[own], (state.settings, state.rotary_lengths)),
+def _begun(state: State, reading: Reading, *, greedy: bool) -> State:
+    """The state of the rows of a program that reads, before it."""
+    own = jnp.minimum(reading.slots, len(state.counts) - 1)
+    return State(
+        dataclasses.replace(
+            state.cache.rows(own),
+            tables=reading.tables,
+            lengths=reading.starts,
+            rotary_lengths=reading.rotary_lengths,
+            adapters=reading.adapters,
+        ),
+        newest=state.newest[own],
+        counts=reading.drawn,
+        running=reading.is_last,
+        settings=reading.settings.likeliest if greedy else reading.settings,
+        processors=with_masks(tuple(one.rows(own) for one in state.processors), reading.masks),
     )
 
 
-def view(
-    state: EngineState,
-    tables: jax.Array,
-    lengths: jax.Array,
-    slots: jax.Array,
-    rotary_lengths: jax.Array | None,
-) -> PagedKVCache:
-    """The cache of some slots, each with a row of `tables`, `lengths` and `rotary_lengths`."""
-    residual_pages = None if state.format.block is None else slots[:, None]
-    return PagedKVCache(state.layers, tables, lengths, state.format, residual_pages, rotary_lengths)
-
-
-def put(slots: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Writes the rows of an array at slots into another; rows of padding have no slot."""
-    return lambda target, rows: target.at[slots].set(rows, mode="drop")
-
-
-def _widened(tables: jax.Array, entries: int) -> jax.Array:
-    """Block tables with so many entries, of which those behind the given ones are no pages."""
-    missing = entries - tables.shape[1]
-    return jnp.pad(tables, ((0, 0), (0, missing)), constant_values=NOWHERE) if missing else tables
-
-
-def _see(seen: jax.Array, reading: Reading) -> jax.Array:
-    """Marks the tokens that are read, in slots that are cleared where a row begins."""
-    begun = jnp.where(reading.is_first, reading.slots, len(seen))
-    seen = seen.at[begun].set(False, mode="drop")
-    found = tokens_of(reading.counts, len(reading.tokens))
-    slot = jnp.where(found.is_real, reading.slots[found.sequence], len(seen))
-    return seen.at[slot, reading.tokens].set(True, mode="drop")
+def _put_tables(slots: jax.Array, target: jax.Array, tables: jax.Array) -> jax.Array:
+    """Writes block tables at slots; their entries behind the given ones are no pages."""
+    missing = target.shape[1] - tables.shape[1]
+    if missing:
+        tables = jnp.pad(tables, ((0, 0), (0, missing)), constant_values=NOWHERE)
+    written: jax.Array = row_writer(slots)(target, tables)
+    return written
 
 
 def decode(
     model: Decoder,
-    state: EngineState,
+    state: State,
     stepping: Stepping,
     *,
     steps: int,
     greedy: bool,
     waits: bool = False,
-) -> tuple[EngineState, Drawn]:
+) -> tuple[State, Drawn]:
     """Draws up to `steps` tokens of some rows, in one loop on the device.
 
     steps: decoding steps (static). greedy: as for `extend` (static).
@@ -295,117 +268,39 @@ def decode(
         of known length, and so the caller goes on while a GPU works. Another loop makes the host
         wait for the GPU in each step.
     """
-    loop, tables, settings = begin(state, stepping, steps, greedy=greedy)
-    before = loop.counts
-
-    def unfinished(loop: DecodingState) -> jax.Array:
-        return (loop.step <= steps) & ~loop.finished.all()
-
-    def go_on(loop: DecodingState) -> DecodingState:
-        return advance(model, loop, RowRule(settings), ~loop.finished)
+    state, loop = begin_loop(model, state, stepping, steps, greedy=greedy)
 
     if waits and steps > 1:
-        end = repeat(go_on, unfinished, loop, stride=1)
+        end = decoding.decode(model, loop, jnp.int32(steps), stride=1)
     else:
-        end = several(go_on, steps, loop)
-    return settled(state, stepping.slots, tables, end, end.counts - before)
+        end = several(lambda loop: loop.advance(model, loop.goes_on(steps)), steps, loop)
+    return state.with_rows(stepping.slots, end.state), drawn_of(end)
 
 
-def begin(
-    state: EngineState, stepping: Stepping, most: int, *, greedy: bool
-) -> tuple[DecodingState, jax.Array, RowSettings]:
-    """The begin of a loop that draws up to `most` tokens of some rows.
+def begin_loop(
+    model: Decoder, state: State, stepping: Stepping, columns: int, *, greedy: bool
+) -> tuple[State, Loop]:
+    """The begin of a loop that draws up to `columns` tokens of some rows.
 
-    Returns also the block tables of all slots, with the rows' new pages, and the rows' settings.
+    Returns also the state of all slots, whose block tables have the rows' new pages.
     """
-    slots, drawn = stepping.slots, (len(stepping.slots), most + 1)
-    own = jnp.minimum(slots, len(state.lengths) - 1)
-    tables = state.tables.at[slots, stepping.entries].set(stepping.pages, mode="drop")
-    settings, rotary_lengths = jax.tree.map(
-        lambda x: x[own], (state.settings, state.rotary_lengths)
-    )
-    loop = DecodingState(
-        cache=view(state, stepping.read(tables[own]), state.lengths[own], own, rotary_lengths),
-        keys=row_keys(settings.key_words),
-        tokens=jnp.zeros(drawn, jnp.int32).at[:, 0].set(state.newest[own]),
-        logprobs=jnp.zeros(drawn, jnp.float32),
-        counts=state.counts[own],
-        finished=~state.running[own] | (slots >= len(state.lengths)),
-        seen=None if greedy else state.seen[own],
-        step=jnp.int32(1),
-        candidates=None if greedy else no_candidates(drawn, state.seen.shape[1]),
-    )
-    return loop, tables, settings
+    cache = dataclasses.replace(state.cache, tables=stepping.grown(state.cache.tables))
+    state = dataclasses.replace(state, cache=cache)
+    rows = state.rows(stepping.slots, greedy=greedy)
+    own = {"tables": stepping.read(rows.cache.tables), "adapters": stepping.adapters}
+    rows = dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, **own))
+    return state, Loop.begin(rows, columns, model.columns)
 
 
-def settled(
-    state: EngineState, slots: jax.Array, tables: jax.Array, end: DecodingState, drawn: jax.Array
-) -> tuple[EngineState, Drawn]:
-    """The state of an engine after a loop that has decoded rows of some slots, and their tokens.
+def drawn_of(end: Loop) -> Drawn:
+    """The tokens that a loop has drawn."""
+    return Drawn(end.tokens, end.logprobs, end.drawn, end.state.running, end.top_logprobs)
 
-    tables: of all slots. end: of the loop; its first column is each row's newest token from before.
-    drawn: int32 [rows], the number of each row's new tokens.
+
+def clear(model: Decoder, state: State, pages: tuple[jax.Array, ...], slot: jax.Array) -> State:
+    """Sets pages and what is kept for a slot to zero, in which a row may have left NaN.
+
+    pages: int32 [any number] of each group of layers. slot: int32 scalar, too high for none.
     """
-    newest = jnp.take_along_axis(end.tokens, drawn[:, None], 1)[:, 0]
-    counts = state.counts[jnp.minimum(slots, len(state.counts) - 1)] + drawn
-    state = dataclasses.replace(
-        state,
-        layers=end.cache.layers,
-        tables=tables,
-        lengths=put(slots)(state.lengths, end.cache.lengths),
-        newest=put(slots)(state.newest, newest),
-        counts=put(slots)(state.counts, counts),
-        running=put(slots)(state.running, ~end.finished),
-        seen=state.seen if end.seen is None else put(slots)(state.seen, end.seen),
-    )
-    told = jax.tree.map(lambda x: x[:, 1:], end.candidates)
-    return state, Drawn(end.tokens[:, 1:], end.logprobs[:, 1:], drawn, ~end.finished, told)
-
-
-def clear(
-    state: EngineState,
-    pages: jax.Array,
-    slot: jax.Array,
-    mesh: jax.sharding.Mesh | None = None,
-) -> EngineState:
-    """Sets pages and the residual of a slot to zero, in which a row may have left NaN.
-
-    pages: int32 [any number]. slot: int32 scalar, too high for none. mesh: the devices among
-        which the KV heads are divided (static).
-    """
-    run = _clear_layers
-    if mesh is not None:
-        divided, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
-        run = jax.shard_map(
-            _clear_layers,
-            mesh=mesh,
-            in_specs=(divided, whole, whole),
-            out_specs=divided,
-            check_vma=False,
-        )
-    return dataclasses.replace(state, layers=run(state.layers, pages, slot))
-
-
-def _clear_layers(
-    layers: tuple[KVPages, ...], pages: jax.Array, slot: jax.Array
-) -> tuple[KVPages, ...]:
-    def cleared(pages_of_layer: Any) -> Any:
-        residual = pages_of_layer.residual
-        if residual is not None:
-            residual = dataclasses.replace(
-                residual,
-                keys=residual.keys.at[slot].set(0, mode="drop"),
-                values=residual.values.at[slot].set(0, mode="drop"),
-            )
-        changed: dict[str, Any] = {"residual": residual}
-        for name, codes in (
-            ("keys", pages_of_layer.format.key_codes),
-            ("values", pages_of_layer.format.value_codes),
-        ):
-            changed[name] = getattr(pages_of_layer, name).at[pages].set(0)
-            if codes.keeps_scales:
-                parameters = f"{name[:-1]}_parameters"
-                changed[parameters] = getattr(pages_of_layer, parameters).at[pages].set(0)
-        return dataclasses.replace(pages_of_layer, **changed)
-
-    return tuple(map(cleared, layers))
+    layers = model.clear_states(state.cache.layers, pages, slot[None])
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))

@@ -1,4 +1,4 @@
-"""Reads the arguments of a request: the settings of its row."""
+"""Reads the arguments of requests: how their rows are drawn, and what ends them."""
 
 from __future__ import annotations
 
@@ -6,96 +6,213 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
-from mpjax.batch import special_ids
+from mpjax.constraints.kinds import Constraint, read_constraints
+from mpjax.constraints.matcher import Matcher
+from mpjax.engine.controlled import Control, Masked, read_control
 from mpjax.engine.handle import Handle, Scores
 from mpjax.engine.row import Row
-from mpjax.engine.state import STOP_IDS, RowSettings
+from mpjax.kernels.checks import shown
 from mpjax.language_model import LanguageModel
-from mpjax.prompts import EXPECTED, encode, is_single
-from mpjax.random_keys import key_words
-from mpjax.row_text import RowText
-from mpjax.sampling import Sampling
+from mpjax.sampling.controls import changes_logits
+from mpjax.sampling.processors import Processor, read_processors
+from mpjax.sampling.settings import RowSettings, Sampling, Samplings, read_samplings, rows_of
+from mpjax.sampling.token_lists import NO_ID
+from mpjax.text.prompts import EXPECTED, encode, has_text, is_single
+from mpjax.text.row_text import RowText
+from mpjax.text.tokenizer import Tokenizer
+
+AdapterNames = str | Sequence[str | None] | None  # of all requests of a call, or of each
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a request is generated.
 
-    row: its RowSettings, of one row. most: the most new tokens, of which the row has no more than
-    an int32. stop: strings that end it. stop_ids: tokens that end it.
+    row: its RowSettings, of one row, as NumPy's arrays. most: the most new tokens, 0 for a request
+    that only scores its prompt. stop: strings that end it. control: its logits processors, and
+    matcher: which follows its constraint; None for none.
     """
 
     row: RowSettings
     most: int
     stop: list[str]
-    stop_ids: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, lm: LanguageModel, max_new_tokens: Any, sampling: Any, stop: Any, seed: Any
-    ) -> Settings:
-        """The settings that a request asks for. Raises ValueError for arguments that don't fit."""
-        strings, sampling = stop_strings(stop), Sampling.of(sampling, lm.sampling)
-        most = most_new_tokens(max_new_tokens, sampling.min_new_tokens)
-        if lm.tokenizer is None and strings:
-            lm.require_tokenizer()
-        usual = (lm.tokenizer and lm.tokenizer.stop_ids) or lm.config.stop_ids
-        sampling, ids = sampling.split(usual, lm.config.vocab_size)
-        named = special_ids(lm.tokenizer, strings) if lm.tokenizer else []
-        stop_ids = (*dict.fromkeys([*(int(i) for i in np.asarray(ids)), *named]),)
-        if len(stop_ids) > STOP_IDS:
-            raise ValueError(
-                f"there are {len(stop_ids)} stop ids: an engine's requests have at most {STOP_IDS}"
-            )
-        row = RowSettings.usual(1)
-        for field, name in _FIELDS.items():
-            if (value := getattr(sampling, field)) is not None:
-                getattr(row, name)[0] = _one(field, value)
-        row.most[0] = min(most, np.iinfo(np.int32).max)  # more than any request may have
-        row.stop_ids[0, : len(stop_ids)] = stop_ids
-        row.key_words[:] = np.asarray(key_words([seed]))
-        return cls(row, most, strings, stop_ids)
+    control: Control | None = None
+    matcher: Matcher | None = None
 
     @property
     def greedy_from(self) -> int | None:
         """The number of new tokens from which the row takes its likeliest ones; None for never.
 
-        Also never where candidates are told, which programs of greedy rows don't look for.
+        Also never where top_logprobs are wanted, which programs of greedy rows don't compute.
         """
         row = self.row
-        is_greedy = row.temperature[0] == 0 and row.penalty[0] == 1 and row.candidates[0] == 0
-        return int(row.least[0]) if is_greedy else None
+        is_greedy = row.temperature[0] == 0 and self.control is None and not self.top_logprobs
+        return self.min_new_tokens if is_greedy else None
 
     @property
-    def candidates(self) -> int:
-        """How many of the likeliest tokens are told beside each token."""
-        return int(self.row.candidates[0])
+    def min_new_tokens(self) -> int:
+        """The new tokens before which no stop string ends the row."""
+        return int(self.row.min_new_tokens[0])
 
     @property
-    def has_penalty(self) -> bool:
-        """Whether tokens that were seen are less likely."""
-        return bool(self.row.penalty[0] != 1)
+    def top_logprobs(self) -> int:
+        """How many of the likeliest tokens are wanted in the place of each token."""
+        return int(self.row.top_logprobs[0])
+
+    def is_stop(self, token: int) -> bool:
+        """Whether a token ends the row."""
+        return token != NO_ID and token in self.row.stop_ids[0]
 
 
-_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty",
-    "min_new_tokens": "least",
-}
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What requests of one call have in common, or give one for each: arguments of `generate`."""
 
+    max_new_tokens: Any = 128
+    sampling: Samplings = None
+    stop: str | Sequence[str] | None = ()
+    seeds: Any = None
+    adapter: AdapterNames = None
+    processors: Any = ()
+    constraint: Any = None
 
-def _one(field: str, value: Any) -> Any:
-    if np.ndim(value):
-        raise ValueError(
-            f"{field} has shape {np.shape(value)}: a request is one row, give a number"
+    def read(self, lm: LanguageModel, rows: int, *, scores: bool = False) -> RowsOptions:
+        """The options of so many requests, checked.
+
+        scores: whether max_new_tokens may be 0, since prompts are scored.
+
+        Raises ValueError for arguments that don't fit.
+        """
+        strings = stop_strings(self.stop)
+        samplings = rows_of(read_samplings(self.sampling, rows, lm.sampling), rows)
+        least, most = 0 if scores else 1, 0
+        for one in samplings:
+            most = most_new_tokens(self.max_new_tokens, one.min_new_tokens, least=least)
+        if lm.tokenizer is None and strings:
+            lm.require_tokenizer()
+        usual, constraints = lm.usual_stop_ids, read_constraints(self.constraint, rows)
+        for row, one in enumerate(samplings):
+            # A text can end with its constraint only by a stop id.
+            if constraints[row] is not None and one.stop_ids is not None and not len(one.stop_ids):
+                samplings[row] = dataclasses.replace(one, stop_ids=usual)
+        named = special_ids(lm.tokenizer, strings) if lm.tokenizer else []
+        samplings = [
+            dataclasses.replace(
+                one, stop_ids=_joined(usual if one.stop_ids is None else one.stop_ids, named)
+            )
+            for one in samplings
+        ]
+        settings = RowSettings.of(
+            samplings,
+            rows,
+            max_new_tokens=max(most, 1),
+            seeds=self.seeds,
+            vocabulary=lm.config.vocab_size,
         )
-    return value
+        return RowsOptions(
+            jax.tree.map(np.asarray, settings),
+            most,
+            strings,
+            read_adapters(lm, self.adapter, rows),
+            samplings,
+            read_processors(self.processors),
+            constraints,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOptions:
+    """The options of some requests: RowSettings of NumPy's arrays, and as in Settings.
+
+    adapters: the name of each request's adapter, None for none.
+    samplings: of each row.
+    processors: of all rows, behind those of their Samplings. constraints: of each row; None for
+    none.
+    """
+
+    rows: RowSettings
+    most: int
+    stop: list[str]
+    adapters: Sequence[str | None]
+    samplings: Sequence[Sampling] = (Sampling(),)
+    processors: tuple[Processor, ...] = ()
+    constraints: Sequence[Constraint | None] = (None,)
+
+    @property
+    def stop_ids(self) -> int:
+        """The most stop ids of a row, with padding."""
+        return int(self.rows.stop_ids.shape[1])
+
+    def settings(self, row: int, stop_ids: int, top_logprobs: int = 0) -> Settings:
+        """The settings of one request.
+
+        stop_ids: the most stop ids that a row of the engine has. Raises ValueError for more.
+        """
+        own = jax.tree.map(lambda each: each[row : row + 1], self.rows)
+        found = int((own.stop_ids != NO_ID).sum())
+        if found > stop_ids:
+            raise ValueError(
+                f"there are {found} stop ids: an engine's requests have at most {stop_ids}"
+            )
+        own = dataclasses.replace(
+            own,
+            stop_ids=own.stop_ids[:, :stop_ids],
+            top_logprobs=np.full(1, top_logprobs, np.int32),
+        )
+        return Settings(own.filled(stop_ids), self.most, self.stop)
+
+    def controlled(
+        self, row: int, settings: Settings, lm: LanguageModel, processors: Sequence[Processor]
+    ) -> Settings:
+        """The settings of one request with its processors and the matcher of its constraint.
+
+        processors: of the engine, beside those of Samplings. Raises ValueError as `read_control`
+        and `Matcher` say.
+        """
+        sampling, constraint = self.samplings[row], self.constraints[row]
+        if constraint is not None:
+            ids = settings.row.stop_ids[0]
+            matcher = Matcher(lm, constraint, ids[ids != NO_ID].tolist())
+            settings = dataclasses.replace(settings, matcher=matcher)
+        masked = [one for one in processors if isinstance(one, Masked)]
+        wanted = (*([] if constraint is None else masked), *self.processors)
+        if not changes_logits(sampling) and not wanted:
+            return settings
+        control = read_control(lm, sampling, wanted, processors)
+        return dataclasses.replace(settings, control=control)
+
+
+def read_adapters(lm: LanguageModel, adapter: AdapterNames, rows: int) -> list[str | None]:
+    """The name of the adapter of each row, None for none.
+
+    adapter: a name for all rows, or a list with one for each. Raises ValueError for anything else,
+    and for names that the model does not have.
+    """
+    names = [adapter] * rows if adapter is None or isinstance(adapter, str) else adapter
+    if not isinstance(names, list | tuple) or len(names) != rows:
+        raise ValueError(
+            f"adapter is {shown(adapter)}: expected the name of an adapter, or a list of {rows}, "
+            "one for each prompt"
+        )
+    for name in names:
+        if name is not None:
+            lm.adapters[name]
+    return list(names)
+
+
+def special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
+    """Ids of special tokens that are stop strings: they have no text, so they stop by id."""
+    named = (tokenizer.backend.token_to_id(text) for text in stop)
+    return [i for i in named if i is not None and i in tokenizer.special_ids]
+
+
+def _joined(ids: Any, more: Sequence[int]) -> list[int]:
+    """Ids without those that come twice."""
+    return list(dict.fromkeys([*(int(i) for i in np.asarray(ids)), *more]))
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,17 +225,28 @@ class Request:
     scores: list[Scores] = dataclasses.field(default_factory=list)
 
 
+def encode_batch(
+    lm: LanguageModel, prompts: Any, chat_template: str | None = None
+) -> list[list[int]]:
+    """The ids of prompts. Raises ValueError for anything else, and for texts without a tokenizer.
+
+    prompts, chat_template: as for `generate`.
+    """
+    if lm.tokenizer is None and has_text(prompts):
+        lm.require_tokenizer()
+    tokenizer: Any = lm.tokenizer
+    encoded = encode(tokenizer, prompts, lm.config.vocab_size, chat_template)
+    require_known_ids(encoded, lm.config.vocab_size)
+    return encoded
+
+
 def encode_one(lm: LanguageModel, prompt: Any, chat_template: str | None) -> list[int]:
     """The ids of a single prompt. Raises ValueError for anything else, as `generate` does."""
     if isinstance(prompt, list | tuple) and not prompt:
         raise ValueError("the prompt is empty: expected at least one token")
     if not is_single(prompt):
         raise ValueError(f"prompt is not a single prompt: expected {EXPECTED}")
-    if lm.tokenizer is None and isinstance(prompt, str):
-        lm.require_tokenizer()
-    tokenizer: Any = lm.tokenizer
-    [ids] = encode(tokenizer, [prompt], lm.config.vocab_size, chat_template)
-    require_known_ids([ids], lm.config.vocab_size)
+    [ids] = encode_batch(lm, [prompt], chat_template)
     return ids
 
 
@@ -126,28 +254,4 @@ def row_text(lm: LanguageModel, ids: Sequence[int], settings: Settings) -> RowTe
     """The text of a request; None for a model without a tokenizer."""
     if lm.tokenizer is None:
         return None
-    return RowText(lm.tokenizer, ids, settings.stop, int(settings.row.least[0]))
-
-
-def split_sampling(sampling: Sampling, batch: int) -> list[Sampling]:
-    """The sampling of each row of a batch. Raises ValueError for an array of another length."""
-    names = [field.name for field in dataclasses.fields(Sampling) if field.name != "stop_ids"]
-    for name in names:
-        shape = np.shape(getattr(sampling, name))
-        if shape not in ((), (batch,)):
-            raise ValueError(
-                f"{name} has shape {shape}: a batch of {batch} needs a number or an array of shape "
-                f"({batch},)"
-            )
-
-    def of_row(name: str, row: int) -> Any:
-        value = getattr(sampling, name)
-        return value[row] if np.ndim(value) else value
-
-    rows = []
-    for row in range(batch):
-        fields = {name: of_row(name, row) for name in names}
-        if not fields["temperature"]:
-            fields |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
-        rows.append(Sampling(**fields, stop_ids=sampling.stop_ids))
-    return rows
+    return RowText(lm.tokenizer, ids, settings.stop, settings.min_new_tokens)

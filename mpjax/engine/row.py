@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mpjax.adapters.collection import Loaded
 from mpjax.engine.pages import first_key, page_key
 from mpjax.models import RopeScaling
 
@@ -19,12 +20,17 @@ class Row:
     prompt: the number of the prompt's. most: the most new tokens.
     priority: rows of a higher one come first. shares: whether it may take pages of other rows.
     scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
+    behind: the token behind the prompt, which is scored and not read; empty for none.
     greedy_from: the number of new tokens from which it takes its likeliest tokens, as they are;
-        None for never. scaling: of rotary frequencies, where it depends on the tokens of a row.
+        None for never. is_controlled: whether it has logits processors. is_constrained: whether
+        the host says which tokens it may draw.
+    scaling: of rotary frequencies, where it depends on the tokens of a row. adapter: with which its
+        tokens are read; None for none.
 
     slot: its place among the rows that run, or None while it waits. runs: how often it was given a
         slot. is_fresh: whether its slot has read nothing yet.
-    pages: of its tokens, in order. target: tokens to read before the next one is drawn.
+    pages: of its tokens, in order, for each group of layers. target: tokens to read before the next
+        one is drawn. certain: tokens in the cache that are known to be finite.
     length: tokens in the cache at most, and drawn: new tokens at least, both after all planned
         programs. flights: of planned programs that draw tokens of the row and are not read yet, the
         fewest and the most tokens.
@@ -40,14 +46,19 @@ class Row:
     priority: int = 0
     shares: bool = True
     scored: bool = False
+    behind: Sequence[int] = ()
     owner: Any = None
     greedy_from: int | None = 0
+    is_controlled: bool = False
+    is_constrained: bool = False
     scaling: RopeScaling | None = None
+    adapter: Loaded | None = None
     slot: int | None = None
     runs: int = 0
     is_fresh: bool = False
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: list[list[int]] = dataclasses.field(default_factory=list)
     target: int = 0
+    certain: int = 0
     length: int = 0
     drawn: int = 0
     flights: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -110,13 +121,15 @@ class Row:
         """The keys of the row's first pages."""
         while len(self.keys) < pages:
             at = len(self.keys) * page_size
-            before = self.keys[-1] if self.keys else first_key(self.rotary_length)
+            own = b"" if self.adapter is None else self.adapter.key
+            before = self.keys[-1] if self.keys else first_key(self.rotary_length, own)
             self.keys.append(page_key(before, self.tokens[at : at + page_size]))
         return self.keys[:pages]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Adds the new tokens of the first planned program that was not read."""
         self.tokens.extend(tokens)
+        self.certain = max(self.certain, len(self.tokens) - 1)
         if self.flights:
             self.flights.pop(0)
             self._count()

@@ -11,28 +11,31 @@ import jax
 import numpy as np
 
 from mpjax.engine import filling
+from mpjax.engine.choosing import Forwarded
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
+from mpjax.engine.controlled import Masked, create_control, no_control
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
-from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import NOBODY, Decode, Extend, Piece, Planner
+from mpjax.engine.planner import Decode, Extend, Piece, Planner
 from mpjax.engine.program_run import ProgramRun
-from mpjax.engine.programs import Drawn, PromptScores
+from mpjax.engine.programs import Drawn, PromptScores, Stepping
 from mpjax.engine.request import Request
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
-from mpjax.engine.state import EngineState
-from mpjax.finite import NotFiniteError
+from mpjax.engine.state import create_state, places
+from mpjax.errors import NotFiniteError
+from mpjax.generation.speculation.proposer import Proposer
+from mpjax.generation.speculation.report import SpeculationReport
+from mpjax.generation.state import State
 from mpjax.language_model import LanguageModel
-from mpjax.speculation.proposer import Proposer
-from mpjax.speculation.report import SpeculationReport
+from mpjax.sampling.processors import Attachment, Processor
 
 
 class Runner:
     """Runs the requests of an engine, a program at a time, in one thread.
 
     sizes: of the engine. max_tokens: the most tokens of a request. proposer: of tokens that steps
-    verify; None for none.
+    verify; None for none. processors: that requests may have beside those of their Samplings.
     """
 
     def __init__(
@@ -41,16 +44,25 @@ class Runner:
         sizes: Sizes,
         max_tokens: int,
         proposer: Proposer | None = None,
+        processors: tuple[Processor, ...] = (),
     ) -> None:
         self.planner = Planner(sizes)
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0
-        self.programs = Programs(lm.for_device, sizes, proposer)
+        self.programs = Programs(lm.for_device, sizes, proposer, lm.adapters)
+        self._adapters = lm.adapters
         self.clock = Clock()
         self.observer: Callable[[ProgramRun], None] | None = None
-        self._dtype = lm.config.dtype
-        self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens, proposer)
+        self.processors = (Masked(1 + sizes.proposed), *processors)
+        self._lm = lm
+        # Of the slots, from the first request on that has any; and the slots with such a request.
+        self._attached: Attachment = ()
+        self._controlled: set[int] = set()
+        self._state = create_state(
+            lm, sizes.slots, sizes.pages, max_tokens, proposer, sizes.stop_ids
+        )
+        self._layout = filling.Layout.of(self._state)
         self._pending: _Pending | None = None
 
     @property
@@ -58,9 +70,36 @@ class Runner:
         """Whether any request has not ended."""
         return bool(self.planner.waiting or self.planner.running or self._pending)
 
+    def statistics(self, coming: int) -> dict[str, float]:
+        """The numbers of `Engine.statistics`. coming: requests that the runner has not taken."""
+        planner, groups, clock = self.planner, self.planner.groups, self.clock
+        return {
+            "running": len(planner.running),
+            "waiting": len(planner.waiting) + coming,
+            "pages": groups.pages,
+            "free_pages": groups.available,
+            "kept_pages": groups.kept,
+            "prompt_tokens": planner.prompt_tokens,
+            "shared_tokens": planner.shared_tokens,
+            "new_tokens": self.new_tokens,
+            "proposed_tokens": self.proposed_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "preemptions": planner.preemptions,
+            "steps": self.steps,
+            "late_steps": self.late_steps,
+            "work_seconds": clock.work_seconds,
+            "idle_seconds": clock.idle_seconds,
+            "programs": len(self.programs.used),
+        }
+
     def compile(self, *, greedy_only: bool) -> None:
         """Compiles all programs; nobody else may run one meanwhile."""
         self._state = self.programs.compile(self._state, greedy_only=greedy_only)
+        if not greedy_only:
+            none = no_control(self._lm, self.processors)
+            self._keep(self.programs.compile(self._with_control(), greedy_only=False, control=none))
+            if not self._controlled:
+                self._attached = ()
         if self.has_work:
             self.clock.skip()
 
@@ -77,6 +116,8 @@ class Runner:
             pending = self._start(plan)
         self._pending = pending
         events = [] if before is None else self._read(before)
+        if pending is not None and pending.forwarded is not None:
+            self._choose(pending, *pending.forwarded)
         if not self.has_work:
             self.clock.rest()
         return events
@@ -91,7 +132,7 @@ class Runner:
             pending.is_measured = False
             if before is not None:
                 before.is_measured = False
-        elif isinstance(plan, Decode) and self.programs.holds_host:
+        elif self.programs.holds_host and pending.drawn is not None and isinstance(plan, Decode):
             self._measure(pending)
             pending.is_measured = False
         return pending
@@ -99,7 +140,7 @@ class Runner:
     def _begin(self) -> float:
         """The time when a program is started; counts whether the device has waited for it."""
         before = self._pending
-        is_late = before is not None and before.drawn.tokens.is_ready()
+        is_late = before is not None and before.results.tokens.is_ready()
         if before is not None and is_late:
             self.late_steps += 1
             before.is_measured = False
@@ -111,8 +152,8 @@ class Runner:
         The end of this program is not known later. The next one is launched late by that, which
         costs little, since the device waits for the host in it anyway.
         """
-        if not pending.drawn.tokens.is_ready():
-            pending.drawn.tokens.block_until_ready()
+        if not pending.results.tokens.is_ready():
+            pending.results.tokens.block_until_ready()
             self._measure(pending)
             pending.is_measured = False
 
@@ -121,86 +162,142 @@ class Runner:
         self._end(request, reason, error, is_finite=False)
         return request.handle.report([])
 
+    def _end_not_finite(self, request: Request) -> Event:
+        error = NotFiniteError("request", request.handle.number, self._lm.config.dtype)
+        return self.end(request, "error", error)
+
     def free(self) -> None:
         """Frees the cache; no step may follow. Nothing happens the second time."""
         self.__dict__.pop("_state", None)
-        self._pending = None
+        self._pending, self._attached = None, ()
+
+    def _with_control(self) -> State:
+        """The state with the processors of all slots."""
+        if not self._attached:
+            slots = self.planner.sizes.slots
+            self._attached = create_control(self._lm, slots, self.processors)
+        return dataclasses.replace(self._state, processors=self._attached)
+
+    def _state_of(self, rows: Sequence[Row]) -> State:
+        """The state that a program of these rows takes."""
+        return self._with_control() if any(row.is_controlled for row in rows) else self._state
+
+    def _keep(self, state: State) -> None:
+        """Keeps the state that a program returns."""
+        self._attached = state.processors or self._attached
+        self._state = dataclasses.replace(state, processors=())
 
     def _extend(self, plan: Extend) -> _Pending:
-        riders = [] if plan.riders is None else plan.riders.rows
-        greedy = all(row.is_greedy for row in [*riders, *(piece.row for piece in plan.pieces)])
-        kind = {"greedy": greedy and not plan.scored, "scored": plan.scored}
-        slots, entries = self._state.tables.shape
         read = [piece.row for piece in plan.pieces]
-        columns = self.programs.column_size([*read, *riders], entries)
-        pieces = self.programs.piece_size(len(read))
-        rows = self.programs.rider_size(len(riders), **kind)
-        tokens = self.programs.reading_size(plan.tokens, rows, **kind)
+        greedy = all(row.is_greedy for row in read)
+        kind = {"greedy": greedy and not plan.scored, "scored": plan.scored}
+        _, entries = places(self._state)
+        columns = self.programs.column_size(read, entries)
+        tokens = self.programs.reading_size(plan.tokens, **kind)
         reading = filling.reading(
             plan.pieces,
+            self._layout,
             tokens=tokens,
-            rows=pieces,
-            slots=slots,
+            rows=self.programs.piece_size(len(read)),
             entries=columns,
-            by_length=self._state.rotary_lengths is not None,
+            masks=self.programs.no_masks if any(row.is_controlled for row in read) else None,
         )
-        self._begin_histories(plan.pieces)
-        stepping = None
-        if rows:
-            size = {"slots": slots, "entries": entries, "columns": columns}
-            stepping = filling.stepping(plan.riders or NOBODY, rows=rows, **size)
+        self._begin_rows([piece.row for piece in plan.pieces if piece.is_first])
         begin = self._begin()
-        self._state, drawn, scores = self.programs.extend(self._state, reading, stepping, **kind)
-        drawers = [_Drawer(i, piece.row) for i, piece in enumerate(plan.pieces) if piece.is_last]
-        drawers += [_Drawer(pieces + i, row) for i, row in enumerate(riders)]
-        context = max([piece.end for piece in plan.pieces] + [row.length for row in riders])
+        state, drawn, scores = self.programs.extend(self._state_of(read), reading, **kind)
+        self._keep(state)
+        drawers = [_Drawer(i, piece.row, piece) for i, piece in enumerate(plan.pieces)]
+        context = max(piece.end for piece in plan.pieces)
         return _Pending(plan, drawers, drawn, scores, begin, tokens, context)
 
     def _decode(self, plan: Decode) -> _Pending:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
-        slots, entries = self._state.tables.shape
+        _, entries = places(self._state)
         size = self.programs.decoding_size(len(plan.rows), **kind)
-        columns = self.programs.column_size(plan.rows, entries)
-        stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries, columns=columns)
+        stepping = filling.stepping(
+            plan,
+            self._layout,
+            rows=size,
+            entries=entries,
+            columns=self.programs.column_size(plan.rows, entries),
+        )
         if self.programs.holds_host and self._pending is not None:
             self._await(self._pending)
         begin = self._begin()
-        self._state, drawn = self.programs.decode(self._state, stepping, plan)
+        drawn, forwarded = None, None
+        if any(row.is_constrained for row in plan.rows):
+            state, found = self.programs.forward(self._with_control(), stepping, plan)
+            forwarded = stepping, found
+        else:
+            state, drawn = self.programs.decode(self._state_of(plan.rows), stepping, plan)
+        self._keep(state)
         drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
         context = max(row.length for row in plan.rows)
-        return _Pending(plan, drawers, drawn, None, begin, size, context)
+        return _Pending(plan, drawers, drawn, None, begin, size, context, forwarded=forwarded)
 
-    def _begin_histories(self, pieces: Sequence[Piece]) -> None:
-        """Tells proposers the tokens of rows that begin."""
-        if self._state.speculation is None:
-            return
-        for row in [piece.row for piece in pieces if piece.is_first]:
+    def _choose(self, pending: _Pending, stepping: Stepping, forwarded: Forwarded) -> None:
+        """Draws behind what a program has read, now that all earlier tokens are known.
+
+        Masks are computed meanwhile, but for those behind proposed tokens, which come first.
+        """
+        plan, drafts = pending.plan, None
+        assert isinstance(plan, Decode)
+        if (proposal := forwarded[1]) is not None:
+            tokens, counts = np.asarray(proposal.tokens), np.asarray(proposal.counts)
+            drafts = [own[:count].tolist() for own, count in zip(tokens, counts, strict=True)]
+        masks = self.programs.no_masks(pending.size)
+        masks = filling.fill_masks(masks, plan.rows, drafts)
+        state = self._with_control()
+        state, pending.drawn = self.programs.choose(state, stepping, plan, forwarded, masks)
+        self._keep(state)
+
+    def _begin_rows(self, rows: Sequence[Row]) -> None:
+        """Tells proposers and logits processors the tokens of rows that begin."""
+        room = places(self._state)[1] * self._state.cache.page_size
+        for row in rows:
             assert row.slot is not None
-            tokens = filling.history(row, self._state.speculation.history.shape[1])
             slot, count = np.int32(row.slot), np.int32(len(row.tokens))
-            self._state = self.programs.begin_history(self._state, slot, tokens, count)
+            if self._state.speculation is not None:
+                tokens = filling.history(row, room)
+                self._state = self.programs.begin_history(self._state, slot, tokens, count)
+            if row.is_controlled or row.slot in self._controlled:
+                control = row.owner.settings.control or no_control(self._lm, self.processors)
+                tokens, ends = filling.history(row, room), (np.int32(row.prompt), count)
+                begun = self._with_control()
+                self._keep(self.programs.begin_control(begun, slot, control, tokens, ends))
+                self._controlled -= {row.slot}
+                self._controlled |= {row.slot} if row.is_controlled else set()
 
     def _read(self, pending: _Pending) -> list[Event]:
         """Reads what a program has drawn: waits for the device, and tells the requests."""
-        tokens, logprobs, counts, running = map(np.asarray, pending.drawn.arrays)
+        tokens, logprobs, counts, running = map(np.asarray, pending.results.arrays)
         self._measure(pending)
         if pending.scores is not None:
             self._keep_scores(pending)
         events = []
-        asked = any(drawer.row.owner.settings.candidates for drawer in pending.drawers)
+        asked = any(drawer.row.owner.settings.top_logprobs for drawer in pending.drawers)
         # Whole arrays: a slice on the device would run behind the program that has just begun.
-        candidates = [np.asarray(x) for x in pending.drawn.candidates] if asked else []
-        done = jax.tree.leaves(jax.tree.map(np.asarray, pending.drawn.speculated))
+        top_logprobs = [np.asarray(x) for x in pending.results.top_logprobs] if asked else []
+        done = jax.tree.leaves(jax.tree.map(np.asarray, pending.results.speculated))
         for drawer in pending.drawers:
             index, row = drawer.index, drawer.row
             if row.slot is None or row.runs != drawer.runs:
                 continue  # it was cancelled, or made room for another and will be read again
+            if (piece := drawer.piece) is not None:
+                if np.isnan(logprobs[index, 0]):
+                    # At once: pages of its windows come back only for finite pieces.
+                    events.append(self._end_not_finite(row.owner))
+                    continue
+                self.planner.learn_piece(piece)
+                if not piece.is_last:
+                    continue
             count = counts[index]
             new = New(tokens[index, :count].tolist(), logprobs[index, :count].tolist())
-            if number := row.owner.settings.candidates:
-                top, chances = (x[index, :count] for x in candidates)
-                pairs = zip(top[:, :number].tolist(), chances[:, :number].tolist(), strict=True)
-                new.candidates.extend(list(zip(*pair, strict=True)) for pair in pairs)
+            if number := row.owner.settings.top_logprobs:
+                pairs = zip(
+                    *(x[index, :count, :number].tolist() for x in top_logprobs), strict=True
+                )
+                new.top_logprobs.extend(list(zip(*pair, strict=True)) for pair in pairs)
             if done:
                 numbers = [int(x[index]) for x in done]
                 self._count(row.owner.handle, [*numbers, len(new.tokens)])
@@ -227,14 +324,20 @@ class Runner:
         request: Request = row.owner
         handle = request.handle
         if np.isnan(new.logprobs).any():
-            error = NotFiniteError("request", handle.number, self._dtype)
-            return self.end(request, "error", error)
+            return self._end_not_finite(request)
         handle.shared_tokens = row.shared
         taken = handle.push(new)
         self.new_tokens += taken
+        if (matcher := request.settings.matcher) is not None:
+            try:
+                matcher.advance(new.tokens[:taken])
+            except ValueError as error:
+                return self.end(request, "error", error)
         self.planner.learn(row, new.tokens[:taken])
         if handle.has_stopped or is_ended:
-            is_stop = handle.has_stopped or handle.tokens[-1] in request.settings.stop_ids
+            is_stop = handle.has_stopped or (
+                bool(handle.tokens) and request.settings.is_stop(handle.tokens[-1])
+            )
             # At a stop string the device goes on until it hears of it.
             self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
         return handle.report(new.tokens[:taken])
@@ -264,32 +367,33 @@ class Runner:
             request.scores.append(Scores(piece.start, logprobs, *top))
             if piece.is_last:
                 handle.prompt_logprobs = PromptLogprobs.join(
-                    request.scores, len(handle.prompt), request.settings.candidates
+                    request.scores, len(handle.prompt), request.settings.top_logprobs
                 )
 
     def _end(
         self, request: Request, reason: str, error: Exception | None = None, *, is_finite: bool
     ) -> None:
         del self.requests[request.handle]
+        self._adapters.give_back(request.row.adapter)
         request.handle.finish(reason, error)
         if request.row.is_known:
             self.planner.remove(request.row, is_finite=is_finite)
 
-    def _clear(self, left: Sequence[tuple[int, list[int]]]) -> None:
+    def _clear(self, left: Sequence[tuple[int, list[list[int]]]]) -> None:
         for slot, pages in left:
-            padded = np.full(self._state.tables.shape[1], NOWHERE, np.int32)
-            padded[: len(pages)] = pages
+            padded = filling.padded(pages, places(self._state)[1])
             self._state = self.programs.clear(self._state, padded, np.int32(slot))
 
 
 class _Drawer:
-    """A row of which a program draws tokens.
+    """A row of a program.
 
-    index: of the row among the results. runs: of the row when the program was started.
+    index: of the row among the results. runs: of the row when the program was started. piece: of
+    the row that the program reads; None for one that decodes.
     """
 
-    def __init__(self, index: int, row: Row) -> None:
-        self.index, self.row, self.runs = index, row, row.runs
+    def __init__(self, index: int, row: Row, piece: Piece | None = None) -> None:
+        self.index, self.row, self.runs, self.piece = index, row, row.runs, piece
 
 
 @dataclasses.dataclass(eq=False)
@@ -299,23 +403,31 @@ class _Pending:
     drawn, scores: its results, on the device. begin: the time when it was started. size: tokens
     that it reads, or rows that decode, with padding. context: tokens that its queries attend to, of
     the row with the most. is_measured: whether its seconds are known by those when it was started
-    and read.
+    and read. forwarded: what the second program takes, where two decode; `drawn` is its result.
     """
 
     plan: Extend | Decode
     drawers: list[_Drawer]
-    drawn: Drawn
+    drawn: Drawn | None
     scores: PromptScores | None
     begin: float
     size: int
     context: int
     is_measured: bool = True
+    forwarded: tuple[Stepping, Forwarded] | None = None
+
+    @property
+    def results(self) -> Drawn:
+        """What it has drawn."""
+        assert self.drawn is not None, "the second program has not been started"
+        return self.drawn
 
 
 def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
     """The report of a program that has ended."""
-    plan, rows = pending.plan, len(pending.drawers)
-    steps = int(plan.riders is not None) if isinstance(plan, Extend) else _steps(pending)
+    plan = pending.plan
+    rows = sum(it.piece is None or it.piece.is_last for it in pending.drawers)
+    steps = 0 if isinstance(plan, Extend) else _steps(pending)
     return ProgramRun(
         kind="read" if isinstance(plan, Extend) else "decode",
         size=pending.size,
@@ -335,5 +447,5 @@ def _steps(pending: _Pending) -> int:
     There the loop ends early where a row has got the most tokens, or where all rows end.
     """
     assert isinstance(pending.plan, Decode)
-    done = pending.drawn.speculated
+    done = pending.results.speculated
     return pending.plan.steps if done is None else int(np.asarray(done.steps).max())

@@ -1,33 +1,31 @@
-"""The program of an engine that decodes by speculation; see `mpjax.speculation`."""
+"""The program of an engine that decodes by speculation; see `mpjax.generation.speculation`."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
-from mpjax.decoding_state import DecodingState
-from mpjax.engine.drawing import RowRule
-from mpjax.engine.histories import begin_rows, put_rows
-from mpjax.engine.programs import Drawn, Stepping, begin, settled
-from mpjax.engine.state import EngineState
+from mpjax.engine.histories import begin_rows, put_histories
+from mpjax.engine.programs import Drawn, Stepping, begin_loop, drawn_of
+from mpjax.generation.loop import Loop
+from mpjax.generation.speculation.proposer import Proposer
+from mpjax.generation.speculation.steps import PLAIN_STEPS, Steps
+from mpjax.generation.state import State
 from mpjax.kernels import device
 from mpjax.models import Decoder
-from mpjax.speculation.loop import PLAIN_STEPS, Steps
-from mpjax.speculation.proposer import Proposer
 
 
 def speculate(
     model: Decoder,
     proposer: Proposer,
-    state: EngineState,
+    state: State,
     stepping: Stepping,
     *,
     steps: int,
     most: int,
     greedy: bool,
-) -> tuple[EngineState, Drawn]:
+) -> tuple[State, Drawn]:
     """Draws up to `most` tokens of some rows, in steps that verify what is proposed.
 
     Rows advance by different numbers. The loop ends after `steps` steps of the model, or a few more
@@ -37,27 +35,25 @@ def speculate(
     steps, most: static. greedy: as for `extend` (static).
     """
     assert state.speculation is not None
-    slots = stepping.slots
-    own = jnp.minimum(slots, len(state.lengths) - 1)
-    loop, tables, settings = begin(state, stepping, most, greedy=greedy)
-    rule = RowRule(settings, loop.counts - 1, greedy)
-    loop = dataclasses.replace(
-        loop,
-        counts=jnp.ones_like(loop.counts),
-        speculation=begin_rows(proposer, state.speculation, own),
-    )
+    slots, before = stepping.slots, state.speculation
+    state, loop = begin_loop(model, state, stepping, most, greedy=greedy)
+    own = slots.clip(0, len(state.counts) - 1)
+    rows = dataclasses.replace(loop.state, speculation=begin_rows(proposer, before, own))
     stride = min(steps, PLAIN_STEPS) if device.on_gpu() else 1
     largest = max(proposer.k + 1, stride)  # tokens of a row in a turn
 
-    def unfinished(loop: DecodingState) -> jax.Array:
-        return ~loop.finished.all()
+    def unfinished(loop: Loop) -> jax.Array:
+        return loop.state.running.any()
 
-    def goes_on(loop: DecodingState) -> jax.Array:
-        has_room = (loop.counts + largest <= most + 1).all()
-        return unfinished(loop) & has_room & (loop.speculation.done.steps.max() < steps)
+    def goes_on(loop: Loop) -> jax.Array:
+        has_room = (loop.drawn + largest <= most).all()
+        return unfinished(loop) & has_room & (loop.state.speculation.done.steps.max() < steps)
 
-    end = Steps(proposer, model, rule, unfinished).run(loop, goes_on, stride)
-    histories = put_rows(proposer, state.speculation, slots, end.speculation)
-    state, drawn = settled(state, slots, tables, end, end.counts - 1)
-    state = dataclasses.replace(state, speculation=histories)
-    return state, dataclasses.replace(drawn, speculated=end.speculation.done)
+    loop = dataclasses.replace(loop, state=rows)
+    end = Steps(proposer, model, unfinished).run(loop, goes_on, stride)
+    speculation = end.state.speculation
+    state = dataclasses.replace(
+        state.with_rows(slots, end.state),
+        speculation=put_histories(proposer, before, slots, speculation),
+    )
+    return state, dataclasses.replace(drawn_of(end), speculated=speculation.done)

@@ -20,7 +20,7 @@ from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.progress import layers_bar
 from mpjax.devices import Devices, read_devices
-from mpjax.kernels.checks import require_type, whole_number
+from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderLayer, ExpertPlace, LinearPlace
@@ -31,8 +31,8 @@ from mpjax.quantization.methods import HADAMARD
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.placing import LAYERS, divided_decoder, move_layer, move_rest
 from mpjax.quantization.recipe import Recipe, Rule
-from mpjax.quantization.text import Windows, windows_of
-from mpjax.tokenizer import Tokenizer
+from mpjax.quantization.text import DEFAULT_CALIBRATION, Calibration, Windows
+from mpjax.text.tokenizer import Tokenizer
 
 
 class Running(TypedDict, total=False):
@@ -44,32 +44,12 @@ class Running(TypedDict, total=False):
     progress: bool | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """How much text the statistics are measured on.
-
-    window: the tokens of a window, at most the model's longest context. Each window is read from an
-        empty context. tokens: the most tokens that are read of all documents together. batch: the
-        number of windows that are read at a time.
-    """
-
-    window: int = 2048
-    tokens: int = 128 * 2048
-    batch: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("window", "tokens", "batch"):
-            object.__setattr__(
-                self, name, whole_number(f"Calibration: {name}", getattr(self, name))
-            )
-
-
 def quantize(
     source: LanguageModel | str | os.PathLike[str],
     recipe: Recipe | Precision | str,
     documents: Iterable[str] | None = None,
     *,
-    calibration: Calibration = Calibration(),
+    calibration: Calibration = DEFAULT_CALIBRATION,
     dtype: jax.typing.DTypeLike | None = None,
     **running: Unpack[Running],
 ) -> LanguageModel:
@@ -124,7 +104,7 @@ def _from_model(
     progress: bool | None,
 ) -> LanguageModel:
     lm.require_one_device("quantising", "pass the folder of its 16-bit checkpoint with devices")
-    recipe = recipe.of_layers(lm.config.num_layers)
+    recipe = recipe.of_model(lm.model.linear_places(lm.config), lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
         if any(not isinstance(kernel, jax.Array) for kernel in place.kernels(lm.model)):
@@ -157,7 +137,7 @@ def _from_folder(
     model, checkpoint, plan = huggingface.open_plain(
         folder, compute_dtype(dtype, Precision(bits=recipe.bits))
     )
-    recipe = recipe.of_layers(model.config.num_layers)
+    recipe = recipe.of_model(model.linear_places(model.config), model.config.num_layers)
     _check(recipe, model, documents)
     source = locate(folder)
     tokenizer = source.read_tokenizer()
@@ -251,6 +231,11 @@ def _check_rotation(model: Decoder) -> None:
             "MLP have norms, whose weights scale channels before they are added to the residual "
             "stream: leave `rotate` out of the method"
         )
+    if model.config.centered_norms:
+        raise ValueError(
+            f"{model.family_name} models can't be rotated, because their norms subtract the mean "
+            "of the channels: leave `rotate` out of the method"
+        )
 
 
 def _warn_of_plain_inputs(recipe: Recipe, places: Sequence[LinearPlace]) -> None:
@@ -299,22 +284,14 @@ def _read(
         return []
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json, which text needs")
-    window = min(calibration.window, model.config.max_position_embeddings)
-    return windows_of(
-        documents,
-        tokenizer,
-        model.config.vocab_size,
-        window=window,
-        most=calibration.tokens,
-        batch=calibration.batch,
-    )
+    return calibration.windows(documents, tokenizer, model.config)
 
 
 def _with_cache(lm: LanguageModel, documents: list[str] | None) -> LanguageModel:
     """The model with measured scales for its cache, where its KV format needs them."""
     if lm.kv_format.scaling != "static":
         return lm
-    from mpjax.calibration import calibrate_cache
+    from mpjax.quantization.calibration import calibrate_cache
 
     assert documents is not None  # `_check` sees to that
     return calibrate_cache(lm, documents)

@@ -21,7 +21,7 @@ from mpjax.activation_widths import blocks_of_share
 from mpjax.kernels import ActivationBlocks, quantize_activations
 from mpjax.kernels.activation_blocks import BLOCK, WIDTHS
 from mpjax.kernels.checks import shown
-from mpjax.models.config import Fold
+from mpjax.models.maps import Fold
 from mpjax.precision import DEFAULT_WIDE_BLOCKS
 from mpjax.quantization.statistics import PRECISION, Statistics
 
@@ -64,7 +64,9 @@ def is_folded(fold: Fold) -> bool:
     Channels of heads move within their head, where that has whole blocks. Attention then rounds its
     outputs itself. A block of several smaller heads would be the same in any such order.
     """
-    return fold.is_elementwise or (fold.repeats is not None and fold.repeats[2] % BLOCK == 0)
+    if fold.repeats is None or not fold.is_mixable:
+        return fold.is_elementwise
+    return fold.repeats[2] % BLOCK == 0
 
 
 def in_order(statistics: Statistics, fold: Fold | None = None) -> tuple[jax.Array, Statistics]:

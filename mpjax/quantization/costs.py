@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from mpjax.divergence import divergence
+from mpjax.evaluation.divergence import divergence
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.grid import fit
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder, ExpertPlace, LinearPlace
-from mpjax.quantization.text import windows_of
+from mpjax.quantization.text import Calibration
 
 WINDOW, TOKENS, BATCH = 512, 4096, 2
 
@@ -54,14 +54,8 @@ def rounding_costs(
     is not finite.
     """
     model, places = lm.model, plain_places(lm.model)
-    batches = windows_of(
-        documents,
-        lm.require_tokenizer(),
-        model.config.vocab_size,
-        window=min(WINDOW, model.config.max_position_embeddings),
-        most=tokens,
-        batch=BATCH,
-    )
+    calibration = Calibration(WINDOW, tokens, BATCH)
+    batches = calibration.windows(documents, lm.require_tokenizer(), model.config)
     sums = [[0.0] * len(own) for own in formats]
     count = sum(int(windows.is_real.sum()) for windows in batches)
     for windows in batches:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.models import FusedLinear, Linear
-from mpjax.models.config import Fold
+from mpjax.models.layers import LayerNorm
+from mpjax.models.maps import Fold
 from mpjax.models.parameters import find
 
 
@@ -97,7 +98,9 @@ def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
         inverse = inverse.reshape(fold.repeats)[:, 0].reshape(-1)
     source = find(layer, fold.source)
     if not isinstance(source, Linear | FusedLinear):  # a norm
-        source.weight.set_value(_times(source.weight.get_value(), inverse))
+        bias = source.bias if isinstance(source, LayerNorm) else None
+        for parameter in filter(None, (source.weight, bias)):
+            parameter.set_value(_times(parameter.get_value(), inverse))
         return
     linear = linear_of(layer, fold.source)
     outputs = linear.kernel.get_value().shape[-1]

@@ -57,7 +57,8 @@ def check_blocks(config: DecoderConfig) -> None:
     """Raises ValueError, which names the layer, for a model that the transform has no place in."""
     for number, layer in enumerate(config.layers):
         try:
-            block_of(layer.mlp)
+            if layer.mlp is not None:
+                block_of(layer.mlp)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
 
@@ -65,7 +66,10 @@ def check_blocks(config: DecoderConfig) -> None:
 def set_blocks(model: Decoder) -> None:
     """Writes the blocks of all layers into the configuration of a model; see `mix_down`."""
     layers = tuple(
-        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, hadamard=block_of(layer.mlp)))
+        dataclasses.replace(
+            layer,
+            mlp=layer.mlp and dataclasses.replace(layer.mlp, hadamard=block_of(layer.mlp)),
+        )
         for layer in model.config.layers
     )
     model.config = dataclasses.replace(model.config, layers=layers)
@@ -76,10 +80,13 @@ def mix_down(layer: DecoderLayer, spec: LayerSpec, *, is_folded: bool) -> None:
 
     is_folded: whether the down projections are made for the transform already. Else they are plain.
     """
+    if spec.mlp is None:
+        return
     block = spec.mlp.hadamard
     assert block is not None
     for path in spec.mlp.mixers():
-        mlp: Any = find(layer.mlp, path) if path else layer.mlp
+        whole: Any = layer.mlp
+        mlp: Any = find(whole, path) if path else whole
         mlp.hadamard = block
         if not is_folded:
             kernel = mlp.down.kernel

@@ -19,14 +19,14 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec, Linear
-from mpjax.models.config import Fold
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, LayerSpec, Linear
+from mpjax.models.maps import Fold
 from mpjax.models.mlp import RoutedInputs
-from mpjax.models.parameters import find
 from mpjax.models.stack import unstack
 from mpjax.quantization import blocks, folds
 from mpjax.quantization.hadamard import mix_down, set_blocks
 from mpjax.quantization.learning.layer import learn_layer
+from mpjax.quantization.learning.learned_linear import replace_linears
 from mpjax.quantization.linears import quantize_map
 from mpjax.quantization.methods import SCALINGS
 from mpjax.quantization.recipe import Recipe, Rule
@@ -69,7 +69,7 @@ class Stream:
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
-            part = _statistics(layer, states, self.angles[layer.rope], is_real, samples)
+            part = _statistics(layer, states, self.angles, is_real, samples)
             jax.block_until_ready(found)
             if found is None:
                 found = part
@@ -85,8 +85,7 @@ class Stream:
         Raises ValueError if the hidden states of a real token become NaN or infinite.
         """
         for index, states in enumerate(self.states):
-            angles = self.angles[layer.rope]
-            states, is_finite = _advance(layer, states, angles, self.is_real[index])
+            states, is_finite = _advance(layer, states, self.angles, self.is_real[index])
             if not is_finite:
                 raise ValueError(
                     "the hidden states are NaN or infinite: compute in bfloat16 or float32 "
@@ -124,7 +123,7 @@ def quantize_layer(
                 assert statistics is not None
                 errors[path] = _block_errors(quantized, statistics, order)
             del statistics  # before those of the next map are used
-            _replace(layer, path, quantized)
+            replace_linears(layer, [path], lambda *_, found=quantized: found)
     _set_widths(layer, rules, errors)
     return layer
 
@@ -276,19 +275,14 @@ def _wide(linear: Linear) -> jax.Array:
     return kernel.astype(jnp.float32)
 
 
-def _replace(layer: DecoderLayer, path: str, linear: Linear) -> None:
-    node = find(layer, path)
-    if isinstance(node, FusedLinear):
-        node.parts = nnx.List([linear])
-        return
-    parent, _, name = path.rpartition(".")
-    setattr(find(layer, parent), name, linear)
-
-
 # Compiled once for all layers of equal shapes, as `_advance` is.
 @functools.partial(jax.jit, static_argnames="samples")
 def _statistics(
-    layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array, samples: int
+    layer: DecoderLayer,
+    states: jax.Array,
+    angles: dict[str, jax.Array],
+    is_real: jax.Array,
+    samples: int,
 ) -> dict[str, Statistics]:
     _, inputs = layer.inputs(states, angles)
     return {
@@ -301,7 +295,7 @@ def _statistics(
 
 @jax.jit
 def _advance(
-    layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array
+    layer: DecoderLayer, states: jax.Array, angles: dict[str, jax.Array], is_real: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The layer's outputs, and whether they are finite for all real tokens."""
     states, _ = layer.inputs(states, angles)

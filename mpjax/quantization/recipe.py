@@ -8,13 +8,14 @@ import itertools
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
+from mpjax.models import LinearPlace
 from mpjax.precision import Precision
 from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.learning.descent import Learning
@@ -26,6 +27,7 @@ FROM_THE_LAST = re.compile(r"^layers\.-(\d+)\.")
 UNQUOTED = re.compile(
     r"\s*(precision|method|modules)\s*=\s*([^\s\"'\[#](?:[^\"'#]*[^\s\"'#])?)\s*(?:#.*)?"
 )
+PLAIN = WeightFormat("bfloat16")  # stands for the dtype that the model has
 DEFAULT_HEAD = WeightFormat("uint8", None, symmetric=True)  # H8
 
 
@@ -76,6 +78,8 @@ class Recipe:
         becomes two.
     hadamard: whether Hadamard's transform mixes what down projections read; see `hadamard`.
     learning: how the step `learn` learns the scales of a layer.
+    precise: the paths of a model's maps that the last rule, for all others, leaves in 16 bits
+        (`LinearMaps.is_precise`).
     """
 
     rules: tuple[Rule, ...]
@@ -86,6 +90,7 @@ class Recipe:
     rotates: bool = False
     hadamard: bool = False
     learning: Learning = DEFAULT_LEARNING
+    precise: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
@@ -192,8 +197,12 @@ class Recipe:
             )
         return Precision(rule.weights, self.kv, (), self.bits, blocks.one_in)
 
-    def of_layers(self, count: int) -> Recipe:
-        """The recipe for a model of so many layers: those counted from the last get numbers."""
+    def of_model(self, places: Iterable[LinearPlace], count: int) -> Recipe:
+        """The recipe for a model of so many layers: those counted from the last get numbers.
+
+        places: of the model's linear maps.
+        """
+        precise = tuple(place.path for place in places if place.is_precise)
 
         def numbered(match: re.Match[str]) -> str:
             number = count - int(match[1])
@@ -203,7 +212,7 @@ class Recipe:
             dataclasses.replace(rule, modules=FROM_THE_LAST.sub(numbered, rule.modules))
             for rule in self.rules
         ]
-        return dataclasses.replace(self, rules=tuple(rules))
+        return dataclasses.replace(self, rules=tuple(rules), precise=precise)
 
     def with_activation_error(self, error: float) -> Recipe:
         """The recipe in which W4Ax has as many blocks in 8 bits as an error of outputs asks for.
@@ -224,9 +233,11 @@ class Recipe:
 
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""
-        for rule in self.rules:
+        for number, rule in enumerate(self.rules):
             if rule.matches(path):
-                return rule
+                is_rest = rule.modules == "*" and number == len(self.rules) - 1
+                is_kept = is_rest and path in self.precise
+                return dataclasses.replace(rule, weights=PLAIN) if is_kept else rule
         raise ValueError(
             f'no rule of the recipe names {path}: add one, or one for all others with modules = "*"'
         )

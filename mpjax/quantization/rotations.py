@@ -23,7 +23,8 @@ import numpy as np
 from flax import nnx
 
 from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec, Linear
-from mpjax.models.config import Fold
+from mpjax.models.config_checks import ROPES
+from mpjax.models.maps import Fold
 from mpjax.models.parameters import find
 from mpjax.quantization.folds import linear_of
 from mpjax.quantization.statistics import PRECISION
@@ -85,7 +86,7 @@ def rotate_layer(layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig) ->
     """
     folds = spec.folds(config)
     readers = {fold.source: fold for fold in folds if fold.source in NORMS}
-    if missing := [norm for norm in NORMS if norm not in readers]:
+    if missing := [norm for norm in spec.pre_norms.values() if norm not in readers]:
         raise ValueError(
             f"layers of this family can't be rotated, because nothing says all that reads "
             f"{missing[0]}: leave rotate out of the method"
@@ -154,12 +155,12 @@ def _outputs(layer: DecoderLayer, config: DecoderConfig, *, is_rotated: bool) ->
     positions = jnp.arange(CHECKED_TOKENS, dtype=jnp.float32)[None, :, None]
     angles = jnp.broadcast_to(positions, (1, CHECKED_TOKENS, config.head_dim // 2))
     read = _turned(hidden, stream) if is_rotated else hidden
-    added = _run(layer, read, angles) - read
+    added = _run(layer, read, dict.fromkeys(ROPES, angles)) - read
     return _product(added, stream.T) if is_rotated else added
 
 
 @jax.jit
-def _run(layer: DecoderLayer, hidden: jax.Array, angles: jax.Array) -> jax.Array:
+def _run(layer: DecoderLayer, hidden: jax.Array, angles: dict[str, jax.Array]) -> jax.Array:
     # In float32, as a layer may add so little to the stream that 16 bits hardly tell it.
     graph, state = nnx.split(layer)
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), state)

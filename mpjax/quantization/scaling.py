@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from mpjax.kernels import WeightFormat, quantize_activations
 from mpjax.kernels.grid import fit
 from mpjax.kernels.plain_codes import in_groups
-from mpjax.models.config import Fold
+from mpjax.models.maps import Fold
 from mpjax.quantization.folds import tie
 from mpjax.quantization.statistics import PRECISION, Statistics, squared_error
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from mpjax.arguments import require_documents
-from mpjax.tokenizer import Tokenizer
-from mpjax.windows import first_pieces
+from mpjax.evaluation.windows import first_pieces
+from mpjax.kernels.checks import whole_number
+from mpjax.models import DecoderConfig
+from mpjax.text.tokenizer import Tokenizer
 
 
 class Windows(NamedTuple):
@@ -22,31 +25,47 @@ class Windows(NamedTuple):
     is_real: np.ndarray
 
 
-def windows_of(
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    vocabulary: int,
-    *,
-    window: int,
-    most: int,
-    batch: int,
-) -> list[Windows]:
-    """The first `most` tokens of documents, in windows of at most `window` tokens.
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How much text the statistics are measured on.
 
-    A window holds tokens of one document, and is read without what comes before it. Batches have
-    `batch` windows, or all if there are fewer, and one shape.
-
-    Raises ValueError for documents that are no list, or have no token, and for a tokenizer of
-    another model.
+    window: the tokens of a window, at most the model's longest context. Each window is read from an
+        empty context. tokens: the most tokens that are read of all documents together. batch: the
+        number of windows that are read at a time.
     """
-    require_documents(documents)
-    found = first_pieces(tokenizer, documents, vocabulary, window=window, most=most)
-    pieces = [ids for _, ids in found]
-    if not pieces:
-        raise ValueError("there is nothing to calibrate on: the documents are empty")
-    longest = max(map(len, pieces))
-    batch = min(batch, len(pieces))
-    return list(_batches(pieces, longest, batch))
+
+    window: int = 2048
+    tokens: int = 128 * 2048
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("window", "tokens", "batch"):
+            object.__setattr__(
+                self, name, whole_number(f"Calibration: {name}", getattr(self, name))
+            )
+
+    def windows(
+        self, documents: Iterable[str], tokenizer: Tokenizer, config: DecoderConfig
+    ) -> list[Windows]:
+        """The beginning of documents, in windows of tokens of one document each.
+
+        Batches have one shape, and `batch` windows, or all if there are fewer.
+
+        Raises ValueError for documents that are no list, or have no token, and for a tokenizer of
+        another model.
+        """
+        require_documents(documents)
+        window = min(self.window, config.max_position_embeddings)
+        found = first_pieces(
+            tokenizer, documents, config.vocab_size, window=window, most=self.tokens
+        )
+        pieces = [ids for _, ids in found]
+        if not pieces:
+            raise ValueError("there is nothing to calibrate on: the documents are empty")
+        return list(_batches(pieces, max(map(len, pieces)), min(self.batch, len(pieces))))
+
+
+DEFAULT_CALIBRATION = Calibration()
 
 
 def _batches(pieces: list[list[int]], longest: int, batch: int) -> Iterator[Windows]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from typing import Any, Protocol
 
-from mpjax.channels import Part, Splitter, joined
-from mpjax.engine.handle import Handle
+from mpjax.engine.handle import CancelledError, Handle
+from mpjax.serve.constraints import TAIL
+from mpjax.serve.errors import RequestError
 from mpjax.serve.places import Places, prompt_places
 from mpjax.serve.requests import Asked
-from mpjax.serve.spelling import token_bytes, token_name
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.answers import AnswerReader, Call, has_calls, message_of
+from mpjax.text.spelling import token_bytes, token_name
+from mpjax.text.tokenizer import Tokenizer
+from mpjax.text.tool_calls import Part
 
-TAIL = 16  # tokens at the end of a prompt, in which a template may begin the answer's reasoning
+DELTAS = {"text": "content", "reasoning": "reasoning_content"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +57,19 @@ class Answer:
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
         return head | {"model": self.model, "choices": choices}
 
-    def splitter(self, handle: Handle) -> Splitter | None:
-        """Divides a request's reasoning from its answer; None for models that mark none."""
-        if (channels := self.tokenizer.channels) is None:
-            return None
-        return Splitter(channels, self.tokenizer.decode(handle.prompt[-TAIL:], skip_special=False))
+    def reader(self, handle: Handle, at: Container[int] | None = None) -> AnswerReader:
+        """Divides the answer of a chat: reasoning, text, and calls of tools.
+
+        at: where markers are tokens, if not as the handle tells.
+        """
+        prompt, tools = self.tokenizer.decode(handle.prompt[-TAIL:], False), self.asked.tools
+        return AnswerReader(
+            self.tokenizer.style,
+            prompt,
+            at=handle.marker_places if at is None else at,
+            tools=None if tools is None else tools.schemas,
+            is_single=tools is not None and tools.is_single,
+        )
 
     def echo(self, index: int) -> str:
         """The text of a choice's prompt, if it is to be part of the answer."""
@@ -73,19 +85,67 @@ class Answer:
 
 
 class Style(Protocol):
-    """How an endpoint writes its answers."""
+    """How an endpoint writes one answer.
+
+    end: the last line of a stream.
+    """
+
+    end: str
 
     def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
         """The answer, when all requests have ended."""
 
+    def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
+        """Divides a choice, if its parts are told apart."""
+
+    def events(self, answer: Answer, index: int, handle: Handle) -> AsyncIterator[dict[str, Any]]:
+        """The objects of a stream for a choice, as it comes."""
+
+    def failure(self, answer: Answer, error: RequestError) -> dict[str, Any]:
+        """The object of a stream that has failed."""
+
+    def closing(self, answer: Answer, handles: Sequence[Handle]) -> list[dict[str, Any]]:
+        """The objects of a stream behind those of all choices."""
+
+
+class _Chunked(abc.ABC):
+    """Streams of chunks, each with the next text of a choice."""
+
+    end = "data: [DONE]\n\n"
+
+    @abc.abstractmethod
+    def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
+        """Divides a choice, if its parts are told apart."""
+
+    @abc.abstractmethod
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
         """A chunk before the first text of a choice, if there is one."""
 
+    @abc.abstractmethod
     def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
         """A chunk with the next text of a choice."""
 
-    def last(self, answer: Answer) -> dict[str, Any]:
-        """A chunk without choices, for the usage."""
+    @abc.abstractmethod
+    def frame(self, answer: Answer) -> dict[str, Any]:
+        """A chunk without choices."""
+
+    async def events(
+        self, answer: Answer, index: int, handle: Handle
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a choice."""
+        if (first := self.first(answer, index, handle)) is not None:
+            yield first
+        async for piece in pieces(self.reader(answer, handle), answer, handle):
+            yield self.chunk(answer, index, piece)
+
+    def failure(self, answer: Answer, error: RequestError) -> dict[str, Any]:
+        """The error in place of a chunk."""
+        return error.as_object
+
+    def closing(self, answer: Answer, handles: Sequence[Handle]) -> list[dict[str, Any]]:
+        """The usage, if it is asked for."""
+        usage = {"usage": answer.usage(handles)}
+        return [self.frame(answer) | usage] if answer.asked.with_usage else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +153,8 @@ class Piece:
     """New text of a request, with the tokens since the piece before.
 
     finish_reason: in the last piece. offsets: the places of the tokens in the text, if
-    log-probabilities are asked for. parts: of the text, divided by channels, which may lag behind
-    it.
+    log-probabilities are asked for. parts: of the text, if they are told apart, which may lag
+    behind it.
     """
 
     handle: Handle
@@ -106,10 +166,15 @@ class Piece:
     parts: Sequence[Part] = ()
 
 
-async def pieces(answer: Answer, handle: Handle) -> AsyncIterator[Piece]:
-    """The text of a request in pieces, each with its tokens; the last has the reason of the end."""
+async def pieces(
+    reader: AnswerReader | None, answer: Answer, handle: Handle
+) -> AsyncIterator[Piece]:
+    """The text of a request in pieces, each with its tokens; the last has the reason of the end.
+
+    reader: divides the text, if its parts are told apart.
+    """
     begin = 0
-    splitter = answer.splitter(handle)
+    seen: list[Part] = []
     places = answer.places(handle) if answer.asked.logprobs else None
 
     def piece(text: str, reason: str | None, parts: Sequence[Part]) -> Piece:
@@ -117,14 +182,30 @@ async def pieces(answer: Answer, handle: Handle) -> AsyncIterator[Piece]:
         offsets = [] if places is None else places.of(handle.tokens[begin:end])
         return Piece(handle, text, begin, end, reason, offsets, parts)
 
-    async for text in handle:
-        new = piece(text, None, [Part(False, text)] if splitter is None else splitter.push(text))
-        begin = new.end
-        yield new
-    yield piece("", handle.finish_reason, [] if splitter is None else splitter.finish())
+    try:
+        async for text in handle:
+            if reader is not None and reader.is_over:
+                continue  # it ends soon
+            new = piece(text, None, [] if reader is None else reader.push(text))
+            begin = new.end
+            seen += new.parts
+            yield new
+            if reader is not None and reader.is_over:
+                handle.cancel()
+    except CancelledError:
+        if reader is None or not reader.is_over:
+            raise
+    last = [] if reader is None else reader.finish()
+    yield piece("", finish_reason(handle, [*seen, *last]), last)
 
 
-class Completions:
+def finish_reason(handle: Handle, parts: Sequence[Part]) -> str | None:
+    """Why an answer has ended: by calls of tools, or for the reason of its request."""
+    reason = handle.finish_reason
+    return "tool_calls" if has_calls(parts, is_cut=reason == "length") else reason
+
+
+class Completions(_Chunked):
     """The answers of /v1/completions."""
 
     def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
@@ -149,6 +230,10 @@ class Completions:
             found["logprobs"] = _in_columns(entries, offsets, asked.top > 0)
         return found
 
+    def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
+        """None: the text is what the model wrote."""
+        return None
+
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
         """The prompt, if it is to be echoed."""
         if not answer.asked.echoes:
@@ -163,7 +248,7 @@ class Completions:
             logprobs = _in_columns(entries, piece.offsets, answer.asked.top > 0)
         return self._chunk(answer, index, piece.text, logprobs, piece.finish_reason)
 
-    def last(self, answer: Answer) -> dict[str, Any]:
+    def frame(self, answer: Answer) -> dict[str, Any]:
         """A chunk without choices."""
         return answer.frame("text_completion", "cmpl", [])
 
@@ -174,30 +259,36 @@ class Completions:
         return answer.frame("text_completion", "cmpl", [choice])
 
 
-class Chats:
+class Chats(_Chunked):
     """The answers of /v1/chat/completions."""
 
     def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
         """The answer, when all requests have ended."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "refusal": None} | self._message(answer, handle),
-                "logprobs": self._logprobs(answer, handle, 0, len(handle.tokens)),
-                "finish_reason": handle.finish_reason,
-            }
-            for index, handle in enumerate(handles)
-        ]
+        choices = [self._choice(answer, index, handle) for index, handle in enumerate(handles)]
         return answer.frame("chat.completion", "chatcmpl", choices) | {
             "usage": answer.usage(handles)
         }
 
-    def _message(self, answer: Answer, handle: Handle) -> dict[str, Any]:
-        """The text for the user, and the reasoning of models that mark it."""
-        if (splitter := answer.splitter(handle)) is None:
-            return {"content": handle.text}
-        reasoning, text = joined([*splitter.push(handle.text), *splitter.finish()])
-        return {"content": text, "reasoning_content": reasoning or None}
+    def _choice(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any]:
+        reader = answer.reader(handle)
+        parts = [*reader.push(handle.text), *reader.finish()]
+        found = message_of(parts)
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": found.text}
+        if answer.tokenizer.style.channels is not None:
+            message["reasoning_content"] = found.reasoning or None
+        if found.calls:
+            message["content"] = found.text or None
+            message["tool_calls"] = list(map(_called, found.calls))
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(answer, handle, 0, len(handle.tokens)),
+            "finish_reason": finish_reason(handle, parts),
+        }
+
+    def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
+        """Divides a choice."""
+        return answer.reader(handle)
 
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
         """The role."""
@@ -205,14 +296,22 @@ class Chats:
 
     def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
         """A chunk with the next text of a choice."""
-        delta: dict[str, str] = {}
-        for is_reasoning, text in piece.parts:
-            key = "reasoning_content" if is_reasoning else "content"
-            delta[key] = delta.get(key, "") + text
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in piece.parts:
+            if (key := DELTAS.get(part.kind)) is not None:
+                delta[key] = delta.get(key, "") + part.text
+            elif part.kind == "call":
+                calls[part.number] = _called(Call(part.id, part.text, ""))
+            elif part.kind == "arguments":
+                entry = calls.setdefault(part.number, {"function": {"arguments": ""}})
+                entry["function"]["arguments"] += part.text
+        if calls:
+            delta["tool_calls"] = [{"index": number} | entry for number, entry in calls.items()]
         logprobs = self._logprobs(answer, piece.handle, piece.begin, piece.end)
         return self._chunk(answer, index, delta, logprobs, piece.finish_reason)
 
-    def last(self, answer: Answer) -> dict[str, Any]:
+    def frame(self, answer: Answer) -> dict[str, Any]:
         """A chunk without choices."""
         return answer.frame("chat.completion.chunk", "chatcmpl", [])
 
@@ -230,6 +329,12 @@ class Chats:
             for entry in _entries(answer, handle, begin, end)
         ]
         return {"content": content, "refusal": None}
+
+
+def _called(call: Call) -> dict[str, Any]:
+    """A call of a tool as chat completions have it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +388,7 @@ def _entry(
 def _entries(answer: Answer, handle: Handle, begin: int, end: int) -> list[_Entry]:
     """Entries of new tokens."""
     pairs = zip(handle.tokens[begin:end], handle.logprobs[begin:end], strict=True)
-    candidates = handle.candidates[begin:end] or [[]] * (end - begin)
+    candidates = handle.top_logprobs[begin:end] or [[]] * (end - begin)
     return [_entry(answer, *pair, top) for pair, top in zip(pairs, candidates, strict=True)]
 
 

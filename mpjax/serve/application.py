@@ -22,16 +22,22 @@ from starlette.types import Receive, Scope, Send
 
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import Handle
-from mpjax.json_text import json_text
+from mpjax.engine.options import TooLongError
+from mpjax.files.json_text import json_text
 from mpjax.language_model import LanguageModel
-from mpjax.random_keys import following
+from mpjax.sampling.random_keys import following
+from mpjax.serve.adapters import ServedAdapters
 from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
-from mpjax.serve.errors import MODEL_NOT_FOUND, WRONG_API_KEY, RequestError
+from mpjax.serve.embeddings import EMBEDDINGS
+from mpjax.serve.errors import WRONG_API_KEY, RequestError
 from mpjax.serve.logs import GONE, LOGGER, AccessLog, Record, record_of
 from mpjax.serve.metrics import exposition
 from mpjax.serve.requests import Asked, read_chat, read_completion, refusal_of_engine
+from mpjax.serve.responses import Responses, read_response
+from mpjax.serve.tokens import detokenize, tokenize
 
 Read = Callable[[LanguageModel, Any, bool], Asked]
+Endpoint = Callable[[Request], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Limits:
     waiting: requests that wait for the engine, beyond which others are refused (503).
     body_bytes: of a body (413). api_key: without which requests are refused (401), or None.
     ignore_unknown: whether keys that the server does not know are ignored, and not refused (400).
+    adapters: that there may be at once, where clients may load them from folders of this machine;
+        0: they may not (403).
 
     Raises ValueError for an empty key, which a request without one would have.
     """
@@ -49,6 +57,7 @@ class Limits:
     body_bytes: int = 8 << 20
     api_key: str | None = None
     ignore_unknown: bool = False
+    adapters: int = 0
 
     def __post_init__(self) -> None:
         if self.api_key == "":
@@ -60,9 +69,9 @@ def application(
 ) -> Starlette:
     """The server of an engine under OpenAI's protocol.
 
-    name: of the model, which requests have to name. origins: of pages whose scripts may read
-    answers in a browser, such as https://example.org, or * for all (CORS). The engine runs in its
-    thread between the server's start and end, and is closed at its end.
+    name: of the model, which requests name, or one of its adapters. origins: of pages whose scripts
+    may read answers in a browser, such as https://example.org, or * for all (CORS). The engine runs
+    in its thread between the server's start and end, and is closed at its end.
     """
     server = _Server(engine, name, limits or Limits())
 
@@ -78,12 +87,21 @@ def application(
             seconds = time.monotonic() - began
             LOGGER.info(f"stopped after {seconds:.0f} seconds and {new:,} new tokens")
 
-    completions = server.endpoint(read_completion, Completions())
-    chats = server.endpoint(read_chat, Chats())
+    endpoints = {
+        "/v1/completions": server.endpoint(read_completion, Completions),
+        "/v1/chat/completions": server.endpoint(read_chat, Chats),
+        "/v1/responses": server.endpoint(read_response, Responses),
+        "/tokenize": server.question(tokenize),
+        "/detokenize": server.question(detokenize),
+        **{path: server.question(answer, of_base=True) for path, answer in EMBEDDINGS.items()},
+    }
     return Starlette(
         routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
+            Route("/v1/load_lora_adapter", server.change(server.adapters.load), methods=["POST"]),
+            Route(
+                "/v1/unload_lora_adapter", server.change(server.adapters.unload), methods=["POST"]
+            ),
             Route("/v1/models", server.models),
             Route("/v1/models/", server.models),
             Route("/v1/models/{name:path}", server.model),
@@ -109,14 +127,74 @@ class _Server:
     def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
         self.engine, self.name, self.limits = engine, name, limits
         self.began = int(time.time())
+        self._computing, self._turn = 0, asyncio.Lock()  # of answers beside the engine
+        self._door = asyncio.Lock()  # between counting the waiting requests and adding to them
+        self.adapters = ServedAdapters(engine.lm, name, limits.adapters)
 
-    def endpoint(self, read: Read, style: Style) -> Callable[[Request], Any]:
-        """The handler of one of the two kinds of completions."""
+    def change(self, make: Callable[[LanguageModel, Any, bool], str]) -> Endpoint:
+        """The handler of requests that change the adapters."""
+
+        async def handle(request: Request) -> Response:
+            self._authorise(request)
+            # A page of another site can send other types to this machine without being asked.
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                message = "expected the header Content-Type: application/json"
+                raise RequestError(message, status=415)
+            body = await self._body(request)
+            ignore = self.limits.ignore_unknown
+            return PlainTextResponse(await asyncio.to_thread(make, self.engine.lm, body, ignore))
+
+        return handle
+
+    def question(
+        self, answer: Callable[[LanguageModel, Any, bool], dict[str, Any]], *, of_base: bool = False
+    ) -> Endpoint:
+        """The handler of requests that the engine does not get.
+
+        of_base: whether the answer depends on weights, and is not offered for adapters.
+        """
+
+        async def handle(request: Request) -> Response:
+            self._authorise(request)
+            body = await self._body(request)
+            name = body.get("model") if isinstance(body, dict) else None
+            adapter = self.adapters.find(name) if isinstance(name, str) else None
+            if adapter is not None and of_base:
+                message = f"there are no embeddings and scores of adapters: name {self.name}"
+                raise RequestError(message, "model")
+            arguments = self.engine.lm, body, self.limits.ignore_unknown
+            if of_base:
+                return JSONResponse(await self._compute(answer, *arguments))
+            found = await asyncio.to_thread(answer, *arguments)
+            known = {"max_model_len": self.engine.max_tokens}
+            return JSONResponse(found | (known if "count" in found else {}))
+
+        return handle
+
+    async def _compute(self, answer: Callable[..., Any], *arguments: Any) -> Any:
+        """An answer that is computed beside the engine, one at a time."""
+        if self._computing >= self.limits.waiting:
+            message = f"{self._computing} requests wait, and as many may: try later"
+            raise RequestError(message, status=503)
+        self._computing += 1
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(answer, *arguments)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise _failure(error) from error
+        finally:
+            self._computing -= 1
+
+    def endpoint(self, read: Read, style: Callable[[], Style]) -> Endpoint:
+        """The handler of one kind of completions."""
 
         async def handle(request: Request) -> Response:
             self._authorise(request)
             try:
-                return await self._complete(request, read, style)
+                return await self._complete(request, read, style())
             except ClientDisconnect:
                 record_of(request.scope).error = GONE
                 return Response(status_code=499)  # which nobody receives
@@ -128,26 +206,29 @@ class _Server:
         body = await self._body(request)
         # In a thread: other requests go on while a long text is tokenised.
         asked = await asyncio.to_thread(read, self.engine.lm, body, self.limits.ignore_unknown)
-        if asked.model is not None:
-            self._require_model(asked.model)
+        adapter = self.adapters.find(asked.model)
         record = record_of(request.scope)
-        record.handles = handles = self._submit(asked)
-        record.answer = answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
+        async with self._door:  # in a thread: an adapter that is being loaded may be waited for
+            handles = await asyncio.to_thread(self._submit, asked, adapter)
+        record.handles = handles
+        tokenizer, name = self.engine.lm.require_tokenizer(), adapter or self.name
+        record.answer = answer = Answer(tokenizer, name, asked)
         if asked.stream:
             return _Events(_stream(style, answer, record), record)
-        await _wait(request, handles)
+        await _wait(request, style, answer, handles)
         return JSONResponse(style.whole(answer, handles))
 
     async def models(self, request: Request) -> Response:
-        """The list of the one model."""
+        """The list of the model and its adapters."""
         self._authorise(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        names = [None, *self.engine.lm.adapters.names]
+        return JSONResponse({"object": "list", "data": list(map(self._model, names))})
 
     async def model(self, request: Request) -> Response:
-        """The one model."""
+        """The model, or one of its adapters."""
         self._authorise(request)
-        self._require_model(request.path_params["name"].rstrip("/"))
-        return JSONResponse(self._model())
+        name = self.adapters.find(request.path_params["name"].rstrip("/"))
+        return JSONResponse(self._model(name))
 
     async def health(self, _: Request) -> Response:
         """Whether requests can be served."""
@@ -161,19 +242,11 @@ class _Server:
         text = exposition(self.engine.statistics())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    def _model(self) -> dict[str, Any]:
-        facts = {"id": self.name, "object": "model", "created": self.began, "owned_by": "mpjax"}
-        return facts | {"max_model_len": self.engine.max_tokens}
-
-    def _require_model(self, name: str) -> None:
-        if name != self.name:
-            raise RequestError(
-                f"there is no model {json_text(name, 80)}: this server has "
-                f"{json_text(self.name, 80)}",
-                "model",
-                404,
-                MODEL_NOT_FOUND,
-            )
+    def _model(self, adapter: str | None) -> dict[str, Any]:
+        """The facts of an adapter, or with None of the model itself."""
+        facts = {"id": adapter or self.name, "object": "model", "created": self.began}
+        facts |= {"owned_by": "mpjax", "max_model_len": self.engine.max_tokens}
+        return facts if adapter is None else facts | {"parent": self.name}
 
     def _authorise(self, request: Request) -> None:
         if (key := self.limits.api_key) is None:
@@ -201,7 +274,7 @@ class _Server:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not JSON: {error}") from error
 
-    def _submit(self, asked: Asked) -> list[Handle]:
+    def _submit(self, asked: Asked, adapter: str | None) -> list[Handle]:
         """Gives the engine a request for each choice of each prompt: all of them, or none."""
         count = len(asked.prompts) * asked.choices
         if count > self.limits.waiting:
@@ -231,13 +304,18 @@ class _Server:
                         priority=asked.priority,
                         prompt_logprobs=asked.echoes is not None and asked.logprobs,
                         logprobs=asked.candidates,
+                        adapter=adapter,
+                        constraint=asked.constraint,
                     )
                 )
         except ValueError as error:
             for handle in handles:
                 handle.cancel()
             status = 503 if self.engine.is_closed else 400
-            raise refusal_of_engine(error, status, asked.key) from error
+            if isinstance(error, TooLongError):  # clients look for these words
+                words = f"the maximum context length is {self.engine.max_tokens} tokens"
+                error = TooLongError(f"{error} ({words})")
+            raise refusal_of_engine(error, status, asked.key, asked.constraint_key) from error
         return handles
 
 
@@ -259,11 +337,11 @@ class _Events(StreamingResponse):
                 handle.cancel()
 
 
-async def _wait(request: Request, handles: Sequence[Handle]) -> None:
+async def _wait(request: Request, style: Style, answer: Answer, handles: Sequence[Handle]) -> None:
     """Waits for the end of all requests; cancels them if the client goes away."""
 
     async def read(handle: Handle) -> None:
-        async for _ in handle:
+        async for _ in pieces(style.reader(answer, handle), answer, handle):
             pass
 
     async def watch() -> None:
@@ -279,8 +357,10 @@ async def _wait(request: Request, handles: Sequence[Handle]) -> None:
         if not readers.done():
             await watcher
         await readers
-    except (ValueError, RuntimeError) as error:
-        raise RequestError(str(error), status=500) from error
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        raise _failure(error) from error
     finally:
         watcher.cancel()
         readers.cancel()
@@ -299,13 +379,13 @@ async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator
 
     async def read(index: int, handle: Handle) -> None:
         try:
-            if (first := style.first(answer, index, handle)) is not None:
-                queue.put_nowait(first | usage)
-            async for piece in pieces(answer, handle):
-                queue.put_nowait(style.chunk(answer, index, piece) | usage)
-        except (ValueError, RuntimeError) as error:
-            record.error = RequestError(str(error), status=500)
-            queue.put_nowait(record.error.as_object)
+            async for event in style.events(answer, index, handle):
+                queue.put_nowait(event | usage)
+        except (
+            Exception
+        ) as error:  # any that is missed here would end the stream as if all was well
+            record.error = _failure(error)
+            queue.put_nowait(style.failure(answer, record.error))
         finally:
             queue.put_nowait(None)
 
@@ -317,16 +397,26 @@ async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator
                 left -= 1
             else:
                 yield _event(chunk)
-        if answer.asked.with_usage:
-            yield _event(style.last(answer) | {"usage": answer.usage(record.handles)})
-        yield "data: [DONE]\n\n"
+        for event in style.closing(answer, record.handles):
+            yield _event(event)
+        yield style.end
     finally:
         for task in tasks:
             task.cancel()
 
 
+def _failure(error: Exception) -> RequestError:
+    """The error of an answer for its client; one that no part raises on purpose is logged."""
+    if isinstance(error, ValueError | RuntimeError):
+        return RequestError(str(error), status=500)
+    LOGGER.error("an answer failed", exc_info=error)
+    return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
 def _event(data: Any) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    """An object as an event, which is named by its type if it has one."""
+    head = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

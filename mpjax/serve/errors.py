@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax.json_text import in_utf8
+from mpjax.files.json_text import in_utf8
 
 # The codes of OpenAI that clients look for.
 MODEL_NOT_FOUND = "model_not_found"

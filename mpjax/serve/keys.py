@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpjax.json_text import json_text
+from mpjax.files.json_text import json_text
 from mpjax.kernels.checks import did_you_mean, nearest
 from mpjax.serve.errors import NOT_OFFERED, UNKNOWN_KEY, RequestError
 
@@ -77,9 +77,15 @@ def _refusal(key: Key, name: str, value: Any) -> RequestError:
     )
 
 
-def ignored() -> Key:
-    """A key that can't change an answer."""
-    return Key("ignored", "any value", lambda value: value)
+def ignored(but: Any = None) -> Key:
+    """A key that can't change an answer. but: what a list must not have, as it would change it."""
+
+    def read(value: Any) -> Any:
+        if but is not None and isinstance(value, list) and but in value:
+            raise Misfit
+        return value
+
+    return Key("ignored", "any value" if but is None else f"no list with {json_text(but)}", read)
 
 
 def refused(*neutral: Any) -> Key:
@@ -167,5 +173,5 @@ def record(name: str, table: Table) -> Key:
             raise Misfit
         return read_keys(value, table, place=f"{name}.")
 
-    spelled = ", ".join(name for name, key in table.items() if key.effect == "obeyed")
-    return Key("obeyed", f"an object with {spelled}", read)
+    obeyed = [name for name, key in table.items() if key.effect == "obeyed"]
+    return Key("obeyed", f"an object with {', '.join(obeyed or table)}", read)

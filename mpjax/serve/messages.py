@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax.json_text import json_text
+from mpjax.files.json_text import json_text
 from mpjax.serve.errors import RequestError
 from mpjax.serve.keys import Table, accepted, ignored, read_keys, refused, text
 

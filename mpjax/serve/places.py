@@ -6,8 +6,8 @@ import codecs
 import itertools
 from collections.abc import Iterable, Sequence
 
-from mpjax.serve.spelling import token_bytes
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.spelling import token_bytes
+from mpjax.text.tokenizer import Tokenizer
 
 BYTES = 4  # of the longest character
 

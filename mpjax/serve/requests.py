@@ -7,36 +7,50 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from mpjax.constraints.kinds import Constraint
 from mpjax.engine.options import TooLongError
-from mpjax.generation_config import to_keys
-from mpjax.json_text import json_text
+from mpjax.files.json_text import json_text
 from mpjax.language_model import LanguageModel
-from mpjax.prompts import encode, is_single
-from mpjax.sampling import FILTERS
+from mpjax.sampling.controls import Penalties, changes_logits
+from mpjax.sampling.generation_config import to_keys
+from mpjax.sampling.settings import FILTERS, Sampling
+from mpjax.serve.constraints import of_chat, read_constraint
 from mpjax.serve.errors import NOT_OFFERED, TOO_LONG, RequestError
-from mpjax.serve.keys import Table, read_keys
+from mpjax.serve.keys import read_keys
 from mpjax.serve.messages import read_messages
 from mpjax.serve.tables import CHAT, COMPLETION, PROMPT
-from mpjax.tokenizer import Tokenizer
+from mpjax.serve.tools import Tools, read_tools
+from mpjax.text.channels import HARMONY
+from mpjax.text.prompts import encode, is_single
+from mpjax.text.tokenizer import Tokenizer
 
+PENALTIES = Penalties.names
 # The keys of clients for what the engine's messages call otherwise.
 NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_ids": "stop_token_ids",
+    "allowed_ids": "allowed_token_ids",
 }
 
+# The efforts that gpt-oss knows, for others.
+OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
-def refusal_of_engine(error: ValueError, status: int, prompts: str) -> RequestError:
+
+def refusal_of_engine(
+    error: ValueError, status: int, prompts: str, constraint: str = "response_format"
+) -> RequestError:
     """The refusal of an engine, in the client's words; most messages begin with the key.
 
-    prompts: the key of the prompts.
+    prompts, constraint: the keys of the prompts and of the constraint.
     """
     message = str(error)
     for name, key in NAMES.items():
         message = message.replace(name, key)
     if isinstance(error, TooLongError):
         return RequestError(message, prompts, status, TOO_LONG)
+    if message.startswith("constraint"):
+        return RequestError(message.replace("constraint:", f"{constraint}:", 1), constraint, status)
     first = message.partition(" ")[0]
     return RequestError(message, first if first in COMPLETION else None, status)
 
@@ -54,6 +68,9 @@ class Asked:
         stream ends with the numbers of tokens.
     echoes: the texts of the prompts, if they are to be part of the answers. logprobs: whether
         log-probabilities are wanted, and top: of how many of the likeliest tokens beside each.
+    tools: that the model may call, or None. repeated: what an answer repeats of its request.
+        namespaces: of tools, by their names.
+    constraint: of each choice, and constraint_key: of the body that has it.
     """
 
     prompts: list[list[int]]
@@ -70,12 +87,17 @@ class Asked:
     logprobs: bool = False
     top: int = 0
     priority: int = 0
+    tools: Tools | None = None
+    repeated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    namespaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    constraint: Constraint | None = None
+    constraint_key: str = "response_format"
 
     @property
     def candidates(self) -> int:
         """How many candidates the engine has to tell. Where a token is the likeliest, it is one."""
         is_greedy = not self.sampling["temperature"] and "min_new_tokens" not in self.sampling
-        is_greedy &= self.sampling.get("repetition_penalty", 1) == 1
+        is_greedy &= self.constraint is None and not changes_logits(Sampling.of(self.sampling))
         return self.top if self.top > 1 or not is_greedy else 0
 
 
@@ -85,7 +107,7 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
     ignore_unknown: whether keys that the server does not know are ignored. Raises RequestError,
     which names the key.
     """
-    values = _values(body, COMPLETION, ignore_unknown)
+    values = read_keys(require_object(body), COMPLETION, ignore_unknown)
     if values["best_of"] not in (None, values["n"]):
         raise RequestError(
             f"best_of is {values['best_of']} and n {values['n']}, and this server does not offer "
@@ -110,11 +132,11 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
     )
 
 
-def _values(body: Any, table: Table, ignore_unknown: bool) -> dict[str, Any]:
+def require_object(body: Any) -> dict[str, Any]:
+    """The body, if it is an object. Raises RequestError otherwise."""
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
-    values: dict[str, Any] = read_keys(body, table, ignore_unknown)
-    return values
+    return body
 
 
 def _prompts(lm: LanguageModel, found: Any) -> tuple[list[str], list[list[int]]]:
@@ -141,22 +163,9 @@ def _is_prompt(value: Any) -> bool:
 
 def read_chat(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
     """Reads the body of /v1/chat/completions. Arguments and errors are as for completions."""
-    values = _values(body, CHAT, ignore_unknown)
-    tokenizer = lm.require_tokenizer()
-    variables = _variables(values, tokenizer)
-    if not tokenizer.chat_templates:
-        raise RequestError(
-            "the model has no chat template, like most base models: send a prompt to "
-            "/v1/completions instead",
-            "messages",
-        )
-    try:
-        ids = tokenizer.encode_chat(read_messages(values["messages"]), **variables)
-    except RequestError:
-        raise
-    except (ValueError, TypeError) as error:
-        message = str(error).replace(tokenizer.name, "the model")  # the name is the server's path
-        raise RequestError(message, "messages") from error
+    values = read_keys(require_object(body), CHAT, ignore_unknown)
+    tools = read_tools(values, lm.require_tokenizer().style.tools)
+    ids = chat_ids(lm, values, tools)
     maximum, wanted, top = (
         values["max_completion_tokens"],
         values["logprobs"],
@@ -169,15 +178,49 @@ def read_chat(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Ask
             "top_logprobs",
         )
     maximum = values["max_tokens"] if maximum is None else maximum
-    found = {"max_new_tokens": maximum, "logprobs": wanted, "top": top}
-    return _shared(lm, values, [ids], key="messages", **found)
+    found = {"max_new_tokens": maximum, "logprobs": wanted, "top": top, "tools": tools}
+    asked = _shared(lm, values, [ids], key="messages", **found)
+    constraint = of_chat(asked.constraint, tools, lm.require_tokenizer(), ids)
+    key = asked.constraint_key if asked.constraint is not None else "tools"
+    return dataclasses.replace(asked, constraint=constraint, constraint_key=key)
+
+
+def chat_ids(
+    lm: LanguageModel,
+    values: Mapping[str, Any],
+    tools: Tools | None,
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """The token ids of the messages of a chat. values: of the keys of its body.
+
+    Raises RequestError, which names the key.
+    """
+    tokenizer = lm.require_tokenizer()
+    variables = _variables(values, tokenizer)
+    if tools is not None:
+        variables["tools"] = [tool.definition for tool in tools.tools]
+    if not tokenizer.chat_templates:
+        raise RequestError(
+            "the model has no chat template, like most base models: send a prompt to "
+            "/v1/completions instead",
+            "messages",
+        )
+    messages = read_messages(values["messages"])
+    try:
+        prompt = tokenizer.chat(messages, add_generation_prompt, **variables)
+        return tokenizer.encode(prompt, add_special_tokens)
+    except (ValueError, TypeError) as error:
+        message = str(error).replace(tokenizer.name, "the model")  # the name is the server's path
+        raise RequestError(message, "messages") from error
 
 
 def _variables(values: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Further variables of the chat template. Raises RequestError for those of the server."""
     key = "chat_template_kwargs"
     variables = values[key]
-    for name in ("messages", "self"):
+    for name in ("messages", "self", "tools"):
         if name in variables:
             raise RequestError(f"{key} has {name!r}, which may not be among its keys", key)
     # A client may choose a template, but not bring a program, which could run for ever.
@@ -185,19 +228,32 @@ def _variables(values: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
         raise RequestError(
             f"chat_template of {key} is not the name of a template of the model", key
         )
-    key = "reasoning_effort"
-    if (effort := values[key]) is None:
-        return variables
-    if not any(key in template for template in tokenizer.chat_templates.values()):
-        if effort == "medium":  # OpenAI's default
-            return variables
+    return _effort(values.get("reasoning_effort"), tokenizer) | variables
+
+
+def _effort(effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The variables of the chat template by which it knows how much to reason.
+
+    Raises RequestError if it has none, but for OpenAI's default.
+    """
+    sources = "".join(tokenizer.chat_templates.values())
+    if effort is None:
+        return {}
+    found: dict[str, Any] = {}
+    if "reasoning_effort" in sources:
+        found["reasoning_effort"] = effort
+        if tokenizer.style.channels is HARMONY:
+            found["reasoning_effort"] = OF_HARMONY.get(effort, effort)
+    if "enable_thinking" in sources:
+        found["enable_thinking"] = effort != "none"
+    if not found and effort != "medium":
         raise RequestError(
-            f"{key} is {json_text(effort)}, and the chat template of the model has no such "
-            "variable: leave it out",
-            key,
+            f"reasoning_effort is {json_text(effort)}, and the chat template of the model has no "
+            "such variable: leave it out",
+            "reasoning_effort",
             code=NOT_OFFERED,
         )
-    return {key: effort} | variables
+    return found
 
 
 def _shared(
@@ -210,8 +266,11 @@ def _shared(
             "stream_options out",
             "stream_options",
         )
+    constraint, constraint_key = read_constraint(values)
     return Asked(
         prompts=prompts,
+        constraint=constraint,
+        constraint_key=constraint_key,
         sampling=_sampling(values, lm),
         stop=stop if isinstance(stop, list) else [stop],
         seed=secrets.randbits(32) if seed is None else seed,
@@ -231,29 +290,43 @@ def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
     """
     sampling: dict[str, Any] = {"temperature": 1.0} if lm.sampling is None else to_keys(lm.sampling)
     sampling.pop("do_sample", None)
-    names = ("temperature", *FILTERS, "repetition_penalty")
+    names = ("temperature", *FILTERS, *PENALTIES)
     sampling |= {name: values[name] for name in names if values[name] is not None}
     # With a temperature or a top_p of 0, only the likeliest token is left.
     if not sampling.get("temperature") or sampling.get("top_p") == 0:
-        penalty = sampling.get("repetition_penalty")
-        sampling = {"temperature": 0.0}
-        sampling |= {} if penalty is None else {"repetition_penalty": penalty}
+        kept = {name: sampling[name] for name in PENALTIES if name in sampling}
+        sampling = {"temperature": 0.0} | kept
     elif sampling.get("top_k") in (0, -1):  # as other servers switch it off
         sampling["top_k"] = None
     if least := values["min_tokens"]:
         sampling["min_new_tokens"] = least
-    if (ids := values["stop_token_ids"]) is not None:
-        sampling["stop_ids"] = _stop_ids(ids, lm.config.vocab_size)
+    for key, name in (("stop_token_ids", "stop_ids"), ("allowed_token_ids", "allowed_ids")):
+        if (ids := values[key]) is not None:
+            sampling[name] = _known_ids(key, ids, lm.config.vocab_size)
+    if biases := values["logit_bias"]:
+        ids = _known_ids("logit_bias", [int(key) for key in biases], lm.config.vocab_size)
+        sampling["logit_bias"] = dict(zip(ids, biases.values(), strict=True))
+    if words := values["bad_words"]:
+        sampling["bad_words"] = _bad_words(lm.require_tokenizer(), words)
+    try:
+        Sampling.of(sampling)
+    except ValueError as error:
+        raise refusal_of_engine(error, 400, "prompt") from error
     return sampling
 
 
-def _stop_ids(ids: list[Any], vocabulary: int) -> list[int]:
-    """Ids of a body. Raises RequestError for others than the model's, which could end nothing."""
+def _known_ids(key: str, ids: list[Any], vocabulary: int) -> list[int]:
+    """Ids of a body. Raises RequestError for others than the model's, which no text can have."""
     for one in ids:
         if not 0 <= one < vocabulary:
             raise RequestError(
-                f"stop_token_ids has {json_text(one)}: expected a list of token ids from 0 to "
-                f"{vocabulary - 1}",
-                "stop_token_ids",
+                f"{key} has {json_text(one)}: expected token ids from 0 to {vocabulary - 1}", key
             )
     return [int(one) for one in ids]
+
+
+def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+    """The ids of words, as they are at the begin of a text and behind a space."""
+    spelled = [text for word in words for text in (word, " " + word.lstrip())]
+    found = (tokenizer.backend.encode(text, add_special_tokens=False).ids for text in spelled)
+    return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]

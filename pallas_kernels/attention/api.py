@@ -89,43 +89,24 @@ def paged_attention(
     Returns an array of the shape and dtype of the queries, or with blocks QuantizedActivations
     [batch, tokens, query heads · head dim], varlen without the first axis. On the GPU each cached
     byte is read once for all query heads of its KV head; long sequences are split over programs
-    (FlashDecoding).
-    Where many tokens are new and causality is the only mask, the cache is written out in 16 bits
-    for cuDNN (`attention.cudnn`), up to 1 GiB of keys and values, if the installed JAX has the
-    function for it; otherwise the Triton kernel attends. For pages that keep scales, the kernel
-    takes queries of KVPages.parameter_dtype; queries of other dtypes go to the reference, with a
-    warning. In float16, scores may reach 2**24, and so may sums of queries times zeros of channels.
+    (FlashDecoding). Where many tokens are new and causality is the only mask, the cache is written
+    out in 16 bits for cuDNN (`attention.cudnn`), up to 1 GiB of keys and values, if the installed
+    JAX has the function for it. For pages that keep scales, the kernel takes queries of
+    KVPages.parameter_dtype; queries of other dtypes go to the reference, with a warning. In
+    float16, scores may reach 2**24, and so may sums of queries times zeros of channels.
 
     Raises ValueError for shapes and numbers that don't fit (starts and counts are checked as in
     `append`), and UnsupportedError, with the reason, where a forced implementation can't run.
     """
     require_pages("paged_attention", pages)
-    queries = as_array("attention: queries", queries)
-    require_floats("attention", queries=queries)
+    queries = _read_queries(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
     require_type("paged_attention: transformed", transformed, bool, np.bool)
-    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
     masks = _read_masks("paged_attention", masks, queries)
     span = read_span("paged_attention", span, pages, queries.shape[:-2])
-    if blocks is not None:
-        require_type("paged_attention: blocks", blocks, ActivationBlocks)
-        blocks = blocks.checked("paged_attention", queries.shape[-2] * pages.head_dim)
+    blocks = _read_blocks(blocks, queries.shape[-2] * pages.head_dim)
     if queries.size == 0:
         return _rounded(jnp.zeros_like(queries), blocks)
-    why_not_cudnn = cudnn.why_not(queries, pages, span)
-    if not masks.is_causal:
-        why_not_cudnn = "it knows no window, softcap or sinks"
-    is_long = queries.shape[-3] >= cudnn.LEAST_TOKENS
-    default = "cudnn" if is_long and why_not_cudnn is None else "triton"
-    is_never = why_not_cudnn is not None and why_not_cudnn == cudnn.why_never()
-    if implementation is None and is_long and is_never and device.on_gpu():
-        warn(f"long prompts over a cache take longer: {why_not_cudnn}")
-    implementation = choose(
-        "paged_attention",
-        implementation,
-        default,
-        ("triton", "cudnn", "reference"),
-        lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
-    )
+    implementation = _choose_paged(queries, pages, span, masks, implementation)
     if implementation == "reference":
         found = reference.paged_attention(queries, pages, span, masks, transformed=transformed)
         return _rounded(found, blocks, "reference")
@@ -134,14 +115,45 @@ def paged_attention(
     if implementation == "cudnn":
         found = cudnn.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
         return _rounded(found, blocks)
+    return _by_triton(queries, pages, span, masks, blocks)
+
+
+def _read_blocks(blocks: Any, channels: int) -> ActivationBlocks | None:
+    if blocks is None:
+        return None
+    require_type("paged_attention: blocks", blocks, ActivationBlocks)
+    return blocks.checked("paged_attention", channels)
+
+
+def _by_triton(
+    queries: jax.Array, pages: KVPages, span: Span, masks: Masks, blocks: ActivationBlocks | None
+) -> jax.Array | QuantizedActivations:
     rows = queries.shape[-3] * queries.shape[-2] // pages.keys.shape[1]
-    is_varlen = queries.ndim == 3
-    problem = plans.Problem.of(rows, pages, span.block_tables.shape, is_varlen=is_varlen)
-    config = plans.config_of(problem)
-    if blocks is not None and can_round(blocks, pages.head_dim):
-        rounded = triton.paged_attention(queries, pages, span, masks, config, blocks=blocks)
-        return rounded if isinstance(rounded, QuantizedActivations) else _rounded(rounded, blocks)
-    return _rounded(triton.paged_attention(queries, pages, span, masks, config), blocks)
+    shape, is_varlen = span.block_tables.shape, queries.ndim == 3
+    config = plans.config_of(plans.Problem.of(rows, pages, shape, is_varlen=is_varlen))
+    in_kernel = blocks if blocks is not None and can_round(blocks, pages.head_dim) else None
+    result = triton.paged_attention(queries, pages, span, masks, config, blocks=in_kernel)
+    return result if isinstance(result, QuantizedActivations) else _rounded(result, blocks)
+
+
+def _choose_paged(
+    queries: jax.Array, pages: KVPages, span: Span, masks: Masks, implementation: str | None
+) -> Literal["triton", "cudnn", "reference"]:
+    why_not_cudnn = cudnn.why_not(queries, pages, span)
+    if not masks.is_causal:
+        why_not_cudnn = "it knows no window, softcap or sinks"
+    is_long = queries.shape[-3] >= cudnn.LEAST_TOKENS
+    default = "cudnn" if is_long and why_not_cudnn is None else "triton"
+    is_never = why_not_cudnn is not None and why_not_cudnn == cudnn.why_never()
+    if implementation is None and is_long and is_never and device.on_gpu():
+        warn(f"long prompts over a cache take longer: {why_not_cudnn}")
+    return choose(
+        "paged_attention",
+        implementation,
+        default,
+        ("triton", "cudnn", "reference"),
+        lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
+    )
 
 
 def _rounded(
@@ -186,7 +198,7 @@ def prefill_attention(
             f"attention: keys of shape {keys.shape} and values of shape {values.shape} must be "
             f"[batch, tokens, KV heads, head dim], of as many tokens as queries {queries.shape}"
         )
-    _check(queries, (4,), keys.shape[2], keys.shape[3])
+    queries = _read_queries(queries, (4,), keys.shape[2], keys.shape[3])
     masks = _read_masks("prefill_attention", masks, queries)
     if queries.size == 0:
         return jnp.zeros_like(queries)
@@ -210,6 +222,16 @@ def prefill_attention(
         ("cudnn", "triton", "xla", "reference"),
         why_not,
     )
+    return _prefill(implementation, queries, keys, values, masks)
+
+
+def _prefill(
+    implementation: Literal["cudnn", "triton", "xla", "reference"],
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    masks: Masks,
+) -> jax.Array:
     batch, tokens = queries.shape[:2]
     if implementation == "reference":
         positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
@@ -274,7 +296,11 @@ def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
     return why_not_triton(pages)
 
 
-def _check(queries: jax.Array, ranks: tuple[int, ...], kv_heads: int, head_dim: int) -> None:
+def _read_queries(
+    queries: jax.Array, ranks: tuple[int, ...], kv_heads: int, head_dim: int
+) -> jax.Array:
+    queries = as_array("attention: queries", queries)
+    require_floats("attention", queries=queries)
     heads, dim = (1, *queries.shape)[-2:] if queries.ndim else (1, 1)
     if queries.ndim not in ranks or heads % kv_heads or dim != head_dim:
         varlen = f", or varlen [tokens, query heads, {head_dim}]," if 3 in ranks else ""
@@ -282,6 +308,7 @@ def _check(queries: jax.Array, ranks: tuple[int, ...], kv_heads: int, head_dim: 
             f"attention: queries of shape {queries.shape} must be [batch, tokens, query heads, "
             f"{head_dim}]{varlen} with query heads a multiple of the {kv_heads} KV heads"
         )
+    return queries
 
 
 def _read_masks(operation: str, masks: Masks, queries: jax.Array) -> Masks:

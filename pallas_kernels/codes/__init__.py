@@ -2,10 +2,13 @@
 
 A kind fits parameters to weights and finds the nearest codes, packs codes into words, and has the
 few instructions that decode words to operands of the tensor cores. All kinds share one packed
-tensor and one main loop.
+tensor and one main loop. A new kind is a file and a line of the table: formats, precisions,
+packing, products, quantising and saving ask the kind for all that they need.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from mpjax.kernels.codes.affine import Affine
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group
@@ -16,13 +19,23 @@ from mpjax.kernels.codes.integer import Integer, Symmetric
 from mpjax.kernels.codes.liquid import Liquid
 from mpjax.kernels.codes.signed import Signed
 from mpjax.kernels.codes.table import Table
-from mpjax.kernels.formats import WeightFormat
 
-_KINDS: dict[str, CodeKind] = {
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
+
+SYMMETRIC = ":sym"  # behind the name of codes whose zero points are all the middle
+
+
+def key(codes: str, *, symmetric: bool) -> str:
+    """The name of codes with their symmetry, as in `KINDS` and in the texts of formats."""
+    return codes + SYMMETRIC if symmetric else codes
+
+
+KINDS: dict[str, CodeKind] = {
     "uint4": Integer(4),
     "uint8": Integer(8),
-    "uint4:sym": Symmetric(4),
-    "uint8:sym": Symmetric(8),
+    key("uint4", symmetric=True): Symmetric(4),
+    key("uint8", symmetric=True): Symmetric(8),
     "affine4": Affine(4),
     "affine8": Affine(8),
     "table4": Table(4),
@@ -38,7 +51,7 @@ _KINDS: dict[str, CodeKind] = {
 
 def of(format: WeightFormat) -> CodeKind:
     """The kind of codes of a packed format."""
-    return _KINDS[format.codes + (":sym" if format.symmetric else "")]
+    return KINDS[key(format.codes, symmetric=format.symmetric)]
 
 
 def has_table(format: WeightFormat) -> bool:
@@ -46,4 +59,4 @@ def has_table(format: WeightFormat) -> bool:
     return format.is_packed and of(format).has_table
 
 
-__all__ = ["CodeKind", "Decoder", "Group", "has_table", "of"]
+__all__ = ["KINDS", "SYMMETRIC", "CodeKind", "Decoder", "Group", "has_table", "key", "of"]

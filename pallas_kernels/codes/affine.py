@@ -6,14 +6,18 @@ where all weights of a group are equal, and so the scale is zero.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import bits as bit_planes
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters, Spelling
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
 
 
 class Affine(CodeKind):
@@ -30,6 +34,7 @@ class Affine(CodeKind):
 
     def __init__(self, bits: int):
         self.bits = bits
+        self.spellings = (Spelling(f"M{bits}", "16", 32),)
 
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None

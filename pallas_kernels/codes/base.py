@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.checks import is_known
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
+    from mpjax.kernels.plain_codes import PlainCodes
 
 Decoder = Callable[[int], jax.Array]  # from the number of a plane to its decoded tile
 
@@ -50,9 +55,34 @@ class Group(NamedTuple):
     arguments: tuple[jax.Array, ...] = ()
 
 
-class CodeKind(abc.ABC):
-    """The meaning of codes, outside and inside of kernels. Kinds hold no state."""
+class Spelling(NamedTuple):
+    """How a precision such as `W4A16` names a kind of codes: its W part, and its A part.
 
+    usual_size: the group size that is left out; None for all input channels.
+    """
+
+    weights: str
+    activations: str
+    usual_size: int | None
+
+
+GROUP_SIZES = (32, 64, 128)  # of most kinds
+
+
+class CodeKind(abc.ABC):
+    """The meaning of codes, outside and inside of kernels. Kinds hold no state.
+
+    bits: of a code. group_sizes: the numbers of input channels that can share parameters; None for
+        all. operands: the dtypes to which codes can be decoded for the tensor cores, the default
+        first; None for that of 16-bit activations. spellings: one for each operand.
+    """
+
+    bits: int
+    group_sizes: tuple[int | None, ...] = GROUP_SIZES
+    operands: tuple[str | None, ...] = (None,)
+    spellings: tuple[Spelling, ...]
+    may_cut_groups = False  # whether the last group may have fewer input channels
+    groups_of_word = 1  # the number of neighbouring groups whose parameters share a 32-bit word
     code_dtype = jnp.dtype(jnp.uint8)
     scale_dtypes: tuple[str, ...] = ("float16", "bfloat16")
     has_zeros = False
@@ -64,6 +94,16 @@ class CodeKind(abc.ABC):
     scales_of_word = 1  # of parameters: the number of groups with a scale of their own in a word
     # Why other scales can't replace those of a weight, for messages; None if they can.
     why_scales_are_fixed: str | None = None
+
+    def require_values(self, plain: PlainCodes) -> None:
+        """Raises ValueError for codes or parameters whose values are none of the kind's.
+
+        Under `jit`, values are not known, and pass.
+        """
+        if self.code_dtype == jnp.uint8:
+            require_range("codes", plain.codes, 2**self.bits - 1)
+        if plain.zeros is not None and not self.has_minima:
+            require_range("zeros", plain.zeros, 2**self.bits)
 
     @abc.abstractmethod
     def fit(
@@ -182,6 +222,19 @@ class CodeKind(abc.ABC):
         `scaled_decoder` decodes such weights, and `decoder` too where `has_group_scales` is false.
         """
         return 0
+
+
+def require_range(name: str, array: jax.Array, largest: int, least: int = 0) -> None:
+    """Raises ValueError for an array with values out of a range; for unknown values, nothing."""
+    if not is_known(array):
+        return
+    # On a CPU, NumPy reads the array where it is, in no time beside that of two programs.
+    is_on_host = isinstance(array, jax.Array) and array.platform() == "cpu"
+    found = np.asarray(array) if is_on_host else array
+    with jax.ensure_compile_time_eval():  # under `jit`, arrays that are constants are known
+        low, high = int(found.min()), int(found.max())
+    if low < least or high > largest:
+        raise ValueError(f"{name} are {low} to {high}; expected {least} to {largest}")
 
 
 def divisible(scales: jax.Array) -> jax.Array:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import bits as bit_planes
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.checks import is_known
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters, Spelling
 from mpjax.kernels.target import current_target
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
+    from mpjax.kernels.plain_codes import PlainCodes
 
 # The magnitudes of codes 0 to 7; codes 8 to 15 are their negatives.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,8 +44,11 @@ class Float4(CodeKind):
     exponent 255, NaN in e8m0, is infinity in a kernel, whose results are infinite or NaN.
     """
 
+    bits = 4
+    group_sizes = (32,)
+    spellings = (Spelling("MXFP4", "16", 32),)
     scale_dtypes = ("bfloat16",)
-    scales_of_word = 4
+    groups_of_word = scales_of_word = 4
     why_scales_are_fixed = "has exponents for scales, which other scales can't replace"
 
     def fit(
@@ -79,6 +87,25 @@ class Float4(CodeKind):
         half = exponent >> 1
         first = jnp.where(exponent == _NAN, jnp.nan, _power(half - _BIAS // 2))
         return values[codes] * first * _power(exponent - half - (_BIAS - _BIAS // 2))
+
+    def require_values(self, plain: PlainCodes) -> None:
+        """As CodeKind does; scales are powers of two from 2**−127, 0 or NaN.
+
+        Bits are compared, since XLA on a CPU takes subnormals for 0.
+        """
+        super().require_values(plain)
+        if not is_known(plain.scales):
+            return
+        with jax.ensure_compile_time_eval():
+            given = jnp.asarray(plain.scales)
+            kept = scales_of(exponents_of(given))
+            bits, kept_bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (given, kept))
+            is_kept = (bits == kept_bits) | (bits == 0) | jnp.isnan(given)
+            if not is_kept.all():
+                raise ValueError(
+                    f"scales of float4 are {float(given[~is_kept][0]):.4g}, among others: expected "
+                    "powers of two, of which the exponent is kept"
+                )
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Packs plane j to the bits of a word from 4 · j on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
@@ -10,13 +12,17 @@ from mpjax.kernels.codes.base import (
     Decoder,
     Group,
     Parameters,
+    Spelling,
     divisible,
 )
-from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.target import current_target
 
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
+
 LARGEST = 448.0  # of e4m3, which has no infinities
+GROUP = 128  # input channels that share a scale, where not all of an output channel do
 
 
 def to_float8(x: jax.Array) -> jax.Array:
@@ -30,6 +36,11 @@ class Float8(CodeKind):
     The last of these runs of 128 may be cut.
     """
 
+    bits = 8
+    group_sizes = (GROUP, None)
+    operands = (None, "float8")
+    spellings = (Spelling("FP8", "16", GROUP), Spelling("FP8", "FP8", None))
+    may_cut_groups = True
     code_dtype = jnp.dtype(jnp.float8_e4m3fn)
     scale_dtypes = ("float32",)
 

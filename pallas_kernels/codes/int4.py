@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.codes.base import Decoder, Group, Parameters, divisible
+from mpjax.kernels.codes.base import (
+    Decoder,
+    Group,
+    Parameters,
+    Spelling,
+    divisible,
+    require_range,
+)
 from mpjax.kernels.codes.signed import Signed
-from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.target import current_target
 
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
+    from mpjax.kernels.plain_codes import PlainCodes
+
 BITS = 4
+# Input channels of a weight, and of the activations that meet it, that share a scale.
+GROUP = 128
 LEAST, MOST = -8, 7
 # A code is decoded in the upper half of its byte, which saves the extension of its sign.
 EXPONENT = 4
@@ -22,6 +36,16 @@ class Int4(Signed):
     A product with int8 codes of 128 channels stays below 2**21 in magnitude, sixteen times the sum
     of codes: decoding leaves a code times 16, for which the scale makes up.
     """
+
+    bits = BITS
+    group_sizes = (GROUP,)
+    spellings = (Spelling("4", "x", GROUP),)
+    may_cut_groups = True
+
+    def require_values(self, plain: PlainCodes) -> None:
+        """As CodeKind does; codes are from −8 to 7."""
+        super().require_values(plain)
+        require_range("codes", plain.codes, MOST, LEAST)
 
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None

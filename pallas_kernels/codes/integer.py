@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import bits as bit_planes
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.codes.base import (
+    GROUP_SIZES,
+    CodeKind,
+    Decoder,
+    Group,
+    Parameters,
+    Spelling,
+)
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
 
 
 class Integer(CodeKind):
     """W = (code − zero) · scale."""
 
+    group_sizes = (*GROUP_SIZES, None)
     has_zeros = True
 
     def __init__(self, bits: int):
         self.bits = bits
+        self.spellings = (Spelling(str(bits), "16", 128),)
 
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None

@@ -9,19 +9,27 @@ crosses them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.bits import pack_pair, unpack_pair
+from mpjax.kernels.checks import is_known
 from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
     Parameters,
+    Spelling,
     divisible,
+    require_range,
 )
-from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.target import current_target
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
+    from mpjax.kernels.plain_codes import PlainCodes
 
 PROTECTED = 119  # the range of the first level that keeps the second from overflowing
 TOP = 15
@@ -30,6 +38,11 @@ TOP = 15
 class Liquid(CodeKind):
     """W = (code · step + offset − 128) · channel scale, the bracket an int8."""
 
+    bits = 4
+    group_sizes = (64,)
+    operands = ("int8",)
+    spellings = (Spelling("4", "8", 64),)
+    groups_of_word = 2
     scale_dtypes = ("uint16",)
     has_zeros = True
     has_channel_scales = True
@@ -66,6 +79,17 @@ class Liquid(CodeKind):
         """The int8 of the first level times its channel's scale."""
         assert parameters.channel_scales is not None
         return self.first_level(codes, parameters).astype(jnp.float32) * parameters.channel_scales
+
+    def require_values(self, plain: PlainCodes) -> None:
+        """Codes, steps and offsets in their ranges, and code · step + offset a byte."""
+        assert plain.zeros is not None
+        for name, array, most in (
+            ("codes", plain.codes, TOP),
+            ("zeros", plain.zeros, 255),
+            ("scales", plain.scales, 255),
+        ):
+            require_range(name, array, most)
+        _require_bytes(plain.codes, plain.scales, plain.zeros)
 
     def first_level(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """The int8 that the kernel multiplies."""
@@ -154,3 +178,18 @@ def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax
         xor.b32 $0, codes, 0x80808080;
     }}"""
     return current_target().inline_ptx(assembly, words, parameters, dtype=jnp.int8)
+
+
+def _require_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:
+    if not is_known((codes, steps, offsets)):
+        return
+    with jax.ensure_compile_time_eval():
+        groups = (*codes.shape[:-2], steps.shape[-2], -1, codes.shape[-1])
+        peaks = jnp.asarray(codes).reshape(groups).max(-2)
+        peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
+        largest = int((peaks * steps + offsets).max())
+    if largest > 255:  # it would carry into the byte of another code
+        raise ValueError(
+            f"code · step + offset is up to {largest}; expected at most 255, a byte: choose "
+            "smaller steps or offsets"
+        )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters, divisible
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters, Spelling, divisible
 from mpjax.kernels.target import current_target
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
 
 
 class Signed(CodeKind):
     """W = code · scale, with codes that are the int8 operand themselves."""
 
+    bits = 8
+    group_sizes: tuple[int | None, ...] = (None,)
+    operands = ("int8",)
+    spellings = (Spelling("8", "8", None),)
     code_dtype = jnp.dtype(jnp.int8)
     scale_dtypes = ("float32",)
 

@@ -12,17 +12,26 @@ from __future__ import annotations
 
 import functools
 import statistics
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
+from mpjax.kernels.codes.base import (
+    GROUP_SIZES,
+    CodeKind,
+    Decoder,
+    Group,
+    Parameters,
+    Spelling,
+)
 from mpjax.kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
-from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
+
+if TYPE_CHECKING:
+    from mpjax.kernels.formats import WeightFormat
 
 # The outermost quantiles of a normal distribution that a table represents (QLoRA).
 _TAIL = (1 / 32 + 1 / 30) / 2
@@ -44,10 +53,12 @@ def normal_float(bits: int) -> np.ndarray:
 class Table(CodeKind):
     """W = table[code] · scale."""
 
+    group_sizes = (*GROUP_SIZES, 256)
     has_table = True
 
     def __init__(self, bits: int):
         self.bits = bits
+        self.spellings = (Spelling(f"NF{bits}", "16", 64),)
 
     @property
     def _look_up(self) -> LookUp:

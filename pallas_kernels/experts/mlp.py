@@ -105,16 +105,9 @@ def expert_mlp_terms(
             )
         experts, routing_weights = experts.route()
     is_local = isinstance(experts, LocalExperts)
-    x, numbers, routing_weights = (
-        as_array(f"expert_mlp_terms: {name}", array)
-        for name, array in (
-            ("x", x),
-            ("experts", experts.numbers if isinstance(experts, LocalExperts) else experts),
-            ("routing_weights", routing_weights),
-        )
-    )
-    total = experts.total if isinstance(experts, LocalExperts) else None
-    experts = LocalExperts(numbers, total) if is_local else numbers
+    x = as_array("expert_mlp_terms: x", x)
+    experts = _read_experts(experts)
+    routing_weights = as_array("expert_mlp_terms: routing_weights", routing_weights)
     configs = _joint_configs(x, mlp, experts, routing_weights, implementation)
     if configs is None:
         return _apart(activations, implementation, x, mlp, experts, routing_weights)
@@ -133,6 +126,14 @@ def expert_mlp_terms(
     run = functools.partial(_by_warpgroups, configs, activations, is_local)
     terms = with_gradients_of(reference, run, call.x, mlp, call.experts, weights)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
+
+
+def _read_experts(experts: jax.Array | LocalExperts) -> jax.Array | LocalExperts:
+    """The numbers of experts as an array."""
+    if isinstance(experts, LocalExperts):
+        numbers = as_array("expert_mlp_terms: experts", experts.numbers)
+        return LocalExperts(numbers, experts.total)
+    return as_array("expert_mlp_terms: experts", experts)
 
 
 def _routed(x: jax.Array, mlp: ExpertMLP, logits: RouterLogits) -> Routed | None:

@@ -78,7 +78,14 @@ def matmul(
         return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(dtype)
     if isinstance(x, QuantizedActivations):
         raise ValueError("matmul: x is quantised, but the weight is a plain array")
-    for name, value in (("scales", scales), ("activations", activations)):
+    _refuse_for_plain(scales=scales, activations=activations, implementation=implementation)
+    wanted = None if out_dtype is None else _out_dtype(x, out_dtype)
+    return jnp.dot(x, weight, preferred_element_type=wanted)
+
+
+def _refuse_for_plain(implementation: str | None, **others: object) -> None:
+    """A plain weight has none of these arguments."""
+    for name, value in others.items():
         if value is not None:
             raise ValueError(f"matmul: there are {name}, but the weight is a plain array")
     if implementation is not None:
@@ -86,8 +93,6 @@ def matmul(
             f"matmul: implementation is {implementation!r}, but the weight is a plain array, "
             "whose product is XLA's: leave it out"
         )
-    wanted = None if out_dtype is None else _out_dtype(x, out_dtype)
-    return jnp.dot(x, weight, preferred_element_type=wanted)
 
 
 def matmul_terms(

@@ -124,7 +124,7 @@ def products(
         call,
         arguments,
         jax.ShapeDtypeStruct((1, len(values), outputs), out_dtype),
-        Grid(axes, config.warpgroups),
+        Grid(axes, call.warpgroups),
         f"experts_warpgroups_{format.codes}",
     )
     return found

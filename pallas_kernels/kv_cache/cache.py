@@ -95,7 +95,7 @@ class KVPages:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["layers", "block_tables", "lengths", "residual_pages", "rotary_lengths"],
+    data_fields=["layers", "block_tables", "lengths"],
     meta_fields=["format"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +107,6 @@ class PagedKVCache:
         from position p · page_size on, the same in every layer.
     lengths: int32 [batch], the number of tokens that each sequence holds.
     format: of the keys and values (static).
-    residual_pages: int32 [batch, 1], the page of each sequence's residual; None where the residual
-        has a page for each sequence, in their order (Span).
-    rotary_lengths: int32 [batch], for models whose rotary frequencies depend on a sequence's number
-        of tokens: that with which the first of its tokens were rotated. None for other models.
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
     cache takes over its buffers.
@@ -120,8 +116,6 @@ class PagedKVCache:
     block_tables: jax.Array
     lengths: jax.Array
     format: KVFormat
-    residual_pages: jax.Array | None = None
-    rotary_lengths: jax.Array | None = None
 
     @classmethod
     def create(
@@ -132,7 +126,6 @@ class PagedKVCache:
         batch: int,
         max_tokens: int,
         scales: jax.typing.ArrayLike | None = None,
-        has_rotary_lengths: bool = False,
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
@@ -143,7 +136,6 @@ class PagedKVCache:
             checkpoint's k_scale and v_scale) they broadcast to [layers, 2, KV heads]; the default,
             1, represents magnitudes up to 448. For 8s they broadcast to [layers, 2, KV heads, head
             dim] (`cache_scales`), and there is no default.
-        has_rotary_lengths: whether there are rotary_lengths, of 0.
 
         Raises ValueError for sizes that are no positive whole numbers, and for scales that the
         format does not take.
@@ -157,44 +149,6 @@ class PagedKVCache:
             jnp.arange(pages, dtype=jnp.int32).reshape(batch, pages_per_sequence),
             jnp.zeros(batch, jnp.int32),
             KVFormat.of(layout.format),
-            rotary_lengths=jnp.zeros(batch, jnp.int32) if has_rotary_lengths else None,
-        )
-
-    def rows(self, sequences: jax.Array) -> PagedKVCache:
-        """The cache of some sequences, int32 [rows], which shares the pages with all others."""
-        residuals = self.residual_pages
-        if residuals is not None:
-            residuals = residuals[sequences]
-        elif self.format.block is not None:
-            residuals = sequences[:, None]
-        return dataclasses.replace(
-            self,
-            block_tables=self.block_tables[sequences],
-            lengths=self.lengths[sequences],
-            residual_pages=residuals,
-            rotary_lengths=None if self.rotary_lengths is None else self.rotary_lengths[sequences],
-        )
-
-    def with_rows(self, sequences: jax.Array, rows: PagedKVCache) -> PagedKVCache:
-        """The cache after some sequences have gone on in the cache that `rows` gave.
-
-        sequences: int32 [rows]; too high for those that are left out.
-        """
-
-        def put(target: jax.Array, new: jax.Array) -> jax.Array:
-            return target.at[sequences].set(new, mode="drop")
-
-        own = dataclasses.replace(self, layers=rows.layers, lengths=put(self.lengths, rows.lengths))
-        if own.rotary_lengths is None or rows.rotary_lengths is None:
-            return own
-        lengths = put(own.rotary_lengths, rows.rotary_lengths)
-        return dataclasses.replace(own, rotary_lengths=lengths)
-
-    def begin(self, tokens: jax.Array) -> PagedKVCache:
-        """The cache without tokens, before so many are read of each sequence, int32 [batch]."""
-        lengths = None if self.rotary_lengths is None else tokens
-        return dataclasses.replace(
-            self, lengths=jnp.zeros(len(self.lengths), jnp.int32), rotary_lengths=lengths
         )
 
     @property
@@ -213,28 +167,32 @@ class PagedKVCache:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def require_room(self, tokens: int | jax.Array) -> None:
-        """Raises ValueError unless each sequence has room for `tokens` more tokens.
+        """Raises ValueError unless each sequence has room for more tokens; see `require_room`."""
+        require_room(self.lengths, self.capacity, tokens)
 
-        tokens: a whole number for all sequences, or one for each.
 
-        Reads lengths back from the device. Under `jit`, where lengths are unknown, it never raises.
-        """
-        added = as_array("require_room: tokens", tokens)
-        if added.shape not in ((), self.lengths.shape) or not jnp.issubdtype(
-            added.dtype, jnp.integer
-        ):
-            raise ValueError(
-                f"require_room: tokens is {shown(tokens)}: expected a whole number, or one for "
-                f"each of the {len(self.lengths)} sequences"
-            )
-        if not is_known((self.lengths, added)):
-            return
-        needed = int(jnp.max(self.lengths + added.astype(jnp.int32)))
-        if needed > self.capacity:
-            raise ValueError(
-                f"the KV cache holds {self.capacity} tokens per sequence, but {needed} are "
-                f"needed; create it with max_tokens={needed} or ask for fewer tokens"
-            )
+def require_room(lengths: jax.Array, capacity: int, tokens: int | jax.Array) -> None:
+    """Raises ValueError unless sequences of some lengths have room for `tokens` more tokens.
+
+    lengths: int32 [batch], of which none may be above `capacity` then. tokens: a whole number for
+    all sequences, or one for each.
+
+    Reads lengths back from the device. Under `jit`, where lengths are unknown, it never raises.
+    """
+    added = as_array("require_room: tokens", tokens)
+    if added.shape not in ((), lengths.shape) or not jnp.issubdtype(added.dtype, jnp.integer):
+        raise ValueError(
+            f"require_room: tokens is {shown(tokens)}: expected a whole number, or one for "
+            f"each of the {len(lengths)} sequences"
+        )
+    if not is_known((lengths, added)):
+        return
+    needed = int(jnp.max(lengths + added.astype(jnp.int32)))
+    if needed > capacity:
+        raise ValueError(
+            f"the KV cache holds {capacity} tokens per sequence, but {needed} are "
+            f"needed; create it with max_tokens={needed} or ask for fewer tokens"
+        )
 
 
 def create_pages(
@@ -256,7 +214,9 @@ def create_pages(
     return tuple(_empty_pages(layout, pages, sequences, scales) for scales in each)
 
 
-def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) -> KVPages:
+def _empty_pages(
+    layout: KVLayout, pages: int, batch: int, scales: jax.Array | np.ndarray
+) -> KVPages:
     """The empty pages of one layer.
 
     pages: their number. batch: sequences, for the residual.
@@ -265,14 +225,14 @@ def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) ->
     format, shape = KVFormat.of(layout.format), (pages, layout.kv_heads, layout.page_size)
 
     # Every array is a buffer of its own: a buffer that appears twice can't be donated.
-    def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def stored(codes: KVCodes, scale: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array | None]:
         storage = jnp.uint16 if codes.is_quantized else layout.dtype
         groups = layout.page_size // (codes.group or layout.page_size)
         parameters = {
             "token": lambda: jnp.zeros(shape, jnp.uint32),
             "channel": lambda: jnp.zeros((*shape[:2], groups, layout.head_dim), jnp.uint32),
-            "head": lambda: jnp.copy(scale),
-            "static": lambda: jnp.copy(scale),
+            "head": lambda: jnp.array(scale),
+            "static": lambda: jnp.array(scale),
             None: lambda: None,
         }
         words = jnp.zeros((*shape, layout.head_dim // codes.planes), storage)
@@ -296,12 +256,12 @@ def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) ->
 
 def _broadcast_scales(
     scales: jax.typing.ArrayLike | None, layers: int, layout: KVLayout
-) -> jax.Array:
+) -> jax.Array | np.ndarray:
     """The scales of `PagedKVCache.create` as float32, broadcast to their full shape.
 
-    Returns [layers, 2, KV heads], or [layers, 2, KV heads, head dim] for 8s. Raises ValueError for
-    scales that the format does not take, that are not positive (unless unknown, under `jit`), or
-    that don't broadcast.
+    Returns [layers, 2, KV heads], or [layers, 2, KV heads, head dim] for 8s: NumPy's for known
+    scales, so that slices of them need no program. Raises ValueError for scales that the format
+    does not take, that are not positive (unless unknown, under `jit`), or that don't broadcast.
     """
     format = KVFormat.of(layout.format)
     if scales is None and format.scaling == "static":
@@ -315,14 +275,15 @@ def _broadcast_scales(
             "or measures scales of its own; leave them out, or choose KV8s or KVfp8"
         )
     scales = as_array("PagedKVCache: scales", 1.0 if scales is None else scales)
+    numbers = np if is_known(scales) else jnp
     if is_known(scales):
-        values = np.asarray(scales)
-        if not ((values > 0) & np.isfinite(values)).all():
+        scales = np.asarray(scales)
+        if not ((scales > 0) & np.isfinite(scales)).all():
             raise ValueError("scales of keys and values must be positive and finite")
     is_static = format.scaling == "static"
     shape = (layers, 2, layout.kv_heads) + is_static * (layout.head_dim,)
     try:
-        return jnp.broadcast_to(jnp.asarray(scales, jnp.float32), shape)
+        return numbers.broadcast_to(numbers.asarray(scales, np.float32), shape)
     except ValueError as error:
         raise ValueError(
             f"scales have shape {np.shape(scales)}: expected what broadcasts to {shape}, [layers, "

@@ -1,7 +1,7 @@
 """Launches kernels of Mosaic GPU, and divides registers between their warpgroups.
 
-A program has some consumer warpgroups, which compute, and one producer warpgroup more, which only
-begins copies.
+A program has some consumer warpgroups, which compute, and perhaps one producer warpgroup more,
+which only begins copies.
 """
 
 from __future__ import annotations
@@ -34,17 +34,22 @@ def registers_per_thread(warpgroups: int) -> int:
     )
 
 
-def why_slow(version: tuple[int, ...] = jax.__version_info__) -> str | None:
-    """The reason why `take_registers` may have no effect, or None if it works.
+def can_give_registers(version: tuple[int, ...] = jax.__version_info__) -> bool:
+    """Whether warpgroups can give each other registers.
 
-    version: of JAX. Since 0.12, JAX compiles kernels with nvJitLink as one of several compilation
-        units. Then `setmaxnreg` is ignored, and sums spill to memory (docs/kernels/warpgroups.md).
+    version: of JAX. Since 0.12, JAX compiles kernels with nvJitLink, as if other compilation units
+        followed. Then `setmaxnreg` is ignored (docs/kernels/warpgroups.md).
     """
-    if version < (0, 12):
+    return version < (0, 12)
+
+
+def why_slow() -> str | None:
+    """The reason why products may be slower than they were measured, or None if there is none."""
+    if can_give_registers():
         return None
     return (
-        "since JAX 0.12, threads may not get the registers that they ask for: install 'jax<0.12', "
-        "as mpjax's extras cuda12 and cuda13 do"
+        "since JAX 0.12, warpgroups can't give each other registers, and products of many rows run "
+        "in another form, which was not measured: mpjax's extras cuda12 and cuda13 take 'jax<0.12'"
     )
 
 
@@ -53,7 +58,7 @@ class Grid:
     """The programs of a kernel, by named axes, and the warpgroups of each.
 
     axes: programs along each axis; the last one changes first.
-    warpgroups: that compute; one more copies.
+    warpgroups: of a program.
     cluster: axes beside those, whose programs run at the same time, and can write to each other's
         shared memory. Not where the kernel is interpreted.
     """
@@ -96,7 +101,7 @@ def launch(
         grid_names=tuple(grid.axes),
         cluster=tuple(grid.cluster.values()),
         cluster_names=tuple(grid.cluster),
-        num_threads=grid.warpgroups + 1,
+        num_threads=grid.warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(scratch),
         kernel_name=name,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from mpjax.kernels.device import Limits
@@ -22,51 +22,36 @@ class OnGpu(Protocol):
 Problem = TypeVar("Problem", bound=OnGpu)
 
 
-class Operation(abc.ABC, Generic[Problem]):
-    """How the problems of one operation are planned: a subclass for each operation.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation(Generic[Problem]):
+    """How the problems of one operation are planned.
 
     name: of the operation, and of its section in a table.
     keys: the type of the keys of measured plans, a NamedTuple of texts, integers and bools.
     levels: the names of a key in the section, from outside in, as templates (`plans.names`).
     configs: from the names of implementations to the dataclass of their configurations, or None.
+    exact: gives the key with a problem's own sizes.
+    bucketed: gives the key of the problems that share a plan with a key's. Sizes are those of their
+        buckets, and formats are written as tables have them; raises ValueError for a format that
+        there is not.
+    rule: gives the plan of a problem that no table has.
+    candidates: gives plans of a problem to measure, at most so many, the most promising first.
+    suits: whether a problem can run with a plan that was measured for its key.
+    why_damaged: why no problem of a key can run with a plan, whose fields have the right types.
+    find: gives the entry of a table that a key's problems use, or None.
     """
 
     name: str
     keys: type[Any]
     levels: tuple[str, ...]
     configs: Mapping[str, type | None]
-
-    @abc.abstractmethod
-    def exact(self, problem: Problem) -> Any:
-        """The key with a problem's own sizes."""
-
-    @abc.abstractmethod
-    def bucketed(self, key: Any) -> Any:
-        """The key of the problems that share a plan with a key's.
-
-        Sizes are those of their buckets, and formats are written as tables have them. Raises
-        ValueError for a format that there is not.
-        """
-
-    @abc.abstractmethod
-    def rule(self, problem: Problem) -> Plan:
-        """The plan of a problem that no table has."""
-
-    def candidates(self, problem: Problem, most: int) -> list[Plan]:
-        """At most `most` plans of a problem to measure, the most promising first."""
-        return [self.rule(problem)]
-
-    def suits(self, problem: Problem, plan: Plan) -> bool:
-        """Whether a problem can run with a plan that was measured for its key."""
-        return True
-
-    def why_damaged(self, key: Any, plan: Plan) -> str | None:
-        """Why no problem of a key can run with a plan, whose fields have the right types."""
-        return None
-
-    def find(self, entries: Mapping[Any, Entry], key: Any) -> Entry | None:
-        """The entry of a table that a key's problems use, or None."""
-        return entries.get(key)
+    exact: Callable[[Problem], Any]
+    bucketed: Callable[[Any], Any]
+    rule: Callable[[Problem], Plan]
+    candidates: Callable[[Problem, int], list[Plan]]
+    suits: Callable[[Problem, Plan], bool]
+    why_damaged: Callable[[Any, Plan], str | None]
+    find: Callable[[Mapping[Any, Entry], Any], Entry | None] = lambda entries, key: entries.get(key)
 
     def key_of(self, problem: Problem) -> Any:
         """The key of a problem; similar problems, which share a plan, have the same key."""

@@ -6,7 +6,7 @@ It applies head norms and the rotary embedding, and appends keys and values to t
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,22 +55,10 @@ def rotate_and_append(
     as `append` does; and UnsupportedError, with the reason, where a forced implementation can't
     run.
     """
-    require_pages("rotate_and_append", pages)
-    require_type("rotate_and_append: rotation", rotation, Rotation)
-    terms = as_array("rotate_and_append: terms", terms)
-    require_floats("rotate_and_append", terms=terms)
-    rotation = rotation.read("rotate_and_append")
-    _require_fitting(terms, pages, rotation)
+    terms, rotation = _read(terms, pages, rotation)
     span = read_span("rotate_and_append", span, pages, terms.shape[1:-1])
     dtype = as_dtype("rotate_and_append: dtype", dtype)
-    reason = why_not_triton(pages)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        reason = f"queries are {dtype}, expected bfloat16 or float16"
-    default = "reference" if terms.size == 0 else "triton"
-    implementation = choose(
-        "rotate_and_append", implementation, default, ("triton", "reference"), lambda _: reason
-    )
-
+    implementation = _choose(terms, pages, dtype, implementation)
     is_varlen = terms.ndim == 3
     if is_varlen:
         # Each token becomes a sequence of its own; for pages with a residual, all become one.
@@ -95,17 +83,53 @@ def rotate_and_append(
         return queries, dataclasses.replace(pages, residual=updated)
     # Several tokens may complete a block, which can be encoded only after all of its keys are
     # rotated. So rotated keys and values go to pages of their own first, and are appended next.
-    heads = rotation.heads[1]
-    new = [jnp.zeros((batch, heads, tokens, pages.head_dim), dtype) for _ in range(2)]
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    place = Span(rows[:, None], jnp.zeros_like(rows), span.counts)
-    if is_varlen:
-        place = dataclasses.replace(place, counts=jnp.full_like(rows, tokens))
-    queries, rotated = run(KVPages(new[0], new[1], None, None, KVFormat()), place)
-    keys, values = (x.swapaxes(1, 2) for x in (rotated.keys, rotated.values))
-    if is_varlen:
-        queries, keys, values = queries[0], keys[0], values[0]
+    shape = batch, rotation.heads[1], tokens, pages.head_dim
+    new = run(*_own_pages(shape, dtype, None if is_varlen else span.counts))
+    queries, keys, values = _of_tokens(*new, is_varlen=is_varlen)
     return queries, append(pages, keys, values, span, implementation=implementation)
+
+
+def _of_tokens(
+    queries: jax.Array, pages: KVPages, *, is_varlen: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, and keys and values from pages of their own, with the axes of tokens and heads."""
+    keys, values = (x.swapaxes(1, 2) for x in (pages.keys, pages.values))
+    return (queries[0], keys[0], values[0]) if is_varlen else (queries, keys, values)
+
+
+def _choose(
+    terms: jax.Array, pages: KVPages, dtype: jnp.dtype, wanted: str | None
+) -> Literal["triton", "reference"]:
+    reason = why_not_triton(pages)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        reason = f"queries are {dtype}, expected bfloat16 or float16"
+    default = "reference" if terms.size == 0 else "triton"
+    names = "triton", "reference"
+    return choose("rotate_and_append", wanted, default, names, lambda _: reason)
+
+
+def _read(terms: Any, pages: Any, rotation: Any) -> tuple[jax.Array, Rotation]:
+    require_pages("rotate_and_append", pages)
+    require_type("rotate_and_append: rotation", rotation, Rotation)
+    terms = as_array("rotate_and_append: terms", terms)
+    require_floats("rotate_and_append", terms=terms)
+    rotation = rotation.read("rotate_and_append")
+    _require_fitting(terms, pages, rotation)
+    return terms, rotation
+
+
+def _own_pages(
+    shape: tuple[int, int, int, int], dtype: jnp.dtype, counts: jax.Array | None
+) -> tuple[KVPages, Span]:
+    """Pages of zeros [batch, heads, tokens, dim], one for each sequence, and their places.
+
+    counts: of each sequence's tokens; None if all are there.
+    """
+    keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
+    pages = KVPages(keys, values, None, None, KVFormat())
+    rows = jnp.arange(shape[0], dtype=jnp.int32)
+    tables, starts = rows[:, None], jnp.zeros_like(rows)
+    return pages, Span(tables, starts, jnp.full_like(rows, shape[2]) if counts is None else counts)
 
 
 def _require_fitting(terms: jax.Array, pages: KVPages, rotation: Rotation) -> None:

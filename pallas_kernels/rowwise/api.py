@@ -80,19 +80,7 @@ def add_rms_norm(
     """
     terms, weight = as_arrays("add_rms_norm", terms=terms, weight=weight)
     require_floats("add_rms_norm", terms=terms, weight=weight)
-    if residual is not None:
-        residual = as_array("add_rms_norm: residual", residual)
-        require_floats("add_rms_norm", residual=residual)
-    if (
-        terms.ndim < 2
-        or weight.shape != terms.shape[-1:]
-        or (residual is not None and residual.shape != terms.shape[1:])
-    ):
-        found = None if residual is None else residual.shape
-        raise ValueError(
-            f"add_rms_norm: terms have shape {terms.shape}, the residual {found} and the weight "
-            f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
-        )
+    residual = _residual_of(terms, residual, weight)
     rounding = None if format is None else _rounding("add_rms_norm", format, terms.shape[-1])
     if is_known(epsilon):
         epsilon = norm_epsilon("add_rms_norm: epsilon", epsilon)
@@ -113,6 +101,23 @@ def add_rms_norm(
         )
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
     return with_gradients_of(plain, kernel, terms, residual, weight)
+
+
+def _residual_of(
+    terms: jax.Array, residual: jax.Array | None, weight: jax.Array
+) -> jax.Array | None:
+    """The residual as an array, whose shape fits those of terms and weight."""
+    if residual is not None:
+        residual = as_array("add_rms_norm: residual", residual)
+        require_floats("add_rms_norm", residual=residual)
+    found = None if residual is None else residual.shape
+    fits = terms.ndim >= 2 and weight.shape == terms.shape[-1:]
+    if not fits or found not in (None, terms.shape[1:]):
+        raise ValueError(
+            f"add_rms_norm: terms have shape {terms.shape}, the residual {found} and the weight "
+            f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
+        )
+    return residual
 
 
 def gated_silu(

@@ -21,6 +21,7 @@ SMALL = dataclasses.replace(
 )
 
 
+@pytest.mark.sweep
 def test_a_row_for_each_share_and_order(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(blocks, "PLANTED", SMALL)
     monkeypatch.setattr(blocks, "SHARES", (0, 2, 1))
@@ -33,6 +34,4 @@ def test_a_row_for_each_share_and_order(tmp_path, monkeypatch, capsys):
     for line in (rows[3:6], rows[6:]):
         assert line[0]["perplexity"] > line[1]["perplexity"] > line[2]["perplexity"]
     assert rows[4]["rise"] < 0.5 * rows[3]["rise"]  # the outliers' blocks do most
-    assert blocks.cells(rows[0]) == ["W16A16", "", f"{rows[0]['perplexity']:.3f}", "+0.00%"]
-    assert blocks.cells(rows[4])[:2] == ["50%", "sorted"]
     assert "blocks-planted.json" in capsys.readouterr().out

@@ -1,29 +1,34 @@
 from __future__ import annotations
 
-import argparse
+import json
 
 import pytest
 
 from benchmarks import cpu
 
+pytestmark = pytest.mark.any_version
 
-def test_systems_take_turns_and_must_draw_all_tokens():
+
+def test_systems_take_turns_and_the_result_says_how_it_was_measured(tmp_path, monkeypatch):
     calls = []
 
-    def counting(name, tokens=3):
-        return lambda batch, wanted: calls.append((name, batch)) or batch * tokens
+    def make(name):
+        def generate(batch, tokens):
+            calls.append((name, batch))
+            return batch * tokens
 
-    systems = {"mpjax": counting("mpjax"), "llama.cpp": counting("llama.cpp")}
-    found = {name: {"batches": {}} for name in systems}
-    options = argparse.Namespace(rounds=2, tokens=3)
-    cpu.measure(systems, 1, options, found)
-    assert calls == [("mpjax", 1), ("llama.cpp", 1)] * 3
-    calls.clear()
-    cpu.measure(systems, 8, options, found)
-    assert calls == [("mpjax", 8)] * 3  # the other has no batches
-    assert {name: [*each["batches"]] for name, each in found.items()} == {
-        "mpjax": ["1", "8"],
-        "llama.cpp": ["1"],
-    }
-    with pytest.raises(AssertionError, match="mpjax"):
-        cpu.measure({"mpjax": counting("mpjax", tokens=2)}, 1, options, found)
+        return lambda path, threads: generate
+
+    for function, name in (("load_mpjax", "mpjax"), ("load_transformers", "transformers")):
+        monkeypatch.setattr(cpu, function, make(name))
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)  # without llama.cpp
+    output = tmp_path / "cpu.json"
+    monkeypatch.setattr("sys.argv", ["cpu.py", "model.gguf", "--rounds", "1"])
+    cpu.main(["model.gguf", "--rounds", "1", "--output", str(output)])
+    found = json.loads(output.read_text())
+    assert found["command"].endswith("model.gguf --rounds 1")
+    assert found["device"]
+    turns = ["mpjax", "transformers"] * 2
+    assert calls == [(name, batch) for batch in (1, 8) for name in turns]
+    seconds = found["systems"]["transformers"]["batches"]["8"]
+    assert 0 < seconds["least_seconds"] <= seconds["median_seconds"]

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import jax
 import pytest
 
 from benchmarks import lowered
+from benchmarks.gpus import GPUS
+from benchmarks.representative_calls import calls
 from mpjax.kernels.gemm import triton
 
 
@@ -51,25 +55,26 @@ def test_plans_are_those_of_the_named_gpu_and_not_of_the_users_tables(tmp_path, 
     assert "kernel_hash" not in str(texts[1])
 
 
+@pytest.mark.parametrize("gpu", [name for name, gpu in GPUS.items() if gpu.like != "NVIDIA H100"])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("matmul uint4:g128 256 4096x24576", "matmul_uint4"),
+        ("attention KV4 prompt", "attention_kv4"),
+        ("append KV8 512", "append_kv8"),
+        ("experts uint4:g128 16", "experts_uint4"),
+        ("rows int8/int8", "gated_gelu"),
+    ],
+)
+def test_calls_lower_for_every_described_gpu(gpu, name, kernel):
+    """Each kernel is Triton's but on Hopper, where some are Mosaic GPU's."""
+    text = lowered.lower(gpu, *dict(calls())[name]())
+    is_hopper = GPUS[gpu].compute_capability == 9.0
+    assert re.search(rf'name = "{kernel}', text) or (is_hopper and "mosaic_gpu" in text)
+    assert is_hopper or "mosaic_gpu" not in text
+
+
 def test_a_call_that_the_gpu_cannot_do_says_why(tmp_path):
     arguments = ("--gpu", "NVIDIA A100-SXM4-80GB", "--only", "triton float8:gK/float8")
     [text] = run(tmp_path, *arguments).values()
     assert text.startswith("matmul: 'triton' can't run: ")
-
-
-def test_escapes_are_bytes():
-    assert lowered._unescaped(r"a\\b\22\"\0A\FF") == b'a\\b""\n\xff'
-
-
-def test_a_text_that_no_name_has_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        lowered.main([str(tmp_path), "--only", "nonsense"])
-    assert "no call's name has 'nonsense' in it" in capsys.readouterr().err
-
-
-def test_help_names_the_gpus(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        lowered.main(["--help"])
-    text = capsys.readouterr().out
-    assert "python -m benchmarks.lowered" in text
-    assert all(gpu in text for gpu in lowered.GPUS)

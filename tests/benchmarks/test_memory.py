@@ -1,34 +1,30 @@
 from __future__ import annotations
 
-import time
+import dataclasses
 
-import numpy as np
 import pytest
 
 import mpjax
 from benchmarks import memory
+from mpjax.bench import checkpoint
+from mpjax.models import llama_layers
+from tests.mpjax.bench.rows import SMALL_MODEL
 
 pytestmark = pytest.mark.any_version
 
-TINY = memory.QWEN3_8B | {
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "num_hidden_layers": 3,
-    "eos_token_id": 0,
-}
 
-
+@pytest.mark.sweep
 def test_a_checkpoint_is_written_and_quantised(tmp_path):
-    memory.write_checkpoint(tmp_path / "tiny", TINY)
+    small = dataclasses.replace(
+        SMALL_MODEL, vocab_size=2048, layers=llama_layers((None,) * 3, 128, qk_norm=True)
+    )
+    config = checkpoint.qwen3_config(small)
+    folder = checkpoint.write(tmp_path / "tiny", config, "W16A16KV16", "plain")
     calibration = mpjax.Calibration(window=64, tokens=256, batch=2)
     recipe = mpjax.Recipe.of("W4g32A16KV16", "gptq")
-    found = memory.run(tmp_path / "tiny", recipe, calibration, 36)
+    found = memory.run(folder, recipe, calibration, 36)
     assert (found["layers"], found["all_layers"]) == (3, 36)
-    assert found["hidden_states_bytes"] == 256 * 64 * 2
+    assert found["hidden_states_bytes"] == 256 * 128 * 2
     assert found["host_peak_bytes"] >= found["host_bytes_before"] > 0
     peaks, started = found["host_peak_bytes_by_kind"], found["host_bytes_of_started_device"]
     assert all(peaks[kind] >= size for kind, size in started.items())
@@ -38,27 +34,3 @@ def test_a_checkpoint_is_written_and_quantised(tmp_path):
     of_layers = found["host_anonymous_peak_bytes_of_layers"]
     assert len(of_layers) == 3
     assert max(of_layers) <= peaks["anonymous"]
-
-
-def test_peaks_are_seen_though_they_pass():
-    before = memory.resident_bytes()
-    with memory.Watch() as watch:
-        np.ones(1 << 24).sum()
-        time.sleep(2 * memory.INTERVAL)
-        held = np.ones(1 << 24)
-        time.sleep(5 * memory.INTERVAL)
-        del held
-    assert watch.peaks["anonymous"] >= before["anonymous"] + (100 << 20)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--layers", "1"), "--layers is less than 2"),
-        (("--hidden", "640"), "--hidden is no multiple of 512"),
-    ],
-)
-def test_sizes_that_can_not_be_measured(options, message, capsys):
-    with pytest.raises(SystemExit):
-        memory.main(options)
-    assert message in capsys.readouterr().err

@@ -6,13 +6,13 @@ import pytest
 
 import mpjax
 from benchmarks import methods
-from tests.mpjax.checkpoint.write_checkpoint import LLAMA
 
 pytestmark = pytest.mark.any_version
 
 LITTLE = mpjax.Calibration(window=64, tokens=1024, batch=4)
 
 
+@pytest.mark.sweep
 def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     text, held_out = methods.python_source()
     short = [document[:1500] for document in text[:2]], [held_out[0][:1500]]
@@ -34,8 +34,6 @@ def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     assert rows[1]["rise"] > 0.05
     assert rows[2]["rise"] == 0
     assert [reference for _, reference in learned] == ["W16A16KV16"]
-    assert methods.cells(rows[0])[3] == ""
-    assert methods.cells(rows[1])[3].startswith("+")
     assert "methods.json" in capsys.readouterr().out
     (tmp_path / "methods.json").unlink()
     monkeypatch.setattr(methods, "run", lambda *arguments: iter([{"cases": [*arguments[3]]}]))
@@ -54,10 +52,3 @@ def test_rows_take_the_place_of_those_of_their_precisions(tmp_path):
     kept = [row("W16A16KV16", "", 3), row("W4A16KV16", "rtn", 4), row("W8A8KV16", "gptq", 5)]
     file.write_text(json.dumps({"results": kept}))
     assert methods.joined(file, first) == [first[0], kept[1], first[1]]
-
-
-def test_groups_must_divide_the_channels(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))  # of 64 channels
-    cases = {"W4A16KV16": ("rtn",), "W4g64A16KV16": ("rtn",), "A16KV16H8": ("rtn",)}
-    assert [*methods.possible(cases, tmp_path)] == ["W4g64A16KV16", "A16KV16H8"]
-    assert methods.possible(methods.CASES, mpjax.bundled_model()) == methods.CASES

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import quantization
 
 
+@pytest.mark.sweep
 def test_fewer_bits_and_large_channels_cost_more_where_scales_are_the_tokens():
     rows = {
         row["format"]: row["errors"]

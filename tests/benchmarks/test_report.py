@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import report
-from benchmarks.figures import FIGURES, speed, summary
-from mpjax.bench import attention, gemm, generate
+from benchmarks.figures import FIGURES, speed
+from mpjax.bench import attention, figures, gemm, generate
 from mpjax.cli.application import app
 from mpjax.kernels import ProductFormat
 from mpjax.kernels.gemm.plans import OPERATION, Problem, plan_by_rule
 from mpjax.kernels.plans.tables import SHIPPED, file_name, read
-from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
+from tests.mpjax.bench.rows import gemm_row
 
 
 def shown() -> set[str]:
@@ -24,7 +24,8 @@ def shown() -> set[str]:
     return {match[2] for text in pages for match in report.PLACE.finditer(text)}
 
 
-def test_pages_and_plots_are_those_of_the_results(tmp_path):
+def test_pages_and_plots_are_those_of_the_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures.Figure, "savefig", lambda _, path, **options: path.touch())
     for page in report.DOCS.rglob("*.md"):
         copy = tmp_path / page.relative_to(report.DOCS)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -47,11 +48,9 @@ def test_text_around_figures_stays(tmp_path, monkeypatch):
     def table(results):
         return ["name", "value"], [[row["name"], row["value"]] for row in results]
 
-    figures = report.Figures(
-        ("x*.json",), table, lambda result: "a command", notes=lambda result: ["A note."]
-    )
+    figures = report.Figures(("x*.json",), table, notes=lambda result: ["A note."])
     monkeypatch.setitem(FIGURES, "x", figures)
-    stamp = {"device": "GPU", "versions": {"jax": "0.99"}}
+    stamp = {"device": "GPU", "versions": {"jax": "0.99"}, "command": "a command"}
     for name in ("x1", "x2"):
         row = {"name": name, "value": "3"}
         (tmp_path / f"{name}.json").write_text(json.dumps(stamp | row))
@@ -74,9 +73,8 @@ def test_text_around_figures_stays(tmp_path, monkeypatch):
 def test_commands_of_the_pages_exist(monkeypatch):
     for name in shown():
         figures = FIGURES[name]
-        for path in figures.paths(report.RESULTS) if figures.command else ():
-            assert figures.command is not None
-            program, *words = shlex.split(figures.command(json.loads(path.read_text())))
+        for path in () if figures.is_joined else figures.paths(report.RESULTS):
+            program, *words = shlex.split(json.loads(path.read_text())["command"])
             options = [word for word in words if word.startswith("--")]
             if program == "mpjax":
                 command = words[: 1 if words[0] == "evaluate" else 2]
@@ -105,54 +103,6 @@ def test_products_with_another_plan_since_are_marked():
     _, lines = FIGURES["gemm"].table([result])
     assert [line[-1] for line in lines] == ["triton", "triton \\*"] * 2
     assert "\\* The plan of 2 of 4 rows has changed since." in FIGURES["gemm"].notes(result)
-
-
-def cells(table, name):
-    """The cells of the line that begins with a name."""
-    [line] = [line for line in table[1] if line[0] == name]
-    return line[1:]
-
-
-def test_rounded_products_replace_others_and_forced_ones_are_left_out():
-    rows = [
-        gemm_row(**({"shape": summary.SHAPE, "M": 16} | changes))
-        for changes in (
-            {"rounded": True, "microseconds": 10.0},
-            {"microseconds": 20.0},
-            {"microseconds": 1.0, "forced": "dequantize"},
-            {"microseconds": 1.0, "in_model": True},
-            {"microseconds": 5.0, "shape": "qwen3-8b.down"},
-        )
-    ]
-    others = {"device": "another", "results": [rows[1] | {"format": "uint8:g128"}]}
-    on_gpu = {"device": "GPU", "results": rows}
-    found = summary.products([on_gpu, on_gpu, others])
-    best = gemm.figures(rows[0])
-    expected = f"{best['speedup']:.2f} ({best['times_floor']:.2f})"
-    assert cells(found, "uint4:g128") == ["", expected, "", "", ""]
-    assert len(found[1]) == 1, "another GPU has no place"
-
-
-def test_only_one_context_and_common_heads_are_compared():
-    rows = [
-        generate_row(precision="W4A16KV8", batch=1),
-        generate_row(precision="W4A16KV8", batch=3),
-        generate_row(precision="W4A16KV2", batch=1, prompt_tokens=8192),
-    ]
-    [line] = summary.models([{"results": rows}])[1]
-    assert line[0] == "W4A16KV8"
-    assert line[2:] == ["", ""]
-    names = ("b1-h32/8-d128-c4096", "b8-h32/8-d128-c4096", "b1-h48/8-d128-c4096")
-    rows = [attention_row(shape=name) for name in names]
-    alone = attention_row(shape=names[0], format="K8V4")
-    found = summary.caches([{"results": [*rows, alone]}])
-    assert [cell != "" for cell in cells(found, rows[0]["format"])] == [
-        True,
-        *[False] * 2,
-        True,
-        *[False] * 2,
-    ]
-    assert [line[0] for line in found[1]] == [rows[0]["format"]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS
 
 def test_every_kind_of_codes_is_among_the_weights():
     kinds = {codes.of(WeightFormat.parse(text)) for text in WEIGHTS}
-    assert kinds == set(codes._KINDS.values())
+    assert kinds == set(codes.KINDS.values())
 
 
 def test_every_kind_of_codes_is_among_the_caches_but_for_the_sizes_of_groups():

@@ -13,4 +13,4 @@ __all__ = ["interpreted_triton", "pretend_gpu", "without_gpu"]
 @pytest.fixture(autouse=True)
 def untraced_layers() -> None:
     """No layer is as another test traced it, maybe with other implementations in its place."""
-    decoder._apply.clear_cache()
+    decoder._apply.clear_cache()  # type: ignore[attr-defined]

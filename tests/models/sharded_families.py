@@ -36,6 +36,18 @@ COMMON: dict[str, Any] = {
 }
 TWO_LAYERS = {"num_hidden_layers": 2}  # of families whose layers are of two kinds
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SHORT_CONV = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
+GRANITE_EXPERTS = {
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.1},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+}
+SIGMOIDS = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    **{"n_shared_experts": 1, "routed_scaling_factor": 1.5},
+}
+# With three key heads, of which two devices have two and one.
+DELTA = {**TWO_LAYERS, "full_attention_interval": 2, "linear_num_key_heads": 3}
+DELTA |= {"linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 # The keys of a family's config.json beside COMMON.
 CHANGES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {**TWO_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -53,19 +65,95 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 4.0,
     },
+    "FalconH1ForCausalLM": {
+        **{"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 8, "mamba_n_groups": 3},
+        **{"mamba_rms_norm": True, "ssm_out_multiplier": 0.5, "key_multiplier": 0.7},
+        "ssm_multipliers": [0.5, 0.8, 1.5, 1.2, 0.9],
+    },
+    "NemotronHForCausalLM": {
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 64},
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "GraniteMoeHybridForCausalLM": {
+        **{**TWO_LAYERS, "layer_types": ["mamba", "attention"], "mamba_n_heads": 6},
+        **{"mamba_d_state": 8, "mamba_expand": 3, "num_local_experts": 4},
+        "shared_intermediate_size": 96,
+    },
+    "Lfm2ForCausalLM": {**TWO_LAYERS, **SHORT_CONV, "conv_bias": True},
+    "Lfm2MoeForCausalLM": {
+        **{**TWO_LAYERS, **SHORT_CONV, "num_dense_layers": 1, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    },
+    "CohereForCausalLM": {"tie_word_embeddings": True, "logit_scale": 0.5, "layer_norm_eps": 1e-5},
+    "Cohere2ForCausalLM": {
+        **TWO_LAYERS,
+        **{"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 12},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Dots1ForCausalLM": {**SIGMOIDS, "n_group": 4, "topk_group": 2},
+    "Ernie4_5_MoeForCausalLM": {
+        **TWO_LAYERS,
+        **{"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64},
+    },
+    "Exaone4ForCausalLM": {
+        **TWO_LAYERS,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Glm4MoeForCausalLM": {**SIGMOIDS, **TWO_LAYERS, "use_qk_norm": True},
+    "GraniteMoeForCausalLM": GRANITE_EXPERTS,
+    "GraniteMoeSharedForCausalLM": {**GRANITE_EXPERTS, "shared_intermediate_size": 48},
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 4, "moe_topk": 2},
+    "Ministral3ForCausalLM": {
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "mscale": 1.0},
+            **{"original_max_position_embeddings": 16, "mscale_all_dim": 1.0},
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
+    "Olmo3ForCausalLM": {
+        **TWO_LAYERS,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "Starcoder2ForCausalLM": {"sliding_window": 12},
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2MoeForCausalLM": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
     "Qwen3MoeForCausalLM": QWEN_EXPERTS,
+    "Qwen3NextForCausalLM": {**DELTA, **QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
+    "Qwen3_5ForCausalLM": DELTA,
+    "Qwen3_5MoeForCausalLM": {**DELTA, **QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
     "SmolLM3ForCausalLM": {**TWO_LAYERS, "no_rope_layer_interval": 2},
 }
 # Families whose calls have a part that no other has: experts with biases, sinks and windows; norms
-# behind sublayers and capped logits; factors; norms over all heads; a shared MLP with a gate.
+# behind sublayers and capped logits; factors; norms over all heads; a shared MLP with a gate; an
+# activation with learned numbers; both halves behind one norm; neighbours that rotate together, and
+# corrected scores; Mamba2 with a norm over all heads, in groups beside attention, and
+# beside experts without gates; short convolutions; the delta rule, with maps of one key head after
+# another or of all.
 CALLED = (
     "GptOssForCausalLM",
     "Gemma2ForCausalLM",
     "GraniteForCausalLM",
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "NemotronHForCausalLM",
+    "Lfm2ForCausalLM",
     "Olmo2ForCausalLM",
     "Qwen2MoeForCausalLM",
+    "ApertusForCausalLM",
+    "Cohere2ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
 )
 
 

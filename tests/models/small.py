@@ -21,6 +21,7 @@ from mpjax.models import (
     Packed,
     llama_layers,
 )
+from mpjax.models.state import StepContext
 from tests.pallas_kernels.oracles import softmax_attention
 
 CONFIG = DecoderConfig(
@@ -33,6 +34,10 @@ CONFIG = DecoderConfig(
     max_position_embeddings=256,
     dtype="float32",
 )
+
+# Of a sequence with a token before this one: modules that read no positions need no more.
+ONE = jnp.ones(1, jnp.int32)
+CACHED = StepContext({}, ONE, ONE)
 
 
 def small_config(windows: Sequence[int | None] = (None, None), **changes: Any) -> DecoderConfig:

@@ -12,15 +12,13 @@ from flax import nnx
 from mpjax.kernels import (
     ActivationFormat,
     KVFormat,
-    KVLayout,
-    PagedKVCache,
-    Span,
     WeightFormat,
     quantize,
     quantize_activations,
 )
 from mpjax.models import Attention, DecoderConfig, Packed
 from mpjax.models.attention import _means_of_squares
+from mpjax.models.state import WHOLE, Room, StepContext
 from tests.models.small import CONFIG, small_config
 from tests.pallas_kernels.oracles import random_array
 
@@ -32,19 +30,17 @@ def attention_of(config: DecoderConfig) -> Attention:
     return config.layers[0].attention.build(config, nnx.Rngs(0))
 
 
-def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
-    return Span(cache.block_tables, cache.lengths, jnp.array(counts, jnp.int32), fresh)
+def context(angles: Any, counts: list[int], *, fresh: bool = False) -> StepContext:
+    """New tokens of sequences with a page each, and none before."""
+    rows = len(counts)
+    starts, table = jnp.zeros(rows, jnp.int32), jnp.arange(rows, dtype=jnp.int32)[:, None]
+    where = starts, jnp.array(counts, jnp.int32), (table,), None, None
+    return StepContext({"global": angles}, *where, fresh)
 
 
-def empty_cache(batch: int) -> PagedKVCache:
-    return PagedKVCache.create(
-        KVLayout(
-            CONFIG.num_kv_heads, CONFIG.head_dim, KVFormat(16), page_size=64, dtype=CONFIG.dtype
-        ),
-        layers=1,
-        batch=batch,
-        max_tokens=64,
-    )
+def empty_pages(batch: int) -> Any:
+    state = CONFIG.layers[0].attention.state(CONFIG)
+    return state.create(Room(batch, batch, KVFormat(16), page_size=64), None)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -56,15 +52,14 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
 
     @jax.jit
     def attend(state, *arguments):
-        return nnx.merge(graph, state)(x, angles, *arguments)
+        return nnx.merge(graph, state)(x, *arguments)
 
-    alone, nothing = attend(state, None, None)
+    alone, nothing = attend(state, StepContext({"global": angles}))
     assert nothing is None
     assert alone.shape == x.shape
-    cache = empty_cache(2)
     written: list[Any] = []
     for fresh in (True, False):
-        cached, pages = attend(state, cache.layers[0], span(cache, [9, 9], fresh=fresh))
+        cached, pages = attend(state, context(angles, [9, 9], fresh=fresh), empty_pages(2))
         np.testing.assert_allclose(cached, alone, atol=1e-5)
         written.append(pages)
     jax.tree.map(np.testing.assert_array_equal, *written)
@@ -80,13 +75,13 @@ def test_calling_is_attending_and_the_output_projection(rng):
         parameter.set_value(random_array(rng, parameter.get_value().shape, "float32"))
     x = random_array(rng, (2, 5, 64), "float32") * 30
     angles = jnp.asarray(rng.uniform(-9, 9, (2, 5, 8)).astype(np.float32))
-    cache, results = empty_cache(2), []
-    spans = [None, *(span(cache, [5, 3], fresh=fresh) for fresh in (True, False))]
-    for where in spans:
-        pages = None if where is None else cache.layers[0]
-        attended, written = compiled(attention.attend)(x, angles, pages, where)
+    results = []
+    places = [context(angles, [5, 3], fresh=fresh) for fresh in (True, False)]
+    for where in (StepContext({"global": angles}), *places):
+        pages = empty_pages(2) if where.is_cached else None
+        attended, written = compiled(attention.mix)(x, where, pages)
         assert attended.shape == (2, 5, 4 * 16)
-        y, others = compiled(attention)(x, angles, pages, where)
+        y, others = compiled(attention)(x, where, pages)
         np.testing.assert_allclose(y, attention.output(attended), atol=1e-5)
         jax.tree.map(np.testing.assert_array_equal, written, others)
         results.append((attended, written))
@@ -106,12 +101,13 @@ def test_attending_to_quantised_activations(fresh, rng):
     x = random_array(rng, (2, 5, 64), "float32") * 30
     assert attention.qkv.activations == ActivationFormat("int8")
     ready = quantize_activations(x, attention.qkv.activations)
-    angles, cache = jnp.ones((2, 5, 8)), empty_cache(2)
-    where = None if fresh is None else span(cache, [5, 5], fresh=fresh)
-    pages = None if fresh is None else cache.layers[0]
-    attend = compiled(attention.attend)
-    attended, written = attend(ready, angles, pages, where)
-    expected, expected_pages = attend(x, angles, pages, where)
+    angles = jnp.ones((2, 5, 8))
+    where, pages = StepContext({"global": angles}), None
+    if fresh is not None:
+        where, pages = context(angles, [5, 5], fresh=fresh), empty_pages(2)
+    attend = compiled(attention.mix)
+    attended, written = attend(ready, where, pages)
+    expected, expected_pages = attend(x, where, pages)
     assert attended.dtype == jnp.float32
     np.testing.assert_allclose(attended, expected, atol=1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), written, expected_pages)
@@ -135,12 +131,12 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     config = small_config(qk_norm=True, rms_norm_eps=1e-12)
     attention = attention_of(config)
     x, angles = random_array(rng, (1, 5, 64), "float32"), jnp.ones((1, 5, 8))
-    before, _ = attention(x, angles, None, None)
+    before, _ = attention(x, StepContext({"global": angles}))
     [fused] = attention.qkv.parts
     scale = jnp.concatenate([jnp.full(64, 7.0), jnp.full(32, 0.5), jnp.ones(32)])
     kernel: Any = fused.kernel.get_value()
     fused.kernel = nnx.Param(kernel * scale[None])
-    after, _ = attention(x, angles, None, None)
+    after, _ = attention(x, StepContext({"global": angles}))
     np.testing.assert_allclose(after, before, atol=1e-5)
 
 
@@ -149,7 +145,7 @@ def test_a_layer_gets_the_terms_and_the_inputs_of_the_maps(rng):
     attention = attention_of(config)
     attention.output.bias = nnx.Param(jnp.asarray(random_array(rng, (64,), "float32")))
     x, attended = (random_array(rng, (1, 5, 64), "float32") for _ in range(2))
-    terms = attention.terms(attended)
+    terms = attention.terms(attended, WHOLE)
     np.testing.assert_array_equal(terms.sum(0), attention.output(attended))
     inputs = attention.inputs(x, attended)
     maps = config.layers[0].attention.linear_maps(config)

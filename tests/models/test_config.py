@@ -30,7 +30,8 @@ def test_a_config_is_static():
 
 def test_what_follows_from_the_layers():
     assert CONFIG.num_layers == 2
-    assert CONFIG.windows == (None, 5)
+    assert CONFIG.page_groups == (None, 5)
+    assert CONFIG.groups == (0, 1)
     assert CONFIG.intermediate_size == 256
 
 
@@ -41,7 +42,7 @@ def test_lists_and_numbers_of_numpy_are_made_pythons():
         100, 64, 4, 2, 16, (LayerSpec(GroupedQuerySpec(5), GatedMLPSpec(8, True)),), 512, 2.5
     )
     assert type(config.vocab_size) is type(layer.mlp.intermediate_size) is int
-    assert (type(layer.mlp.bias), type(config.rope_theta)) == (bool, float)
+    assert (type(layer.mlp.bias), type(config.rope_theta)) == (bool, float)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["layers", "stop_ids"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mpjax.models import FAMILIES, ConfigError
@@ -22,6 +24,8 @@ EXPERTS = {"moe_intermediate_size": 256}
 NEEDED_BY = {
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 512},
     "Qwen3MoeForCausalLM": EXPERTS,
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 4},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # Keys by which others count.
 SWITCHES: list[dict] = [
@@ -29,10 +33,13 @@ SWITCHES: list[dict] = [
     {"use_sliding_window": True},
     {
         "head_dim": 64,
+        "partial_rotary_factor": 1.0,
         "rope_scaling": {
             "rope_type": "longrope",
             "short_factor": [1] * 32,
             "long_factor": [2] * 32,
+            "original_max_position_embeddings": 1024,
+            "llama_4_scaling_beta": 0.1,  # which Ministral 3 asks for
         },
     },
 ]
@@ -42,10 +49,13 @@ def needed(architecture: str) -> dict:
     return NEEDED | NEEDED_BY.get(architecture, {})
 
 
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_defaults_are_those_of_transformers(architecture):
-    name = {"Gemma3ForCausalLM": "Gemma3Text"}.get(architecture)
-    kind = getattr(transformers, f"{name or architecture.removesuffix('ForCausalLM')}Config")
+    name = architecture.removesuffix("ForCausalLM")
+    kind: Any = getattr(transformers, f"{name}Config")
+    if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):  # whose text models have classes of their own
+        kind = getattr(transformers, f"{name}TextConfig")
     family = FAMILIES[architecture]
     for switches in SWITCHES:
         bare = needed(architecture) | switches
@@ -57,7 +67,11 @@ def test_defaults_are_those_of_transformers(architecture):
 def test_keys_without_a_default_are_asked_for(architecture):
     bare = needed(architecture)
     for key in bare:
-        if key == "intermediate_size" and "Moe" in architecture:  # of layers without experts
+        # Of layers without experts.
+        if key == "intermediate_size" and ("Moe" in architecture or "Next" in architecture):
+            continue
+        is_listed = key == "num_hidden_layers" and "NemotronH" in architecture  # by the pattern
+        if is_listed or key in FAMILIES[architecture].defaults:
             continue
         with pytest.raises(ConfigError, match=f"config.json has no '{key}'"):
             FAMILIES[architecture].config_from_hf({k: v for k, v in bare.items() if k != key})

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import KVFormat, PagedKVCache
+from mpjax.kernels import KVFormat
 from mpjax.kernels.gemm.plans import Plan, forced
 from mpjax.models import Decoder, DecoderLayer
+from mpjax.models.state import DecoderCache, StepContext
 from tests.models.small import (
     CONFIG,
     cast_around_kernels,
@@ -64,11 +65,11 @@ def call(model: Decoder, tokens: np.ndarray) -> jax.Array:
 
 def run(
     model: Decoder,
-    cache: PagedKVCache,
+    cache: DecoderCache,
     tokens: np.ndarray,
     sizes: list[int],
     fresh: bool = True,
-) -> tuple[np.ndarray, PagedKVCache]:
+) -> tuple[np.ndarray, DecoderCache]:
     """Feeds tokens [batch, all] in pieces; logits after each piece [pieces, batch, vocabulary]."""
     step, at, logits = compiled_step(model), 0, []
     for size in sizes:
@@ -128,7 +129,7 @@ def test_padding_and_idle_rows_change_nothing(rng):
     np.testing.assert_array_equal(logits[0], other_logits[0])
     jax.tree.map(np.testing.assert_array_equal, cache, other_cache)
     np.testing.assert_array_equal(cache.lengths, counts)
-    idle = empty.block_tables[1]
+    idle = empty.tables[0][1]
     for pages, before in zip(cache.layers, empty.layers, strict=True):
         np.testing.assert_array_equal(pages.keys[idle], before.keys[idle])
     assert np.isfinite(logits).all()
@@ -166,10 +167,10 @@ def test_varlen_steps_equal_steps_of_rows(text, rng):
     prompts, format = random_tokens(rng, 3, 140), KVFormat.parse(text)
     rows = model.create_cache(3, 192, format, 32)
     expected = run(model, rows, prompts, [128, 12], fresh=False)[0][-1]
-    pages = model.create_pages(18, 5, format, 32)
+    states = model.create_states([18], 5, format, 32)
     tables = rng.permutation(18).astype(np.int32).reshape(3, 6)
-    waiting = np.array([[4], [0], [1]], np.int32)
-    cache = PagedKVCache(pages, tables, np.zeros(3, np.int32), format, waiting)
+    slots = np.array([4, 0, 1], np.int32)
+    cache = DecoderCache(states, (tables,), np.zeros(3, np.int32), format, 32, slots)
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -232,12 +233,13 @@ def test_a_layer_is_the_plain_formula_on_a_stream_and_terms(splits, rng):
     terms = jnp.asarray(rng.standard_normal((splits, 2, 5, 64)).astype(np.float32))
     residual = jnp.asarray(rng.standard_normal((2, 5, 64)).astype(np.float32))
     angles = jnp.asarray(rng.uniform(-9, 9, (2, 5, 8)).astype(np.float32))
+    context = StepContext({"global": angles})
 
     @jax.jit
     def both(layer, stream):
         x = terms.sum(0) + (0.0 if stream is None else stream)
-        x = x + layer.attention(layer.attention_norm(x), angles, None, None)[0]
-        return layer(terms, stream, angles, None, None), x, layer.mlp(layer.mlp_norm(x))
+        x = x + layer.attention(layer.attention_norm(x), context)[0]
+        return layer(terms, stream, context, None), x, layer.mlp(layer.mlp_norm(x))
 
     for stream in (residual, None):
         (more, after, pages), x, mlp = both(layer, stream)

@@ -22,8 +22,10 @@ from mpjax.models import (
     Packed,
 )
 from mpjax.models.layers import Projected
+from mpjax.models.low_rank import LowRank
 from mpjax.models.share import Cut, Share
-from tests.models.small import CONFIG
+from mpjax.models.state import WHOLE
+from tests.models.small import CACHED, CONFIG
 from tests.pallas_kernels.experts.cases import expected
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
@@ -144,7 +146,7 @@ def test_a_mixture_with_everything(rng):
     gate = 1 / (1 + np.exp(-(flat @ wide(module.shared_gate.get_value()).T)))
     whole = (mixed + gate * shared).reshape(2, 3, 64)
     assert relative_error(module(x), whole) < 1e-5
-    terms = module.terms(x, quantized=False)
+    terms = module.terms(x, WHOLE)
     assert terms.shape == (3, 2, 3, 64)  # two experts and the shared MLP
     assert relative_error(terms.sum(0), whole) < 1e-5
     read = module.inputs(x)
@@ -161,9 +163,9 @@ def test_the_products_of_the_router_may_come_with_x(rng):
     module, x = build(SPEC, rng), random_array(rng, (1, 3, 64), "float32")
     projection = module.activations
     products = x @ projection.matrix.T
-    found = module.terms(Projected(x, products), quantized=True)
-    assert relative_error(found, wide(module.terms(x, quantized=True))) < 1e-5
-    turned = module.terms(Projected(x, products[..., ::-1]), quantized=True)
+    found = module.terms(Projected(x, products), CACHED)
+    assert relative_error(found, wide(module.terms(x, CACHED))) < 1e-5
+    turned = module.terms(Projected(x, products[..., ::-1]), CACHED)
     assert relative_error(turned, wide(found)) > 0.1
 
 
@@ -179,6 +181,21 @@ def test_experts_in_a_format_are_their_dequantised_twin(rng):
     for linear, kernel in zip((module.experts.gate_up, module.experts.down), packed, strict=True):
         linear.kernel = Packed(kernel)
     assert relative_error(module(x), wide(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("ungated", [None, "relu2"])
+def test_adapters_of_experts_change_their_kernels(ungated, rng):
+    module = build(ExpertsSpec(32, num_experts=4, ungated=ungated), rng)
+    merged, x = nnx.clone(module), random_array(rng, (5, 64), "float32")
+    for name in ("gate_up", "down"):
+        linear, target = getattr(module.experts, name), getattr(merged.experts, name).kernel
+        _, inputs, outputs = target.get_value().shape
+        down, up = (
+            random_array(rng, (4, *shape), "float32") * 0.2 for shape in ((inputs, 3), (3, outputs))
+        )
+        linear.adapter = nnx.data(LowRank(down, [up]))
+        target.set_value(target.get_value() + down @ up)
+    assert relative_error(module(x), merged(x)) < 1e-5
 
 
 def test_gradients_reach_the_router(rng):

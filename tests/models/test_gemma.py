@@ -34,33 +34,33 @@ def test_gemma():
     assert config.tie_word_embeddings
     assert (config.embedding_scale, config.logit_softcap) == (8, None)
     assert {layer.norms for layer in config.layers} == {"pre"}
-    assert {layer.mlp.activation for layer in config.layers} == {"gelu"}
+    assert {layer.mlp.activation for layer in config.layers} == {"gelu"}  # type: ignore[attr-defined]
     assert config.rms_norm_eps == 1e-6
     biased = Gemma.config_from_hf(HF | {"attention_bias": True}).layers[0].attention
-    assert (biased.qkv_bias, biased.output_bias) == (True, True)
+    assert (biased.qkv_bias, biased.output_bias) == (True, True)  # type: ignore[attr-defined]
 
 
 def test_gemma_2():
     config = Gemma2.config_from_hf(HF | {"query_pre_attn_scalar": 64})
     assert config.windows == (8, None) * 3
     assert {layer.norms for layer in config.layers} == {"both"}
-    [spec] = {layer.attention for layer in config.layers if layer.attention.window is None}
+    [spec] = {layer.attention for layer in config.layers if layer.attention.window is None}  # type: ignore[attr-defined]
     assert spec == GroupedQuerySpec(scale=0.125, softcap=50.0)
     assert config.logit_softcap == 30.0
     bare = Gemma2.config_from_hf(HF | {"attn_logit_softcapping": 20.0, "tie_word_embeddings": True})
-    assert bare.layers[0].attention.softcap == 20.0
+    assert bare.layers[0].attention.softcap == 20.0  # type: ignore[attr-defined]
     without = Gemma2.config_from_hf(HF | dict.fromkeys(SOFTCAPS) | {"tie_word_embeddings": True})
-    assert (without.layers[0].attention.softcap, without.logit_softcap) == (None, None)
-    assert bare.layers[0].attention.scale == 1 / 16
+    assert (without.layers[0].attention.softcap, without.logit_softcap) == (None, None)  # type: ignore[attr-defined]
+    assert bare.layers[0].attention.scale == 1 / 16  # type: ignore[attr-defined]
 
 
 def test_gemma_3():
     config = Gemma3.config_from_hf(HF)
     assert config.windows == (8, 8, 8, 8, 8, None)
-    assert [layer.attention.rope for layer in config.layers] == ["local"] * 5 + ["global"]
+    assert [layer.attention.rope for layer in config.layers] == ["local"] * 5 + ["global"]  # type: ignore[attr-defined]
     assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
-    assert config.layers[0].attention.qk_norm
-    assert (config.logit_softcap, config.layers[0].attention.softcap) == (None, None)
+    assert config.layers[0].attention.qk_norm  # type: ignore[attr-defined]
+    assert (config.logit_softcap, config.layers[0].attention.softcap) == (None, None)  # type: ignore[attr-defined]
     linear = {"rope_type": "linear", "factor": 8.0}
     nested = {
         "full_attention": {"rope_theta": 5e5, **linear},
@@ -81,7 +81,7 @@ def test_gemma_3():
     ("family", "change", "said"),
     [
         (
-            Gemma3,
+            Gemma2,
             {"use_bidirectional_attention": True},
             "use_bidirectional_attention is True: expe",
         ),

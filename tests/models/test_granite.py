@@ -33,7 +33,7 @@ HF = {
 
 def test_factors():
     config = Granite.config_from_hf(HF)
-    assert config.layers[0].attention.scale == 0.015625
+    assert config.layers[0].attention.scale == 0.015625  # type: ignore[attr-defined]
     assert config.logit_scale == 1 / 8
     # The residual stream is divided by residual_multiplier.
     assert config.embedding_scale == pytest.approx(12 / 0.22)

@@ -14,6 +14,7 @@ from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
 from mpjax.models import Decoder, DecoderLayer, Linear
 from mpjax.models.layer import _read
 from mpjax.models.layers import Projection
+from mpjax.models.state import StepContext
 from tests.models.small import CONFIG, small_config, small_model
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
@@ -28,7 +29,7 @@ def test_where_the_norms_are(norms, rng):
     model = small_model(dataclasses.replace(CONFIG, layers=layers))
     layer = model.layers[0]
     x = random_array(rng, (1, 5, 64), "float32")
-    angles = model.angles(jnp.arange(5)[None])
+    context = StepContext(model.angles_by_rope(jnp.arange(5)[None]))
 
     def normed(name, value):
         norm = getattr(layer, name)
@@ -37,12 +38,12 @@ def test_where_the_norms_are(norms, rng):
 
     stream = wide(x)
     read = jnp.asarray(normed("attention_norm", stream).astype(np.float32))
-    stream += normed("attention_post_norm", wide(layer.attention(read, angles, None, None)[0]))
+    stream += normed("attention_post_norm", wide(layer.attention(read, context)[0]))
     read = jnp.asarray(normed("mlp_norm", stream).astype(np.float32))
     stream += normed("mlp_post_norm", wide(layer.mlp(read)))
-    terms, residual, _ = layer(x[None], None, angles, None, None)
+    terms, residual, _ = layer(x[None], None, context, None)
     assert relative_error(terms.sum(0) + residual, stream) < 1e-5
-    after, inputs = layer.inputs(x, angles)
+    after, inputs = layer.inputs(x, context.angles)
     assert relative_error(after, stream) < 1e-5
     assert relative_error(inputs["mlp.gate_up"], wide(read)) < 1e-5
 
@@ -80,7 +81,7 @@ def test_alike_layers_are_functions_that_a_cpu_compiles_once():
         step = jax.jit(lambda tokens, cache, model=model: model.step(tokens, tokens[0], cache)[0])
         texts.append(step.lower(jnp.ones((1, 1), jnp.int32), cache).as_text())
     few, many = texts
-    for name in ("_after_attention", "paged_attention", "_rotated_heads"):
+    for name in ("_after_mixer", "paged_attention", "_rotated_heads"):
         assert few.count(f"func.func private @{name}(") == 1, name
         assert many.count(f"func.func private @{name}(") == 1, name
         assert many.count(f"call @{name}(") == 6

@@ -8,7 +8,8 @@ from flax import nnx
 
 from mpjax.kernels import ActivationFormat, QuantizedActivations, WeightFormat, quantize
 from mpjax.models import GatedMLPSpec, LinearMaps, Packed
-from tests.models.small import CONFIG
+from mpjax.models.state import WHOLE
+from tests.models.small import CACHED, CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
 
@@ -46,7 +47,7 @@ def test_gated_activations_come_as_the_last_kernel_takes_them(text, rng):
     expected = wide(mlp.gated(x))
     kernel: Any = mlp.down.kernel.get_value()
     mlp.down.kernel = Packed(quantize(kernel, WeightFormat.parse(text)))
-    gated = mlp.gated(x, mlp.down.activations)
+    gated = mlp.gated(x, CACHED)
     assert isinstance(gated, QuantizedActivations)
     assert gated.dtype == "float32"
     assert 1e-4 < relative_error(gated.dequantize(), expected) < 0.05
@@ -62,6 +63,7 @@ def test_terms_are_those_of_the_last_map(quantized, rng):
         linear.kernel = Packed(quantize(kernel, WeightFormat.parse("int8/int8")))
     assert mlp.activations == mlp.gate_up.activations == ActivationFormat.of("int8/int8")
     x = random_array(rng, (2, 64), "float32") * 20
-    gated = mlp.gated(x, mlp.down.activations if quantized else None)
+    context = CACHED if quantized else WHOLE
+    gated = mlp.gated(x, context)
     assert isinstance(gated, QuantizedActivations) == quantized
-    np.testing.assert_array_equal(mlp.terms(x, quantized=quantized), mlp.down.terms(gated))
+    np.testing.assert_array_equal(mlp.terms(x, context), mlp.down.terms(gated))

@@ -14,6 +14,7 @@ from flax import nnx
 
 from mpjax.models import Decoder, DecoderConfig, Linear, RMSNorm, llama_layers
 from mpjax.models.registry import family
+from mpjax.models.state import StepContext
 from tests.models.small import CONFIG, small_config, small_model
 from tests.refusals import require_a_result_or_its_name
 
@@ -59,7 +60,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "mlp": (LAYER.mlp, {"x": X}),
     "attention": (
         LAYER.attention,
-        {"x": X, "angles": jnp.ones((1, 4, 8)), "pages": None, "span": None},
+        {"x": X, "context": StepContext({"global": jnp.ones((1, 4, 8))})},
     ),
     "family": (family, {"hf": {"architectures": ["LlamaForCausalLM"]}}),
 }
@@ -86,7 +87,7 @@ def test_what_is_wrong_is_named_or_taken(name):
     for argument in arguments:
         if argument in (*FIELDS, *SWITCHES):
             continue
-        words = {"hf": ["config.json"], "angles": ["cosines"]}.get(argument, [])
+        words = {"hf": ["config.json"]}.get(argument, [])
         for odd in ODD.values():
             require_a_result_or_its_name(call, arguments, argument, odd, *words)
 
@@ -119,7 +120,7 @@ def test_lists_are_arrays(name):
         (lambda: step(counts=[5]), r"counts are \[5\]: expected 0 to 4"),
         (lambda: step(counts=[0.5]), r"counts are float32 of shape \(1,\): expected integers"),
         (lambda: step(tokens=[1, 2]), "a single sequence is tokens"),
-        (lambda: step(cache=MODEL), "cache is .*: expected a PagedKVCache, as model.create_cache"),
+        (lambda: step(cache=MODEL), "cache is .*: expected a DecoderCache, as model.create_cache"),
         (
             lambda: step(cache=small_model().create_cache(1, 16, "KV8")),
             "cache has 2 layers, .* has 1",

@@ -35,8 +35,8 @@ def test_layers_are_listed():
     listed = {"no_rope_layers": [1, 0] * 4, "attention_bias": True, "mlp_bias": True}
     config = SmolLM3.config_from_hf(HF | listed)
     assert ropes(config) == ["global", "none"] * 4
-    assert config.layers[0].attention.output_bias
-    assert config.layers[0].mlp.bias
+    assert config.layers[0].attention.output_bias  # type: ignore[attr-defined]
+    assert config.layers[0].mlp.bias  # type: ignore[attr-defined]
     windows = ["sliding_attention", "full_attention"] * 4
     config = SmolLM3.config_from_hf(HF | {"use_sliding_window": True, "layer_types": windows})
     assert config.windows == (16, None) * 4

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import KVLayout, PagedKVCache
+from mpjax.kernels import KVFormat
+from mpjax.models.state import DecoderCache
 from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from tests.models.small import CONFIG
 
@@ -27,9 +30,8 @@ def test_a_count_for_each_row():
 
 
 def test_an_empty_cache():
-    layout = KVLayout(1, 64, "KV16", 16, dtype="float32")
-    cache = PagedKVCache.create(layout, layers=1, batch=2, max_tokens=16)
+    cache = DecoderCache((), (), jnp.zeros(2, jnp.int32), KVFormat(), 16)
     require_empty(cache)
-    full = PagedKVCache(cache.layers, cache.block_tables, cache.lengths + 1, cache.format)
+    full = dataclasses.replace(cache, lengths=cache.lengths + 1)
     with pytest.raises(ValueError, match=r"the cache holds \[1, 1\] tokens, and fresh says"):
         require_empty(full)

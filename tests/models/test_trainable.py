@@ -26,7 +26,7 @@ def model(request):
     quantize_kernels(model, request.param)
     plain.kernel = kernel
     model.cache_scales = CacheScales(jnp.ones((1, 2, 2)))
-    model.adapter = Adapter(jnp.ones(3))
+    model.adapter = Adapter(jnp.ones(3))  # type: ignore[attr-defined]
     return model
 
 

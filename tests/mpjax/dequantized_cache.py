@@ -20,15 +20,14 @@ WHOLE = 256  # what all blocks and groups divide
 class DequantizedCache:
     """Attention over rounded keys and values; `small.forward` takes it in the place of `attend`.
 
-    A prompt attends to itself before it is rounded. Each token behind it finds everything rounded,
-    itself too; or, where tokens wait for a block to be full, all blocks but its own.
+    Each token finds everything rounded, itself too; or, where tokens wait for a block to be full,
+    all blocks but its own.
 
-    prompts: tokens of each. scales: float32 [layers, 2, KV heads, 1 or head dim], keys first, where
+    scales: float32 [layers, 2, KV heads, 1 or head dim], keys first, where
     the format is given any.
     """
 
     format: KVFormat
-    prompts: tuple[int, ...]
     scales: np.ndarray | None = None
 
     def __call__(
@@ -40,8 +39,8 @@ class DequantizedCache:
         rounded_key = _decoded(kv_keys, key, self.format.keys, of_keys)
         rounded_value = _decoded(kv_values, value, self.format.values, of_values)
         out = np.zeros(query.shape)
-        for row, prompt in enumerate(self.prompts):
-            for first, last, waiting in self._views(prompt, tokens):
+        for row in range(len(query)):
+            for first, last, waiting in self._views(tokens):
                 is_rounded = (np.arange(tokens) < waiting)[:, None, None]
                 out[row, first:last] = softmax_attention(
                     query[None, row, first:last],
@@ -54,14 +53,12 @@ class DequantizedCache:
                 )[0]
         return out
 
-    def _views(self, prompt: int, tokens: int) -> list[tuple[int, int, int]]:
+    def _views(self, tokens: int) -> list[tuple[int, int, int]]:
         """Queries from and to which see the same, and where that stops to be rounded."""
         block = block_of(self.format)
         if block is None:
-            return [(0, prompt, 0), (prompt, tokens, tokens)]
-        begins = range(prompt // block * block, tokens, block)
-        views = [(max(begin, prompt), min(begin + block, tokens), begin) for begin in begins]
-        return [(0, prompt, 0), *views]
+            return [(0, tokens, tokens)]
+        return [(at, min(at + block, tokens), at) for at in range(0, tokens, block)]
 
 
 def block_of(format: KVFormat) -> int | None:

@@ -6,6 +6,7 @@ It needs a process of its own with several devices:
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -19,13 +20,12 @@ import numpy as np
 
 import mpjax
 from mpjax.checkpoint import convert
-from mpjax.comparison import _differ
-from mpjax.decoding import Limits, decode, prefill
+from mpjax.evaluation.comparison import _differ
+from mpjax.generation.decoding import decode, prefill
 from mpjax.kernels import KVFormat, quantize
 from mpjax.models import Decoder, Packed
 from mpjax.models.sharded import ShardedDecoder
-from mpjax.random_keys import row_keys
-from mpjax.sampling import Sampling
+from mpjax.sampling.settings import RowSettings, Sampling
 from tests.models.sharded_decoders import divide, require_same_arrays
 from tests.models.sharded_families import build, keys
 from tests.models.small import small_config, small_model
@@ -120,7 +120,7 @@ def check(folder: Path, count: int, precision: str | None) -> tuple[mpjax.Langua
     assert (lm.devices, lm.precision, lm.num_parameters) == (
         *(count, whole.precision, whole.num_parameters),
     )
-    require_same_arrays(whole.model, lm.model.whole())
+    require_same_arrays(whole.model, lm.model.whole())  # type: ignore[attr-defined]
     return whole, lm
 
 
@@ -131,7 +131,7 @@ def require_restored_alike(
     count = lm.devices * 2 if lm.devices < 4 else lm.devices // 2
     mpjax.save(lm, folder, progress=False)
     restored = mpjax.load(folder, devices=jax.devices()[:count], progress=False)
-    require_same_arrays(whole.model, restored.model.whole())
+    require_same_arrays(whole.model, restored.model.whole())  # type: ignore[attr-defined]
     mpjax.save(restored, folder, overwrite=True, progress=False)
     again = mpjax.load(folder, progress=False)  # checked by its checksums
     require_same_arrays(whole.model, again.model)
@@ -150,15 +150,15 @@ def require_experts_of_either_division(folder: Path) -> None:
     given = {"dtype": "float32", "progress": False}
     convert.PIECE_BYTES = 0  # experts come one by one
     whole, divided = (mpjax.load(source, devices=n, **given) for n in (1, 4))
-    require_same_arrays(whole.model, divided.model.whole())
+    require_same_arrays(whole.model, divided.model.whole())  # type: ignore[attr-defined]
     lm = mpjax.load(source, devices=2, experts="whole", **given)
-    assert lm.model.share.layers[0].mlp.experts.down.kernel.get_value().shape == (4, 96, 64)
-    require_same_arrays(whole.model, lm.model.whole())
+    assert lm.model.share.layers[0].mlp.experts.down.kernel.get_value().shape == (4, 96, 64)  # type: ignore[attr-defined]
+    require_same_arrays(whole.model, lm.model.whole())  # type: ignore[attr-defined]
     call(whole, lm)
     mpjax.save(lm, folder / "saved", progress=False)
     for count, experts in ((4, "divided"), (3, "whole")):
         restored = mpjax.load(folder / "saved", devices=count, experts=experts, progress=False)
-        require_same_arrays(whole.model, restored.model.whole())
+        require_same_arrays(whole.model, restored.model.whole())  # type: ignore[attr-defined]
 
 
 def require_quantised_and_exported_alike(folder: Path) -> None:
@@ -170,18 +170,19 @@ def require_quantised_and_exported_alike(folder: Path) -> None:
         mpjax.export(lm, folder / f"{number}", progress=False)
         files.append((folder / f"{number}" / "model.safetensors").read_bytes())
         if number:
-            require_same_arrays(whole.model, lm.model.whole())
+            require_same_arrays(whole.model, lm.model.whole())  # type: ignore[attr-defined]
     assert files[0] == files[1] == files[2]
 
 
 def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
     """Collectives of a decoding step with every kind of sampling have few numbers for each row."""
-    sampling, ids = Sampling.of(SAMPLING | {"temperature": 0.8, "min_p": 0.01}).split((0,))
-    limits, tokens = Limits.of(3, ids, 8, 8), jnp.ones((3, 4), jnp.int32)
-    cache, keys = lm.model.create_cache(3, 16, "KV16", 16), row_keys(range(3))
+    sampling = SAMPLING | {"temperature": 0.8, "min_p": 0.01, "stop_ids": (0,)}
+    settings = RowSettings.of([Sampling.of(sampling)], 3, max_new_tokens=8)
+    cache, tokens = lm.model.create_cache(3, 16, "KV16", 16), jnp.ones((3, 4), jnp.int32)
     counts, until = jnp.full(3, 4, jnp.int32), jnp.int32(8)
-    state = jax.eval_shape(prefill, lm.model, tokens, counts, cache, keys, sampling, limits)
-    text = jax.jit(decode).lower(lm.model, state, sampling, limits, until).compile().as_text()
+    read = functools.partial(prefill, columns=8)
+    loop = jax.eval_shape(read, lm.model, tokens, counts, cache, settings)
+    text = jax.jit(decode).lower(lm.model, loop, until).compile().as_text()
     shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-(?:gather|reduce|to-all)", text)
     assert len(shapes) >= 10  # as many as one layer, the logits and a draw have
     of_rows = {math.prod(int(n) for n in shape.split(",") if n) // 3 for shape in shapes}

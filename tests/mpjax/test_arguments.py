@@ -42,6 +42,12 @@ def test_limits_that_no_row_can_keep(limits, message):
         most_new_tokens(*limits)
 
 
+def test_a_request_that_draws_nothing_has_no_minimum():
+    assert most_new_tokens(np.int64(0), 3, least=0) == 0
+    with pytest.raises(ValueError, match="max_new_tokens is -1: expected 0 or more new tokens"):
+        most_new_tokens(-1, least=0)
+
+
 def test_positive_whole_numbers():
     assert positive_whole("n", np.int64(3)) == 3
     for value, message in (

@@ -13,7 +13,7 @@ from flax import nnx
 import mpjax
 from mpjax.checkpoint import CheckpointError
 from mpjax.cli import info
-from mpjax.tune import model_shapes
+from mpjax.tuning.products import model_shapes
 from tests.mpjax.bad_files.any_file import JSON_OF_TEXT, TEXTS, misplaced, unparsable, unreadable
 from tests.mpjax.bad_files.configs import CONFIGS, LIES
 from tests.mpjax.bad_files.folders import FOLDERS

@@ -27,7 +27,7 @@ from mpjax.checkpoint.schemes import registry
 from mpjax.cli import info
 from mpjax.kernels.gemm.plans import OPERATION
 from mpjax.kernels.plans import TableError, tables
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.bad_files.ways import (
     INDEX,
     REMOVED,
@@ -252,12 +252,12 @@ SETTINGS = [
 @at_random
 @hypothesis.given(st.data())
 def test_settings_of_schemes(data):
-    """A scheme that is read can say its formats, and find the scheme of a module."""
+    """A policy that is read can say its formats, and find the settings of a module."""
     written, message = changed(data.draw, data.draw(st.sampled_from(SETTINGS))), ""
     try:
-        scheme = registry.read(written)
-        assert all(choice.formats for choice in scheme.choices)
-        scheme.of_module("model.layers.0.mlp.down_proj").format("mlp.down_proj", 64)
+        policy = registry.read(written)
+        assert all(choice.formats for choice in policy.choices)
+        policy.reader("model.layers.0.mlp.down_proj").format("mlp.down_proj", 64)
     except CheckpointError as error:
         message = str(error)
     assert len(message.encode()) < 2000

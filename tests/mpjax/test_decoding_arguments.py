@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from mpjax import decoding, decoding_state
-from mpjax.decoding import generate_tokens
+from mpjax.generation import decoding
+from mpjax.generation.decoding import generate_tokens
 from mpjax.kernels import KVFormat
-from mpjax.random_keys import row_keys
-from mpjax.sampling import Sampling
+from mpjax.sampling.token_lists import NO_ID
 
 LENGTHS = (5, 1, 9)
 ROWS = len(LENGTHS)
@@ -21,10 +20,10 @@ class Seen(Exception):
 
 @pytest.fixture
 def given_to_prefill(tiny, monkeypatch):
-    """The arguments that generate_tokens passes to prefill: (cache, keys, sampling, limits)."""
+    """Arguments that generate_tokens passes to prefill: the cache, the settings, the columns."""
 
     def see(model, tokens, lengths, *rest, **options):
-        raise Seen(*rest)
+        raise Seen(*rest[:3])
 
     monkeypatch.setattr(decoding, "jit_prefill", see)
 
@@ -37,30 +36,24 @@ def given_to_prefill(tiny, monkeypatch):
 
 
 def test_what_is_not_given_has_a_default(tiny, given_to_prefill):
-    cache, keys, sampling, limits = given_to_prefill(max_new_tokens=3)
-    assert (cache.format, cache.page_size) == (KVFormat(16), 128)
-    assert (keys == row_keys(range(ROWS))).all()
-    assert sampling == Sampling(min_new_tokens=0)
-    assert limits.room == 3
-    assert limits.maximum.tolist() == [3] * ROWS
-    assert stop_tokens(limits) == set(tiny.config.stop_ids) == {0}
-    cache, keys, sampling, limits = given_to_prefill(
-        max_new_tokens=3,
-        kv_format="KV8",
-        seeds=[5, 6, 7],
-        sampling=Sampling(temperature=1.5, min_new_tokens=2, stop_ids=(4,)),
-    )
+    cache, settings, columns = given_to_prefill(max_new_tokens=3)
+    assert (cache.format, cache.page_size, columns) == (KVFormat(16), 128, 3)
+    assert settings.key_words.tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert settings.greedy
+    assert settings.max_new_tokens.tolist() == [3] * ROWS
+    assert stop_tokens(settings) == set(tiny.config.stop_ids) == {0}
+    options = {"max_new_tokens": 3, "kv_format": "KV8", "seeds": [5, 6, 7]}
+    sampling = {"temperature": 1.5, "min_new_tokens": 2, "stop_ids": (4,)}
+    cache, settings, _ = given_to_prefill(sampling=sampling, **options)
     assert cache.format == KVFormat(8)
-    assert (keys == row_keys([5, 6, 7])).all()
-    assert sampling == Sampling(temperature=1.5, min_new_tokens=2)
-    assert stop_tokens(limits) == {4}
-    assert stop_tokens(given_to_prefill(max_new_tokens=3, sampling={"stop_ids": ()})[3]) == set()
+    assert settings.key_words[:, 1].tolist() == [5, 6, 7]
+    assert (settings.temperature.tolist(), settings.min_new_tokens.tolist()) == ([1.5] * 3, [2] * 3)
+    assert stop_tokens(settings) == {4}
+    assert stop_tokens(given_to_prefill(sampling={"stop_ids": ()}, **options)[1]) == set()
 
 
-def stop_tokens(limits):
-    """The stop tokens that a vocabulary can have."""
-    assert len(limits.stop_ids) % decoding_state.STOP_IDS == 0
-    return set(limits.stop_ids.tolist()) - {2**31 - 1}
+def stop_tokens(settings):
+    return set(settings.stop_ids.ravel().tolist()) - {NO_ID}
 
 
 def test_prompt_and_new_tokens_may_fill_all_positions(tiny, given_to_prefill):

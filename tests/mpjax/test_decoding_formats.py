@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.decoding import generate_tokens
+from mpjax.generation.decoding import generate_tokens
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS
 from mpjax.models import CacheScales, Decoder
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_a_forward_pass_over_the_dequantised_cache(text, mon
         of_tokens = np.take_along_axis(expected, tokens[..., None], -1)[..., 0]
         return np.abs(np.asarray(found.logprobs) - of_tokens).max()
 
-    expected = logprobs(attend=DequantizedCache(format, prompts, scales))
+    expected = logprobs(attend=DequantizedCache(format, scales))
     np.testing.assert_array_equal(tokens, expected.argmax(-1))
     # Sums in float32 are off by 4e-6. Where they turn a code to its neighbour, the tokens that
     # attend to it are, by 3e-4 at 4 bits and more at 2.

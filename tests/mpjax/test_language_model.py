@@ -18,7 +18,7 @@ from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.models import CacheScales
 from mpjax.precision import Precision
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     FP8,

@@ -1,4 +1,4 @@
-"""An architecture that is defined here alone: a class, a kind of MLP, names, and one entry."""
+"""An architecture that is defined here alone: a class, a mixer, an MLP, names, and one entry."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from safetensors.numpy import save_file
 
 import mpjax
 from mpjax.checkpoint import CheckpointError
-from mpjax.kernels import ActivationFormat
+from mpjax.kernels import ActivationFormat, KVFormat
 from mpjax.models import (
     FAMILIES,
     Decoder,
     DecoderConfig,
+    FusedLinear,
     GatedMLPSpec,
     GroupedQuerySpec,
     LayerSpec,
     Linear,
     LinearMaps,
+    MixerSpec,
     MLPSpec,
+    SequenceState,
 )
 from mpjax.models.parameters import Names
+from mpjax.models.state import Room
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.text import Windows
 from tests.pallas_kernels.oracles import softmax_attention
@@ -61,25 +65,102 @@ class SquaredMLP(nnx.Module):
     def activations(self) -> ActivationFormat:
         return self.entry.activations
 
-    def terms(self, x, *, quantized):
+    def terms(self, x, context):
         inner = jnp.square(jax.nn.relu(self.entry(x)))
-        return self.exit.terms(inner * jnp.expand_dims(self.gain.get_value(), (0, 1)))
+        return self.exit.terms(inner * jax.lax.broadcast_to_rank(self.gain.get_value(), inner.ndim))
 
     def inputs(self, x):
         inner = jnp.square(jax.nn.relu(self.entry(x)))
-        return {"entry": x, "exit": inner * jnp.expand_dims(self.gain.get_value(), (0, 1))}
+        return {
+            "entry": x,
+            "exit": inner * jax.lax.broadcast_to_rank(self.gain.get_value(), inner.ndim),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec(MixerSpec):
+    """A delta rule: each head keeps a matrix that maps keys to values, and corrects it by a token.
+
+    With a key k of length 1, a value v and a rate b in (0, 1), the matrix S becomes
+    S + b · (v − S · k) · kᵀ, and the output is S · q.
+    """
+
+    kind: ClassVar[str] = "delta"
+
+    def build(self, config, rngs):
+        return Delta(config, self, rngs)
+
+    def linear_maps(self, config):
+        hidden = config.hidden_size
+        heads = (hidden, config.num_heads)
+        maps = LinearMaps("qkv", ((hidden, hidden),) * 3), LinearMaps("rate", (heads,))
+        return (*maps, LinearMaps("output", ((hidden, hidden),)))
+
+    def readers(self, config):
+        return "qkv", "rate"
+
+    def state(self, config):
+        return SequenceState(((config.num_heads, config.head_dim, config.head_dim),))
+
+
+class Delta(nnx.Module):
+    def __init__(self, config: DecoderConfig, spec: DeltaSpec, rngs: nnx.Rngs):
+        qkv, rate, output = spec.linear_maps(config)
+        self.qkv = FusedLinear.create(qkv, config.dtype, rngs)
+        self.rate, self.output = (
+            Linear.create(maps.shapes[0], bias=False, dtype=config.dtype, rngs=rngs)
+            for maps in (rate, output)
+        )
+        self.heads, self.state = config.num_heads, spec.state(config)
+
+    @property
+    def activations(self) -> ActivationFormat:
+        return self.qkv.activations
+
+    def mix(self, x, context, state):
+        query, key, value = (self.heads_of(part) for part in self.qkv(x, context))
+        key /= jnp.linalg.norm(key, axis=-1, keepdims=True)
+        rate = jax.nn.sigmoid(self.heads_of(self.rate(x, context)))
+        sequence, is_real = context.places(x.shape[:-1])
+        if state is None:
+            [matrices] = self.state.create(Room(0, len(x), KVFormat(), 16), None)
+        else:
+            [matrices] = context.begin(state)
+
+        def advance(matrices, token):
+            at, is_real, q, k, v, b = token
+            before = matrices[at]  # [heads, values, keys]
+            error = v - jnp.einsum("hvk,hk->hv", before, k)
+            after = before + jnp.einsum("h,hv,hk->hvk", b[:, 0], error, k)
+            after = jnp.where(is_real, after, before)
+            return matrices.at[at].set(after), jnp.einsum("hvk,hk->hv", after, q)
+
+        tokens = sequence, is_real, query, key, value, rate
+        matrices, mixed = jax.lax.scan(advance, matrices, tokens)
+        return mixed.reshape(x.shape), None if state is None else context.settle(state, (matrices,))
+
+    def heads_of(self, x):
+        """The heads of each token, one after another: float32 [tokens, heads, channels]."""
+        return x.astype(jnp.float32).reshape(-1, self.heads, x.shape[-1] // self.heads)
+
+    def terms(self, mixed, context):
+        return self.output.terms(mixed, context)
+
+    def inputs(self, x, mixed):
+        return {"qkv": x, "rate": x, "output": mixed}
 
 
 class Toy(Decoder):
-    """Every second layer has the other MLP, and nothing is called as in Llama."""
+    """Every second layer has the other mixer and MLP, and nothing is called as in Llama."""
 
-    specs = (GroupedQuerySpec, GatedMLPSpec, SquaredMLPSpec)
+    specs = (GroupedQuerySpec, DeltaSpec, GatedMLPSpec, SquaredMLPSpec)
     names: ClassVar[Names] = {
         "embedding": "transformer.wte.weight",
         "norm.weight": "transformer.ln_f.weight",
         "head": "output.weight",
         "attention_norm.weight": "transformer.h.{layer}.ln_1.weight",
         "attention.qkv": tuple(f"transformer.h.{{layer}}.attn.w{which}" for which in "qkv"),
+        "attention.rate": "transformer.h.{layer}.attn.wb",
         "attention.output": "transformer.h.{layer}.attn.wo",
         "mlp_norm.weight": "transformer.h.{layer}.ln_2.weight",
         "mlp.gate_up": ("transformer.h.{layer}.ff.w1", "transformer.h.{layer}.ff.w3"),
@@ -91,6 +172,7 @@ class Toy(Decoder):
 
     @classmethod
     def read_config(cls, hf):
+        kinds = GroupedQuerySpec(), DeltaSpec()
         mlps = GatedMLPSpec(hf["d_ff"]), SquaredMLPSpec(hf["d_ff"])
         return DecoderConfig(
             vocab_size=hf["n_vocab"],
@@ -98,7 +180,7 @@ class Toy(Decoder):
             num_heads=hf["n_heads"],
             num_kv_heads=hf["n_heads"],
             head_dim=hf["d_model"] // hf["n_heads"],
-            layers=tuple(LayerSpec(GroupedQuerySpec(), mlps[i % 2]) for i in range(hf["n_layers"])),
+            layers=tuple(LayerSpec(kinds[i % 2], mlps[i % 2]) for i in range(hf["n_layers"])),
             max_position_embeddings=64,
             dtype="float32",
         )
@@ -129,6 +211,7 @@ def tensors() -> dict[str, np.ndarray]:
             found[f"{h}.{layer}.{name}.weight"] = 1 + draw(width)
         for name in ("wq", "wk", "wv", "wo"):
             found[f"{h}.{layer}.attn.{name}.weight"] = draw(width, width)
+    found[f"{h}.1.attn.wb.weight"] = draw(4, width) * 4
     for name in ("w1", "w3"):
         found[f"{h}.0.ff.{name}.weight"] = draw(inner, width)
     found[f"{h}.0.ff.w2.weight"] = draw(width, inner)
@@ -145,6 +228,20 @@ def folder(tensors, tmp_path, monkeypatch):
     save_file(tensors, tmp_path / "toy" / "model.safetensors")
     (tmp_path / "toy" / "config.json").write_text(json.dumps(HF))
     return tmp_path / "toy"
+
+
+def delta(query, key, value, rate):
+    """The delta rule in NumPy, [batch, tokens, heads, channels]; rate: [batch, tokens, heads]."""
+    batch, length, heads, size = query.shape
+    found = np.zeros_like(query)
+    for place in np.ndindex(batch, heads):
+        matrix = np.zeros((size, size))
+        for t in range(length):
+            q, k, v, b = (x[place[0], t, place[1]] for x in (query, key, value, rate))
+            k = k / np.linalg.norm(k)
+            matrix = matrix + b * np.outer(v - matrix @ k, k)
+            found[place[0], t, place[1]] = matrix @ q
+    return found
 
 
 def logits(tensors: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
@@ -169,9 +266,13 @@ def logits(tensors: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
             linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.{name}").reshape(batch, length, 4, 16)
             for name in ("wq", "wk", "wv")
         ]
-        positions, lengths = np.tile(np.arange(length), (batch, 1)), np.full(batch, length)
-        query, key = turn(heads[0]), turn(heads[1])
-        attended = softmax_attention(query, key, heads[2], positions, lengths, 0.25, None)
+        if layer.endswith("0"):
+            positions, lengths = np.tile(np.arange(length), (batch, 1)), np.full(batch, length)
+            query, key = turn(heads[0]), turn(heads[1])
+            attended = softmax_attention(query, key, heads[2], positions, lengths, 0.25, None)
+        else:
+            rate = linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.wb")
+            attended = delta(*heads, 1 / (1 + np.exp(-rate)))  # type: ignore[call-arg]
         x = x + linear(attended.reshape(batch, length, 64), f"{layer}.attn.wo")
         inner = norm(x, f"{layer}.ln_2")
         if layer.endswith("0"):
@@ -192,7 +293,8 @@ def test_it_loads_by_its_own_names(folder, tensors):
     np.testing.assert_allclose(lm.model(TOKENS), logits(tensors, TOKENS), atol=2e-4)
     assert lm.num_parameters == sum(tensor.size for tensor in tensors.values())
     assert [*lm.summary()["linear_maps"]] == [
-        *("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "mlp.entry", "mlp.exit"),
+        *("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"),
+        *("attention.rate", "mlp.entry", "mlp.exit"),
     ]
 
 
@@ -215,6 +317,31 @@ def test_it_takes_steps_in_a_cache(folder, tensors):
     np.testing.assert_allclose(found, logits(tensors, TOKENS[:, :8])[:, -1], atol=2e-4)
     found, _ = lm.model.step(TOKENS[:, 8:], jnp.array([1, 1]), cache)
     np.testing.assert_allclose(found, logits(tensors, TOKENS)[:, -1], atol=2e-4)
+
+
+def test_an_engine_keeps_a_state_for_each_row(folder):
+    """Rows that come and go in slots, pieces of prompts, preemption, and nothing to share."""
+    lm = dataclasses.replace(mpjax.load(folder), page_size=16)
+    prompts = [TOKENS[0, : 4 + n].tolist() * 3 for n in range(5)]
+    options = {"max_new_tokens": 12, "sampling": {"stop_ids": ()}}
+    tokens = np.zeros((5, 24), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = jnp.array([len(prompt) for prompt in prompts])
+    alone = mpjax.generate_tokens(lm.model, tokens, lengths, **options).tokens.tolist()
+    small = {"slots": 3, "max_tokens": 48, "chunk_tokens": 8, "steps": 4}
+    with mpjax.Engine(lm, cache_memory=60_000, **small) as engine:
+        for _ in range(2):
+            handles = [engine.submit(prompt, **options) for prompt in prompts]
+            assert [handle.result().tokens for handle in handles] == alone
+        assert engine.statistics()["shared_tokens"] == 0
+        assert engine.statistics()["preemptions"] > 0
+    with pytest.raises(ValueError, match="layers with a state of each sequence"):
+        mpjax.Engine(lm, speculate=mpjax.Ngram(3, 2), **small)
+    with pytest.raises(ValueError, match="speculate is set, and the model has layers with a state"):
+        mpjax.generate_tokens(lm.model, tokens, lengths, speculate=mpjax.Ngram(3, 2), **options)
+    with pytest.raises(ValueError, match="Draft: the draft model has layers with a state of each"):
+        mpjax.Draft(lm)
 
 
 def test_it_is_quantised_saved_and_restored(folder, tensors, tmp_path):

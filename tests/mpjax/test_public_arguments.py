@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.evaluation import evaluate
+from mpjax.evaluation.perplexity import evaluate
 from mpjax.kernels import KVFormat
 from tests.refusals import require_a_result_or_its_name
 
@@ -40,7 +40,7 @@ def stream(**arguments: Any) -> str:
 def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Calls that are right, by name."""
     of_text = {"max_new_tokens": 2, "sampling": None, "stop": "zz"}
-    speculated = of_text | {"speculate": mpjax.Ngram()}
+    speculated = of_text | {"speculate": mpjax.Ngram(), "processors": (), "constraint": None}
     of_tokens = {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
     calibrated = dataclasses.replace(lm, kv_format=KVFormat("8s"))
     rounded = mpjax.quantize(lm, mpjax.Recipe.of("WNF2A32KV16", "rtn"))
@@ -55,7 +55,9 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
         "Draft": (mpjax.Draft, {"lm": lm, "k": 4}),
         "the fields of a Sampling": (
             lambda **fields: mpjax.generate_tokens(**of_tokens, sampling=fields),
-            {"min_new_tokens": 0, "stop_ids": [1], "repetition_penalty": 1.1},
+            {"min_new_tokens": 0, "stop_ids": [1], "repetition_penalty": 1.1}
+            | {"presence_penalty": 0.1, "logit_bias": {5: 1.0}}
+            | {"allowed_ids": [5, 6], "bad_words": [[5]]},
         ),
         "page_size": (
             lambda page_size: dataclasses.replace(lm, page_size=page_size),

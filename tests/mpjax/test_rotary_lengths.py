@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax import reading
-from mpjax.evaluation import token_scores
+from mpjax.engine import temporary
+from mpjax.evaluation.perplexity import token_scores
 from mpjax.kernels import KVFormat
 from tests.models.sharded_decoders import divide
 from tests.mpjax.rotary_lengths import KINDS, NEW, ORIGINAL, model_of, prompts, said, said_alone
@@ -70,7 +70,7 @@ def test_a_divided_model_says_the_same(kind):
 
 def test_sequences_are_scored_as_whole_reads_are(kind, monkeypatch):
     """In chunks, and beside longer ones."""
-    monkeypatch.setattr(reading, "MAXIMUM_CHUNK", 16)
+    monkeypatch.setattr(temporary, "CHUNK_ON_CPU", 64)
     model = model_of(kind)
     lm = mpjax.LanguageModel(model, None, KVFormat(16), Path(), 16)
     sequences = [np.asarray(row, np.int32) for row in prompts()]

@@ -65,11 +65,11 @@ def interpreted_ptx() -> Iterator[None]:
 @pytest.fixture
 def attention_with_ptx() -> Iterator[None]:
     """Interpreted attention decodes to subnormals, as on a GPU, and multiplies them as there."""
-    scenes.kernel.clear_cache()  # which knows nothing of targets
+    scenes.kernel.clear_cache()  # type: ignore[attr-defined] # knows no targets
     target = numpy_ptx.WithSubnormals()
     with tracing_for(target):
         yield
-    scenes.kernel.clear_cache()
+    scenes.kernel.clear_cache()  # type: ignore[attr-defined]
     assert target.snippets
 
 

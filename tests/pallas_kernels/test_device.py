@@ -1,9 +1,15 @@
+"""The device, and the choice of an implementation."""
+
 from __future__ import annotations
 
+import warnings
+
 import jax
+import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import device
+from mpjax.kernels import UnsupportedError, add_rms_norm, device
+from mpjax.kernels.implementation import choose, warn, warn_of_reference
 
 
 def test_without_a_gpu():
@@ -18,56 +24,12 @@ def test_without_a_gpu():
         )
 
 
-def test_with_an_old_gpu():
-    with device.described_as("NVIDIA T4", compute_capability=7.5):
-        assert device.on_gpu()
-        assert device.why_triton_cannot_run() == "compute capability 7.5 is below 8.0"
-
-
 @pytest.mark.parametrize("capability", [8.0, 8.6, 9.0, 12.0])
 def test_with_a_gpu_since_ampere(capability):
     with device.described_as("some GPU", compute_capability=capability, multiprocessors=78):
         assert device.why_triton_cannot_run() is None
         assert (device.compute_capability(), device.multiprocessors()) == (capability, 78)
         assert device.limits() == device.Limits(78, capability, "some GPU")
-
-
-@pytest.mark.parametrize(("capability", "kibibytes"), [(8.0, 163), (8.6, 99), (9.0, 227), (12, 99)])
-def test_shared_memory_is_that_of_the_compute_capability(capability, kibibytes):
-    assert device.Limits(1, capability).shared_memory == 1024 * kibibytes
-
-
-@pytest.mark.parametrize(("capability", "has_float8"), [(8.6, False), (8.9, True), (9.0, True)])
-def test_float8_came_with_ada(capability, has_float8):
-    with device.described_as(compute_capability=capability):
-        assert (device.why_not_float8() is None) == has_float8
-    assert (device.why_not_float8(capability) is None) == has_float8
-
-
-def test_eight_bit_arrays_that_offsets_cannot_count():
-    assert device.why_too_large(2**31 - 1) is None
-    assert "2147483648 elements" in str(device.why_too_large(2**31))
-
-
-def test_a_description_ends_with_its_block():
-    def fail():
-        with device.described_as("inner"):
-            assert device.kind() == "inner"
-            raise RuntimeError
-
-    before = device.kind()
-    with device.described_as("outer"):
-        with pytest.raises(RuntimeError):
-            fail()
-        assert device.kind() == "outer"
-    assert device.kind() == before
-
-
-def test_what_a_tool_pretends_stays():
-    with device.described_as():
-        device.pretend("NVIDIA A100", compute_capability=8.0, multiprocessors=108)
-        assert device.kind() == "NVIDIA A100"
-        assert device.limits() == device.Limits(108, 8.0, "NVIDIA A100")
 
 
 def test_default_device():
@@ -82,12 +44,64 @@ def test_default_device():
             assert device.limits() == device.Limits(132, 9.0, cpu.device_kind)
 
 
-@pytest.mark.gpu
-def test_this_gpu():
-    assert device.on_gpu()
-    assert device.multiprocessors() > 0
-    assert (device.compute_capability() or 0) > 5
+CHOICES = ("triton", "xla", "reference")
 
 
-def test_unsupported_is_a_value_error():
-    assert issubclass(device.UnsupportedError, ValueError)
+def no_reason(name: str) -> str | None:
+    assert name != "reference", "it always can run"
+    return None
+
+
+def not_triton(name: str) -> str | None:
+    return "there is no GPU" if name == "triton" else None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "default", "why_not", "expected"),
+    [
+        (None, "triton", no_reason, "triton"),
+        (None, "reference", no_reason, "reference"),
+        ("xla", "triton", not_triton, "xla"),
+        ("reference", "triton", no_reason, "reference"),
+        (None, "triton", not_triton, "reference"),
+        (None, "xla", not_triton, "xla"),
+    ],
+)
+def test_what_is_wanted_runs_or_else_the_default_or_the_reference(
+    wanted, default, why_not, expected
+):
+    assert choose("sum", wanted, default, CHOICES, why_not) == expected
+
+
+def test_what_cannot_run_is_refused_with_the_reason():
+    with pytest.raises(UnsupportedError, match=r"^sum: 'triton' can't run: there is no GPU$"):
+        choose("sum", "triton", "xla", CHOICES, not_triton)
+    message = "^sum: unknown implementation 'cuda': expected triton, xla or reference$"
+    with pytest.raises(ValueError, match=message):
+        choose("sum", "cuda", "xla", CHOICES, not_triton)
+
+
+def test_a_slow_reference_is_said_on_a_gpu_alone(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose("sum", None, "triton", CHOICES, not_triton)
+        warn_of_reference("sum", "a CPU has no other way")
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    message = "^sum runs as plain JAX on this GPU, which is slow: there is no GPU$"
+    with pytest.warns(UserWarning, match=message):
+        choose("sum", None, "triton", CHOICES, not_triton)
+
+
+def test_warnings_are_about_the_callers_line(pretend_gpu):
+    """Also where JAX's own functions stand between it and what warns."""
+    terms, weight = jnp.ones((1, 3, 64)), jnp.ones(64)
+    norm = jax.jit(lambda terms: add_rms_norm(terms, None, weight, 1e-6)[1])
+    for call in (
+        lambda: warn("plain JAX"),
+        lambda: add_rms_norm(terms, None, weight, 1e-6),
+        lambda: norm(terms),
+    ):
+        with pytest.warns(UserWarning, match="plain JAX") as seen:
+            call()
+        line = (norm.__wrapped__ if "norm" in call.__code__.co_freevars else call).__code__  # type: ignore[attr-defined]
+        assert [(seen[0].filename, seen[0].lineno)] == [(__file__, line.co_firstlineno)]

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import json
 import os
-import socket
-import threading
 
 import pytest
 
@@ -55,45 +52,6 @@ def test_what_is_no_file_or_no_text(make, message, tmp_path):
         files.read_text(tmp_path / "x", Refused)
 
 
-def test_a_pipe_is_not_opened_even_where_somebody_writes(tmp_path):
-    path = tmp_path / "x"
-    os.mkfifo(path)
-    writer = threading.Thread(target=lambda: os.open(path, os.O_WRONLY), daemon=True)
-    writer.start()
-    with refuses("is a named pipe"), files.open_regular(path, Refused):
-        pass
-    os.close(os.open(path, os.O_RDONLY))  # lets the thread end
-    writer.join(10)
-    assert not writer.is_alive()
-
-
-def test_a_socket(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the name of a socket is short
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("x")
-        with refuses("x is a socket"):
-            files.read_text(tmp_path / "x", Refused)
-
-
-def test_errors_of_the_body_are_about_the_file(tmp_path):
-    (tmp_path / "x").touch()
-    with (
-        refuses("x can't be read: Input/output error"),
-        files.open_regular(tmp_path / "x", Refused),
-    ):
-        raise OSError(5, "Input/output error")
-    with pytest.raises(KeyError), files.open_regular(tmp_path / "x", Refused):
-        raise KeyError
-
-
-def test_a_file_has_a_maximum(tmp_path):
-    path = tmp_path / "x"
-    path.write_text("12345")
-    assert files.read_text(path, Refused, 5) == "12345"
-    with refuses("x has 5 bytes: expected at most 4$"):
-        files.read_text(path, Refused, 4)
-
-
 @pytest.mark.parametrize(
     ("start", "message"),
     [
@@ -135,21 +93,3 @@ def nested(levels):
 def test_what_is_no_object(text, message):
     with refuses(message):
         files.parse_object(text, "here", Refused)
-
-
-def test_what_is_an_object():
-    def parse(text, **keywords):
-        return files.parse_object(text, "here", Refused, **keywords)
-
-    assert parse(nested(files.MAXIMUM_DEPTH))["a"]["a"]
-    assert parse(r'{"a": "\ud83d\ude00"}') == {"a": "😀"}
-    assert parse(r'{"a": "\\ud83d"}') == {"a": r"\ud83d"}
-    assert parse('{"a": {"b": [1]}, "c": 2, "a": {"b": [1]}}') == {"a": {"b": [1]}, "c": 2}
-    with refuses("^here names 'a' twice$"):
-        parse('{"a": 1, "a": 1}', unique=True)
-
-
-def test_depth_is_counted_without_recursion():
-    """Many brackets beside each other are not deep, and take no time that grows faster."""
-    wide = json.dumps({"a": [[[]] for _ in range(100_000)]})
-    assert len(files.parse_object(wide, "here", Refused)["a"]) == 100_000

@@ -1,10 +1,13 @@
+"""Formats of weights, of activations and of products."""
+
 from __future__ import annotations
 
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ActivationFormat, ProductFormat, WeightFormat, matmul, quantize
 from tests.pallas_kernels.oracles import ALL_FORMATS, PACKED_FORMATS
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
@@ -136,93 +139,126 @@ def test_layout(text, word_bits, columns, planes, plane_width):
 
 
 @each_packed_format
-def test_a_plane_never_straddles_groups(text):
-    format = WeightFormat.parse(text)
-    group = format.group_size or format.block
-    assert group % format.plane_width == 0
-    assert max(group, format.block) % min(group, format.block) == 0
-    assert format.plane_width & (format.plane_width - 1) == 0  # a kernel's tiles are powers of two
-
-
-@each_packed_format
 def test_no_bit_is_padding(text):
     format = WeightFormat.parse(text)
     assert format.is_packed
     assert format.columns * format.plane_width * format.word_bits == format.block * format.bits
 
 
-@pytest.mark.parametrize("text", ["bfloat16", "float16"])
-def test_plain_formats_take_two_bytes_an_element(text):
-    format = WeightFormat.parse(text)
-    assert not format.is_packed
-    assert format.bits == 16
-    assert format.nbytes((300, 7)) == 300 * 7 * 2
+ACTIVATIONS = ("16-bit", "int8", "int8:g128", "float8", "float8:g128")
+# The format of activations beside weights that are not multiplied in 16 bits.
+EIGHT_BITS = {
+    "int8:gK/int8": "int8",
+    "liquid4:g64/int8": "int8",
+    "int4:g128/int8": "int8:g128",
+    "float8:gK/float8": "float8",
+    "float8:g128/float8": "float8:g128",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("uint4:g128", 4096 * 1024 // 2 + 32 * 1024 * 4),
-        ("uint8:gK", 4096 * 1024 + 1024 * 4),
-        ("table3:g64", 4096 * 1024 * 3 // 8 + 64 * 1024 * 4 + 8 * 4),
-        ("table2:g256", 4096 * 1024 // 4 + 16 * 1024 * 4 + 4 * 4),
-        ("float8:g128/float8", 4096 * 1024 + 32 * 1024 * 4),
-        ("int8/int8", 4096 * 1024 + 1024 * 4),
-        ("liquid4:g64/int8", 4096 * 1024 // 2 + 32 * 1024 * 4 + 1024 * 4),
-    ],
-)
-def test_bytes_of_whole_blocks(text, expected):
-    assert WeightFormat.parse(text).nbytes((4096, 1024)) == expected
+def test_every_activation_format_reads_what_it_writes():
+    found = set()
+    for fields in itertools.product((None, "int8", "float8", "int4"), (None, 0, 64, 128)):
+        try:
+            format = ActivationFormat(*fields)
+        except ValueError:
+            continue
+        found.add(str(format))
+        assert ActivationFormat.parse(str(format)) == ActivationFormat.of(format) == format
+        assert hash(format) == hash(ActivationFormat(*fields))
+    assert found == set(ACTIVATIONS)
+    assert ActivationFormat.parse(" FLOAT8:gK\n") == ActivationFormat("float8")
+    assert str(ActivationFormat()) == "16-bit"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("uint4:gK", 1), ("uint4:g32", 4), ("table4:g64", 2), ("float8:g128", 1)]
-)
-def test_groups(text, expected):
-    assert WeightFormat.parse(text).groups(128) == expected
-    assert WeightFormat.parse(text).groups(127) == expected
-
-
-def test_only_blocks_of_float8_may_be_cut():
-    for text, channels, expected in (
-        ("uint4:g128", 256, True),
-        ("uint4:g128", 200, False),
-        ("liquid4:g64", 96, False),
-        ("uint4:gK", 99, True),
-        ("float8:g128", 200, True),
-        ("float8:g128/float8", 1, True),
-    ):
-        assert WeightFormat.parse(text).can_split(channels) == expected
-    assert WeightFormat.parse("float8:g128").groups(200) == 2
-    # Two blocks of each output's channels, and two scales.
-    assert WeightFormat.parse("float8:g128").nbytes((200, 3)) == 3 * (256 + 8)
-
-
-def test_a_format_may_come_as_text():
-    format = WeightFormat.parse("uint4:g128")
-    assert WeightFormat.of(format) is format
-    assert WeightFormat.of("uint4:g128") == format
-    with pytest.raises(ValueError, match="unknown weight format 'uint5'"):
-        WeightFormat.of("uint5")
-    for other in (4, None):
-        with pytest.raises(ValueError, match=f"weight format is {other}: expected a text, such as"):
-            WeightFormat.of(other)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["UINT4:G128", " uint4:g128", "uint4:g128\n"])
-def test_capitals_and_spaces_do_not_matter(text):
-    assert str(WeightFormat.parse(text)) == "uint4:g128"
+@pytest.mark.parametrize("text", ["", "int4", "int8:", "int8:g-1", "16", "uint4:g128", "int8/int8"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ValueError, match=r"can't read the format of activations .*: expected 16"):
+        ActivationFormat.parse(text)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"codes": 4}, "the codes of a weight format is 4: expected a text"),
-        ({"group_size": 32.0}, "uint4: group_size is 32.0: expected 0 or more"),
-        ({"symmetric": "yes"}, "symmetric is 'yes': expected True or False"),
-        ({"operand": 8}, "uint4 with the operand 8: expected none"),
+        (("int8", 64), "values are 'int8' and whose group_size is 64: expected those of 16-bit"),
+        (("float8", 64), "values are 'float8' and whose group_size is 64: .* or float8:g128"),
+        ((None, 128), "values are None and whose group_size is 128"),
+        (("int4",), "values are 'int4' and whose group_size is None"),
+        ((8,), "values are 8 and"),
+        (([],), r"values are \[\] and"),
+        (("float8", "128"), "whose group_size is '128'"),
+        (("float8", 128.0), r"whose group_size is 128\.0"),
+        (("float8", True), "whose group_size is True"),
     ],
 )
-def test_fields_of_the_wrong_type(fields, message):
+def test_fields_that_no_activations_have(fields, message):
     with pytest.raises(ValueError, match=message):
-        WeightFormat(**({"codes": "uint4", "group_size": 32} | fields))
+        ActivationFormat(*fields)
+
+
+def test_codes_and_scales_of_activations():
+    per_row, in_groups = ActivationFormat("float8"), ActivationFormat("float8", 128)
+    assert per_row.dtype == in_groups.dtype == jnp.float8_e4m3fn
+    assert ActivationFormat("int8").dtype == jnp.int8
+    assert (per_row.groups(300), in_groups.groups(300)) == (1, 3)
+    assert per_row.scales_rows
+    assert not in_groups.scales_rows
+    assert not ActivationFormat().scales_rows
+    with pytest.raises(ValueError, match="activations in 16 bits keep their dtype"):
+        _ = ActivationFormat().dtype
+
+
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_a_weight_says_what_meets_it_by_default(text):
+    """And the product is written as the weight is."""
+    product = ProductFormat.of(text)
+    assert str(product) == text
+    assert product.weight == WeightFormat.parse(text)
+    assert str(product.activations) == EIGHT_BITS.get(text, "16-bit")
+    assert product == ProductFormat.of(product.weight) == ProductFormat.of(product)
+    assert product == ProductFormat.of(text, product.activations)
+    for format in (product, product.weight, product.activations):
+        assert ActivationFormat.of(format) == product.activations
+    for activations in ACTIVATIONS:
+        if activations != str(product.activations):
+            message = f"{text} multiplies activations in {product.activations}, not in "
+            with pytest.raises(ValueError, match=message + activations):
+                ProductFormat.of(text, activations)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, text) for text in ACTIVATIONS),
+        ("float8:gK", "float8"),  # the activation format of this name, rather than the weight's
+        ("int8/int8", "int8"),
+        ("float8:g128/float8", "float8:g128"),
+        ("liquid4:g64", "int8"),
+        ("uint4:g128", "16-bit"),
+    ],
+)
+def test_activations_of_a_text(text, expected):
+    assert str(ActivationFormat.of(text)) == expected
+
+
+def test_what_names_no_activations_is_refused():
+    with pytest.raises(ValueError, match="can't read the format of activations 'uint5'"):
+        ActivationFormat.of("uint5")
+    with pytest.raises(ValueError, match="the format of activations is 3: expected a text"):
+        ActivationFormat.of(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the weight's format is 'int8': expected a WeightFormat"):
+        ProductFormat("int8", ActivationFormat("int8"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="activations' format is None: expected a ActivationFor"):
+        ProductFormat(WeightFormat("int8"), None)  # type: ignore[arg-type]
+
+
+def test_a_product_takes_the_activations_that_its_weight_can_meet(rng):
+    x = jnp.asarray(rng.standard_normal((3, 128)), jnp.float32)
+    weight = quantize(jnp.asarray(rng.standard_normal((128, 16)), jnp.float32), "int8")
+    expected = matmul(x, weight)
+    for activations in ("int8", ActivationFormat("int8")):
+        assert (matmul(x, weight, activations=activations) == expected).all()
+    with pytest.raises(ValueError, match="int8:gK/int8 multiplies activations in int8, not in 16"):
+        matmul(x, weight, activations="16-bit")
+    with pytest.raises(ValueError, match="there are activations, but the weight is a plain array"):
+        matmul(x, weight.dequantize(), activations="16-bit")

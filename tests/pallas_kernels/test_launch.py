@@ -1,9 +1,9 @@
+"""Launches of kernels: registers, PTX, mesh axes, derivatives."""
+
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,68 +12,19 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import device
+from mpjax.kernels import add_rms_norm, device, matmul
+from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.launch import (
     Settings,
     first_program_id,
-    join,
     launch,
     load,
-    load_masked,
     store,
 )
-from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
-
-
-def masked_copy(x: jax.Array, rows: int | None, interpret: bool) -> jax.Array:
-    def kernel(x_ref, out_ref):
-        row, column = jnp.arange(x.shape[0]), jnp.arange(x.shape[1])
-        mask = None if rows is None else row < rows
-        tile = load_masked(x_ref.at[row[:, None], column[None, :]], mask)
-        line = load_masked(x_ref.at[row, 0], mask)
-        store(out_ref.at[row[:, None], column[None, :]], tile + line[:, None])
-
-    return launch(
-        kernel,
-        x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(1,),
-        settings=Settings("masked_copy"),
-        interpret=interpret,
-    )
-
-
-@pytest.mark.parametrize("rows", [None, 8, 5, 0])
-def test_rows_that_are_masked_read_as_zero(rows):
-    x = jnp.arange(1.0, 65.0).reshape(8, 8)
-    expected = np.array(x + x[:, :1])
-    expected[8 if rows is None else rows :] = 0
-    np.testing.assert_array_equal(masked_copy(x, rows, interpret=True), expected)
-
-
-def add_in_place(x: jax.Array, total: jax.Array, interpret: bool) -> jax.Array:
-    def kernel(x_ref, _, total_ref):
-        place = jnp.arange(x.size)
-        store(total_ref.at[place], load(x_ref.at[place]) + load(total_ref.at[place]))
-
-    return launch(
-        kernel,
-        x,
-        total,
-        out_shape=jax.ShapeDtypeStruct(total.shape, total.dtype),
-        grid=(1,),
-        settings=Settings("add_in_place"),
-        interpret=interpret,
-        aliases={1: 0},
-    )
-
-
-def test_an_alias_starts_with_what_the_argument_held(lower_for_cuda):
-    x, total = jnp.arange(8.0), jnp.full(8, 10.0)
-    np.testing.assert_array_equal(add_in_place(x, total, True), np.arange(8.0) + 10)
-    text = lower_for_cuda(lambda x, total: add_in_place(x, total, False), x, total)
-    assert "output_operand_alias" in text
-    assert "operand_index = 1" in text
+from mpjax.kernels.optimized_once import optimized_once
+from mpjax.kernels.target import current_target
+from tests.pallas_kernels.gemm.weights import random_weight
+from tests.pallas_kernels.oracles import random_array
 
 
 def divide_in_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -93,10 +44,6 @@ def divide_in_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
         settings=Settings("divide"),
         interpret=False,
     )
-
-
-def test_division_lowers_to_the_instruction_that_rounds_correctly(lower_for_cuda):
-    assert "div.rn.f32" in lower_for_cuda(divide_in_kernel, jnp.ones(256), jnp.ones(256))
 
 
 @pytest.mark.gpu
@@ -129,11 +76,6 @@ def multiply_add_in_kernel(factor: jax.Array, other: jax.Array, addend: jax.Arra
     )
 
 
-def test_multiply_add_lowers_to_one_instruction(lower_for_cuda):
-    tile = jnp.ones((64, 64))
-    assert "fma.rn.f32" in lower_for_cuda(multiply_add_in_kernel, tile, tile[:, 0], tile)
-
-
 @pytest.mark.gpu
 def test_multiply_add_in_a_kernel_rounds_once(rng):
     factor = rng.standard_normal((64, 64)).astype(np.float32)
@@ -144,19 +86,6 @@ def test_multiply_add_in_a_kernel_rounds_once(rng):
         jnp.asarray(factor), jnp.asarray(other), jnp.asarray(addend)
     )
     np.testing.assert_array_equal(np.asarray(found, np.float64), exact + addend)
-
-
-def test_nobody_sees_the_deprecation_warning():
-    script = """
-import jax, jax.numpy as jnp
-from mpjax.kernels import WeightFormat, quantize
-from mpjax.kernels.gemm.dequantize import write_out
-weight = quantize(jnp.ones((256, 64)), WeightFormat.parse("uint4:g128"))
-write_out(weight, jnp.dtype("bfloat16"), interpret=True)
-"""
-    # Without the cache that processes share, which warns of a program that another is writing.
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, env=environment)
 
 
 @pytest.mark.parametrize("capability", [None, 8.0, 9.0])
@@ -180,52 +109,6 @@ def test_kernels_let_the_next_one_be_launched_early(capability, lower_for_cuda):
     np.testing.assert_array_equal(numbers(interpret=True), [0, 1, 2])
 
 
-def test_the_target_is_that_of_the_launch(lower_for_cuda):
-    """An interpreted kernel has the target around the launch, which numpy's PTX relies on."""
-    found = []
-
-    def kernel(out_ref):
-        found.append(current_target())
-        store(out_ref.at[first_program_id() + jnp.arange(1)], jnp.zeros(1))
-
-    def run(interpret: bool) -> jax.Array:
-        out_shape = jax.ShapeDtypeStruct((1,), jnp.float32)
-        return launch(
-            kernel,
-            out_shape=out_shape,
-            grid=(1,),
-            settings=Settings("empty"),
-            interpret=interpret,
-        )
-
-    around = Target()
-    run(interpret=True)
-    with tracing_for(around):
-        run(interpret=True)
-        lower_for_cuda(lambda: run(interpret=False))
-        assert current_target() is around
-    assert found[:2] == [PLAIN, around]
-    assert [target.has_ptx for target in found[2:]] == [True]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_tiles_are_joined_side_by_side(count, rng):
-    tiles = [jnp.asarray(rng.standard_normal((2, 3))) for _ in range(count)]
-    np.testing.assert_array_equal(join(tiles), np.concatenate(tiles, 1))
-
-
-def test_kernels_count_in_32_bits_where_jax_counts_in_64():
-    x = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
-
-    def run(x: jax.Array) -> jax.Array:
-        return masked_copy(x, 5, interpret=False)
-
-    expected = str(jax.make_jaxpr(run)(x))
-    with jax.enable_x64(True):
-        assert str(jax.make_jaxpr(run)(x)) == expected
-    assert "i64" not in expected
-
-
 def test_no_kernel_forgets_the_next_one():
     package = Path(device.__file__).parent
     texts = {
@@ -239,3 +122,121 @@ def test_no_kernel_forgets_the_next_one():
             ways = "first_program_id()", "= Tile.of(", "= triton.row_of("
             asked = sum(map(text.count, ways))
             assert len(launches) <= asked, name
+
+
+DIVIDED, WHOLE = jax.P("row"), jax.P()
+
+
+def mapped(function, *in_specs, out_specs):
+    mesh = jax.make_mesh((1,), ("row",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def test_a_kernel_varies_like_its_arguments():
+    def multiply(x_ref, factor_ref, out_ref):
+        index = jnp.arange(16)
+        out_ref[index] = x_ref[index] * factor_ref[index]
+
+    def run(x, factor):
+        return launch(
+            multiply,
+            x,
+            factor,
+            out_shape=jax.ShapeDtypeStruct((16,), jnp.float32),
+            grid=(1,),
+            settings=Settings("multiply"),
+            interpret=False,
+        )
+
+    x = jax.ShapeDtypeStruct((16,), jnp.float32)
+    mesh = jax.sharding.AbstractMesh((1,), ("row",), axis_types=(jax.sharding.AxisType.Auto,))
+    map_over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(DIVIDED, WHOLE))
+    assert jax.eval_shape(map_over(run, out_specs=DIVIDED), x, x).shape == (16,)
+    with pytest.raises(ValueError, match=r"replication|out_specs"):
+        jax.eval_shape(map_over(run, out_specs=WHOLE), x, x)
+
+
+def test_the_derivative_of_scales_that_do_not_vary_is_a_sum(rng):
+    weight = random_weight(rng, "uint4:g32", 64, 24)
+    x, scales = random_array(rng, (4, 64), "float32"), weight.scales()[:2].astype(jnp.float32)
+
+    def derivative(x, scales, weight):
+        return jax.grad(lambda s: matmul(x, weight, scales=s).sum())(scales)
+
+    run = mapped(derivative, DIVIDED, WHOLE, WHOLE, out_specs=WHOLE)
+    assert "psum" in str(jax.make_jaxpr(run)(x, scales, weight))
+    np.testing.assert_allclose(run(x, scales, weight), derivative(x, scales, weight), rtol=1e-5)
+
+
+def test_the_derivative_of_a_norm_that_does_not_vary_is_a_sum(pretend_gpu):
+    def derivative(terms, residual, norm):
+        def loss(norm):
+            return add_rms_norm(terms, residual, norm, 1e-6)[1].astype(jnp.float32).sum()
+
+        return jax.grad(loss)(norm)
+
+    run = mapped(derivative, jax.P(None, "row"), DIVIDED, WHOLE, out_specs=WHOLE)
+    terms, residual = jnp.zeros((2, 4, 64)), jnp.zeros((4, 64), jnp.bfloat16)
+    assert "psum" in str(jax.make_jaxpr(run)(terms, residual, jnp.ones(64, jnp.bfloat16)))
+
+
+@optimized_once("power")
+def _raised(x: jax.Array, *, power: int) -> jax.Array:
+    return jnp.tanh(x) ** power
+
+
+def _twice(x: jax.Array) -> jax.Array:
+    return _raised(_raised(x, power=3), power=3)
+
+
+@pytest.mark.skipif(not hasattr(jax, "Inline"), reason="JAX 0.12 has it")
+def test_alike_calls_are_one_function_on_a_cpu_alone():
+    x = jnp.linspace(0.0, 1, 5)
+    text = jax.jit(_twice).lower(x).as_text()
+    assert text.count("stablehlo.tanh") == 1
+    assert text.count("call @_raised") == 2
+    with device.described_as():
+        text = jax.jit(lambda x: _twice(x)).lower(x).as_text()
+    assert (text.count("stablehlo.tanh"), text.count("call @_raised")) == (2, 0)
+    np.testing.assert_allclose(jax.jit(_twice)(x), jnp.tanh(jnp.tanh(x) ** 3) ** 3, rtol=1e-6)
+
+
+@pytest.mark.any_version
+def test_values_are_the_kernels_and_derivatives_the_references():
+    def run(x, y):
+        return with_gradients_of(lambda x, y: x * y, lambda x, y: jnp.float32(7.0), x, y)
+
+    value, gradients = jax.value_and_grad(run, (0, 1))(jnp.float32(2.0), jnp.float32(3.0))
+    assert value == 7.0
+    assert gradients == (3.0, 2.0)
+
+
+@pytest.mark.any_version
+def test_arrays_in_a_tree_beside_integers_have_derivatives():
+    def run(x: jax.Array, numbers: jax.Array, tree: dict[str, jax.Array]) -> jax.Array:
+        return jnp.zeros_like(x)
+
+    def reference(x: jax.Array, numbers: jax.Array, tree: dict[str, jax.Array]) -> jax.Array:
+        return x[numbers] * tree["y"]
+
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return with_gradients_of(reference, run, x, jnp.array([1, 1]), {"y": y}).sum()
+
+    x, y = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
+    assert loss(x, y) == 0
+    slopes = jax.grad(loss, (0, 1))(x, y)
+    np.testing.assert_array_equal(slopes[0], [0, 12])
+    np.testing.assert_array_equal(slopes[1], [3, 3])
+
+
+@pytest.mark.any_version
+def test_terms_have_the_derivatives_of_their_sum():
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.stack([x / 4, x / 2, x / 4]).astype(jnp.bfloat16)
+
+    def loss(x: jax.Array) -> jax.Array:
+        terms = with_gradients_of(lambda x: x**2, split, x)
+        return (terms.sum(0) * jnp.bfloat16(2)).sum()
+
+    slope = jax.grad(loss)(jnp.array([2.0, 3.0]))
+    np.testing.assert_array_equal(slope, [8, 12])

@@ -123,12 +123,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"x": X, "weight": STACK, "experts": CHOSEN, "routing_weights": jnp.ones((3, 2))}
         | {"bias": None, "activations": None, "implementation": None},
     ),
-    "sum_over_devices": (
-        lambda **given: jax.vmap(
-            lambda x: kernels.sum_over_devices(**({"x": x} | given)), axis_name="i"
-        )(X),
-        {"axis": "i", "mesh": None, "implementation": "reference"},
-    ),
     "expert_mlp_terms": (
         kernels.expert_mlp_terms,
         {"x": X, "mlp": kernels.ExpertMLP(STACK, jnp.ones((4, 8, 16))), "experts": CHOSEN}
@@ -186,6 +180,29 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "hadamard": (
         kernels.hadamard,
         {"x": X, "block": 32, "dtype": "f32", "implementation": "reference"},
+    ),
+    "causal_convolution": (
+        kernels.causal_convolution,
+        {"x": HEADS[:, :, 0], "weight": jnp.ones((32, 4)), "state": jnp.ones((2, 3, 32))}
+        | {"counts": jnp.array([8, 2]), "bias": jnp.ones(32), "activation": "silu"},
+    ),
+    "state_space_scan": (
+        kernels.state_space_scan,
+        {"x": HEADS, "steps": jnp.ones(HEADS.shape[:3]), "rates": -jnp.ones(HEADS.shape[2])}
+        | {"b": HEADS, "c": HEADS, "counts": jnp.array([8, 2])}
+        | {"state": jnp.ones((2, HEADS.shape[2], 32, 32))},
+    ),
+    "gated_delta_rule": (
+        lambda query, key, value, decay, rate, **others: kernels.gated_delta_rule(
+            kernels.DeltaInputs(query, key, value, decay, rate), **others
+        ),
+        {"query": HEADS, "key": HEADS, "value": HEADS, "decay": -(HEADS[..., 0] ** 2)}
+        | {"rate": HEADS[..., 1], "state": jnp.ones((2, 2, 32, 32))}
+        | {"counts": jnp.array([8, 2])},
+    ),
+    "inputs of gated_delta_rule": (
+        kernels.gated_delta_rule,
+        {"inputs": kernels.DeltaInputs(*[HEADS] * 3, *[HEADS[..., 0]] * 2)},
     ),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
     "KVLayout": (
@@ -260,6 +277,18 @@ def test_what_is_wrong_is_named_or_taken(name):
         for odd in ODD.values():
             words = NAMED.get(name, argument)
             require_a_result_or_its_name(call, arguments, argument, odd, words)
+
+
+IMPLEMENTED = [name for name, (_, fields) in CALLS.items() if "implementation" in fields]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTED)
+def test_an_implementation_is_known_and_kernels_need_a_gpu(name):
+    call, arguments = CALLS[name]
+    with pytest.raises(ValueError, match=r"unknown implementation 'cuda': .*reference"):
+        call(**arguments | {"implementation": "cuda"})
+    with pytest.raises(kernels.UnsupportedError, match="'triton' can't run: "):
+        call(**arguments | {"implementation": "triton"})
 
 
 @each_call

@@ -15,7 +15,6 @@ from mpjax.kernels import (
     StaticRows,
     add_rms_norm,
     gated,
-    grouped_matmul,
     hadamard,
     matmul,
     pack,
@@ -26,11 +25,8 @@ from mpjax.kernels import (
     unpack,
 )
 from mpjax.kernels.cutting import Run, cut_inputs, join_inputs
-from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.packed_shapes import packed_shapes
-from mpjax.kernels.quantized_tensor import concatenate
 from tests.pallas_kernels.oracles import random_array
-from tests.sweeps import in_sweep
 
 INT8, FLOAT8 = ActivationFormat("int8"), ActivationFormat("float8")
 SCALE = np.float32(2**-5)  # of some values, which are cut off; quotients are exact
@@ -85,13 +81,7 @@ def test_a_norm_and_a_gate_round_their_results(rng):
     np.testing.assert_array_equal(turned.values, expected_codes(hadamard(plain, 16), "int8"))
 
 
-def test_there_is_no_kernel():
-    x = jnp.ones((2, 8), jnp.bfloat16)
-    with pytest.raises(UnsupportedError, match="a scale that is given needs no pass over the rows"):
-        quantize_rows(x, static(), implementation="triton")
-
-
-@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", in_sweep("liquid4:g64/int8")])
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
 def test_a_product_rounds_by_the_weight(text, rng):
     weight = quantize(random_array(rng, (128, 24), "float32"), text)
     packed = pack(dataclasses.replace(unpack(weight), activation_scale=jnp.full(1, SCALE)))
@@ -134,19 +124,6 @@ def test_products_on_the_gpu(text, rows, rng):
     assert abs(found - expected).mean() < 8e-3 * abs(expected).mean()
 
 
-def test_weights_join_if_their_scales_are_equal(rng):
-    plain = unpack(quantize(random_array(rng, (64, 8), "float32"), "int8"))
-    first, equal, other = (
-        pack(dataclasses.replace(plain, activation_scale=jnp.full(1, scale)))
-        for scale in (SCALE, SCALE, 2 * SCALE)
-    )
-    joint = concatenate([first, equal])
-    assert joint is not None
-    assert joint.activation_scale == SCALE
-    assert concatenate([first, other]) is None
-    assert concatenate([first, pack(plain)]) is None
-
-
 def test_a_share_keeps_the_scale(rng):
     plain = unpack(quantize(random_array(rng, (256, 8), "float32"), "int8"))
     weight = pack(dataclasses.replace(plain, activation_scale=jnp.full(1, SCALE)))
@@ -160,13 +137,6 @@ def test_a_share_keeps_the_scale(rng):
     assert specs.activation_scale == PartitionSpec(None)
     found = packed_shapes((256, 8), weight.format, "float32", static=True)
     assert found == jax.eval_shape(lambda: weight)
-
-
-def test_experts_have_none(rng):
-    weight = quantize(random_array(rng, (2, 64, 8), "float32"), "int8")
-    weight = dataclasses.replace(weight, activation_scale=jnp.ones((2, 1)))
-    with pytest.raises(ValueError, match="has an activation_scale, and rows that experts share"):
-        grouped_matmul(jnp.ones((3, 64)), weight, jnp.zeros((3, 1), jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -184,20 +154,3 @@ def test_scales_that_do_not_fit_a_weight(format, scale, message, rng):
     plain = unpack(quantize(random_array(rng, (128, 8), "float32"), format))
     with pytest.raises(ValueError, match=re.escape(message)):
         pack(dataclasses.replace(plain, activation_scale=scale))
-
-
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [(jnp.ones(2), "has shape (2,): expected one number"), (-1.0, "expected positive and finite")],
-)
-def test_scales_that_are_none(scale, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        quantize_activations(jnp.ones((2, 8)), StaticRows(INT8, scale))
-
-
-def test_formats_that_are_none():
-    for format in (ActivationFormat(), ActivationFormat("float8", 128)):
-        with pytest.raises(ValueError, match=f"rows is '{format}': expected int8 or float8"):
-            StaticRows(format, jnp.ones(1))
-    assert (static().values, static().scales_rows) == ("int8", True)
-    assert StaticRows(FLOAT8, 0.5).checked("f").scale.shape == (1,)

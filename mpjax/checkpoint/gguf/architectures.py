@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import known_keys, mixtures, rotary
+from mpjax.checkpoint.gguf import hybrids, known_keys, mixtures, rotary
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -21,7 +21,7 @@ from mpjax.errors import CheckpointError
 Change = Callable[[np.ndarray], np.ndarray]
 
 # Names in GGUF's files, without `blk.<layer>.`, and in Hugging Face's.
-TABLES = {"token_embd": "embed_tokens", "output_norm": "norm"}
+TABLES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -45,6 +45,11 @@ class Architecture:
     names: of the tensors of a layer. interleaved: whether the rows of the query and key maps are
         ordered for a rotation of neighbouring channels.
     offset_norms: whether the weights of norms are larger by 1 than in Hugging Face's files.
+    arrays: names of whole tensors of a layer, of those without `.weight` in one of the files.
+    tables: names of what is in no layer. layers: what those of layers begin with.
+    is_mixed: whether layers may have no KV heads, or no MLP.
+    is_rotated: whether attention has a rotary embedding: without one, files may have any number of
+        rotated channels.
     more: further keys of config.json, from the metadata and the names of the tensors.
     """
 
@@ -53,6 +58,11 @@ class Architecture:
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
     interleaved: bool = False
     offset_norms: bool = False
+    arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tables: Mapping[str, str] = dataclasses.field(default_factory=lambda: TABLES)
+    layers: str = "model.layers"
+    is_mixed: bool = False
+    is_rotated: bool = True
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
 
     def translate(self, name: str) -> str:
@@ -62,13 +72,19 @@ class Architecture:
         """
         if name == "output":
             return "lm_head"
-        if name in TABLES:
-            return f"model.{TABLES[name]}"
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?", name)
+        if name in self.tables:
+            return self.tables[name]
+        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(?:\.(\d+))?", name)
         own = None if match is None else self.names.get(match[2])
         if match is None or own is None or ("{expert}" in own) != (match[3] is not None):
             return name
-        return f"model.layers.{match[1]}.{own.format(expert=match[3])}"
+        return f"{self.layers}.{match[1]}.{own.format(expert=match[3])}"
+
+    def array(self, name: str) -> str | None:
+        """The name of a tensor of `arrays` in Hugging Face's files; None for others."""
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        own = None if match is None else self.arrays.get(match[2])
+        return None if match is None or own is None else f"{self.layers}.{match[1]}.{own}"
 
     def change(self, name: str, config: Mapping[str, Any]) -> Change | None:
         """How the numbers of a module differ from Hugging Face's; None where they don't.
@@ -76,6 +92,8 @@ class Architecture:
         name: in the GGUF file. The function takes and returns an array whose first axis is rows.
         """
         kind = name.rpartition(".")[2]
+        if kind == "ssm_a":
+            return hybrids.log_rates
         if self.interleaved and kind in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
             return lambda rows: _separate(rows, heads)
@@ -175,6 +193,34 @@ def _biases(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]
     }
 
 
+def _seed_oss(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return _biases(metadata, tensors) | {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
+
+
+def _ernie(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in tensors}
+
+
+# By whose names the norm before the MLP is one after attention.
+SEED_NAMES = {
+    **{key: name for key, name in NAMES.items() if key != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+}
+HUNYUAN_NAMES = {
+    **NAMES,
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
+LFM2_TABLES = TABLES | {"token_embd_norm": "model.embedding_norm"}
+NEMOTRON = Architecture(
+    *("NemotronHForCausalLM", "nemotron_h", hybrids.NEMOTRON_NAMES),
+    arrays=hybrids.arrays("mixer", "mixer.gate.e_score_correction_bias"),
+    tables={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+    layers="backbone.layers",
+    is_mixed=True,
+    is_rotated=False,
+    more=hybrids.nemotron_keys,
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, more=_biases),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
@@ -189,7 +235,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture("GraniteForCausalLM", "granite", interleaved=True, more=_granite),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", OLMO_NAMES),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", PHI_NAMES, more=_phi3),
+    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES, more=_seed_oss),
+    # Hugging Face's files have neighbours together, too.
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", more=_ernie),
+    "hunyuan-dense": Architecture(
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", HUNYUAN_NAMES, more=_biases
+    ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaved=True, more=_biases),
+    "lfm2": Architecture(
+        *("Lfm2ForCausalLM", "lfm2", hybrids.LFM2_NAMES),
+        tables=LFM2_TABLES,
+        is_mixed=True,
+        more=hybrids.lfm2_keys,
+    ),
+    "falcon-h1": Architecture(
+        *("FalconH1ForCausalLM", "falcon_h1", hybrids.FALCON_NAMES),
+        arrays=hybrids.arrays("mamba"),
+        tables=TABLES | {"output_norm": "model.final_layernorm"},
+        more=hybrids.falcon_keys,
+    ),
+    "nemotron_h": NEMOTRON,
 }
 
 
@@ -208,6 +273,14 @@ MIXTURES: Mapping[str, Architecture] = {
         *("Qwen3MoeForCausalLM", "qwen3_moe", {**NAMES, **mixtures.QWEN_NAMES}),
         more=mixtures.qwen_keys,
     ),
+    "lfm2moe": Architecture(
+        *("Lfm2MoeForCausalLM", "lfm2_moe", hybrids.LFM2_MOE_NAMES),
+        arrays=hybrids.arrays("mamba", "feed_forward.expert_bias"),
+        tables=LFM2_TABLES,
+        is_mixed=True,
+        more=hybrids.lfm2_moe_keys,
+    ),
+    "nemotron_h_moe": NEMOTRON,
 }
 
 
@@ -221,11 +294,6 @@ def of(metadata: Metadata) -> Architecture:
         raise CheckpointError(
             f"{metadata.path}: general.architecture is {name!r:.80}{experts}: expected one of "
             f"{expected}, with experts {', '.join(MIXTURES)}"
-        )
-    if metadata.whole("split.count", 1) > 1:
-        raise CheckpointError(
-            f"{metadata.path} is one of {metadata.whole('split.count')} parts of a model: join "
-            "them into one file with `llama-gguf-split --merge`"
         )
     return known[name]
 
@@ -244,16 +312,20 @@ def read_config(
             f"{metadata.path} has no tensor 'token_embd.weight' of two dimensions: it holds no "
             "language model"
         )
-    heads = metadata.whole(f"{name}.attention.head_count")
+    heads, layers = (
+        metadata.whole(f"{name}.{key}") for key in ("attention.head_count", "block_count")
+    )
     config = {
         "architectures": [architecture.hugging_face],
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.whole(f"{name}.embedding_length"),
-        "num_hidden_layers": metadata.whole(f"{name}.block_count"),
-        "intermediate_size": metadata.whole(f"{name}.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "intermediate_size": _one_for_all(metadata, architecture, "feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole(f"{name}.attention.head_count_kv", heads),
+        "num_key_value_heads": _one_for_all(
+            metadata, architecture, "attention.head_count_kv", heads
+        ),
         "max_position_embeddings": metadata.whole(f"{name}.context_length"),
         "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -261,9 +333,10 @@ def read_config(
     whole = metadata.whole(f"{name}.attention.key_length", config["hidden_size"] // max(heads, 1))
     config |= {"head_dim": whole} | rotary.read(metadata, name, factors)
     config |= architecture.more(metadata, tensors)
+    has_own_rotation = "partial_rotary_factor" in config or not architecture.is_rotated
     for key in OF_WHOLE_HEADS:
-        if (found := metadata.whole(f"{name}.{key}", whole)) != whole and (
-            key != "rope.dimension_count" or "partial_rotary_factor" not in config
+        if (found := metadata.whole(f"{name}.{key}", whole)) != whole and not (
+            key == "rope.dimension_count" and has_own_rotation
         ):
             raise CheckpointError(
                 f"{metadata.path}: {name}.{key} is {found}: expected {whole}, the channels of a "
@@ -271,3 +344,20 @@ def read_config(
             )
     known_keys.require_known(metadata, name)
     return config
+
+
+def _one_for_all(
+    metadata: Metadata, architecture: Architecture, key: str, default: Any = ...
+) -> int:
+    """A number that is the same in all layers which have it."""
+    name = metadata.text("general.architecture")
+    count = metadata.whole(f"{name}.block_count")
+    found = set(metadata.each(f"{name}.{key}", count, default))
+    if architecture.is_mixed and len(found) > 1:
+        found -= {0}
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.{key} is {sorted(found)!r:.80}: expected one number for all "
+            "layers"
+        )
+    return found.pop()

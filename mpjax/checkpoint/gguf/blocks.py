@@ -21,7 +21,7 @@ from mpjax.errors import CheckpointError
 
 # Types of tensors that other programs write and that are not read, by number.
 OTHERS = {
-    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4"},
+    **{9: "Q8_1", 15: "Q8_K", 39: "MXFP4"},
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
     **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
     **{34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
@@ -192,6 +192,59 @@ def _q6_k(blocks: jax.Array) -> jax.Array:
     return (steps[..., None] * centred).reshape(*leading, 256)
 
 
+def _pairs_of_bits(packed: jax.Array) -> jax.Array:
+    """Numbers of two bits from 64 bytes, [..., 16, 16]: of each half, the lowest bits first."""
+    chunks = packed.reshape(*packed.shape[:-1], 2, 1, 32)
+    shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None], chunks.ndim)
+    return ((chunks >> shifts) & jnp.uint8(3)).reshape(*packed.shape[:-1], 16, 16)
+
+
+def _q2_k(blocks: jax.Array) -> jax.Array:
+    codes = _pairs_of_bits(blocks[..., 16:80]).astype(jnp.float32)
+    both, top = blocks[..., :16, None], jnp.uint8(4)
+    steps = _float32(blocks, 80) * (both & jnp.uint8(15)).astype(jnp.float32)
+    minima = _float32(blocks, 82) * (both >> top).astype(jnp.float32)
+    return (steps * codes - minima).reshape(*blocks.shape[:-1], 256)
+
+
+def _q3_k(blocks: jax.Array) -> jax.Array:
+    leading = blocks.shape[:-1]
+    masks = blocks[..., None, :32]  # bit i of a byte belongs to run i of 32; without it, minus 4
+    runs = jax.lax.broadcast_to_rank(jnp.arange(8, dtype=jnp.uint8)[:, None], masks.ndim)
+    highs = ((masks >> runs) & jnp.uint8(1)).reshape(*leading, 16, 16)
+    codes = _pairs_of_bits(blocks[..., 32:96]).astype(jnp.int32) + 4 * highs.astype(jnp.int32) - 4
+    lows = _halves(blocks[..., 96:104])
+    packed = blocks[..., None, 104:108]
+    shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None], packed.ndim)
+    tops = ((packed >> shifts) & jnp.uint8(3)).reshape(*leading, 16)
+    scales = (lows | (tops << jnp.uint8(4))).astype(jnp.float32)[..., None] - 32
+    return (_float32(blocks, 108) * scales * codes.astype(jnp.float32)).reshape(*leading, 256)
+
+
+# The values of four bits that IQ4_NL and IQ4_XS have in common.
+NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _nonlinear(nibbles: jax.Array) -> jax.Array:
+    return jnp.asarray(NONLINEAR, jnp.int32)[nibbles.astype(jnp.int32)]
+
+
+def _iq4_nl(blocks: jax.Array) -> Codes:
+    return Codes(_nonlinear(_halves(blocks[..., 2:]))[..., None, :], _float32(blocks, 0))
+
+
+def _iq4_xs(blocks: jax.Array) -> Codes:
+    leading = blocks.shape[:-1]
+    words = jax.lax.bitcast_convert_type(blocks[..., 2:4], jnp.uint16)[..., None]
+    shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 16, 2, dtype=jnp.uint16), words.ndim)
+    tops = ((words >> shifts) & jnp.uint16(3)).astype(jnp.int32) * 16
+    pairs = blocks[..., 4:8, None]
+    lows = jnp.concatenate([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis=-1)
+    scales = (lows.reshape(*leading, 8).astype(jnp.int32) + tops - 32).astype(jnp.float32)
+    codes = _nonlinear(_halves(blocks[..., 8:].reshape(*leading, 8, 16)))
+    return Codes(codes, _float32(blocks, 0) * scales[..., None])
+
+
 TYPES: dict[int, TensorType] = {
     each.number: each
     for each in (
@@ -206,6 +259,10 @@ TYPES: dict[int, TensorType] = {
         TensorType("Q4_K", 12, 256, 144, codes=_q4_k, code_bits=4, has_minima=True),
         TensorType("Q5_K", 13, 256, 176, codes=_q5_k, code_bits=5, has_minima=True),
         TensorType("Q6_K", 14, 256, 210, values=_q6_k),
+        TensorType("Q2_K", 10, 256, 84, values=_q2_k),
+        TensorType("Q3_K", 11, 256, 110, values=_q3_k),
+        TensorType("IQ4_NL", 20, 32, 18, codes=_iq4_nl, code_bits=8),
+        TensorType("IQ4_XS", 23, 256, 136, codes=_iq4_xs, code_bits=8),
     )
 }
 READ = tuple(each.name for each in TYPES.values())

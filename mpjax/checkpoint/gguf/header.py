@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,13 +39,17 @@ NUMBERS: Mapping[int, np.dtype] = {
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file: its type, its shape [rows, columns], and its bytes [begin, end)."""
+    """A tensor of a file: its type, its shape [rows, columns], and its bytes [begin, end).
+
+    part: the place of the file among those of the model.
+    """
 
     name: str
     type: blocks.TensorType
     shape: tuple[int, ...]
     begin: int
     end: int
+    part: int = 0
 
 
 class Header(NamedTuple):
@@ -100,18 +103,18 @@ class _Reader:
         self.position = len(MAGIC)
 
     def read(self) -> Header:
-        version = self.number("<I", "its version")
+        version = self.number(4, "its version")
         if version not in VERSIONS:
             raise CheckpointError(
                 f"{self.path} has the GGUF version {version}: expected "
                 f"{' or '.join(map(str, VERSIONS))} in little-endian order; convert the model again"
             )
-        tensors = self.count("<Q", "tensors", LEAST_TENSOR, MAXIMUM_TENSORS)
-        entries = self.count("<Q", "metadata entries", LEAST_ENTRY, MAXIMUM_ENTRIES)
+        tensors = self.count(8, "tensors", LEAST_TENSOR, MAXIMUM_TENSORS)
+        entries = self.count(8, "metadata entries", LEAST_ENTRY, MAXIMUM_ENTRIES)
         metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self.key(metadata)
-            metadata[key] = self.value(self.number("<I", f"the type of {key!r}"), key)
+            metadata[key] = self.value(self.number(4, f"the type of {key!r}"), key)
         described: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensors):
             name = self.key(described)
@@ -128,13 +131,12 @@ class _Reader:
         self.position += count
         return self.content[self.position - count : self.position]
 
-    def number(self, format: str, what: str) -> int:
-        [value] = struct.unpack(format, self.take(struct.calcsize(format), what))
-        return value
+    def number(self, nbytes: int, what: str) -> int:
+        return int.from_bytes(self.take(nbytes, what), "little")
 
-    def count(self, format: str, what: str, least_bytes: int, most: int) -> int:
+    def count(self, nbytes: int, what: str, least_bytes: int, most: int) -> int:
         """A number of things that follow, each of so many bytes or more."""
-        count = self.number(format, f"the number of {what}")
+        count = self.number(nbytes, f"the number of {what}")
         if count > most or count * least_bytes > self.size - self.position:
             raise CheckpointError(
                 f"{self.path} says that it has {count} {what}: expected at most "
@@ -144,12 +146,12 @@ class _Reader:
         return count
 
     def text(self, what: str) -> str:
-        data = self.take(self.number("<Q", what), what)
+        data = self.take(self.number(8, what), what)
         return files.decode(data, f"{what} in {self.path}", CheckpointError)
 
     def key(self, known: Mapping[str, Any]) -> str:
         """A name that is not known yet."""
-        length = self.number("<Q", "a name")
+        length = self.number(8, "a name")
         if length > MAXIMUM_KEY:
             raise CheckpointError(
                 f"{self.path} has a name of {length} bytes at byte {self.position}: expected at "
@@ -164,14 +166,15 @@ class _Reader:
         if type == TEXT:
             return self.text(f"{key!r:.80}")
         if type == ARRAY:
-            return self.array(self.number("<I", f"the type of {key!r:.80}"), key)
+            return self.array(self.number(4, f"the type of {key!r:.80}"), key)
         return self.numbers(type, 1, key)[0].item()
 
     def array(self, type: int, key: str) -> Any:
         least, most = (8, MAXIMUM_TEXTS) if type == TEXT else (1, self.size)
-        length = self.count("<Q", f"values of {key!r:.80}", least, most)
+        length = self.count(8, f"values of {key!r:.80}", least, most)
         if type == TEXT:
-            return [self.text(f"{key!r:.80}") for _ in range(length)]
+            what = f"{key!r:.80}"  # once: a vocabulary has some hundred thousand texts
+            return [self.text(what) for _ in range(length)]
         return self.numbers(type, length, key)
 
     def numbers(self, type: int, length: int, key: str) -> np.ndarray:
@@ -187,20 +190,20 @@ class _Reader:
     def description(self, name: str) -> tuple[tuple[int, ...], int, int]:
         """The shape of a tensor, the number of its type, and its offset from the first tensor."""
         what = f"the description of tensor {name!r:.80}"
-        dimensions = self.number("<I", what)
+        dimensions = self.number(4, what)
         if dimensions > MAXIMUM_DIMENSIONS:
             raise CheckpointError(
                 f"tensor {name!r:.80} in {self.path} has {dimensions} dimensions: expected at most "
                 f"{MAXIMUM_DIMENSIONS}"
             )
         # The file lists the dimension whose numbers are neighbours first.
-        shape = tuple(self.number("<Q", what) for _ in range(dimensions))[::-1]
+        shape = tuple(self.number(8, what) for _ in range(dimensions))[::-1]
         if math.prod(max(length, 1) for length in shape) >= MAXIMUM_NUMBERS:
             raise CheckpointError(
                 f"tensor {name!r:.80} in {self.path} has the shape {list(shape)}: expected a "
                 "product below 2**59"
             )
-        return shape, self.number("<I", what), self.number("<Q", what)
+        return shape, self.number(4, what), self.number(8, what)
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", 32)

@@ -53,6 +53,15 @@ class Metadata:
             raise self._refuse(key, value, "a whole number")
         return value
 
+    def each(self, key: str, count: int, default: Any = ...) -> list[int]:
+        """Whole numbers of `count` layers, or a single one for all."""
+        if not isinstance(self.values.get(key), np.ndarray):
+            return [self.whole(key, default)]
+        found = self.numbers(key, length=count)
+        if not np.issubdtype(found.dtype, np.integer):
+            raise self._refuse(key, found, "whole numbers")
+        return [int(number) for number in found]
+
     def number(self, key: str, default: Any = ...) -> Any:
         """A number, with as few digits as float32 needs: 1e-05 and not 9.99999975e-06."""
         value = self._get(key, "a number", default)

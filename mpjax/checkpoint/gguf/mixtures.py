@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax.checkpoint.fused_experts import MOST_EXPERTS
+from mpjax.checkpoint.gguf import hybrids
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -61,11 +62,13 @@ def _split(name: str, tensor: Tensor) -> Iterator[Tensor]:
         size = (tensor.end - tensor.begin) // count
         for index in range(count):
             own, begin = f"{all_of[1]}.{index}.{all_of[2]}", tensor.begin + index * size
-            yield Tensor(own, tensor.type, tuple(shape), begin, begin + size)
+            yield tensor._replace(name=own, shape=tuple(shape), begin=begin, end=begin + size)
     elif one := _OF_ONE.fullmatch(name):
         yield tensor._replace(name=f"{one[1]}_exps.{one[2]}.{one[3]}")
     elif name.endswith(_VECTOR) and len(tensor.shape) == 1:
         yield tensor._replace(shape=(1, *tensor.shape))
+    elif tensor.type.dtype is not None:
+        yield tensor._replace(shape=hybrids.shape(name, tensor.shape))
     else:
         yield tensor
 

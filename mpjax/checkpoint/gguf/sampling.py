@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpjax import generation_config
 from mpjax.checkpoint.gguf.metadata import Metadata
-from mpjax.sampling import Sampling
+from mpjax.sampling import generation_config
+from mpjax.sampling.settings import Sampling
 
 PREFIX = "general.sampling."
 NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # others have the same

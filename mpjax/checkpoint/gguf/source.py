@@ -6,25 +6,28 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpjax import generation_config
 from mpjax.checkpoint.gguf import architectures, sampling, vocabulary
-from mpjax.checkpoint.gguf.header import Header, Tensor, read_header
+from mpjax.checkpoint.gguf.header import Header, Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.checkpoint.gguf.mixtures import split_experts
+from mpjax.checkpoint.gguf.parts import read_parts
 from mpjax.checkpoint.gguf.rotary import FACTORS
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.schemes.base import Scheme
-from mpjax.checkpoint.schemes.gguf import GGUFScheme
+from mpjax.checkpoint.schemes.compressed_tensors import LINEAR
+from mpjax.checkpoint.schemes.gguf import SCHEME, GGUFReader
+from mpjax.checkpoint.schemes.policy import Part, Policy
+from mpjax.checkpoint.schemes.scheme import Rule
 from mpjax.checkpoint.source import Source
 from mpjax.errors import CheckpointError
-from mpjax.sampling import Sampling
-from mpjax.tokenizer import Tokenizer
+from mpjax.sampling import generation_config
+from mpjax.sampling.settings import Sampling
+from mpjax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +45,27 @@ class GGUFCheckpoint(Checkpoint):
     def read(self, name: str) -> np.ndarray:
         """One tensor as Hugging Face's files have it; see Checkpoint.read."""
         array = super().read(name)
-        change = self.changes.get(name)
-        return array if change is None else change(array)
+        if (change := self.changes.get(name)) is None:
+            return array
+        try:
+            return change(array)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.folder}: {name}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class GGUFSource(Source):
-    """A GGUF file. `path` is the file's."""
+    """A GGUF file, or the parts of one. `path` is the file's, or that of a part."""
 
     @functools.cached_property
+    def parts(self) -> tuple[Header, list[Path]]:
+        """The header of all files of the model, and the files; they are read once."""
+        return read_parts(self.path)
+
+    @property
     def header(self) -> Header:
-        """The file's header, which is read once."""
-        return read_header(self.path)
+        """The header."""
+        return self.parts[0]
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -73,7 +85,7 @@ class GGUFSource(Source):
     def _factors(self) -> dict[str, np.ndarray]:
         """The numbers by which rotary frequencies are divided, where the file has them."""
         infos = {
-            name: _info(tensor, name, self.path)
+            name: _info(tensor, name, self.parts[1])
             for name, tensor in self.header.tensors.items()
             if name in FACTORS
         }
@@ -93,27 +105,27 @@ class GGUFSource(Source):
                 continue
             module, _, suffix = tensor.name.rpartition(".")
             suffix = suffix if tensor.type.dtype is not None else tensor.type.name.lower()
-            name = f"{architecture.translate(module)}.{suffix}"
+            own = architecture.array(tensor.name)
+            name = own or f"{architecture.translate(module)}.{suffix}"
             if name in tensors:
                 raise CheckpointError(
                     f"{self.path}: {tensor.name} is the second tensor for {name} of Hugging Face's "
                     "files: expected one"
                 )
-            tensors[name] = _info(tensor, name, self.path)
-            if (change := architecture.change(module, config)) is not None:
+            tensors[name] = _info(tensor, name, self.parts[1])
+            if (change := architecture.change(tensor.name if own else module, config)) is not None:
                 changes[name] = change
         return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes)
 
-    def read_scheme(self, config: Mapping[str, Any]) -> Scheme | None:
-        """A scheme with the type of each module."""
+    def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
+        """A policy with the type of each module."""
         architecture = architectures.of(self.metadata)
-        return GGUFScheme(
-            {
-                architecture.translate(tensor.name.rpartition(".")[0]): tensor.type.name
-                for tensor in self.tensors.values()
-                if tensor.type.dtype is None
-            }
-        )
+        types = {
+            architecture.translate(tensor.name.rpartition(".")[0]): tensor.type.name
+            for tensor in self.tensors.values()
+            if tensor.type.dtype is None
+        }
+        return Policy("gguf", (Part(SCHEME, (Rule((LINEAR,), GGUFReader(types)),)),))
 
     def read_tokenizer(self) -> Tokenizer:
         """The tokenizer in the metadata, which is built once."""
@@ -147,10 +159,10 @@ class GGUFSource(Source):
         return {name: text for name, text in texts.items() if name in wanted}
 
 
-def _info(tensor: Tensor, name: str, path: Path) -> TensorInfo:
-    """The tensor as safetensors would describe it; blocks are bytes."""
+def _info(tensor: Tensor, name: str, files: Sequence[Path]) -> TensorInfo:
+    """The tensor as safetensors would describe it; blocks are bytes. files: of the model."""
     kind, shape, dtype = tensor.type, tensor.shape, tensor.type.dtype
     if dtype is None:
         dtype = np.dtype(np.uint8)
         shape = (*shape[:-1], shape[-1] // kind.size, kind.block_bytes)
-    return TensorInfo(name, dtype, shape, path, tensor.begin, tensor.end)
+    return TensorInfo(name, dtype, shape, files[tensor.part], tensor.begin, tensor.end)

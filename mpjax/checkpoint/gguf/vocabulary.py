@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
-from mpjax.tokenizer import Tokenizer
-from mpjax.tokenizer_files import explained
+from mpjax.text.tokenizer import Tokenizer
+from mpjax.text.tokenizer_files import explained
 
 # Kinds of tokens (`tokenizer.ggml.token_type`): a control token has no text, one that a user
 # defined is found in a text before it is split, and a byte stands for a part of a character.

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, words, writing
-from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Axes, Axis, Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
 SOURCE = "quantization_config of an AWQ checkpoint"
+LAYOUT = "awq"  # of an export
 BITS = 4
 CODES_PER_WORD = 8
 # Column j of eight lies in field FIELD_OF_COLUMN[j] of its word; field 0 is the lowest bits.
@@ -27,53 +30,22 @@ FIELD_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclasses.dataclass(frozen=True)
-class AWQScheme(Scheme):
+class AWQReader(Reader):
     """AWQ in the `gemm` layout.
 
     group_size: input channels per group; None: one group of all channels.
     zero_point: whether zero points differ; if not, the file stores 8 for all of them.
     """
 
-    title: ClassVar[str] = "AWQ"
-    article: ClassVar[str] = "an"
-    methods: ClassVar[tuple[str, ...]] = ("awq",)
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
-    layouts: ClassVar[tuple[str, ...]] = ("awq",)
 
     group_size: int | None
     zero_point: bool = True
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is AWQ's, and of no layout with a scheme of its own."""
-        is_gemv = any(layout.startswith("gemv") for layout in layouts_of(config))
-        return super().matches(config) and not is_gemv
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> AWQScheme:
-        """Reads config.json's `quantization_config`, with the keys of AutoAWQ or of GPTQModel.
-
-        Raises CheckpointError for another method, other than 4 bits, and another layout than
-        `gemm`.
-        """
-        group_size, zero_point = read_settings(config)
-        for layout in layouts_of(config):
-            if layout != "gemm":
-                raise CheckpointError(
-                    f"{SOURCE}: the layout {layout!r} (AWQ version) is not supported: 'gemm', "
-                    "'gemv' and 'gemv_fast' are; look for a 'gemm' checkpoint of the model"
-                )
-        return cls(group_size, zero_point)
-
-    @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module's tensors have AWQ's packing."""
         return words.packing(specs) == "awq"
-
-    @classmethod
-    def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
-        """Raises CheckpointError: the module has AWQ's packing, and config.json names another."""
-        words.refuse_packing(name, specs, method)
 
     @property
     def weights(self) -> WeightFormat:
@@ -84,9 +56,7 @@ class AWQScheme(Scheme):
         """The format of one module on the device."""
         return words.uniform_format(name, BITS, self.group_size, channels)
 
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype and returns its (K, N)."""
         words.check_packing(name, specs, "awq")
         if "qzeros" not in specs and not self.zero_point:
@@ -97,19 +67,16 @@ class AWQScheme(Scheme):
         rows, columns = specs["qweight"].shape[0], specs["scales"].shape[1]
         checks.check_weight_shape(name, (rows, columns), shape, self.group_size)
         groups = 1 if self.group_size is None else rows // self.group_size
-        checks.check_tensors(
-            name,
-            specs,
-            {
-                "qweight": ((rows, columns // CODES_PER_WORD), ("int32",)),
-                "qzeros": ((groups, columns // CODES_PER_WORD), ("int32",)),
-                "scales": ((groups, columns), checks.SCALE_DTYPES),
-            },
-            f"group_size {self.group_size or -1}",
-        )
+        expected: checks.Expected = {
+            "qweight": ((rows, columns // CODES_PER_WORD), ("int32",)),
+            "qzeros": ((groups, columns // CODES_PER_WORD), ("int32",)),
+            "scales": ((groups, columns), checks.SCALE_DTYPES),
+        }
+        checks.check_tensors(name, specs, expected, f"group_size {self.group_size or -1}")
         return rows, columns
 
-    def axes(self, name: str) -> dict[str, Axes]:
+    @property
+    def axes(self) -> dict[str, Axes]:
         """Words hold neighbouring output channels."""
         groups = None if self.group_size is None else Axis(0, self.group_size)
         return {
@@ -118,9 +85,7 @@ class AWQScheme(Scheme):
             "scales": Axes(groups, Axis(1)),
         }
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """Decodes one module: codes uint8 [K, N], scales [G, N] as stored, zeros uint16 [G, N].
 
         Raises CheckpointError as `check` does, and for zero points that contradict config.json.
@@ -132,33 +97,26 @@ class AWQScheme(Scheme):
         scales = jnp.asarray(tensors["scales"])
         return PlainCodes(self.format(name, channels), codes, scales, zeros)
 
-    @classmethod
-    def of_layout(cls, layout: str, modules: writing.Modules) -> AWQScheme:
-        """4 bits in groups of one size, with zero points, which may all be the middle."""
-        writing.require_codes(layout, modules, (f"uint{BITS}",), permuted="export as 'gptq'")
-        return cls(writing.only_format(layout, modules).group_size)
 
-    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """The `quantization_config` of an exported checkpoint; see Scheme."""
-        return {
-            "quant_method": self.quant_method,
-            "bits": BITS,
-            "group_size": self.group_size or -1,
-            "zero_point": self.zero_point,
-            "version": "gemm",
-            "modules_to_not_convert": list(plain),
-        }
+def read(config: Mapping[str, Any]) -> AWQReader:
+    """Reads a `quantization_config`, with the keys of AutoAWQ or of GPTQModel.
 
-    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
-        """The tensors of one module. Raises ValueError as Scheme.encode does."""
-        zeros = writing.zero_points(plain)
-        writing.require_columns("awq", name, plain.shape[1], CODES_PER_WORD)
-        writing.require_zeros("awq", name, zeros, 0, 2**BITS - 1)
-        return {
-            "qweight": words.pack_words(plain.codes, BITS, axis=1, order=FIELD_OF_COLUMN),
-            "qzeros": words.pack_words(zeros, BITS, axis=1, order=FIELD_OF_COLUMN),
-            "scales": plain.scales,
-        }
+    Raises CheckpointError for other than 4 bits, and for another layout than `gemm`.
+    """
+    group_size, zero_point = read_settings(config)
+    for layout in layouts_of(config):
+        if layout != "gemm":
+            raise CheckpointError(
+                f"{SOURCE}: the layout {layout!r} (AWQ version) is not supported: 'gemm', "
+                "'gemv' and 'gemv_fast' are; look for a 'gemm' checkpoint of the model"
+            )
+    return AWQReader(group_size, zero_point)
+
+
+def matches(config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is AWQ's, and of no layout with a scheme of its own."""
+    is_gemv = any(layout.startswith("gemv") for layout in layouts_of(config))
+    return checks.method_of(config) == "awq" and not is_gemv
 
 
 def layouts_of(config: Mapping[str, Any]) -> list[str]:
@@ -171,16 +129,55 @@ def layouts_of(config: Mapping[str, Any]) -> list[str]:
 def read_settings(config: Mapping[str, Any]) -> tuple[int | None, bool]:
     """The group size, and whether there are zero points, in any layout of AWQ.
 
-    Raises CheckpointError for another method, and other than 4 bits.
+    Raises CheckpointError for other than 4 bits.
     """
-    method = checks.method_of(config)
-    if method != "awq":
-        raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'awq'")
     bits = checks.parse_integer(config, ("bits", "w_bit"), SOURCE)
     if bits != BITS:
         raise CheckpointError(f"{SOURCE}: bits is {bits}: only 4 bits are supported")
     group_size = checks.parse_group_size(config, ("group_size", "q_group_size"), SOURCE)
     return group_size, checks.parse_switch(config, "zero_point", SOURCE) is not False
+
+
+def write(layout: str, modules: writing.Modules) -> writing.Writer:
+    """Writes 4 bits in groups of one size, with zero points, which may all be the middle."""
+    writing.require_codes(layout, modules, (f"uint{BITS}",), permuted="export as 'gptq'")
+    group_size = writing.only_format(layout, modules).group_size
+
+    def config(plain: Sequence[str], cache: str | None) -> dict[str, Any]:
+        return {
+            "quant_method": "awq",
+            "bits": BITS,
+            "group_size": group_size or -1,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": list(plain),
+        }
+
+    return writing.Writer(config, _encode)
+
+
+SCHEME = Scheme(
+    title="AWQ",
+    article="an",
+    methods=("awq",),
+    reader=AWQReader,
+    read=read,
+    matches=matches,
+    refuse=words.refuse_packing,
+    writing=writing.Writing((LAYOUT,), write),
+)
+
+
+def _encode(plain: PlainCodes, name: str) -> dict[str, Any]:
+    """The tensors of one module. Raises ValueError as Writer.encode does."""
+    zeros = writing.zero_points(plain)
+    writing.require_columns(LAYOUT, name, plain.shape[1], CODES_PER_WORD)
+    writing.require_zeros(LAYOUT, name, zeros, 0, 2**BITS - 1)
+    return {
+        "qweight": words.pack_words(plain.codes, BITS, axis=1, order=FIELD_OF_COLUMN),
+        "qzeros": words.pack_words(zeros, BITS, axis=1, order=FIELD_OF_COLUMN),
+        "scales": plain.scales,
+    }
 
 
 @jax.jit

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import awq, checks, words
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
-from mpjax.kernels.formats import GROUP_SIZES
+from mpjax.kernels.codes.base import GROUP_SIZES
 
 PLAIN, FAST = LAYOUTS = ("gemv", "gemv_fast")
 # Writers round words of zero points up to a multiple, by the group size; of 1 for larger groups.
@@ -31,16 +33,13 @@ ROWS, CHANNELS = 4, 64
 
 
 @dataclasses.dataclass(frozen=True)
-class AWQGemvScheme(Scheme):
+class AWQGemvReader(Reader):
     """AWQ in the layout `gemv` or `gemv_fast`.
 
     group_size: input channels per group; None: one group of all channels. zero_point: as in
-    AWQScheme. layout: one of LAYOUTS.
+    AWQReader. layout: one of LAYOUTS.
     """
 
-    title: ClassVar[str] = "AWQ gemv"
-    article: ClassVar[str] = "an"
-    methods: ClassVar[tuple[str, ...]] = ("awq",)
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "scaled_zeros")
 
     group_size: int | None
@@ -48,34 +47,9 @@ class AWQGemvScheme(Scheme):
     layout: str = PLAIN
 
     @classmethod
-    def matches(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` names one of the layouts."""
-        is_awq = checks.method_of(config) == "awq"
-        return is_awq and any(layout in LAYOUTS for layout in awq.layouts_of(config))
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> AWQGemvScheme:
-        """Reads config.json's `quantization_config`. Raises CheckpointError."""
-        group_size, zero_point = awq.read_settings(config)
-        layouts = set(awq.layouts_of(config))
-        if len(layouts) != 1 or not layouts <= set(LAYOUTS):
-            raise CheckpointError(
-                f"{awq.SOURCE}: the layouts {', '.join(sorted(layouts))} (AWQ version and format) "
-                f"differ: expected {' or '.join(LAYOUTS)}"
-            )
-        return cls(group_size, zero_point, layouts.pop())
-
-    @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module's tensors have one of the packings."""
         return words.packing(specs) == PLAIN or "scaled_zeros" in specs
-
-    @classmethod
-    def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
-        """Raises CheckpointError: config.json names another method, or another layout of AWQ."""
-        if words.packing(specs) == PLAIN:
-            words.refuse_packing(name, specs, method)
-        super().refuse(name, specs, method)
 
     @property
     def weights(self) -> WeightFormat:
@@ -96,9 +70,7 @@ class AWQGemvScheme(Scheme):
             )
         return WeightFormat("affine4", size)
 
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype and returns its (K, N)."""
         rows, columns = (*getattr(specs.get("qweight"), "shape", ()), 0, 0)[:2]
         channels = columns * awq.CODES_PER_WORD if self.layout == PLAIN else columns
@@ -106,7 +78,7 @@ class AWQGemvScheme(Scheme):
         checks.check_weight_shape(name, (channels, outputs), shape, self.group_size)
         width = self._zero_words(channels)
         codes, said = width * awq.CODES_PER_WORD, f"group_size {self.group_size or -1}"
-        expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+        expected: checks.Expected
         if self.layout == PLAIN:
             expected = {
                 "qweight": ((outputs, columns), ("int32",)),
@@ -127,10 +99,8 @@ class AWQGemvScheme(Scheme):
             )
         return channels, outputs
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
-        """Decodes one module; see Scheme.decode."""
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
+        """Decodes one module; see Reader.decode."""
         channels, _ = self.check(tensors, name, shape)
         groups = channels // (self.group_size or channels)
         arrays = {suffix: jnp.asarray(tensor) for suffix, tensor in tensors.items()}
@@ -152,6 +122,40 @@ class AWQGemvScheme(Scheme):
         multiple = MULTIPLES.get(size, 1)
         count = -(-(channels // size) // awq.CODES_PER_WORD)
         return -(-count // multiple) * multiple
+
+
+def read(config: Mapping[str, Any]) -> AWQGemvReader:
+    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    group_size, zero_point = awq.read_settings(config)
+    layouts = set(awq.layouts_of(config))
+    if len(layouts) != 1 or not layouts <= set(LAYOUTS):
+        raise CheckpointError(
+            f"{awq.SOURCE}: the layouts {', '.join(sorted(layouts))} (AWQ version and format) "
+            f"differ: expected {' or '.join(LAYOUTS)}"
+        )
+    return AWQGemvReader(group_size, zero_point, layouts.pop())
+
+
+def matches(config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` names one of the layouts."""
+    is_awq = checks.method_of(config) == "awq"
+    return is_awq and any(layout in LAYOUTS for layout in awq.layouts_of(config))
+
+
+def _refuse(name: str, specs: Specs, method: str | None) -> None:
+    if words.packing(specs) == PLAIN:
+        words.refuse_packing(name, specs, method)
+
+
+SCHEME = Scheme(
+    title="AWQ gemv",
+    article="an",
+    methods=("awq",),
+    reader=AWQGemvReader,
+    read=read,
+    matches=matches,
+    refuse=_refuse,
+)
 
 
 @jax.jit

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes.base import Specs, TensorSpec
+from mpjax.checkpoint.schemes.tensors import Specs, TensorSpec
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import is_known
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+# For each suffix, the shape and the names of the allowed dtypes.
+Expected = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 
 def method_of(config: Mapping[str, Any]) -> Any:
@@ -45,8 +47,8 @@ def check_tensors(
 ) -> None:
     """Raises CheckpointError for a tensor that is missing, or has another shape or dtype.
 
-    expected: for each suffix, the shape and the names of the allowed dtypes. said: the setting of
-    config.json from which the shapes follow, such as `group_size 128`, for messages.
+    said: the setting of config.json from which the shapes follow, such as `group_size 128`, for
+    messages.
     """
     reason = f", by {said} in config.json" if said else ""
     for suffix, (shape, dtypes) in expected.items():

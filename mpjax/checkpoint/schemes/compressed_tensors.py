@@ -7,11 +7,13 @@ quantization/quant_args.py and utils/match.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax.checkpoint import text_model
 from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes.reader import Activations
+from mpjax.checkpoint.schemes.scheme import Rule
 from mpjax.errors import CheckpointError
 
 METHOD = "compressed-tensors"
@@ -101,6 +103,14 @@ def read_groups(
     return dict(groups)
 
 
+def read_only_group(
+    config: Mapping[str, Any], layouts: tuple[str, ...], source: str
+) -> tuple[Mapping[str, Any], str]:
+    """The one group of a layout of which each group is a part, and a text that names it."""
+    [(name, group)] = read_groups(config, layouts, source).items()
+    return group, f"{source}, group {name!r}"
+
+
 def read_integers(group: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """The `weights` of a group, which must be static integers. Raises CheckpointError."""
     weights = group.get("weights")
@@ -132,6 +142,16 @@ def names(targets: Sequence[str], module: str) -> bool:
     )
 
 
+def by_precedence(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rules whose order does not count: full names come before patterns, and LINEAR is last."""
+    found: tuple[list[Rule], ...] = ([], [], [])
+    for rule in rules:
+        for target in rule.targets:
+            kind = 2 if target == LINEAR else 1 if target.startswith("re:") else 0
+            found[kind].append(rule._replace(targets=(target,)))
+    return tuple(rule for kind in found for rule in kind)
+
+
 def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
     """The format of a group's activations, in words; None for 16 bits. Raises CheckpointError."""
     written = group.get("input_activations")
@@ -147,12 +167,31 @@ def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
     return f"{kind} with {skewed}{change} scales ({of})"
 
 
-def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
+def read_activations(
+    group: Mapping[str, Any],
+    source: str,
+    rounded: Activations,
+    *,
+    dynamic: str,
+    static: str | None,
+) -> Activations:
+    """The activations of a group: in 16 bits, rounded, or not implemented. Raises CheckpointError.
+
+    rounded: those that products round to, with a scale for each token. dynamic, static: in the
+    words of `describe_activations`, those with a scale for each token, and with the file's.
+    """
+    found = describe_activations(group, source)
+    if found is not None and found in (dynamic, static):
+        return rounded._replace(is_static=found == static)
+    return Activations(unsupported=found, operands=rounded.operands)
+
+
+def has_cache_scales(config: Mapping[str, Any]) -> bool:
     """Whether there is a scheme with static scales, which must be FP8's, of tensors or heads."""
     scheme = config.get("kv_cache_scheme")
     if not scheme:
         return False
-    source = f"{source}, kv_cache_scheme"
+    source = f"{SOURCE}, kv_cache_scheme"
     if not isinstance(scheme, Mapping):
         raise CheckpointError(f"{source} is {scheme!r}: expected an object")
     checks.require_choice(scheme, "type", ("float",), source)
@@ -215,14 +254,15 @@ def write_weights(bits: int, type: str, strategy: str, **others: Any) -> dict[st
 
 
 def write_activations(
-    type: str, group_size: int | None = None, *, static: bool = False
-) -> dict[str, Any]:
-    """The `input_activations` of a group: 8 bits, rounded on the fly, token by token.
+    type: str, activations: Activations, group_size: int | None = None
+) -> dict[str, Any] | None:
+    """The `input_activations` of a group: 8 bits; None for activations in 16 bits.
 
-    group_size: the channels of a token that share a scale; None is all. static: whether there is
-    one scale of all tokens, in the files.
+    group_size: the channels of a token that share a scale, which is computed; None is all.
     """
-    if static:
+    if activations.operand is None:
+        return None
+    if activations.is_static:
         return _numbers(8, type, "tensor")
     strategy = "token" if group_size is None else "group"
     return _numbers(8, type, strategy) | {"dynamic": True, "group_size": group_size}

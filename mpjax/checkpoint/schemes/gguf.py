@@ -2,8 +2,10 @@
 
 A module has one tensor, whose suffix is the type: `q8_0`, uint8 [N, blocks, bytes of a block].
 Types with a scale for every 32 weights keep their codes; the scales and minima of Q4_K and Q5_K,
-products of two numbers, are rounded to float16. Q6_K has scales for 16 weights, which no format
-here has: its weights are rounded to eight bits. A precision may ask for another format for all.
+products of two numbers, are rounded to float16. The codes of IQ4_NL and IQ4_XS are places in a
+table of 8-bit numbers, which are kept. Q2_K, Q3_K and Q6_K have scales for 16 weights, which no
+format here has: their weights are rounded to eight bits. A precision may ask for another format for
+all.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, GROUP, TensorType
 from mpjax.checkpoint.schemes import checks
-from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.rounded import ROUNDED, describe_rounding, round_to
+from mpjax.checkpoint.schemes.rounded import ROUNDED, RoundedReader, describe_rounding, round_to
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.precision import describe_weights
@@ -30,28 +33,15 @@ TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
 
 @dataclasses.dataclass(frozen=True)
-class GGUFScheme(Scheme):
-    """The types of a file's modules.
+class GGUFReader(RoundedReader):
+    """The types of a file's modules. Without a target, codes stay where a format has them.
 
     types: by the module's name in Hugging Face's files, such as `Q8_0`.
-    target: the format to which all weights are rounded; None leaves codes where they can stay.
     """
 
-    title: ClassVar[str] = "GGUF"
-    methods: ClassVar[tuple[str, ...]] = ("gguf",)
     suffixes: ClassVar[tuple[str, ...]] = tuple(TYPES)
-    decoding_bytes: ClassVar[int] = 9  # float32, its rounding, and codes
-    dequantizes_tables: ClassVar[bool] = True
 
     types: Mapping[str, str]
-    target: WeightFormat | None = None
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> GGUFScheme:
-        """Raises CheckpointError: a GGUF file has no config.json."""
-        raise CheckpointError(
-            "quant_method 'gguf' is that of a single file: load the .gguf file itself"
-        )
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -67,16 +57,18 @@ class GGUFScheme(Scheme):
 
     @property
     def loss(self) -> str | None:
-        """A sentence about the types whose codes, or whose scales, are not kept."""
+        """A text about the types whose codes, or whose scales, are not kept."""
         maps = [name for name in self.types if name not in TABLE_NAMES]
         rounded = {self.types[name] for name in maps if not self.keeps_codes(name)}
         kept = {self.types[name] for name in maps} - rounded
-        narrowed = {type for type in kept if type.endswith("_K")}
+        narrowed = {type for type in kept if BLOCK_TYPES[type].size > GROUP}
         parts = []
         if rounded:
             parts.append(f"{', '.join(sorted(rounded))} to {describe_rounding(self.target)}")
         if narrowed:
-            parts.append(f"scales and minima of {', '.join(sorted(narrowed))} to float16")
+            with_minima = any(BLOCK_TYPES[type].has_minima for type in narrowed)
+            what = "scales and minima" if with_minima else "scales"
+            parts.append(f"{what} of {', '.join(sorted(narrowed))} to float16")
         return "; ".join(parts) or None
 
     @property
@@ -90,11 +82,7 @@ class GGUFScheme(Scheme):
             said = "codes kept as" if format == own else "rounded to"
             parts.append(f"{count} maps in {type}, {said} {describe_weights(format)}")
         parts += [f"tables in {type}, dequantised" for type in tables]
-        return f"GGUF: {'; '.join(parts)}"
-
-    def rounded_to(self, format: WeightFormat) -> GGUFScheme:
-        """The same weights, rounded to a format, plain arrays among them."""
-        return dataclasses.replace(self, target=format)
+        return "; ".join(parts)
 
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device."""
@@ -113,9 +101,7 @@ class GGUFScheme(Scheme):
         kind = BLOCK_TYPES[self.types[name]]
         return self._format(kind.name) == own_format(kind)
 
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensor by shape and dtype and returns its (K, N)."""
         kind, spec = _only(specs, name)
         if len(spec.shape) != 3:
@@ -126,9 +112,7 @@ class GGUFScheme(Scheme):
         checks.check_weight_shape(name, (blocks * kind.size, outputs), shape, None)
         return blocks * kind.size, outputs
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """The module's own codes where a format has them, or those nearest to its weights."""
         channels, _ = self.check(tensors, name, shape)
         kind, blocks = _only(tensors, name)
@@ -136,13 +120,23 @@ class GGUFScheme(Scheme):
         convert = _own_codes if self.keeps_codes(name) else _round
         return convert(jnp.asarray(blocks), kind, format)
 
-    def dequantize(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> jax.Array:
+    def dequantize(self, tensors: Tensors, name: str, shape: Shape | None = None) -> jax.Array:
         """The weight float32 [K, N], bit for bit as ggml computes it."""
         self.check(tensors, name, shape)
         kind, blocks = _only(tensors, name)
         return _values(jnp.asarray(blocks), kind)
+
+
+def read(config: Mapping[str, Any]) -> NoReturn:
+    """Raises CheckpointError: a GGUF file has no config.json."""
+    raise CheckpointError(
+        "quant_method 'gguf' is that of a single file: load the .gguf file itself"
+    )
+
+
+SCHEME = Scheme(
+    title="GGUF", methods=("gguf",), reader=GGUFReader, read=read, dequantizes_tables=True
+)
 
 
 def own_format(kind: TensorType) -> WeightFormat | None:

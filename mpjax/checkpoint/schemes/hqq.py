@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,15 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.scheme import Rule, Scheme
+from mpjax.checkpoint.schemes.tensors import Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
-from mpjax.kernels.formats import GROUP_SIZES
+from mpjax.kernels.codes.base import GROUP_SIZES
 
 SOURCE = "quantization_config of an HQQ checkpoint"
 REMEDY = "load another checkpoint of the model, or quantise it again with nbits 4, axis 1"
 BITS = (4, 8)
-EVERY = ""
 # Tensors that repeat the configuration of a module.
 SETTINGS = (
     *("nbits", "group_size", "axis", "shape", "packing", "channel_wise", "optimize", "round_zero"),
@@ -36,38 +38,16 @@ SETTINGS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
-    """The settings of a module: bits of a code, and input channels per group, None for all."""
+class HQQReader(Reader):
+    """HQQ along the input channels. Scales and minima become float16.
+
+    bits: of a code. size: input channels per group; None: one group of all channels.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ("W_q", "scale", "zero")
 
     bits: int
     size: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class HQQScheme(Scheme):
-    """HQQ along the input channels. Scales and minima become float16.
-
-    modules: settings by the last two parts of a module's path, such as `self_attn.q_proj`; or
-    those of all modules, by EVERY.
-    """
-
-    title: ClassVar[str] = "HQQ"
-    article: ClassVar[str] = "an"
-    methods: ClassVar[tuple[str, ...]] = ("hqq",)
-    suffixes: ClassVar[tuple[str, ...]] = ("W_q", "scale", "zero")
-    ignored: ClassVar[tuple[str, ...]] = tuple(f".{suffix}" for suffix in SETTINGS)
-
-    modules: Mapping[str, Groups]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> HQQScheme:
-        """Reads config.json's `quantization_config`. Raises CheckpointError."""
-        given = config.get("quant_config")
-        if not isinstance(given, Mapping) or not given:
-            raise CheckpointError(f"{SOURCE}: quant_config is {given!r:.80}: expected an object")
-        if "weight_quant_params" in given:
-            return cls({EVERY: _read(given, f"{SOURCE}, quant_config")})
-        return cls({tag: _read(each, f"{SOURCE}, {tag!r:.80}") for tag, each in given.items()})
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -76,50 +56,40 @@ class HQQScheme(Scheme):
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of most modules."""
-        groups = next(iter(self.modules.values()))
-        return _format(groups, groups.size or GROUP_SIZES[-1])
+        """The format of modules whose channels are not known."""
+        return self._of_groups(self.size or GROUP_SIZES[-1])
 
     @property
     def loss(self) -> str:
-        """A sentence about parameters, which HQQ may keep in other dtypes."""
+        """A text about parameters, which HQQ may keep in other dtypes."""
         return "scales and minima of HQQ to float16"
-
-    @property
-    def rounds_codes(self) -> bool:
-        """Codes stay: only their parameters are rounded."""
-        return False
 
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device: groups of the file's size, or parts of them."""
-        groups = self._of(name)
-        size = groups.size or channels
+        size = self.size or channels
         if size % GROUP_SIZES[0] or channels % size:
             raise CheckpointError(
                 f"{name} has {channels} input channels in groups of {size}: expected groups of a "
                 f"multiple of {GROUP_SIZES[0]} that divide them; {REMEDY}"
             )
-        return _format(groups, size)
+        return self._of_groups(size)
 
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype and returns its (K, N).
 
         Without a shape of the model, the module is taken to have one output channel.
         """
-        groups = self._of(name)
         rows, columns = (*getattr(specs.get("W_q"), "shape", ()), 0, 0)[:2]
-        per_byte = 8 // groups.bits
+        per_byte = 8 // self.bits
         channels, outputs = shape or (rows * per_byte * columns, 1)
-        size = groups.size or channels
+        size = self.size or channels
         count = channels * outputs // max(size, 1)
         expected = {
             "W_q": ((-(-count // per_byte), size), ("uint8",)),
             "scale": ((count, 1), checks.SCALE_DTYPES),
             "zero": ((count, 1), checks.SCALE_DTYPES),
         }
-        said = f"nbits {groups.bits} and group_size {groups.size}"
+        said = f"nbits {self.bits} and group_size {self.size}"
         checks.check_tensors(name, specs, expected, said)
         self.format(name, channels)
         if count % per_byte:
@@ -128,36 +98,40 @@ class HQQScheme(Scheme):
             )
         return channels, outputs
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
-        """Decodes one module to codes with scales and minima; see Scheme.decode."""
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
+        """Decodes one module to codes with scales and minima; see Reader.decode."""
         channels, outputs = self.check(tensors, name, shape)
-        format, bits = self.format(name, channels), self._of(name).bits
-        codes = _unpack(jnp.asarray(tensors["W_q"]), bits=bits).reshape(outputs, channels).T
+        format = self.format(name, channels)
+        codes = _unpack(jnp.asarray(tensors["W_q"]), bits=self.bits).reshape(outputs, channels).T
         scales, minima = _parameters(
             *(jnp.asarray(tensors[suffix]).reshape(outputs, -1) for suffix in ("scale", "zero")),
             groups=format.groups(channels),
         )
         return PlainCodes(format, codes, scales, minima)
 
-    def _of(self, name: str) -> Groups:
-        tag = EVERY if EVERY in self.modules else ".".join(name.split(".")[-2:])
-        if tag not in self.modules:
-            raise CheckpointError(
-                f"{name} is an HQQ module, but quant_config in config.json names only "
-                f"{', '.join(sorted(self.modules))}: they are not of one checkpoint"
-            )
-        return self.modules[tag]
+    def _of_groups(self, size: int) -> WeightFormat:
+        """Groups of the file's size, or of the largest size that divides it."""
+        sizes = [mine for mine in GROUP_SIZES if size % mine == 0]
+        return WeightFormat(f"affine{self.bits}", max(sizes, default=GROUP_SIZES[0]))
 
 
-def _format(groups: Groups, size: int) -> WeightFormat:
-    """Groups of the file's size, or of the largest size that divides it."""
-    sizes = [mine for mine in GROUP_SIZES if size % mine == 0]
-    return WeightFormat(f"affine{groups.bits}", max(sizes, default=GROUP_SIZES[0]))
+def read(config: Mapping[str, Any]) -> HQQReader | list[Rule]:
+    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read.
+
+    It may have settings by the last two parts of a module's path, such as `self_attn.q_proj`.
+    """
+    given = config.get("quant_config")
+    if not isinstance(given, Mapping) or not given:
+        raise CheckpointError(f"{SOURCE}: quant_config is {given!r:.80}: expected an object")
+    if "weight_quant_params" in given:
+        return _read(given, f"{SOURCE}, quant_config")
+    return [
+        Rule((rf"re:(.*\.)?{re.escape(tag)}$",), _read(each, f"{SOURCE}, {tag!r:.80}"), tag)
+        for tag, each in given.items()
+    ]
 
 
-def _read(given: Any, source: str) -> Groups:
+def _read(given: Any, source: str) -> HQQReader:
     """The settings of modules. Raises CheckpointError for those that can't be read."""
     weights = given.get("weight_quant_params") if isinstance(given, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -179,8 +153,18 @@ def _read(given: Any, source: str) -> Groups:
     checks.require_choice(weights, "channel_wise", (True,), source, True)
     checks.require_choice(weights, "view_as_float", (False,), source, False)
     if weights.get("group_size") is None:
-        return Groups(bits, None)
-    return Groups(bits, checks.parse_group_size(weights, ("group_size",), source))
+        return HQQReader(bits, None)
+    return HQQReader(bits, checks.parse_group_size(weights, ("group_size",), source))
+
+
+SCHEME = Scheme(
+    title="HQQ",
+    article="an",
+    methods=("hqq",),
+    reader=HQQReader,
+    read=read,
+    ignored=tuple(f".{suffix}" for suffix in SETTINGS),
+)
 
 
 @functools.partial(jax.jit, static_argnames="bits")

@@ -15,57 +15,31 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, static_activations, writing
-from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import INTEGERS, METHOD, NAIVE, SOURCE
+from mpjax.checkpoint.schemes.reader import Activations, Reader
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Axes, Axis, Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
 DYNAMIC = "8-bit int with dynamic scales (strategy 'token')"
 STATIC = "8-bit int with static scales (strategy 'tensor')"
+ROUNDED = Activations("int8", operands=(None, "int8"))
 
 
 @dataclasses.dataclass(frozen=True)
-class IntQuantizedScheme(Scheme):
+class IntQuantizedReader(Reader):
     """8-bit integers with a scale for each output channel, or one for all.
 
     by_channel: whether there is one for each.
-    activations: what products round activations to, on the fly: `int8`, or None for 16-bit
-        activations.
-    is_static: whether the scale of these is the file's, and not one for each token.
-    unsupported_activations, has_cache_scales: see Scheme.
+    activations: rounded to `int8`, with a scale for each token or with the file's; or in 16 bits,
+        beside which weights become unsigned codes.
     """
 
-    title: ClassVar[str] = "int-quantized"
-    article: ClassVar[str] = "an"
-    methods: ClassVar[tuple[str, ...]] = (METHOD,)
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", static_activations.SUFFIX)
-    # The zero points of static activations, all 0 where the scales are used.
-    ignored: ClassVar[tuple[str, ...]] = ("input_zero_point",)
-    layouts: ClassVar[tuple[str, ...]] = (INTEGERS,)
-    default_for: ClassVar[tuple[str, ...]] = ("int8",)
 
     by_channel: bool = True
-    activations: str | None = "int8"
-    unsupported_activations: str | None = None
-    has_cache_scales: bool = False
-    is_static: bool = False
-
-    @classmethod
-    def matches(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is of this format."""
-        return compressed_tensors.is_layout(config, INTEGERS)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> IntQuantizedScheme:
-        """Reads config.json's `quantization_config`. Raises CheckpointError."""
-        groups = compressed_tensors.read_groups(config, (INTEGERS, NAIVE), SOURCE)
-        parsed = {_read_group(group, f"{SOURCE}, group {name!r}") for name, group in groups.items()}
-        if len(parsed) > 1:
-            raise CheckpointError(
-                f"{SOURCE}: config_groups {', '.join(groups)} differ: expected one scheme for all"
-            )
-        has_cache_scales = compressed_tensors.has_cache_scales(config, SOURCE)
-        return dataclasses.replace(parsed.pop(), has_cache_scales=has_cache_scales)
+    activations: Activations = ROUNDED
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -75,32 +49,9 @@ class IntQuantizedScheme(Scheme):
     @property
     def weights(self) -> WeightFormat:
         """The format of all modules."""
-        return WeightFormat("uint8") if self.activations is None else WeightFormat("int8")
+        return WeightFormat("uint8") if self.activations.operand is None else WeightFormat("int8")
 
-    def format(self, name: str, channels: int) -> WeightFormat:
-        """The format of one module on the device."""
-        return self.weights
-
-    @property
-    def choices(self) -> tuple[IntQuantizedScheme, ...]:
-        """The same weights with activations of 16 bits, and rounded to 8 bits."""
-        return tuple(
-            dataclasses.replace(self, activations=activations, unsupported_activations=None)
-            for activations in (None, "int8")
-        )
-
-    def for_experts(self) -> IntQuantizedScheme:
-        """The same weights with activations that have a scale for each token."""
-        return dataclasses.replace(self, is_static=False)
-
-    @property
-    def rounds_statically(self) -> bool:
-        """Whether activations are rounded, and with a scale of the files."""
-        return self.is_static and self.activations is not None
-
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype and returns its (K, N)."""
         if "weight" not in specs or len(specs["weight"].shape) != 2:
             raise CheckpointError(
@@ -114,77 +65,71 @@ class IntQuantizedScheme(Scheme):
             "weight_scale": (scales, checks.SCALE_DTYPES),
         }
         checks.check_tensors(name, specs, expected, "quantization_config")
-        if self.rounds_statically:
+        if self.activations.are_static:
             static_activations.check(specs, name)
         return channels, outputs
 
-    def axes(self, name: str) -> dict[str, Axes]:
+    @property
+    def axes(self) -> dict[str, Axes]:
         """Weights are [output, input channels], with scales [output channels, 1] or one."""
         scales = Axes(None, Axis(0) if self.by_channel else None)
         return {"weight": Axes(Axis(1), Axis(0)), "weight_scale": scales}
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """Codes int8 [K, N], or beside 16-bit activations uint8 ones, with scales [1, N]."""
         _, outputs = self.check(tensors, name, shape)
         codes = jnp.asarray(tensors["weight"]).T
         scales = jnp.asarray(tensors["weight_scale"]).reshape(1, -1)
         scales = jnp.broadcast_to(scales, (1, outputs))
-        if self.activations is not None:
-            scale = static_activations.read(tensors, name) if self.is_static else None
+        if self.activations.operand is not None:
+            are_static = self.activations.are_static
+            scale = static_activations.read(tensors, name) if are_static else None
             scales = scales.astype(jnp.float32)
             return PlainCodes(self.weights, codes, scales, activation_scale=scale)
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ jnp.uint8(128)
         return PlainCodes(self.weights, codes, scales, jnp.full(scales.shape, 128, jnp.uint16))
 
-    @classmethod
-    def of_layout(cls, layout: str, modules: writing.Modules) -> IntQuantizedScheme:
-        """A scale for each output channel, and activations that are rounded as the modules say."""
-        writing.require_codes(layout, modules, cls.default_for)
-        return cls(is_static=writing.are_static(layout, modules))
 
-    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """The `quantization_config` of an exported checkpoint; see Scheme."""
-        group = compressed_tensors.write_group(
-            compressed_tensors.write_weights(8, "int", "channel" if self.by_channel else "tensor"),
-            None
-            if self.activations is None
-            else compressed_tensors.write_activations("int", static=self.is_static),
-        )
-        return compressed_tensors.write(INTEGERS, [group], plain, cache)
-
-    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
-        """The tensors of one module."""
-        codes = plain.codes
-        if self.activations is None:
-            codes = jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
-        scales = plain.scales.T
-        found: dict[str, Any] = {"weight": codes.T}
-        found["weight_scale"] = scales if self.by_channel else scales[0]
-        if self.rounds_statically:
-            found[static_activations.SUFFIX] = plain.activation_scale
-        return found
-
-    @property
-    def layout_of_heads(self) -> str | None:
-        """The layout, in which a quantised head is a module like others."""
-        return INTEGERS
-
-    @property
-    def can_hold_cache_scales(self) -> bool:
-        """Whether scales of an FP8 cache may lie beside the weights."""
-        return True
-
-
-def _read_group(group: Mapping[str, Any], source: str) -> IntQuantizedScheme:
+def read(config: Mapping[str, Any]) -> IntQuantizedReader:
+    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    group, source = compressed_tensors.read_only_group(config, (INTEGERS, NAIVE), SOURCE)
     weights = compressed_tensors.read_integers(group, source)
     checks.require_choice(weights, "num_bits", (8,), f"{source}, weights")
     checks.require_choice(weights, "symmetric", (True,), f"{source}, weights", True)
     checks.require_choice(weights, "strategy", ("channel", "tensor"), f"{source}, weights")
-    by_channel = weights["strategy"] == "channel"
-    activations = compressed_tensors.describe_activations(group, source)
-    if activations in (None, DYNAMIC, STATIC):
-        rounded = None if activations is None else "int8"
-        return IntQuantizedScheme(by_channel, rounded, is_static=activations == STATIC)
-    return IntQuantizedScheme(by_channel, None, activations)
+    activations = compressed_tensors.read_activations(
+        group, source, ROUNDED, dynamic=DYNAMIC, static=STATIC
+    )
+    return IntQuantizedReader(weights["strategy"] == "channel", activations)
+
+
+def write(layout: str, modules: writing.Modules) -> writing.Writer:
+    """Writes a scale for each output channel, and activations that are rounded as modules say."""
+    writing.require_codes(layout, modules, ("int8",))
+    activations = ROUNDED._replace(is_static=writing.are_static(layout, modules))
+
+    def config(plain: Sequence[str], cache: str | None) -> dict[str, Any]:
+        group = compressed_tensors.write_group(
+            compressed_tensors.write_weights(8, "int", "channel"),
+            compressed_tensors.write_activations("int", activations),
+        )
+        return compressed_tensors.write(INTEGERS, [group], plain, cache)
+
+    def encode(plain: PlainCodes, name: str) -> dict[str, Any]:
+        scale = static_activations.written(plain)
+        return {"weight": plain.codes.T, "weight_scale": plain.scales.T, **scale}
+
+    return writing.Writer(config, encode)
+
+
+SCHEME = Scheme(
+    title="int-quantized",
+    article="an",
+    methods=(METHOD,),
+    reader=IntQuantizedReader,
+    read=read,
+    matches=lambda config: compressed_tensors.is_layout(config, INTEGERS),
+    # The zero points of static activations, all 0 where the scales are used.
+    ignored=("input_zero_point",),
+    writing=writing.Writing((INTEGERS,), write, default_for=("int8",), packs_heads=True),
+)

@@ -9,41 +9,30 @@ Microscaling Formats v1.0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.codes import float4
 
-SOURCE = "quantization_config of an MXFP4 checkpoint"
+METHOD = "mxfp4"  # also the name of the layout of an export
 FORMAT = WeightFormat("float4", 32)
 GROUP, GROUP_BYTES = 32, 16
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4Scheme(Scheme):
+class MXFP4Reader(Reader):
     """MXFP4 as gpt-oss is published in."""
 
-    title: ClassVar[str] = "MXFP4"
-    article: ClassVar[str] = "an"
-    methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
     suffixes: ClassVar[tuple[str, ...]] = ("blocks", "scales")
-    layouts: ClassVar[tuple[str, ...]] = ("mxfp4",)
-    joins_experts: ClassVar[bool] = True
-    default_for: ClassVar[tuple[str, ...]] = ("float4",)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MXFP4Scheme:
-        """Reads config.json's `quantization_config`, in which nothing depends on the file."""
-        if (method := checks.method_of(config)) not in cls.methods:
-            raise CheckpointError(f"{SOURCE}: quant_method is {method!r:.80}: expected 'mxfp4'")
-        return cls()
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -55,15 +44,9 @@ class MXFP4Scheme(Scheme):
         """The weight format of all modules."""
         return FORMAT
 
-    def format(self, name: str, channels: int) -> WeightFormat:
-        """The weight format of a module."""
-        return FORMAT
-
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks the shapes and dtypes of a module's tensors and returns the weight's (K, N)."""
-        outputs, groups, *_ = (*specs["blocks"].shape, 0, 0)
+        outputs, groups = (*getattr(specs.get("blocks"), "shape", ()), 0, 0)[:2]
         if shape is not None:
             groups, outputs = -(-shape[0] // GROUP), shape[1]
         checks.check_tensors(
@@ -82,32 +65,39 @@ class MXFP4Scheme(Scheme):
             )
         return found
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """Decodes one module to plain codes."""
         channels, outputs = self.check(tensors, name, shape)
         codes, scales = _decode(jnp.asarray(tensors["blocks"]), jnp.asarray(tensors["scales"]))
         return PlainCodes(FORMAT, codes.reshape(outputs, channels).T, scales.T)
 
-    @classmethod
-    def of_layout(cls, layout: str, modules: writing.Modules) -> MXFP4Scheme:
-        """The scheme, which depends on no module."""
-        writing.require_codes(layout, modules, (FORMAT.codes,), permuted=writing.REMEDY)
-        return cls()
 
-    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """The `quantization_config` of an exported checkpoint; see Scheme."""
-        return {"quant_method": self.quant_method, "modules_to_not_convert": list(plain)}
+def write(layout: str, modules: writing.Modules) -> writing.Writer:
+    """Writes modules bit for bit as they were read."""
+    writing.require_codes(layout, modules, (FORMAT.codes,), permuted=writing.REMEDY)
 
-    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
-        """The tensors of one module, bit for bit as they were read."""
-        channels, outputs = plain.codes.shape
-        blocks, scales = _encode(plain.codes.T, plain.scales.astype(jnp.bfloat16).T)
-        return {
-            "blocks": blocks.reshape(outputs, channels // GROUP, GROUP_BYTES),
-            "scales": scales,
-        }
+    def config(plain: Sequence[str], cache: str | None) -> dict[str, Any]:
+        return {"quant_method": METHOD, "modules_to_not_convert": list(plain)}
+
+    return writing.Writer(config, _encode)
+
+
+SCHEME = Scheme(
+    title="MXFP4",
+    article="an",
+    methods=(METHOD,),
+    reader=MXFP4Reader,
+    read=lambda config: MXFP4Reader(),  # nothing depends on the file
+    writing=writing.Writing((METHOD,), write, default_for=(FORMAT.codes,), joins_experts=True),
+)
+
+
+def _encode(plain: PlainCodes, name: str) -> dict[str, Any]:
+    """The tensors of one module."""
+    channels, outputs = plain.codes.shape
+    blocks, scales = _pack(plain.codes.T, plain.scales.astype(jnp.bfloat16).T)
+    blocks = blocks.reshape(outputs, channels // GROUP, GROUP_BYTES)
+    return {"blocks": blocks, "scales": scales}
 
 
 @jax.jit
@@ -118,6 +108,6 @@ def _decode(blocks: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 @jax.jit
-def _encode(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Undoes `_decode`: bytes uint8 [N, K / 2] of codes [N, K], and exponents uint8 [N, K / 32]."""
     return codes[:, ::2] | codes[:, 1::2] << jnp.uint8(4), float4.exponents_of(scales)

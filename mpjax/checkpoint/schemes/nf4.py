@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint.schemes import checks
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat, files
 
@@ -31,29 +33,15 @@ BLOCK = 64  # the usual number of weights in a block
 
 
 @dataclasses.dataclass(frozen=True)
-class NF4Scheme(Scheme):
+class NF4Reader(Reader):
     """bitsandbytes' four bits. Scales become float16 or bfloat16, rounded if they are nested."""
 
-    title: ClassVar[str] = "bitsandbytes"
-    methods: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
     suffixes: ClassVar[tuple[str, ...]] = (
         *("weight", "weight.absmax", "weight.quant_map"),
         *NESTED,
         *STATES,
     )
     on_host: ClassVar[tuple[str, ...]] = STATES
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> NF4Scheme:
-        """Reads config.json's `quantization_config`. Raises CheckpointError."""
-        if checks.parse_switch(config, "load_in_8bit", SOURCE):
-            raise CheckpointError(
-                f"{SOURCE}: load_in_8bit is true, which is not read: load the 16-bit checkpoint "
-                "with precision='W8A8KV8'"
-            )
-        checks.require_choice(config, "bnb_4bit_quant_type", ("nf4", "fp4"), SOURCE, "fp4")
-        checks.require_choice(config, "bnb_4bit_quant_storage", ("uint8",), SOURCE, "uint8")
-        return cls()
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -65,13 +53,7 @@ class NF4Scheme(Scheme):
         """The format of all modules."""
         return WeightFormat("table4", BLOCK)
 
-    def format(self, name: str, channels: int) -> WeightFormat:
-        """The format of one module on the device."""
-        return self.weights
-
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype, and returns the (K, N) of the model.
 
         The tensors are flat: only the state, which `decode` reads, has their (K, N).
@@ -84,7 +66,7 @@ class NF4Scheme(Scheme):
         channels, outputs = shape
         blocks = channels * outputs // BLOCK
         nested = NESTED[0] in specs
-        expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        expected: checks.Expected = {
             "weight": ((channels * outputs // 2, 1), ("uint8",)),
             "weight.absmax": ((blocks,), ("uint8",) if nested else ("float32",)),
             "weight.quant_map": ((16,), ("float32",)),
@@ -100,9 +82,7 @@ class NF4Scheme(Scheme):
             )
         return channels, outputs
 
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """Codes of the file's own table, with a scale for each block of input channels."""
         channels, outputs = self.check(tensors, name, shape)
         state = next(tensors[suffix] for suffix in STATES if suffix in tensors)
@@ -121,6 +101,21 @@ class NF4Scheme(Scheme):
         table = jnp.asarray(tensors["weight.quant_map"])
         codes = _codes(jnp.asarray(tensors["weight"])).reshape(outputs, channels)
         return PlainCodes(self.weights, codes.T, scales, table=table)
+
+
+def read(config: Mapping[str, Any]) -> NF4Reader:
+    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    if checks.parse_switch(config, "load_in_8bit", SOURCE):
+        raise CheckpointError(
+            f"{SOURCE}: load_in_8bit is true, which is not read: load the 16-bit checkpoint "
+            "with precision='W8A8KV8'"
+        )
+    checks.require_choice(config, "bnb_4bit_quant_type", ("nf4", "fp4"), SOURCE, "fp4")
+    checks.require_choice(config, "bnb_4bit_quant_storage", ("uint8",), SOURCE, "uint8")
+    return NF4Reader()
+
+
+SCHEME = Scheme(title="bitsandbytes", methods=("bitsandbytes",), reader=NF4Reader, read=read)
 
 
 def _read_state(name: str, state: Any) -> tuple[dict[str, Any], tuple[int, int]]:

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, modelopt
-from mpjax.checkpoint.schemes.base import Specs
 from mpjax.checkpoint.schemes.compressed_tensors import METHOD, NVFP4
-from mpjax.checkpoint.schemes.rounded import RoundedScheme
+from mpjax.checkpoint.schemes.rounded import RoundedReader, describe_rounding
+from mpjax.checkpoint.schemes.scheme import Scheme
+from mpjax.checkpoint.schemes.tensors import Shape, Specs, Tensors
 from mpjax.errors import CheckpointError
 from mpjax.kernels.codes.float4 import E2M1
 
@@ -35,69 +36,25 @@ NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4Scheme(RoundedScheme):
+class NVFP4Reader(RoundedReader):
     """NVFP4 weights beside 16-bit activations.
 
     method: `compressed-tensors` or `modelopt`, which name the tensors differently.
-    has_cache_scales: see Scheme.
     """
 
-    title: ClassVar[str] = "NVFP4"
-    article: ClassVar[str] = "an"
-    methods: ClassVar[tuple[str, ...]] = tuple(NAMES)
     suffixes: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(sum(NAMES.values(), ())))
-    ignored: ClassVar[tuple[str, ...]] = (
-        *("input_global_scale", "input_scale"),
-        *("k_scale", "v_scale"),  # of an FP8 cache, where config.json does not name them
-    )
-
     on_host: ClassVar[tuple[str, ...]] = tuple(
         dict.fromkeys(suffix for names in NAMES.values() for suffix in names[1:])
     )
 
     method: str
-    has_cache_scales: bool = False
-
-    @classmethod
-    def matches(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is of this format."""
-        if checks.method_of(config) == modelopt.METHOD:
-            return "NVFP4" in modelopt.algorithm(config)
-        return compressed_tensors.is_layout(config, NVFP4)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> NVFP4Scheme:
-        """Reads config.json's `quantization_config`. Raises CheckpointError."""
-        has_cache_scales = modelopt.has_cache_scales(config)
-        if checks.method_of(config) == METHOD:
-            has_cache_scales = compressed_tensors.has_cache_scales(config, SOURCE)
-            for name, group in compressed_tensors.read_groups(config, (NVFP4,), SOURCE).items():
-                weights, where = group.get("weights"), f"{SOURCE}, group {name!r}, weights"
-                if not isinstance(weights, Mapping):
-                    raise CheckpointError(f"{where} is {weights!r:.80}: expected an object")
-                checks.require_choice(weights, "num_bits", (4,), where)
-                checks.require_choice(weights, "type", ("float",), where)
-                checks.require_choice(weights, "group_size", (GROUP,), where)
-        return cls(checks.method_of(config), has_cache_scales)
-
-    @property
-    def quant_method(self) -> str:
-        """The `quant_method` of config.json."""
-        return self.method
-
-    @property
-    def may_lack_cache_scales(self) -> bool:
-        """ModelOpt leaves out scales of 1."""
-        return self.method == modelopt.METHOD
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module has a global scale beside its codes."""
         return any(names[-1] in specs for names in NAMES.values())
 
-    def check(
-        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
+    def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype and returns its (K, N)."""
         codes, scales, global_scale = NAMES[self.method]
         outputs, halves = (*getattr(specs.get(codes), "shape", ()), 0, 0)[:2]
@@ -111,9 +68,7 @@ class NVFP4Scheme(RoundedScheme):
         checks.check_tensors(name, specs, expected)
         return 2 * halves, outputs
 
-    def dequantize(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> jax.Array:
+    def dequantize(self, tensors: Tensors, name: str, shape: Shape | None = None) -> jax.Array:
         """The weight float32 [K, N]; raises CheckpointError as `check` does."""
         self.check(tensors, name, shape)
         codes, scales, global_scale = (tensors[suffix] for suffix in NAMES[self.method])
@@ -124,6 +79,45 @@ class NVFP4Scheme(RoundedScheme):
             steps = steps / whole.reshape(()) if self.method == METHOD else steps * whole
         checks.check_scales(name, jnp.asarray(steps))
         return _values(jnp.asarray(codes), jnp.asarray(steps))
+
+    @property
+    def loss(self) -> str:
+        """A text about the rounding of all weights."""
+        return f"NVFP4 is rounded to {describe_rounding(self.target)}"
+
+
+def read(config: Mapping[str, Any]) -> NVFP4Reader:
+    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    if checks.method_of(config) == METHOD:
+        group, source = compressed_tensors.read_only_group(config, (NVFP4,), SOURCE)
+        weights, where = group.get("weights"), f"{source}, weights"
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"{where} is {weights!r:.80}: expected an object")
+        checks.require_choice(weights, "num_bits", (4,), where)
+        checks.require_choice(weights, "type", ("float",), where)
+        checks.require_choice(weights, "group_size", (GROUP,), where)
+    return NVFP4Reader(checks.method_of(config))
+
+
+def matches(config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is of this format."""
+    if checks.method_of(config) == modelopt.METHOD:
+        return "NVFP4" in modelopt.algorithm(config)
+    return compressed_tensors.is_layout(config, NVFP4)
+
+
+SCHEME = Scheme(
+    title="NVFP4",
+    article="an",
+    methods=tuple(NAMES),
+    reader=NVFP4Reader,
+    read=read,
+    matches=matches,
+    ignored=(
+        *("input_global_scale", "input_scale"),
+        *("k_scale", "v_scale"),  # of an FP8 cache, where config.json does not name them
+    ),
+)
 
 
 @jax.jit

@@ -2,73 +2,98 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax.checkpoint.schemes import auto_round, mixed
-from mpjax.checkpoint.schemes.awq import AWQScheme
-from mpjax.checkpoint.schemes.awq_gemv import AWQGemvScheme
-from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.fp8 import FP8Scheme
-from mpjax.checkpoint.schemes.gguf import GGUFScheme
-from mpjax.checkpoint.schemes.gptq import GPTQScheme
-from mpjax.checkpoint.schemes.hqq import HQQScheme
-from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
-from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
-from mpjax.checkpoint.schemes.nf4 import NF4Scheme
-from mpjax.checkpoint.schemes.nvfp4 import NVFP4Scheme
-from mpjax.checkpoint.schemes.pack_quantized import PackQuantizedScheme
+from mpjax.checkpoint.schemes import (
+    auto_round,
+    awq,
+    awq_gemv,
+    checks,
+    compressed_tensors,
+    fp8,
+    gguf,
+    gptq,
+    hqq,
+    int_quantized,
+    modelopt,
+    mxfp4,
+    nf4,
+    nvfp4,
+    pack_quantized,
+)
+from mpjax.checkpoint.schemes.compressed_tensors import LINEAR
+from mpjax.checkpoint.schemes.policy import Part, Policy
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.scheme import Rule, Scheme
+from mpjax.checkpoint.schemes.tensors import Specs
+from mpjax.checkpoint.schemes.writing import Writing
 from mpjax.errors import CheckpointError
 
-SCHEMES: list[type[Scheme]] = [
-    AWQScheme,
-    AWQGemvScheme,
-    GPTQScheme,
-    NVFP4Scheme,
-    NF4Scheme,
-    FP8Scheme,
-    PackQuantizedScheme,
-    IntQuantizedScheme,
-    MXFP4Scheme,
-    HQQScheme,
-    GGUFScheme,
+SCHEMES: list[Scheme] = [
+    awq.SCHEME,
+    awq_gemv.SCHEME,
+    gptq.SCHEME,
+    nvfp4.SCHEME,
+    nf4.SCHEME,
+    fp8.SCHEME,
+    pack_quantized.SCHEME,
+    int_quantized.SCHEME,
+    mxfp4.SCHEME,
+    hqq.SCHEME,
+    gguf.SCHEME,
 ]
+# The formats of a checkpoint, and whether it has scales for an FP8 cache, by `quant_method`: of the
+# methods whose checkpoints may have several, or any.
+MIXTURES = {compressed_tensors.METHOD: compressed_tensors, modelopt.METHOD: modelopt}
 
 
-def read(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`, which may mix several.
+def read(config: Mapping[str, Any]) -> Policy:
+    """The policy of a `quantization_config`, which may mix several formats.
 
     Raises CheckpointError for a format that is not registered.
     """
     config = auto_round.translate(config)
-    written = mixed.split(config)
+    method = str(checks.method_of(config))
+    mixture = MIXTURES.get(method)
+    written = None if mixture is None else mixture.split(config)
     if written is None:
-        return _read_one(config)
-    parts = tuple(mixed.Part(targets, _read_one(alone)) for targets, alone in written)
-    first, *others = (part.scheme for part in parts)
-    if all(scheme == first for scheme in others):
-        return first
-    return mixed.MixedScheme(parts, any(part.scheme.has_cache_scales for part in parts))
+        parts = [_read_one(config)]
+    else:
+        parts = [
+            dataclasses.replace(_read_one(alone), targets=targets) for targets, alone in written
+        ]
+        if all((part.scheme, part.rules) == (parts[0].scheme, parts[0].rules) for part in parts):
+            parts = parts[:1]
+    return Policy(method, tuple(parts), mixture is not None and mixture.has_cache_scales(config))
 
 
-def _read_one(config: Mapping[str, Any]) -> Scheme:
+def _read_one(config: Mapping[str, Any]) -> Part:
     for scheme in SCHEMES:
-        if scheme.matches(config):
-            return scheme.from_config(config)
-    method = config.get("quant_method", config.get("method"))
+        if scheme.is_of(config):
+            found = scheme.read(config)
+            rules = (Rule((LINEAR,), found),) if isinstance(found, Reader) else tuple(found)
+            if not any(rule.reader is not None and rule.targets for rule in rules):
+                raise CheckpointError(
+                    f"config.json has {scheme.article} {scheme.title} quantization_config, and its "
+                    "targets name no module: expected Linear, or names of modules"
+                )
+            return Part(scheme, rules)
     first, *others = SCHEMES
     titles = ", ".join([f"{first.article} {first.title}", *(other.title for other in others)])
     raise CheckpointError(
-        f"quant_method {method!r:.80} is not supported: load {titles} or 16-bit checkpoint of the "
-        "model (a 16-bit one can be quantised with precision='W4A16KV8')"
+        f"quant_method {checks.method_of(config)!r:.80} is not supported: load {titles} or 16-bit "
+        "checkpoint of the model (a 16-bit one can be quantised with precision='W4A16KV8')"
     )
 
 
-def of_module(specs: Specs) -> type[Scheme] | None:
+def of_module(specs: Specs) -> Scheme | None:
     """The format of a module, judged by its tensors alone; None for a module in 16 bits."""
-    return next((scheme for scheme in SCHEMES if scheme.holds(specs)), None)
+    return next((scheme for scheme in SCHEMES if scheme.reader.holds(specs)), None)
 
 
-def layouts() -> dict[str, type[Scheme]]:
-    """The scheme of each layout that can be written, by the layout's name."""
-    return {layout: scheme for scheme in SCHEMES for layout in scheme.layouts}
+def layouts() -> dict[str, Writing]:
+    """How each layout that can be written is, by the layout's name."""
+    written = [scheme.writing for scheme in SCHEMES if scheme.writing is not None]
+    return {layout: writing for writing in written for layout in writing.layouts}

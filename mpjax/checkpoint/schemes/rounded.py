@@ -1,17 +1,17 @@
-"""Base class of schemes whose weights no format here has: they are rounded when they are loaded."""
+"""Reading weights that no weight format has: they are rounded when they are loaded."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import jax
 
 from mpjax.checkpoint.schemes import checks
-from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.reader import Reader
+from mpjax.checkpoint.schemes.tensors import Shape, Tensors
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.grid import fit
 from mpjax.precision import describe_weights
@@ -28,11 +28,11 @@ def describe_rounding(target: WeightFormat | None) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundedScheme(Scheme):
-    """A scheme that rounds weights to a format; a subclass says what the weights are.
+class RoundedReader(Reader):
+    """Reads weights that no weight format has: they are rounded. `dequantize` is exact.
 
-    target: the format, in which weights that the checkpoint left in 16 bits are too; None: ROUNDED
-        for quantised weights alone.
+    target: the format to which all weights of the checkpoint are rounded, also those that it left
+        in 16 bits; None: ROUNDED for quantised weights alone.
     """
 
     decoding_bytes: ClassVar[int] = 9  # float32, its rounding, and codes
@@ -44,32 +44,24 @@ class RoundedScheme(Scheme):
         """The format of all modules on the device."""
         return self.target or ROUNDED
 
-    @property
-    def loss(self) -> str | None:
-        """A sentence about the rounding of all weights."""
-        return f"{self.title} is rounded to {describe_rounding(self.target)}"
-
-    def rounded_to(self, format: WeightFormat) -> Self:
-        """The same weights, rounded to a format."""
-        return dataclasses.replace(self, target=format)
-
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device."""
         checks.require_groups(name, channels, self.weights)
         return self.weights
 
-    @abc.abstractmethod
-    def dequantize(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> jax.Array:
-        """The weight float32 [K, N] of one module, exact; see Scheme.decode."""
-
-    def decode(
-        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
-    ) -> PlainCodes:
+    def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """The codes nearest to the weights of one module."""
         values = self.dequantize(tensors, name, shape)
         return round_to(values, self.format(name, values.shape[0]))
+
+    @abc.abstractmethod
+    def dequantize(self, tensors: Tensors, name: str, shape: Shape | None = None) -> jax.Array:
+        """The weight float32 [K, N] of one module, exact; see Reader.decode."""
+
+    @property
+    def contents(self) -> str:
+        """A text about the weights."""
+        return f"rounded to {describe_weights(dataclasses.replace(self.weights, operand=None))}"
 
 
 @functools.partial(jax.jit, static_argnames="format")

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks
-from mpjax.checkpoint.schemes.base import Specs
+from mpjax.checkpoint.schemes.tensors import Specs
 from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes
 from mpjax.kernels.checks import is_known
 
 SUFFIX = "input_scale"
@@ -37,3 +38,8 @@ def read(tensors: Mapping[str, Any], name: str) -> jax.Array:
             "checkpoint is damaged"
         )
     return scale
+
+
+def written(plain: PlainCodes) -> dict[str, Any]:
+    """The tensor of a module by its suffix; none where activations have no scale of the file."""
+    return {} if plain.activation_scale is None else {SUFFIX: plain.activation_scale}

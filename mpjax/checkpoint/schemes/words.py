@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint.schemes.base import Specs
 from mpjax.checkpoint.schemes.checks import describe
+from mpjax.checkpoint.schemes.tensors import Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import is_known
-from mpjax.kernels.formats import GROUP_SIZES
+from mpjax.kernels.codes.base import GROUP_SIZES
 
 WORD_BITS = 32
 

@@ -1,11 +1,11 @@
-"""Writing, for all schemes: checks of which weights a layout can hold, and their zero points."""
+"""Writing: how the modules of an export are encoded, and checks of which weights a layout holds."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,42 @@ from mpjax.precision import describe_weights
 REMEDY = "export with format='plain', which dequantises every map to the dtype of the model"
 
 Modules = Mapping[str, PlainCodes]  # by their names in files; of the arrays, shapes are enough
+
+
+class Writer(NamedTuple):
+    """Writes the modules of one export.
+
+    config: the `quantization_config`, which the format's reader reads, from the names of the linear
+        maps that are not quantised, the head among them, and from the strategy of an FP8 cache's
+        scales, `tensor` or `attn_head`, which is None if no scales lie beside the weights.
+    encode: a module's tensors by suffix, from its plain codes and its name: undoes `decode`, also
+        inside `jax.jit`. Arrays are JAX's, or NumPy's where their values don't depend on those of
+        the codes. Raises ValueError where the layout can't hold a shape, or known values.
+    caution: which reader does not load such an export right; None if all do.
+    """
+
+    config: Callable[[Sequence[str], str | None], dict[str, Any]]
+    encode: Callable[[PlainCodes, str], dict[str, Any]]
+    caution: str | None = None
+
+
+class Writing(NamedTuple):
+    """How a format is written.
+
+    layouts: names of the forms of the format that `mpjax.export` writes.
+    begin: the writer of a layout for all quantised modules, by name, whose arrays may be shapes
+        alone. Raises ValueError, with what to do, if the layout can't hold them.
+    default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
+        `uint4:sym` for codes that are all symmetric.
+    joins_experts: whether files hold maps of all experts in one tensor, and no other maps.
+    packs_heads: whether a quantised head may be among the modules.
+    """
+
+    layouts: tuple[str, ...]
+    begin: Callable[[str, Modules], Writer]
+    default_for: tuple[str, ...] = ()
+    joins_experts: bool = False
+    packs_heads: bool = False
 
 
 class Integers(NamedTuple):

@@ -59,12 +59,12 @@ def learn_layer(
 
     def loss_of(parameters: Any) -> float:
         return mean(
-            _loss(graph, parameters, rest, plain, states, is_real, stream.angles[plain.rope])
+            _loss(graph, parameters, rest, plain, states, is_real, stream.angles)
             for states, is_real in batches
         )
 
     def gradient(parameters: Any, index: int) -> Any:
-        return _gradient(graph, parameters, rest, plain, *batches[index], stream.angles[plain.rope])
+        return _gradient(graph, parameters, rest, plain, *batches[index], stream.angles)
 
     best, losses = descend(learning, start, len(batches), gradient, loss_of)
     nnx.update(layer, best)
@@ -79,7 +79,7 @@ def _sums(
     plain: DecoderLayer,
     states: jax.Array,
     is_real: jax.Array,
-    angles: jax.Array,
+    angles: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of the relative squared errors of real tokens, and their number."""
     layer = nnx.merge(graph, parameters, rest)

@@ -15,6 +15,7 @@ from mpjax.kernels.codes.base import Parameters
 from mpjax.kernels.grid import Grid
 from mpjax.models import FusedLinear, Linear
 from mpjax.models.parameters import find
+from mpjax.models.state import WHOLE, StepContext
 
 
 class Learned(nnx.Variable):
@@ -50,9 +51,9 @@ class LearnedLinear(Linear):
         kernel, scales = self._current()
         return matmul(x, kernel, scales=scales)
 
-    def terms(self, x: Any) -> jax.Array:
+    def terms(self, x: Any, context: StepContext = WHOLE) -> jax.Array:
         """The map as a single term [1, ..., out]; see Linear.terms."""
-        return self(x)[None]
+        return self(x, context)[None]
 
     def packed(self) -> Linear:
         """A Linear with the learned scales and table in its packed weight."""

@@ -24,7 +24,6 @@ from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder, DecoderLayer, ExpertPlace, FusedLinear, Linear
 from mpjax.models.parameters import find
-from mpjax.quantization.api import Calibration
 from mpjax.quantization.learning.descent import Learning, descend, mean
 from mpjax.quantization.learning.learned_linear import (
     Learned,
@@ -34,9 +33,9 @@ from mpjax.quantization.learning.learned_linear import (
     why_not,
 )
 from mpjax.quantization.learning.teacher import Teacher, ends_of, token_losses
-from mpjax.quantization.text import Windows, windows_of
+from mpjax.quantization.text import DEFAULT_CALIBRATION, Calibration, Windows
 
-DEFAULT_LEARNING, DEFAULT_CALIBRATION = Learning(), Calibration()
+DEFAULT_LEARNING = Learning()
 LARGEST_LOSS = 0.6  # of squares in rounding; about 0.12 for two bits, and 2 in another order
 LOGITS_BYTES = 256 << 20  # of the logits that exist at a time, float32
 
@@ -78,12 +77,7 @@ def learn_scales(
         raise ValueError("rechoose needs the 16-bit model: pass a LanguageModel as reference")
     _check_experts(lm.model)
     model = nnx.clone(lm.model)
-    batches = windows_of(
-        *(list(documents), lm.require_tokenizer(), model.config.vocab_size),
-        window=min(calibration.window, model.config.max_position_embeddings),
-        most=calibration.tokens,
-        batch=calibration.batch,
-    )
+    batches = calibration.windows(list(documents), lm.require_tokenizer(), model.config)
     teacher = None
     if reference is not None:
         teacher = Teacher.of(reference, batches, model.config.dtype)
@@ -202,7 +196,7 @@ class _Lesson:
         change = _head_gradient(self.chunk, *self._head(index), states.pop())
         found = []
         for layer in reversed(list(self.model.layers)):
-            gradient, change = _backward(layer, states.pop(), self.angles[layer.rope], change)
+            gradient, change = _backward(layer, states.pop(), self.angles, change)
             found.append(gradient)
         return found[::-1]
 
@@ -210,7 +204,7 @@ class _Lesson:
         """The hidden states before each layer, and after the last."""
         states = [self.model.embed(jnp.asarray(self.batches[index].tokens))]
         for layer in self.model.layers:
-            states.append(_forward(layer, states[-1], self.angles[layer.rope]))
+            states.append(_forward(layer, states[-1], self.angles))
         return states
 
     def _head(self, index: int) -> tuple[Any, Any, Any, Any]:
@@ -230,13 +224,13 @@ class _Lesson:
 
 
 @jax.jit
-def _forward(layer: DecoderLayer, states: jax.Array, angles: jax.Array) -> jax.Array:
+def _forward(layer: DecoderLayer, states: jax.Array, angles: dict[str, jax.Array]) -> jax.Array:
     return layer.inputs(states, angles)[0]
 
 
 @jax.jit
 def _backward(
-    layer: DecoderLayer, states: jax.Array, angles: jax.Array, change: jax.Array
+    layer: DecoderLayer, states: jax.Array, angles: dict[str, jax.Array], change: jax.Array
 ) -> tuple[Any, jax.Array]:
     """Gradients for a layer's learned variables and for its input, from that for its output."""
     parts: Any = nnx.split(layer, Learned, ...)

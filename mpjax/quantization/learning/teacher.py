@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint import huggingface
-from mpjax.divergence import divergence
+from mpjax.evaluation.divergence import divergence
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderLayer

@@ -1,22 +1,19 @@
 """Plans of attention: from a `Problem`, the tiles and programs that read the cache.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`operation`). For a problem that no table has, it asks the rule: `team_rule` chooses tiles and how
+(`operation`). For a problem that no table has, it asks the rule: `split_rule` chooses tiles and how
 many programs share a sequence, `rule` the programs of the residual and the tiles that are read
 ahead, and `register_rule` the registers. `configuration` says which configurations can run.
 """
 
-from mpjax.kernels.attention.plans.candidates import candidates
 from mpjax.kernels.attention.plans.configuration import (
     NARROW_ROWS,
     AttentionConfig,
-    why_unsound,
 )
 from mpjax.kernels.attention.plans.operation import (
     OPERATION,
     PAGE_SIZE,
     Key,
-    bucket,
     config_of,
     forced,
     plan_of,
@@ -35,11 +32,8 @@ __all__ = [
     "Key",
     "Plan",
     "Problem",
-    "bucket",
-    "candidates",
     "config_of",
     "forced",
     "plan_by_rule",
     "plan_of",
-    "why_unsound",
 ]

@@ -10,7 +10,7 @@ from mpjax.kernels.attention.plans.configuration import AttentionConfig, why_uns
 from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.register_rule import CROWDED_REGISTERS, registers_by_rule
 from mpjax.kernels.attention.plans.rule import MOST_RESIDUAL_SPLITS, config_by_rule
-from mpjax.kernels.attention.plans.team_rule import MOST_SPLITS, SMALL_KEYS
+from mpjax.kernels.attention.plans.split_rule import MOST_SPLITS, SMALL_KEYS
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.registers import MOST_REGISTERS
 

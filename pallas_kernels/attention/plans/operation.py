@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpjax.kernels import plans
@@ -15,7 +14,7 @@ from mpjax.kernels.attention.plans.configuration import (
 )
 from mpjax.kernels.attention.plans.problem import CacheShape, Problem
 from mpjax.kernels.attention.plans.rule import plan_by_rule
-from mpjax.kernels.attention.plans.team_rule import SMALL_KEYS
+from mpjax.kernels.attention.plans.split_rule import SMALL_KEYS
 from mpjax.kernels.device import Limits
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.plans import Operation, Plan
@@ -51,47 +50,43 @@ def bucket(number: int) -> int:
     return -(-number // unit) * unit
 
 
-class Attention(Operation[Problem]):
-    """Attention over the paged cache, by format, heads, and buckets of sizes."""
+def _exact(problem: Problem) -> Key:
+    """The key with a problem's own sizes; page sizes make no difference."""
+    cache, sizes = problem.cache, (problem.rows, problem.batch, problem.tokens)
+    heads = str(cache.format), cache.kv_heads, cache.head_dim
+    return Key(*heads, problem.is_varlen, *sizes)
 
-    name = "attention"
-    keys = Key
+
+def _bucketed(key: Key) -> Key:
+    format = str(KVFormat.parse(key.format))
+    rows, batch, tokens = map(bucket, (key.rows, key.batch, key.tokens))
+    return key._replace(format=format, rows=rows, batch=batch, tokens=tokens)
+
+
+def _suits(problem: Problem, plan: Plan) -> bool:
+    """Whether a problem can run with a plan of its key, whose tiles may not suit its pages."""
+    fits = plan.config.tile_keys <= max(problem.cache.page_size, SMALL_KEYS)
+    return fits and why_unsound(plan.config, problem) is None
+
+
+def _why_damaged(key: Key, plan: Plan) -> str | None:
+    config: Any = plan.config
+    return why_not_config(config)
+
+
+OPERATION = Operation[Problem](
+    name="attention",
+    keys=Key,
     # KV8, 8x128, 4 or varlen 4, 16x4096
-    levels = ("{format}", "{kv_heads}x{head_dim}", "{is_varlen:varlen }{rows}", "{batch}x{tokens}")
-    configs: Mapping[str, type | None] = {"triton": AttentionConfig}
-
-    def exact(self, problem: Problem) -> Key:
-        """The key with a problem's own sizes; page sizes make no difference."""
-        cache, sizes = problem.cache, (problem.rows, problem.batch, problem.tokens)
-        heads = str(cache.format), cache.kv_heads, cache.head_dim
-        return Key(*heads, problem.is_varlen, *sizes)
-
-    def bucketed(self, key: Key) -> Key:
-        """See Operation."""
-        format = str(KVFormat.parse(key.format))
-        rows, batch, tokens = map(bucket, (key.rows, key.batch, key.tokens))
-        return key._replace(format=format, rows=rows, batch=batch, tokens=tokens)
-
-    def rule(self, problem: Problem) -> Plan:
-        """See Operation."""
-        return plan_by_rule(problem)
-
-    def candidates(self, problem: Problem, most: int) -> list[Plan]:
-        """See Operation."""
-        return candidates(problem, most)
-
-    def why_damaged(self, key: Key, plan: Plan) -> str | None:
-        """See Operation."""
-        config: Any = plan.config
-        return why_not_config(config)
-
-    def suits(self, problem: Problem, plan: Plan) -> bool:
-        """Whether a problem can run with a plan of its key, whose tiles may not suit its pages."""
-        fits = plan.config.tile_keys <= max(problem.cache.page_size, SMALL_KEYS)
-        return fits and why_unsound(plan.config, problem) is None
-
-
-OPERATION = Attention()
+    levels=("{format}", "{kv_heads}x{head_dim}", "{is_varlen:varlen }{rows}", "{batch}x{tokens}"),
+    configs={"triton": AttentionConfig},
+    exact=_exact,
+    bucketed=_bucketed,
+    rule=plan_by_rule,
+    candidates=candidates,
+    suits=_suits,
+    why_damaged=_why_damaged,
+)
 plan_of = functools.partial(plans.plan_of, OPERATION)
 forced = functools.partial(plans.forced, OPERATION)
 

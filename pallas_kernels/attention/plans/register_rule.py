@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpjax.kernels.attention.plans.configuration import NARROW_ROWS, AttentionConfig, tile_memory
 from mpjax.kernels.attention.plans.problem import Problem
-from mpjax.kernels.attention.plans.team_rule import AHEAD, MOST_RESIDENT, SMALL_TILE
+from mpjax.kernels.attention.plans.split_rule import AHEAD, MOST_RESIDENT, SMALL_TILE
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
 # Below its least number, each program loses more by having few registers than their number gains.

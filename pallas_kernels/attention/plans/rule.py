@@ -4,7 +4,7 @@ Decoding reads the cache once. So each multiprocessor should always have enough 
 all programs should run at once. The rule chooses
 
 - the tile of a program, how many programs are resident on a multiprocessor, and over how many each
-  sequence is split, so that all fit on the GPU (`team_rule`). Programs that end soon get small
+  sequence is split, so that all fit on the GPU (`split_rule`). Programs that end soon get small
   tiles, so that they wait for fewer bytes before they begin to compute;
 - here: which programs read the residual, whether programs help each other, and how many tiles are
   read ahead;
@@ -19,13 +19,13 @@ import math
 from mpjax.kernels.attention.plans.configuration import LEAST_KEYS, AttentionConfig, tile_memory
 from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.register_rule import registers_by_rule
-from mpjax.kernels.attention.plans.team_rule import (
+from mpjax.kernels.attention.plans.split_rule import (
     AHEAD,
     BYTES_IN_FLIGHT,
     SMALL_TILE,
-    Team,
+    Split,
     power_below,
-    team_by_rule,
+    split_by_rule,
 )
 from mpjax.kernels.plans.plan import Plan
 
@@ -46,24 +46,24 @@ def plan_by_rule(problem: Problem) -> Plan:
 
 def config_by_rule(problem: Problem) -> AttentionConfig:
     """The rule's configuration for a problem, which is always sound."""
-    team = team_by_rule(problem)
-    tile, splits, is_brief = team.tile, team.splits, _is_brief(problem, team)
-    is_balanced = _is_balanced(problem, team)
-    residual_keys, residual_splits = _residual(problem, team, is_brief=is_brief)
+    split = split_by_rule(problem)
+    tile, splits, is_brief = split.tile, split.splits, _is_brief(problem, split)
+    is_balanced = _is_balanced(problem, split)
+    residual_keys, residual_splits = _residual(problem, split, is_brief=is_brief)
     balances_channel_keys = is_balanced and problem.has_channel_keys
-    if tile.is_narrow and team.room == splits == 1 and not balances_channel_keys:
+    if tile.is_narrow and split.room == splits == 1 and not balances_channel_keys:
         residual_splits = 0  # one program reads all of a sequence, with no partials to join
     elif is_brief:
-        splits = max(1, min(splits, team.room - residual_splits))
-    if is_brief and team.is_small:  # the fewest splits whose longest program has no more tiles
-        splits = math.ceil(team.tiles / math.ceil(team.tiles / splits))
+        splits = max(1, min(splits, split.room - residual_splits))
+    if is_brief and split.is_small:  # the fewest splits whose longest program has no more tiles
+        splits = math.ceil(split.tiles / math.ceil(split.tiles / splits))
     # Crowded programs have large tiles, share the GPU with programs of the residual, and are fewer
     # than the tiles.
-    is_crowded = is_brief and not team.is_small and residual_splits > 0 and splits < team.tiles
+    is_crowded = is_brief and not split.is_small and residual_splits > 0 and splits < split.tiles
     one_ahead = is_crowded and problem.has_channel_keys
     config = AttentionConfig(
         *(tile.rows, tile.keys, splits, tile.warps),
-        stages=2 if one_ahead else 1 + _ahead(problem, team, splits),
+        stages=2 if one_ahead else 1 + _ahead(problem, split, splits),
         residual_keys=residual_keys,
         residual_splits=residual_splits,
         is_balanced=is_balanced,
@@ -72,47 +72,47 @@ def config_by_rule(problem: Problem) -> AttentionConfig:
     return dataclasses.replace(config, registers=registers_by_rule(problem, config))
 
 
-def _is_brief(problem: Problem, team: Team) -> bool:
+def _is_brief(problem: Problem, split: Split) -> bool:
     """Whether programs have slow keys and few tiles, so that all of them should run at once."""
-    is_slow = problem.has_slow_keys and team.tile.is_narrow
-    return is_slow and 0 < team.tiles <= BRIEF_TILES * team.splits
+    is_slow = problem.has_slow_keys and split.tile.is_narrow
+    return is_slow and 0 < split.tiles <= BRIEF_TILES * split.splits
 
 
-def _is_balanced(problem: Problem, team: Team) -> bool:
+def _is_balanced(problem: Problem, split: Split) -> bool:
     """Whether sequences may be so long that programs of short ones should help (`balance`)."""
-    has_few_rows = team.tile.is_narrow or problem.rows <= team.tile.rows
+    has_few_rows = split.tile.is_narrow or problem.rows <= split.tile.rows
     if problem.batch == 1 or problem.is_varlen or not has_few_rows:
         return False
-    has_channels = problem.has_channel_keys and team.tile.is_narrow
-    long = LONG_TOKENS // (2 if has_channels else 1) * team.splits
+    has_channels = problem.has_channel_keys and split.tile.is_narrow
+    long = LONG_TOKENS // (2 if has_channels else 1) * split.splits
     return problem.tokens > LONG_SEQUENCE and problem.tokens >= long
 
 
-def _residual(problem: Problem, team: Team, *, is_brief: bool) -> tuple[int, int]:
+def _residual(problem: Problem, split: Split, *, is_brief: bool) -> tuple[int, int]:
     """The keys of a tile of the residual, and the number of programs that share the residual.
 
     A tile of the residual has no more bytes than one of packed keys.
     """
     if not problem.residual:
         return LEAST_KEYS, 0
-    fitting = team.tile.keys * problem.token_bytes // (2 * 2 * problem.cache.head_dim)
-    keys = min(team.tile.keys, max(LEAST_KEYS, power_below(max(1, fitting))))
-    tiles, packed = problem.residual // keys, max(1, team.tiles)
+    fitting = split.tile.keys * problem.token_bytes // (2 * 2 * problem.cache.head_dim)
+    keys = min(split.tile.keys, max(LEAST_KEYS, power_below(max(1, fitting))))
+    tiles, packed = problem.residual // keys, max(1, split.tiles)
     if is_brief:  # as many as end together with the programs of packed keys
         time = RESIDUAL_TILE_TIME * tiles
-        programs = max(round(team.splits * time / (time + packed)), tiles // MOST_RESIDUAL_TILES)
+        programs = max(round(split.splits * time / (time + packed)), tiles // MOST_RESIDUAL_TILES)
     else:  # as many as have the tiles of a program of packed keys each
-        programs = round(team.splits * tiles / packed)
+        programs = round(split.splits * tiles / packed)
     return keys, min(max(1, programs), tiles, MOST_RESIDUAL_SPLITS)
 
 
-def _ahead(problem: Problem, team: Team, splits: int) -> int:
+def _ahead(problem: Problem, split: Split, splits: int) -> int:
     """The number of tiles that a program reads ahead, AHEAD or 1.
 
     It is 1 if all programs run at once only with 1. For programs that don't decode and would not
     all run at once even with 1, it is AHEAD.
     """
-    tile, memory = team.tile, tile_memory(problem, team.tile.rows)
+    tile, memory = split.tile, tile_memory(problem, split.tile.rows)
     tile_bytes = tile.keys * problem.token_bytes
     programs = -(-problem.programs(tile.rows) * splits // problem.limits.multiprocessors)
     only_reads = tile.is_narrow and not problem.is_decoded

@@ -1,11 +1,9 @@
 """Plans of grouped products: from a `Problem`, the tiles that multiply it."""
 
-from mpjax.kernels.experts.plans.candidates import candidates
 from mpjax.kernels.experts.plans.configuration import (
     PLAIN_CHANNELS,
     ExpertsConfig,
     ExpertsWarpgroupConfig,
-    Tiling,
 )
 from mpjax.kernels.experts.plans.operation import (
     OPERATION,
@@ -30,9 +28,7 @@ __all__ = [
     "ExpertsWarpgroupConfig",
     "Key",
     "Problem",
-    "Tiling",
     "bucket",
-    "candidates",
     "config_of",
     "forced",
     "joint_configs_of",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from mpjax.kernels.gemm.plans import TritonConfig, WarpgroupConfig
 
 Tiling = Literal["pairs", "counted", "sorted"]
-TILINGS: tuple[Tiling, ...] = get_args(Tiling)
 WARPGROUP_TILINGS: tuple[Tiling, ...] = ("counted", "sorted")  # tiles of `pairs` have one row
 PLAIN_CHANNELS = 64  # input channels of a step of the kernel, for plain weights
 

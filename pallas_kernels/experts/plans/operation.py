@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpjax.kernels import device, plans
@@ -37,61 +36,38 @@ def bucket(tokens: int) -> int:
     return 1 << max(0, tokens - 1).bit_length()
 
 
-class GroupedProducts(Operation[Problem]):
-    """The products of tokens with their experts, by format, shape and bucket of tokens.
+def _exact(problem: Problem) -> Key:
+    fields = {name: getattr(problem, name) for name in Key._fields}
+    return Key(**fields | {"format": str(problem.format)})
 
-    The name of a shape, such as `8/128 of 2048x1536 gated`, has the experts of a token and of all,
-    and K and N of each.
-    """
 
-    name = "experts"
-    keys = Key
-    levels = (
+def _bucketed(key: Key) -> Key:
+    return key._replace(format=str(ProductFormat.of(key.format)), tokens=bucket(key.tokens))
+
+
+def _why_damaged(key: Key, plan: Plan) -> str | None:
+    config: Any = plan.config
+    return config.why_not() if plan.implementation == "triton" else None
+
+
+OPERATION = Operation[Problem](
+    name="experts",
+    keys=Key,
+    # A shape, such as `8/128 of 2048x1536 gated`, has the experts of a token and of all, and K and
+    # N of each.
+    levels=(
         "{format}",
         "{per_token}/{experts} of {channels}x{outputs}{gated: gated}",
         "{tokens}",
-    )
-    configs: Mapping[str, type | None] = {
-        "triton": ExpertsConfig,
-        "mosaic": ExpertsWarpgroupConfig,
-    }
-
-    def exact(self, problem: Problem) -> Key:
-        """See Operation."""
-        return Key(
-            str(problem.format),
-            problem.per_token,
-            problem.experts,
-            problem.channels,
-            problem.outputs,
-            problem.gated,
-            problem.tokens,
-        )
-
-    def bucketed(self, key: Key) -> Key:
-        """See Operation."""
-        format = str(ProductFormat.of(key.format))
-        return key._replace(format=format, tokens=bucket(key.tokens))
-
-    def rule(self, problem: Problem) -> Plan:
-        """See Operation."""
-        return plan_by_rule(problem)
-
-    def candidates(self, problem: Problem, most: int) -> list[Plan]:
-        """See Operation."""
-        return candidates(problem, most)
-
-    def why_damaged(self, key: Key, plan: Plan) -> str | None:
-        """See Operation."""
-        config: Any = plan.config
-        return config.why_not() if plan.implementation == "triton" else None
-
-    def suits(self, problem: Problem, plan: Plan) -> bool:
-        """See Operation."""
-        return can_run(problem, plan)
-
-
-OPERATION = GroupedProducts()
+    ),
+    configs={"triton": ExpertsConfig, "mosaic": ExpertsWarpgroupConfig},
+    exact=_exact,
+    bucketed=_bucketed,
+    rule=plan_by_rule,
+    candidates=candidates,
+    suits=can_run,
+    why_damaged=_why_damaged,
+)
 plan_of = functools.partial(plans.plan_of, OPERATION)
 forced = functools.partial(plans.forced, OPERATION)
 

@@ -6,7 +6,6 @@ implementation, `triton_rule` and `warpgroup_rule` the tiles, the latter with a 
 `limits` and `shared_memory` say which configurations a GPU can run.
 """
 
-from mpjax.kernels.gemm.plans.candidates import candidates
 from mpjax.kernels.gemm.plans.configuration import (
     FEW_ROWS,
     SCALINGS,
@@ -52,7 +51,6 @@ __all__ = [
     "WarpgroupConfig",
     "bucket",
     "can_be_operand",
-    "candidates",
     "forced",
     "microseconds",
     "plan_by_rule",

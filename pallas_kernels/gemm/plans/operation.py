@@ -49,70 +49,60 @@ def bucket(rows: int) -> int:
     return size + 1 if rows % ROW_MULTIPLE == 0 and size % ROW_MULTIPLE else size
 
 
-class Products(Operation[Problem]):
-    """The products of rows with a packed weight, by format, shape and bucket of rows."""
+def _exact(problem: Problem) -> Key:
+    return Key(str(problem.format), problem.channels, problem.outputs, problem.rows)
 
-    name = "gemm"
-    keys = Key
+
+def _bucketed(key: Key) -> Key:
+    return key._replace(format=str(ProductFormat.of(key.format)), rows=bucket(key.rows))
+
+
+def _find(entries: Mapping[Any, Entry], key: Key) -> Entry | None:
+    """The entry of a key, or None.
+
+    A bucket without an entry uses the one for the next multiple of ROW_MULTIPLE rows, unless that
+    entry's plan is the warpgroups' kernel.
+    """
+    if key in entries or not key.rows % ROW_MULTIPLE:
+        return entries.get(key)
+    other = entries.get(key._replace(rows=key.rows + 1))
+    return None if other is None or other.plan.implementation == "mosaic" else other
+
+
+def _why_damaged(key: Key, plan: Plan) -> str | None:
+    weight, config = ProductFormat.of(key.format).weight, plan.config
+    if plan.implementation == "mosaic":
+        return why_unsound(config, weight)
+    if reason := config.why_not():
+        return str(reason)
+    if config.width is not None and weight.plane_width % config.width:
+        return f"width is {config.width}, expected a divisor of {weight.plane_width}"
+    return None
+
+
+def _suits(problem: Problem, plan: Plan) -> bool:
+    if plan.implementation == "triton":
+        return limits.why_unsound(plan.config, problem) is None
+    if plan.implementation == "mosaic":
+        return limits.why_not_warpgroups(problem) is None
+    is_plain_product = problem.weight.is_flat and problem.weight.group_size is None
+    return plan.implementation != "xla" or is_plain_product
+
+
+OPERATION = Operation[Problem](
+    name="gemm",
+    keys=Key,
     # uint4:g128 (W4A16) or liquid4:g64/int8 (W4A8), 4096x24576, 64
-    levels = ("{format}", "{channels}x{outputs}", "{rows}")
-    configs: Mapping[str, type | None] = {
-        "triton": TritonConfig,
-        "mosaic": WarpgroupConfig,
-        "dequantize": None,
-        "xla": None,
-    }
-
-    def exact(self, problem: Problem) -> Key:
-        """See Operation."""
-        return Key(str(problem.format), problem.channels, problem.outputs, problem.rows)
-
-    def bucketed(self, key: Key) -> Key:
-        """See Operation."""
-        format = str(ProductFormat.of(key.format))
-        return key._replace(format=format, rows=bucket(key.rows))
-
-    def rule(self, problem: Problem) -> Plan:
-        """See Operation."""
-        return plan_by_rule(problem)
-
-    def candidates(self, problem: Problem, most: int) -> list[Plan]:
-        """See Operation."""
-        return candidates(problem, most)
-
-    def find(self, entries: Mapping[Any, Entry], key: Key) -> Entry | None:
-        """The entry of a key, or None.
-
-        A bucket without an entry uses the one for the next multiple of ROW_MULTIPLE rows, unless
-        that entry's plan is the warpgroups' kernel.
-        """
-        if key in entries or not key.rows % ROW_MULTIPLE:
-            return entries.get(key)
-        other = entries.get(key._replace(rows=key.rows + 1))
-        return None if other is None or other.plan.implementation == "mosaic" else other
-
-    def why_damaged(self, key: Key, plan: Plan) -> str | None:
-        """See Operation."""
-        weight, config = ProductFormat.of(key.format).weight, plan.config
-        if plan.implementation == "mosaic":
-            return why_unsound(config, weight)
-        if reason := config.why_not():
-            return str(reason)
-        if config.width is not None and weight.plane_width % config.width:
-            return f"width is {config.width}, expected a divisor of {weight.plane_width}"
-        return None
-
-    def suits(self, problem: Problem, plan: Plan) -> bool:
-        """See Operation."""
-        if plan.implementation == "triton":
-            return limits.why_unsound(plan.config, problem) is None
-        if plan.implementation == "mosaic":
-            return limits.why_not_warpgroups(problem) is None
-        is_plain_product = problem.weight.is_flat and problem.weight.group_size is None
-        return plan.implementation != "xla" or is_plain_product
-
-
-OPERATION = Products()
+    levels=("{format}", "{channels}x{outputs}", "{rows}"),
+    configs={"triton": TritonConfig, "mosaic": WarpgroupConfig, "dequantize": None, "xla": None},
+    exact=_exact,
+    bucketed=_bucketed,
+    rule=plan_by_rule,
+    candidates=candidates,
+    suits=_suits,
+    why_damaged=_why_damaged,
+    find=_find,
+)
 plan_of = functools.partial(plans.plan_of, OPERATION)
 forced = functools.partial(plans.forced, OPERATION)
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.gemm import integer_sums
+from mpjax.kernels.gemm.warpgroups.producer import Copies
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory, products
 from mpjax.kernels.target import current_target
@@ -153,6 +154,7 @@ class Consumer:
     def _of_planes(self, sums: Any) -> list[jax.Array]:
         """The main loop for many rows of 16 bits, whose tiles of x are copied plane by plane."""
         call, shared = self.call, self.program.shared
+        copies = Copies(self.program, self.count)
 
         def go_on(number: jax.Array, _: None) -> None:
             """Multiplies the planes of block `number`, each with its own tile of x."""
@@ -165,7 +167,11 @@ class Consumer:
                 memory.wait(shared.x_full.at[place])
                 products.multiply(sums, weights, shared.x_tiles.at[place])
                 self._free_before(step, shared.x_free, call.stages.x)
+                copies.after_tile(step)
+                if plane == 0:
+                    copies.after_words(number)
 
+        copies.begin()
         jax.lax.fori_loop(0, self.count, go_on, None)
         products.wait_for_products(0)
         return [sums[...]]
@@ -176,7 +182,7 @@ class Consumer:
         sums: one for each of `config.product_rows`.
         """
         call, shared = self.call, self.program.shared
-        width = call.format.plane_width
+        width, copies = call.format.plane_width, Copies(self.program, self.count)
 
         def go_on(number: jax.Array, _: None) -> None:
             """Multiplies the planes of block `number` with columns of its tile of x.
@@ -201,9 +207,11 @@ class Consumer:
                     row += part.shape[1]
                 if plane == 0:
                     self._free_before(number, shared.free, call.stages.blocks, len(sums))
+                    copies.after_block(number)
                 else:
                     products.wait_for_products(len(sums))
 
+        copies.begin()
         jax.lax.fori_loop(0, self.count, go_on, None)
         products.wait_for_products(0)
         return [part[...] for part in sums]

@@ -1,11 +1,12 @@
 """Fused dequantise-GEMM by warpgroups, in which tensor cores multiply while weights are decoded.
 
 A program has one producer warpgroup, which only begins copies (`producer`), and some consumers
-(`consumer`), each with 64 output channels. A consumer decodes a plane of codes into the registers
-that tensor cores read, begins its product, and decodes the next plane while the tensor cores
-multiply this one or another consumer's (LiquidGEMM §5.2). All consumers read the same tiles of x.
-If there are few outputs, several consumers or programs share them, each with a part of K and of x,
-and their sums are added on the chip (`epilogue`).
+(`consumer`), each with 64 output channels; with JAX 0.12, the first consumer begins the copies of
+tiles of many rows. A consumer decodes a plane of codes into the registers that tensor cores read,
+begins its product, and decodes the next plane while the tensor cores multiply this one or another
+consumer's (LiquidGEMM §5.2). All consumers read the same tiles of x. If there are few outputs,
+several consumers or programs share them, each with a part of K and of x, and their sums are added
+on the chip (`epilogue`).
 
 With few rows, or 8-bit x, the scale of a group multiplies the sums, else the decoded weights, which
 are rounded to 16 bits: whichever are fewer. Scales of whole output channels are left to the
@@ -65,10 +66,7 @@ def matmul_terms(
     splits = min(config.splits, blocks)
     is_one_term = splits == 1 or config.is_cluster
     is_cluster = splits > 1 and config.is_cluster and not interpret  # there are none in interpret
-    # A warpgroup can transpose only tiles of 16-bit and 32-bit floats, to write them out.
-    is_floating = jnp.issubdtype(out_dtype, jnp.floating)
-    can_write = is_floating and jnp.dtype(out_dtype).itemsize in (2, 4)
-    dtype = jnp.dtype(out_dtype if can_write and (splits == 1 or is_cluster) else jnp.float32)
+    dtype = _written(out_dtype) if splits == 1 or is_cluster else jnp.dtype(jnp.float32)
     assert why_unsound(config, format) is None
     x_bytes = rows * weight.padded_channels * values.dtype.itemsize
     bands, band_tiles = bands_of(pl.cdiv(rows, config.tile_m), x_bytes)
@@ -84,13 +82,6 @@ def matmul_terms(
         band_tiles=band_tiles if bands > 1 else None,
         interpret=interpret,
     )
-    # The last axis varies fastest, so that programs that read the same words run at the same time.
-    axes = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}
-    if bands > 1:
-        axes = {"band": bands, **axes}
-    cluster = {"split": splits} if is_cluster else {}
-    if not is_cluster:
-        axes = {"split": splits, **axes}
     arguments = Arguments(
         jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
         weight.words,
@@ -102,12 +93,35 @@ def matmul_terms(
     terms = run_programs(
         call,
         arguments,
-        jax.ShapeDtypeStruct((axes.get("split", 1), rows + missing, outputs), dtype),
-        Grid(axes, config.warpgroups, cluster),
+        jax.ShapeDtypeStruct((1 if is_cluster else splits, rows + missing, outputs), dtype),
+        _grid(call, bands, pl.cdiv(outputs, config.tile_n), band_tiles),
         f"matmul_warpgroups_{format.codes}",
     )
     terms = terms[:, :rows]
     return terms.sum(0, keepdims=True).astype(out_dtype) if is_one_term else terms
+
+
+def _written(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which a program writes a product out that is to have `dtype`.
+
+    A warpgroup can transpose only tiles of 16-bit and 32-bit floats, to write them out.
+    """
+    dtype = jnp.dtype(dtype)
+    can_write = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4)
+    return dtype if can_write else jnp.dtype(jnp.float32)
+
+
+def _grid(call: Call, bands: int, columns: int, band_tiles: int) -> Grid:
+    """The programs of a product: the last axis varies fastest.
+
+    So programs that read the same words run at the same time.
+    """
+    axes = {"column": columns, "row": band_tiles}
+    if bands > 1:
+        axes = {"band": bands, **axes}
+    if call.axis is not None:
+        return Grid(axes, call.warpgroups, {call.axis: call.splits})
+    return Grid({"split": call.splits, **axes}, call.warpgroups, {})
 
 
 def bands_of(tiles: int, nbytes: int) -> tuple[int, int]:
@@ -161,6 +175,17 @@ def _kernel(call: Call, fields: tuple[str, ...], *references: Any, **shared: Any
 def _run(program: Program) -> None:
     call, warpgroup, config = program.call, program.warpgroup, program.call.config
 
+    def consume() -> None:
+        share: Any = 0 if config.shares == 1 else warpgroup // call.columns
+        column = warpgroup if config.shares == 1 else jax.lax.rem(warpgroup, call.columns)
+        with tracing_for(program.target):
+            consumer = Consumer(program, column, share)
+            Epilogue(program, consumer, column, share).run(consumer.run())
+
+    if not call.has_producer:
+        consume()
+        return
+
     @pl.when(warpgroup == config.warpgroups)
     def _produce() -> None:
         give_registers()
@@ -169,8 +194,4 @@ def _run(program: Program) -> None:
     @pl.when(warpgroup < config.warpgroups)
     def _consume() -> None:
         take_registers(config.warpgroups)
-        share: Any = 0 if config.shares == 1 else warpgroup // call.columns
-        column = warpgroup if config.shares == 1 else jax.lax.rem(warpgroup, call.columns)
-        with tracing_for(program.target):
-            consumer = Consumer(program, column, share)
-            Epilogue(program, consumer, column, share).run(consumer.run())
+        consume()

@@ -15,6 +15,7 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.shared_memory import Stages
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, decoding, memory
+from mpjax.kernels.mosaic.launch import can_give_registers
 from mpjax.kernels.product_format import ProductFormat
 from mpjax.kernels.target import Target, current_target
 
@@ -49,6 +50,20 @@ class Call(NamedTuple):
     def kind(self) -> code_kinds.CodeKind:
         """The kind of the weight's codes, which plain weights don't have."""
         return code_kinds.of(self.format)
+
+    @property
+    def has_producer(self) -> bool:
+        """Whether a warpgroup of its own begins the copies, and gives its registers to consumers.
+
+        Where it can't give them, the sums of many rows would not fit a consumer's: without it they
+        do, and the first consumer begins the copies.
+        """
+        return self.config.has_few_rows or self.scales_x_blocks or can_give_registers()
+
+    @property
+    def warpgroups(self) -> int:
+        """The warpgroups of a program: consumers, and a producer if there is one."""
+        return self.config.warpgroups + self.has_producer
 
     @property
     def is_plain(self) -> bool:

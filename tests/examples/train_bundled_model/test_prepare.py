@@ -60,9 +60,3 @@ def test_bundle_ships_held_out_text_and_learns_from_the_rest(
         "held_out": [library["bundled"], library["validation"]],
         "learned": [library["train"].text],
     }
-
-
-def test_a_stage_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([])
-    assert "STAGE" in capsys.readouterr().err

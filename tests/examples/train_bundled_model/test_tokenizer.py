@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from examples.train_bundled_model import corpus, tokenizer
-from examples.train_bundled_model.corpus import Document
 
 BUNDLED = tokenizer.load()
 
 
 def pieces(bpe: Tokenizer, text: str) -> list[str]:
     return [bpe.decode([token]) for token in bpe.encode(text).ids]
-
-
-def test_bundled_tokenizer() -> None:
-    assert BUNDLED.get_vocab_size() == 2048
-    assert BUNDLED.token_to_id("<|endoftext|>") == 0
-    assert (corpus.BUNDLED / "tokenizer.json").stat().st_size < 200_000
-
-
-@pytest.mark.parametrize("document", corpus.read_held_out(), ids=lambda document: document.path)
-def test_held_out_text_round_trips(document: Document) -> None:
-    assert BUNDLED.decode(BUNDLED.encode(document.text).ids) == document.text
 
 
 @given(st.text())
@@ -43,18 +30,6 @@ def test_python_is_cut_at_line_breaks_words_and_digits() -> None:
         "def", " __init__", "(", "self", "):", "\n        ",
         "return", " self", ".", "x", " +", " ", "1", "2", "\n",
     ]  # fmt: skip
-
-
-def test_a_prompt_keeps_its_tokens_when_the_text_goes_on() -> None:
-    prompt = "import os\n\ndef area(width, height):"
-    tokens = BUNDLED.encode(prompt).ids
-    assert BUNDLED.encode(prompt + "\n    return width * height\n").ids[: len(tokens)] == tokens
-
-
-def test_held_out_bytes_per_token() -> None:
-    texts = [document.text for document in corpus.read_held_out()]
-    tokens = sum(len(BUNDLED.encode(text).ids) for text in texts)
-    assert sum(len(text.encode()) for text in texts) / tokens > 3.15
 
 
 def test_training_is_deterministic_and_what_is_saved_loads(tmp_path: Path) -> None:
@@ -74,12 +49,3 @@ def test_transformers_loads_the_same_tokenizer() -> None:
     assert loaded.decode(loaded(text)["input_ids"]) == text
     assert loaded.eos_token_id == loaded.bos_token_id == 0
     assert len(loaded) == 2048
-
-
-def test_token_stream_puts_end_of_text_around_every_document() -> None:
-    documents = [Document("a.py", "a = 1\n"), Document("b.py", "b\n")]
-    stream = tokenizer.token_stream(BUNDLED, documents)
-    first, second = (BUNDLED.encode(document.text).ids for document in documents)
-    assert stream.dtype == np.uint16
-    assert stream.tolist() == [0, *first, 0, *second, 0]
-    assert tokenizer.token_stream(BUNDLED, []).tolist() == [0]

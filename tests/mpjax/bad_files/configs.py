@@ -7,9 +7,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     GPTQ,
     HQQ,
-    compressed_fp8,
     compressed_integers,
-    hqq,
 )
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
@@ -50,18 +48,12 @@ CONFIGS: list[Case] = [
         *not_a("a positive integer", "head_dim", 0, -16, 16.0, "16"),
         *not_a("a positive, even number", "head_dim", 15),
         *not_a("at most 10000", "num_hidden_layers", 100_000_000, 10**30, 10**4000),
-        (
-            config(head_dim=None, hidden_size=60),
-            "head_dim (hidden_size / num_attention_heads) is 15",
-        ),
+        (config(head_dim=None, hidden_size=60), "head_dim (hidden_size / num_attention_heads) is"),
         (
             config(head_dim=None, num_attention_heads=128),
             "head_dim (hidden_size / num_attention_hea",
         ),
-        (
-            config(num_key_value_heads=3),
-            "num_attention_heads is 4 and num_key_value_heads 3: expect",
-        ),
+        (config(num_key_value_heads=3), "num_attention_heads is 4 and num_key_value_heads 3:"),
         *(
             row
             for key in ("rope_theta", "rms_norm_eps")
@@ -72,10 +64,7 @@ CONFIGS: list[Case] = [
             for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
             for row in not_a("true or false", key, 1, "false", [])
         ),
-        (
-            config(torch_dtype="int8"),
-            "dtype 'int8' is not supported: expected bfloat16, float16 or",
-        ),
+        (config(torch_dtype="int8"), "dtype 'int8' is not supported: expected bfloat16, float16"),
         (config(torch_dtype=[1]), "dtype '[1]' is not supported: expected"),
         *not_a("token ids from 0 to 95", "eos_token_id", -1, 96, [2, "a"], True, "</s>", {"a": 1}),
         *not_a("an object", "rope_scaling", "linear", [1], 3),
@@ -90,10 +79,7 @@ CONFIGS: list[Case] = [
         *not_a("an integer from 0 on", "max_window_layers", "a", -1, 1.5, sliding_window=8, **QWEN),
         (config(layer_types=["chunked"] * 2, **MISTRAL), "layer_types must list 2 of ['full_"),
         (config(layer_types=["full_attention"], **MISTRAL), "layer_types must list 2 of ['full_"),
-        (
-            config(layer_types=5, **MISTRAL),
-            "layer_types must list 2 of ['full_attention', 'sliding",
-        ),
+        (config(layer_types=5, **MISTRAL), "layer_types must list 2 of"),
         (config(layer_types=[[1], [1]], **MISTRAL), "layer_types must list 2 of ['full_attention'"),
         (
             config(layer_types={"full_attention": 1, "sliding_attention": 1}, **MISTRAL),
@@ -106,72 +92,16 @@ CONFIGS: list[Case] = [
             (quantized({"quant_method": name}), f"quant_method '{name}' is not supported: load an")
             for name in ("fbgemm_fp8", "quark", "higgs")
         ),
+        # Others are in tests/mpjax/checkpoint/schemes/test_errors.py.
         *(
             (quantized(written), f"quantization_config of {said}")
             for written, said in [
                 (GPTQ | {"bits": 3}, "a GPTQ checkpoint: bits is 3: only 4 and 8 bits are"),
-                (GPTQ | {"bits": "4"}, "a GPTQ checkpoint: bits is '4': expected an integer"),
-                (GPTQ | {"meta": "x"}, "a GPTQ checkpoint: meta is 'x': expected an object"),
-                (GPTQ | {"group_size": 0}, "a GPTQ checkpoint: group_size is 0: expected a posi"),
-                (GPTQ | {"desc_act": "false"}, "a GPTQ checkpoint: desc_act is 'false': expected"),
-                (GPTQ | {"static_groups": 1}, "a GPTQ checkpoint: static_groups is 1: expected t"),
-                (GPTQ | {"is_marlin_format": "no"}, "a GPTQ checkpoint: is_marlin_format is 'no'"),
-                (GPTQ | {"dynamic": [1]}, "a GPTQ checkpoint: dynamic is [1]: expected a map of"),
-                (GPTQ | {"dynamic": {"a": 3}}, "a GPTQ checkpoint, dynamic rule 'a' is 3: expect"),
-                (GPTQ | {"dynamic": {"a(": {}}}, "a GPTQ checkpoint, dynamic rule 'a(' is not a"),
-                (
-                    GPTQ | {"dynamic": {"a{99999999999}": {}}},
-                    "a GPTQ checkpoint, dynamic rule 'a{99999999999}' is not a regular expression",
-                ),
                 (GPTQ | {"dynamic": {"(" * 9999 + ")" * 9999: {}}}, "a GPTQ checkpoint, dynamic"),
                 (AWQ | {"bits": 8}, "an AWQ checkpoint: bits is 8: only 4 bits are supported"),
-                (
-                    AWQ | {"version": "marlin"},
-                    "an AWQ checkpoint: the layout 'marlin' (AWQ version) is",
-                ),
                 (HQQ | {"quant_config": None}, "an HQQ checkpoint: quant_config is None: expected"),
-                (hqq(axis=0), "an HQQ checkpoint, quant_config: axis is 0, groups along the outp"),
-                (hqq(nbits=2), "an HQQ checkpoint, quant_config: nbits is 2: only 4 and 8 are"),
-                (hqq(group_size=-3), "an HQQ checkpoint, quant_config: group_size is -3: expect"),
-                (hqq(view_as_float=True), "an HQQ checkpoint, quant_config: view_as_float is Tr"),
-                (AWQ | {"zero_point": "true"}, "an AWQ checkpoint: zero_point is 'true': expected"),
                 ({"quant_method": "fp8"}, "an FP8 checkpoint: weight_block_size is None: expected"),
-                (
-                    {"quant_method": "compressed-tensors"},
-                    "a compressed-tensors checkpoint: format is None: expected 'pack-quantized' or",
-                ),
-                (
-                    compressed_integers() | {"format": "mxfp4-pack-quantized"},
-                    "a compressed-tensors checkpoint: format is 'mxfp4-pack-quantized': expected '",
-                ),
-                (
-                    compressed_integers() | {"config_groups": {"a": []}},
-                    "a compressed-tensors checkpoint, group 'a' is []: expected an object",
-                ),
-                (
-                    compressed_integers() | {"ignore": ["re:("]},
-                    "a compressed-tensors checkpoint, ignore 're:(' is not a regular expression",
-                ),
-                *(
-                    (compressed_integers(**weights), f"a compressed-tensors checkpoint, {said}")
-                    for weights, said in [
-                        ({"num_bits": 3}, "group 'group_0', weights: num_bits is 3: expected 4 or"),
-                        ({"num_bits": [4]}, "group 'group_0', weights: num_bits is [4]: expected"),
-                        (
-                            {"group_size": {}},
-                            "group 'group_0', weights: group_size is {}: expected",
-                        ),
-                        ({"actorder": 7}, "group 'group_0', weights: actorder is 7: expected null"),
-                    ]
-                ),
-                (
-                    compressed_integers("int-quantized", num_bits=4),
-                    "a compressed-tensors checkpoint, group 'group_0', weights: num_bits is 4: exp",
-                ),
-                (
-                    compressed_fp8("channel", "token") | {"config_groups": {"a": []}},
-                    "an FP8 checkpoint, group 'a' is []: expected an object",
-                ),
+                (compressed_integers(num_bits=[4]), "a compressed-tensors checkpoint, group"),
             ]
         ),
     ]
@@ -181,26 +111,16 @@ CONFIGS += [
     (said, way, f"config.json{said}")
     for way, said in [
         *((config(**{key: None}), f" has no '{key}'") for key in ("hidden_size", "vocab_size")),
-        (
-            config(rope_scaling={"type": "linear"}),
-            ", rotary scaling has no 'factor': expected a pos",
-        ),
+        (config(rope_scaling={"type": "linear"}), ", rotary scaling has no 'factor': expected a"),
         (config(rope_scaling=LLAMA3), ", rotary scaling has no 'high_freq_factor': expected a pos"),
-        (
-            config(rope_scaling={"type": "linear", "factor": 0}),
-            ", rotary scaling: factor is 0: exp",
-        ),
+        (config(rope_scaling={"type": "linear", "factor": 0}), ", rotary scaling: factor is 0:"),
     ]
 ]
 
 # Things that config.json promises and the files don't hold.
 LIES: list[Case] = [
     ("layers", config(num_hidden_layers=9_999), "config.json says that there are 9999 layers, and"),
-    (
-        "vocabulary",
-        config(vocab_size=2**31 - 1),
-        "embed_tokens.weight is float32 [96, 64]: expecte",
-    ),
+    ("vocabulary", config(vocab_size=2**31 - 1), "embed_tokens.weight is float32 [96, 64]:"),
     ("hidden", config(hidden_size=2**30), "of shape [96, 1073741824]"),
     ("inner", config(intermediate_size=10**9), "of shape [1000000000, 64]"),
     ("heads", config(num_attention_heads=2**28), "of shape [4294967296, 64]"),

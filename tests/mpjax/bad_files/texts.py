@@ -31,10 +31,7 @@ TOKENIZERS: list[Case] = [
         (text("tokenizer.json", DEEP), "tokenizer.json can't be read as a tokenizer: "),
         (text("tokenizer.json", "[]"), "tokenizer.json can't be read as a tokenizer: "),
         (edit("tokenizer.json", model=5), "tokenizer.json can't be read as a tokenizer: "),
-        (
-            edit("tokenizer.json", model=PANICS),
-            "tokenizer.json can't be read as a tokenizer: range end index",
-        ),
+        (edit("tokenizer.json", model=PANICS), "tokenizer.json can't be read as a tokenizer:"),
         *(
             (way, "additional_chat_templates is not a folder: expected a folder of chat templates")
             for way in (
@@ -52,25 +49,13 @@ TOKENIZERS: list[Case] = [
         (added({"x": {"content": "<x>"}}), f"{ADDED} has the key 'x': expected a token's id"),
         (added({"-1": {"content": "<x>"}}), f"{ADDED} has the key '-1': expected a token's id"),
         (added({"1_0": {"content": "<x>"}}), f"{ADDED} has the key '1_0': expected a token's id"),
-        (
-            added({"\u0663": {"content": "<x>"}}),
-            f"{ADDED} has the key '\u0663': expected a token's",
-        ),
+        (added({"\u0663": {"content": "<x>"}}), f"{ADDED} has the key '\u0663': expected a"),
         (added({"9" * 5000: {"content": "x"}}), f"{ADDED} has the key '9999"),
-        (
-            added({"3": {"content": "<x>", "special": "yes"}}),
-            f"{ADDED}[3]: special is 'yes': expec",
-        ),
+        (added({"3": {"content": "<x>", "special": "yes"}}), f"{ADDED}[3]: special is 'yes':"),
         (added({"3": {"content": "<x>", "lstrip": None}}), f"{ADDED}[3]: lstrip is None: expected"),
-        (
-            added({"9": {"content": "<x>"}}),
-            "tokenizer_config.json gives '<x>' the id 9, but the next",
-        ),
+        (added({"9": {"content": "<x>"}}), "tokenizer_config.json gives '<x>' the id 9, but the"),
         (added({"3": {"content": ""}}), "tokenizer_config.json gives '' the id 3, but the next id"),
-        (
-            added({"3": {"content": "<x>"}, "4": {"content": "<x>"}}),
-            "tokenizer_config.json gives '<x>' the id 4, but the next id that tokenizer.json",
-        ),
+        (added({"3": {"content": "<x>"}, "4": {"content": "<x>"}}), "tokenizer_config.json gives"),
         *(
             (
                 tokenizer_config(**{key: value}),
@@ -79,26 +64,11 @@ TOKENIZERS: list[Case] = [
             for key in ("bos_token", "eos_token", "pad_token")
             for value in (5, ["<s>"], {"text": "<s>"}, False)
         ),
-        (
-            map_of_tokens(eos_token=5),
-            "special_tokens_map.json: eos_token is 5: expected a string, or",
-        ),
-        (
-            tokenizer_config(extra_special_tokens="<x>"),
-            "extra_special_tokens is '<x>': expected a li",
-        ),
-        (
-            tokenizer_config(extra_special_tokens=[5]),
-            "extra_special_tokens[0] is 5: expected a strin",
-        ),
-        (
-            tokenizer_config(extra_special_tokens={"a": 5}),
-            "extra_special_tokens['a'] is 5: expected",
-        ),
-        (
-            map_of_tokens(additional_special_tokens=7),
-            "additional_special_tokens is 7: expected a lis",
-        ),
+        (map_of_tokens(eos_token=5), "special_tokens_map.json: eos_token is 5: expected a"),
+        (tokenizer_config(extra_special_tokens="<x>"), "extra_special_tokens is '<x>': expected"),
+        (tokenizer_config(extra_special_tokens=[5]), "extra_special_tokens[0] is 5: expected a"),
+        (tokenizer_config(extra_special_tokens={"a": 5}), "extra_special_tokens['a'] is 5:"),
+        (map_of_tokens(additional_special_tokens=7), "additional_special_tokens is 7: expected a"),
         *(
             (
                 steps(without("chat_template.jinja"), tokenizer_config(chat_template=value)),

@@ -42,6 +42,7 @@ def experts_row(**changes: Any) -> dict[str, Any]:
         "shape": "small.down",
         "K": 1000,
         "N": 2000,
+        "experts": 8,
         "per_token": 5,
         "M": 10,
         "format": "uint4:g128",

@@ -14,11 +14,6 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
         import mpjax.bench.figures  # noqa: F401
 
 
-def test_styles_differ():
-    styles = [figures.style_of(index) for index in range(2 * len(figures.COLORS))]
-    assert len(set(styles)) == len(styles)
-
-
 def test_a_figure_is_written_the_same_each_time(tmp_path):
     for name in ("a.svg", "new/b.svg"):
         with figures.figure_of(tmp_path / name, (2, 2)) as figure:

@@ -21,10 +21,10 @@ def cache(format="KV16", page_size=16):
 @pytest.mark.parametrize("tokens", [97, (97, 33)])
 def test_every_token_and_no_other_is_written(monkeypatch, at_once, tokens):
     monkeypatch.setattr(filled_pages, "APPENDED_TOKENS", at_once)
-    filled_pages.fill.clear_cache()
+    filled_pages.fill.clear_cache()  # type: ignore[attr-defined]
     empty = cache()
     filled = filled_pages.fill(empty.layers[0], empty.block_tables, jnp.asarray(tokens), 3)
-    filled_pages.fill.clear_cache()
+    filled_pages.fill.clear_cache()  # type: ignore[attr-defined]
     for words in (filled.keys, filled.values):
         # [sequences, pages, 1, page size, dim] in the order of the block tables
         found = np.asarray(words.astype(jnp.float32))[np.asarray(empty.block_tables)]

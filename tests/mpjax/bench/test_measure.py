@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +15,7 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from mpjax.bench import measure
-from mpjax.kernels import UnsupportedError, device
+from tests.mpjax.bench.rows import gemm_row
 
 
 @pytest.fixture
@@ -75,18 +77,6 @@ def test_numbers_that_xla_appends_are_dropped():
     assert list(found.items()) == [("fusion", 4.5), ("matmul_uint4", 3.0), ("gemm_64x5_TNN", 0.5)]
 
 
-def test_without_a_gpu_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
-    measure.require_gpu()
-    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "it is a toaster")
-    with pytest.raises(UnsupportedError, match=r"CUDA GPU.*: it is a toaster"):
-        measure.require_gpu()
-
-
-def test_copies_pass_the_l2_cache_and_are_never_one():
-    assert [measure.copies(n) for n in (8_000_000, 150_000_000, 10**9)] == [25, 2, 2]
-
-
 def test_flat_bytes_are_all_bytes_in_order():
     leaves: dict[str, np.ndarray] = {
         "a": np.array([1, 65535, 3], np.uint16),
@@ -106,19 +96,6 @@ def test_the_floor_is_the_time_of_one_tree(take):
     assert measure.floor_microseconds(trees) == pytest.approx(10.0)
 
 
-def test_bandwidth_is_bytes_over_time(monkeypatch):
-    monkeypatch.setattr(measure, "microseconds", lambda function, buffer: 500.0)
-    monkeypatch.setattr(jnp, "ones", lambda shape, dtype: SimpleNamespace(nbytes=2e9))
-    assert measure.read_bandwidth() == pytest.approx(4e12)
-
-
-def test_results_are_stamped(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "stamp", lambda: {"device": "GPU", "commit": "abc"})
-    path = measure.save("name", {"x": 1}, tmp_path / "new")
-    assert path == tmp_path / "new" / "name.json"
-    assert json.loads(path.read_text()) == {"device": "GPU", "commit": "abc", "x": 1}
-
-
 def test_results_before_stay_where_saving_is_interrupted(tmp_path, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -135,11 +112,26 @@ def test_results_before_stay_where_saving_is_interrupted(tmp_path, monkeypatch):
 def test_the_stamp_says_where_and_with_what(monkeypatch):
     measure.stamp.cache_clear()
     monkeypatch.setenv("GIT_COMMIT", "named")
+    monkeypatch.setattr(
+        "sys.argv", ["/bin/mpjax", "bench", "gemm", "--output", "/a/b", "--rows", "1"]
+    )
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     found = measure.stamp()
-    assert list(found) == ["device", "commit", "driver", "versions"]
+    assert list(found) == ["device", "commit", "driver", "versions", "command"]
     assert found["commit"] == "named"
     assert found["versions"]["jax"] == jax.__version__
+    assert found["command"] == "mpjax bench gemm --rows 1"
     measure.stamp.cache_clear()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="benchmarks.x"))
+    assert measure.stamp()["command"] == "python -m benchmarks.x bench gemm --rows 1"
+    measure.stamp.cache_clear()
+
+
+def test_errors_from_the_gate_on_fail_where_they_were_measured():
+    rows = [gemm_row(relative_error=error) for error in (7.9e-3, None, 8e-3, math.nan)]
+    wrong = measure.failures(rows, "{shape}, M = {M}")
+    assert wrong[0] == "model.map, M = 1: the error is 8.0e-03, and the gate is 8e-03"
+    assert len(wrong) == 2
 
 
 def test_the_commit_is_that_of_the_package_not_of_the_folder_it_is_called_from(
@@ -156,11 +148,3 @@ def test_the_commit_is_that_of_the_package_not_of_the_folder_it_is_called_from(
     (tmp_path / ".git").mkdir()
     assert measure._commit(tmp_path) == "abc-dirty"
     assert ran == [["git", "-C", str(tmp_path), "describe", "--always", "--dirty"]]
-
-
-def test_results_go_to_the_checkout_or_here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "stamp", dict)
-    assert measure.save("x", {}).resolve() == tmp_path / "x.json"
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    assert measure.save("x", {}).resolve() == tmp_path / "benchmarks" / "results" / "x.json"

@@ -50,20 +50,6 @@ def test_more_formats_than_colors_can_be_told_apart(tmp_path):
     assert len(re.findall(hollow, text)) >= 2, "the first color's second format is not hollow"
 
 
-def test_a_plot_is_the_same_each_time_and_has_no_date(tmp_path):
-    for name in ("a.svg", "b.svg"):
-        roofline.draw_gemm(list(gemm_rows()), tmp_path / name)
-    text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    assert "dc:date" not in text
-    assert len(text) < 150_000
-
-
-def test_one_shape_and_one_row_can_be_drawn(tmp_path):
-    roofline.draw_gemm([gemm_row()], tmp_path / "one.svg")
-    assert "model.map   K 4000, N 5000" in labels((tmp_path / "one.svg").read_text())
-
-
 def test_the_memory_roof_is_the_floor_up_to_the_compute_roof():
     rows = [gemm.figures(gemm_row(M=m, microseconds=20.0 * m)) for m in (1, 16, 4096)]
     # The floor of 10 µs allows 4 TFLOP/s for each row of x: 400 are reached at M = 100.
@@ -72,11 +58,6 @@ def test_the_memory_roof_is_the_floor_up_to_the_compute_roof():
     assert y == pytest.approx([4, 400])
     assert roofline.memory_roof(rows, 1e6)[0] == pytest.approx([1, 4096])
     assert roofline.memory_roof(rows[2:], 400.0) == ([], [])
-
-
-def test_models_are_named_once_in_order():
-    names = ("b.x", "a.x", "b.y")
-    assert roofline.models([gemm_row(shape=name) for name in names]) == ["b", "a"]
 
 
 def test_generation_is_drawn_beside_its_roofline(tmp_path):

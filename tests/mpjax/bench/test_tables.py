@@ -9,13 +9,24 @@ from mpjax.bench import tables
 HEADERS = ("format", "µs", "GB/s")
 
 
-def test_markdown():
-    assert tables.markdown(HEADERS, [["a", "1", "2"], ["b", "3", ""]]) == (
-        "| format | µs | GB/s |\n| --- | ---: | ---: |\n| a | 1 | 2 |\n| b | 3 |  |\n"
-    )
+def test_cells_are_empty_where_a_row_lacks_a_value():
+    columns = {
+        "name": "{name}",
+        "µs": tables.scaled("{:.1f}", "seconds", 1e6),
+        "most": "{gap[most]:.0f} s",
+        "own": lambda row: row["name"] * 2,
+    }
+    rows = [
+        {"name": "a", "seconds": 2e-6, "gap": {"most": 3}},
+        {"name": "b", "seconds": None, "gap": None},
+        {"name": "c"},
+    ]
+    headers, lines = tables.table(columns, rows)
+    assert headers == [*columns]
+    assert lines == [["a", "2.0", "3 s", "aa"], ["b", "", "", "bb"], ["c", "", "", "cc"]]
 
 
-def test_empty_columns_are_left_out():
+def test_markdown_leaves_out_empty_columns():
     rows = iter([["a", "1", ""], ["b", "3", ""]])
     assert tables.markdown(HEADERS, rows) == (
         "| format | µs |\n| --- | ---: |\n| a | 1 |\n| b | 3 |\n"

@@ -18,8 +18,8 @@ def pack_awq(codes, scales, zeros) -> dict[str, np.ndarray]:
     codes: [K, N] of 0 to 15, row k for input channel k. scales, zeros: [G, N], zeros 0 to 15.
     """
     return {
-        "qweight": _pack_fields(_awq_order(codes), 4),
-        "qzeros": _pack_fields(_awq_order(zeros), 4),
+        "qweight": pack_words(_awq_order(codes), 4),
+        "qzeros": pack_words(_awq_order(zeros), 4),
         "scales": np.ascontiguousarray(scales),
     }
 
@@ -33,12 +33,12 @@ def pack_gptq(codes, scales, zeros, g_idx=None, bits=4, version=1) -> dict[str, 
     channels, groups = codes.shape[0], scales.shape[0]
     if g_idx is None:
         g_idx = np.arange(channels) // (channels // groups)
-    qzeros = _pack_fields(zeros, bits)
+    qzeros = pack_words(zeros, bits)
     if version == 1:
         ones = np.uint32({4: 0x11111111, 8: 0x01010101}[bits])
         qzeros = (qzeros.view(np.uint32) - ones).view(np.int32)
     return {
-        "qweight": np.ascontiguousarray(_pack_fields(codes.T, bits).T),
+        "qweight": np.ascontiguousarray(pack_words(codes.T, bits).T),
         "qzeros": qzeros,
         "scales": np.ascontiguousarray(scales),
         "g_idx": np.asarray(g_idx, np.int32),
@@ -70,8 +70,11 @@ def _awq_order(fields) -> np.ndarray:
     return blocks[:, :, AWQ_COLUMNS].reshape(fields.shape)
 
 
-def _pack_fields(fields, bits) -> np.ndarray:
-    """Packs [R, C] along C into int32 [R, C * bits / 32], lowest bits first."""
-    blocks = np.asarray(fields).astype(np.uint32).reshape(fields.shape[0], -1, 32 // bits)
+def pack_words(fields, bits) -> np.ndarray:
+    """Packs [R, C] along C into int32 [R, ⌈C · bits / 32⌉], lowest bits first."""
+    fields = np.asarray(fields).astype(np.uint32)
+    fields = np.pad(fields, ((0, 0), (0, -fields.shape[1] % (32 // bits))))
+    blocks = fields.reshape(len(fields), -1, 32 // bits)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    return np.bitwise_or.reduce(blocks << shifts, axis=-1).view(np.int32)
+    words = np.bitwise_or.reduce(blocks << shifts, axis=-1)
+    return np.ascontiguousarray(words).view(np.int32)

@@ -14,7 +14,7 @@ from flax import nnx
 from mpjax.checkpoint import huggingface
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     GPTQ,

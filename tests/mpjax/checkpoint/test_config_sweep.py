@@ -22,6 +22,7 @@ from flax import nnx
 from mpjax.loading import load
 from mpjax.models import FAMILIES, ConfigError, Decoder
 from mpjax.models.config_keys import NEUTRAL
+from tests.mpjax.checkpoint import hybrid_keys
 from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
@@ -48,6 +49,7 @@ OTHER_SIZES = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+KINDS = [["full_attention", "sliding_attention"], ["sliding_attention", "sliding_attention"]]
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 # By the class in transformers: the architecture, and keys that make all others count.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,6 +78,44 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("SmolLM3ForCausalLM", {**WINDOW, "no_rope_layer_interval": 2}),
     "GptOss": ("GptOssForCausalLM", {"sliding_window": 8, "num_local_experts": 4}),
 }
+SIGMOIDS = {
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2},
+    **{"moe_intermediate_size": 48, "first_k_dense_replace": 1},
+}
+MODELS |= {
+    "Apertus": ("ApertusForCausalLM", {}),
+    "Cohere": ("CohereForCausalLM", {}),
+    "Cohere2": ("Cohere2ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    "Dots1": ("Dots1ForCausalLM", {**SIGMOIDS, "sliding_window": 8, "max_window_layers": 1}),
+    "Ernie4_5": ("Ernie4_5ForCausalLM", {}),
+    "Ernie4_5_Moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
+    ),
+    "Exaone4": ("Exaone4ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    "Glm4": ("Glm4ForCausalLM", {}),
+    "Glm4Moe": ("Glm4MoeForCausalLM", SIGMOIDS),
+    "GraniteMoe": ("GraniteMoeForCausalLM", {"attention_multiplier": 0.2}),
+    "GraniteMoeShared": (
+        "GraniteMoeSharedForCausalLM",
+        {"attention_multiplier": 0.2, "shared_intermediate_size": 32},
+    ),
+    "HunYuanDenseV1": ("HunYuanDenseV1ForCausalLM", {}),
+    "HunYuanMoEV1": ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2}),
+    "Ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+                **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+            }
+        },
+    ),
+    "MiniMaxM2": ("MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Olmo3": ("Olmo3ForCausalLM", {"sliding_window": 8, "num_hidden_layers": 4}),
+    "SeedOss": ("SeedOssForCausalLM", {}),
+    "Starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 8}),
+}
 ORIGINAL = "original_max_position_embeddings"
 FACTORS = {"short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4], "long_factor": [3.0] * 8}
 OF_PHI = {"short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [3.0] * 4, ORIGINAL: 16}
@@ -100,6 +140,7 @@ SCALINGS: list[dict[str, Any]] = [
     LONGROPE | {"attention_factor": 1.5, ORIGINAL: 32},
     LONGROPE | {"factor": 8.0},
 ]
+ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
 NESTED = [
     {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}},
     {"full_attention": {"rope_type": "default"}, "sliding_attention": LINEAR},
@@ -107,7 +148,6 @@ NESTED = [
     {"full_attention": {"rope_theta": 100.0}, "sliding_attention": {"rope_theta": 1000.0}},
     {"full_attention": YARN, "sliding_attention": LONGROPE},
 ]
-KINDS = [["full_attention", "sliding_attention"], ["sliding_attention", "sliding_attention"]]
 # Values other than those of MODELS and the classes' defaults, each changed alone.
 VALUES: dict[str, list[Any]] = {
     "hidden_act": ["relu"],
@@ -144,6 +184,29 @@ VALUES: dict[str, list[Any]] = {
     "decoder_sparse_step": [2],
     "mlp_only_layers": [[0], []],
     "norm_topk_prob": [True],
+    "n_routed_experts": [12],
+    "n_shared_experts": [2],
+    "n_group": [1, 4],
+    "topk_group": [2],
+    "first_k_dense_replace": [0, 2],
+    "routed_scaling_factor": [2.5],
+    "shared_intermediate_size": [48],
+    "moe_topk": [3, [1, 2]],
+    "use_qk_norm": [True],
+    "moe_num_experts": [6],
+    "moe_k": [3],
+    "moe_num_shared_experts": [0, 1],
+    "moe_layer_start_index": [0],
+    "moe_layer_end_index": [0],
+    "moe_layer_interval": [3],
+    "moe_norm_min": [0.5],
+    "use_bias": [True, False],
+    "attention_out_bias": [True],
+    "layer_norm_eps": [0.1],
+    "norm_epsilon": [0.1],
+    "logit_scale": [0.5],
+    "rotary_dim": [8],
+    "partial_rotary_factor": [1.0, 0.25],
     "swiglu_alpha": [1.0],
     "swiglu_limit": [0.05],
     ORIGINAL: [32],
@@ -157,6 +220,8 @@ IRRELEVANT: dict[str, Any] = {
     **{"initializer_range": 0.5, "use_cache": False, "pretraining_tp": 2},
     **{"pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3, "max_position_embeddings": 128},
     **{"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    **{"eod_token_id": 4, "sep_token_id": 5},
+    **{"residual_dropout": 0.5, "embedding_dropout": 0.5, "num_mtp_layers": 2},
     **{"output_router_logits": True, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5},
 }
 # Keys with tests of their own, or without another value for a causal language model.
@@ -169,6 +234,13 @@ READ = {
     "Mixtral": (*MORE, "num_experts"),
     "GptOss": (*MORE, "num_experts"),
     "Gemma3Text": (*MORE, "rope_local_base_freq", "sliding_window_pattern"),
+    "MiniMaxM2": (*MORE, "num_experts", "rotary_dim", "partial_rotary_factor"),
+    "Ernie4_5_Moe": (*MORE, "num_experts", "num_experts_per_tok"),
+    "Glm4": (*MORE, "partial_rotary_factor"),
+    "Glm4Moe": (*MORE, "partial_rotary_factor", "num_local_experts"),
+    "Dots1": (*MORE, "num_local_experts"),
+    "HunYuanMoEV1": (*MORE, "num_local_experts", "num_experts_per_tok"),
+    "Cohere2": (*MORE, "sliding_window_pattern"),
 }
 # Changes of several keys, of which one decides what another means.
 TOGETHER: dict[str, list[dict[str, Any]]] = {
@@ -189,6 +261,21 @@ TOGETHER: dict[str, list[dict[str, Any]]] = {
 OWN: dict[tuple[str, str], list[Any]] = {
     ("Llama", "rope_parameters"): SCALINGS,
     ("Gemma3Text", "rope_parameters"): NESTED,
+    ("Dots1", "layer_types"): KINDS[1:],
+    ("MiniMaxM2", "partial_rotary_factor"): [0.25],
+    ("Olmo3", "layer_types"): [[*KINDS[0], *KINDS[1]]],
+    ("Apertus", "rope_theta"): [],  # which its default rope_parameters have
+    ("Ministral3", "rope_theta"): [],
+    ("HunYuanDenseV1", "rope_parameters"): [ALPHA, LINEAR, YARN],
+    ("HunYuanMoEV1", "rope_parameters"): [ALPHA],
+    ("Ministral3", "rope_parameters"): [
+        YARN | {"llama_4_scaling_beta": 0.2, "rope_theta": 100.0},
+        YARN | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+    ("Ministral3", "rope_scaling"): [YARN | {"llama_4_scaling_beta": 2.0}],
+    ("Olmo3", "rope_parameters"): NESTED,
+    ("Olmo3", "rope_scaling"): [YARN, YARN | {"rope_theta": 100.0}],
+    ("Gemma3Text", "use_bidirectional_attention"): [],  # which has no logits
     ("Gemma3Text", "rope_scaling"): [LINEAR | {"rope_theta": 100.0}],
     ("Phi3", "rope_parameters"): [
         {"rope_type": "default", "rope_theta": 100.0},
@@ -202,8 +289,24 @@ OWN: dict[tuple[str, str], list[Any]] = {
     ("Qwen2Moe", "max_window_layers"): [0],
     **dict.fromkeys([(name, "layer_types") for name in ("SmolLM3", "Qwen2", "Qwen3")], KINDS[1:]),
 }
+for common, own in (
+    (MODELS, hybrid_keys.MODELS),
+    (VALUES, hybrid_keys.VALUES),
+    (IRRELEVANT, hybrid_keys.IRRELEVANT),
+    (TOGETHER, hybrid_keys.TOGETHER),
+    (OWN, hybrid_keys.OWN),
+):
+    common.update(own)
+READ |= {name: (*MORE, *keys) for name, keys in hybrid_keys.READ.items()}
 REFUSED = ("hidden_act", "hidden_activation", "use_bidirectional_attention", *NEUTRAL)
-REFUSED_BY = {"Gemma3Text": (*REFUSED, "attn_logit_softcapping")}
+REFUSED_BY = {
+    "NemotronH": (*REFUSED, *hybrid_keys.REFUSED),
+    "Gemma3Text": (*REFUSED, "attn_logit_softcapping"),
+    "Cohere": (*REFUSED, "use_qk_norm"),
+    "Ernie4_5_Moe": (*REFUSED, "use_bias", "moe_norm_min"),
+    **{name: (*REFUSED, *hybrid_keys.OF_GATES) for name in MODELS if name.startswith("Qwen3_5")},
+    "Qwen3Next": (*REFUSED, *hybrid_keys.OF_GATES),
+}
 
 
 class Case(NamedTuple):
@@ -223,7 +326,8 @@ def build(name: str, hf: dict[str, Any]) -> Any:
     config = getattr(transformers, f"{name}Config")(**written)
     model = getattr(transformers, architecture)(config).to(torch.float32).eval()
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        biases = [each for each in model.named_buffers() if each[0].endswith("bias")]
+        for path, parameter in [*model.named_parameters(), *biases]:
             rng = np.random.default_rng(zlib.crc32(path.encode()))
             noise = rng.standard_normal(parameter.shape) * (0.3 if parameter.ndim > 1 else 0.2)
             noise += parameter.ndim == 1 and not path.endswith(("bias", "sinks"))

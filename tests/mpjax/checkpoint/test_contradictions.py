@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -11,31 +12,19 @@ import mpjax
 from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
+from tests.mpjax.checkpoint.schemes.modules import FORMS
 from tests.mpjax.checkpoint.test_huggingface import require_weights
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
-    CONFIGS,
     FP8,
-    FP8_SIZES,
-    GPTQ,
-    compressed_fp8,
-    compressed_integers,
+    LLAMA,
     linear_shapes,
-    pack_module_fp8,
-    pack_random,
     random_tensors,
+    replace_module,
     write_checkpoint,
 )
 
-CHANNEL, TENSOR, BLOCK = (
-    compressed_fp8(strategy, activations)
-    for strategy, activations in (("channel", "token"), ("tensor", "token"), ("block", "group"))
-)
-METHODS = {None: None, "awq": AWQ, "gptq": GPTQ, "gptq8": GPTQ | {"bits": 8}, "fp8": FP8}
-METHODS |= {"channel": CHANNEL, "tensor": TENSOR, "block": BLOCK}
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
-
-NF4 = {"bnb_4bit_quant_type": "nf4"}
 
 
 def ignoring(is_said):
@@ -44,157 +33,157 @@ def ignoring(is_said):
     return pytest.warns(UserWarning, match=message) if is_said else contextlib.nullcontext()
 
 
-def write(folder, rng, stored, said, model="llama"):
-    """Tensors as METHODS[stored] packs them, beside a config.json that says something else too.
+def write(folder, rng, form, said):
+    """Tensors in a form, or plain ones, beside a config.json that says something else too.
 
     Returns the tensors, and the weights of the packed modules.
     """
-    written = METHODS[stored]
-    hf = CONFIGS[model] | (FP8_SIZES if stored in ("fp8", "channel", "tensor", "block") else {})
-    hf |= {} if written is None else {"quantization_config": written}
+    hf = LLAMA | ({} if form is None else {"quantization_config": FORMS[form].config})
     tensors, weights = random_tensors(hf, rng, np.float16), {}
-    for name in linear_shapes(hf) if written else ():
-        if written["quant_method"] in ("awq", "gptq"):
-            weights[name] = pack_random(tensors, hf, name, rng)
-        else:
-            weights[name] = pack_module_fp8(tensors, written, name)
+    for name, shape in linear_shapes(hf).items() if form else ():
+        module, weights[name] = FORMS[form].module(rng, shape)
+        replace_module(tensors, name, module)
     write_checkpoint(folder, hf | said, tensors)
     return tensors, weights
 
 
-def quantized(method, **changes):
-    return {"quantization_config": METHODS[method] | changes}
+def config(form, **changes):
+    """The `quantization_config` of a form with other values."""
+    return {"quantization_config": FORMS[form].config | changes}
 
 
-# The tensors' kind, the words of config.json, and the words of the error.
+def group(form, **changes):
+    """The `quantization_config` of a form with other values of the weights of its only group."""
+    written = copy.deepcopy(FORMS[form].config)
+    written["config_groups"]["group_0"]["weights"] |= changes
+    return {"quantization_config": written}
+
+
+NONE = {"quantization_config": None}
+# The tensors' form, the words of config.json, and those of the error.
 REFUSED = [
-    (
-        None,
-        {"vocab_size": 97},
-        r"model.embed_tokens.weight is float16 \[96, 64\]: .* \[97, 64\], by",
-    ),
-    (
-        None,
-        {"vocab_size": 64},
-        r"model.embed_tokens.weight is .* shape \[64, 64\], by config.json$",
-    ),
-    (
-        None,
-        {"hidden_size": 128},
-        r"model.embed_tokens.weight is float16 \[96, 64\]: .* \[96, 128\]",
-    ),
-    (
-        None,
-        {"intermediate_size": 64},
-        r"mlp.gate_proj.weight is float16 \[128, 64\]: .* \[64, 64\]",
-    ),
+    (None, {"vocab_size": 97}, r"embed_tokens.weight is float16 \[96, 64\]: .* \[97, 64\], by"),
+    (None, {"vocab_size": 64}, r"embed_tokens.weight is .* shape \[64, 64\], by config.json$"),
+    (None, {"hidden_size": 128}, r"embed_tokens.weight is float16 \[96, 64\]: .* \[96, 128\]"),
+    (None, {"intermediate_size": 64}, r"gate_proj.weight is float16 \[128, 64\]: .* \[64, 64\]"),
     (None, {"num_key_value_heads": 4}, rf"{K}.weight is float16 \[32, 64\]: .* \[64, 64\]"),
     (None, {"num_key_value_heads": None}, rf"{K}.weight is float16 \[32, 64\]: .* \[64, 64\]"),
     (None, {"num_attention_heads": 8}, rf"{Q}.weight is float16 \[64, 64\]: .* \[128, 64\]"),
     (None, {"head_dim": 32}, rf"{Q}.weight is float16 \[64, 64\]: .* \[128, 64\]"),
-    (
-        None,
-        {"num_hidden_layers": 1},
-        "holds 9 tensors .*layers.1.* that the model has no place for",
-    ),
+    (None, {"num_hidden_layers": 1}, "holds 9 tensors .*layers.1.* that the model has no place"),
     (None, {"num_hidden_layers": 3}, r"lacks 9 tensors \(model.layers.2"),
     (None, {"attention_bias": True}, "lacks 8 tensors .*bias"),
     (None, {"architectures": ["Qwen3ForCausalLM"]}, "lacks 4 tensors .*k_norm"),
-    ("awq", quantized("awq", group_size=64), r"q_proj.qzeros is .* \[1, 8\], by group_size 64 in"),
-    ("awq", quantized("awq", group_size=-1), r"q_proj.qzeros is .* \[1, 8\], by group_size -1 in"),
-    ("awq", quantized("awq", group_size=48), "has 64 input channels: .* multiple of .* 48"),
-    ("awq", quantized("awq", zero_point=False), r"q_proj.qzeros has zero .* \(zero_point: false\)"),
-    ("awq", quantized("awq", version="gemv"), r"with another version, .* AWQ gemm .*: \"gemm\"$"),
-    ("awq", quantized("gptq"), "quant_method 'gptq', but the tensors are packed as AWQ"),
-    ("awq", quantized("fp8"), "quant_method 'fp8', but the tensors are packed as AWQ"),
-    ("awq", {"quantization_config": None}, "no quantization_config, but .* packed as AWQ"),
-    ("gptq", quantized("gptq", group_size=64), r"qzeros is .* by bits 4 and group_size 64 in"),
-    ("gptq", quantized("gptq8"), "32 input and 64 output channels, by bits 8 in config.json"),
-    ("gptq8", quantized("gptq"), "128 input and 64 output channels, by bits 4 in config.json"),
-    ("gptq", quantized("gptq", sym=True), r"qzeros has zero points from 0 to 15.* \(sym: true\)"),
-    ("gptq", quantized("gptq", dynamic={"-:.*": {}}), "a dynamic rule of config.json says"),
-    ("gptq", quantized("gptq", dynamic={".*q_proj": {"group_size": 64}}), "and group_size 64 in"),
-    ("gptq", quantized("gptq", dynamic={".*q_proj": {"sym": True}}), r"q_proj.* \(sym: true\)"),
-    ("fp8", quantized("fp8", weight_block_size=[64, 128]), r"\[2, 1\], by quantization_config in"),
-    ("fp8", quantized("channel"), rf"{Q} has no tensor weight_scale: .* \[128, 1\], by"),
-    ("channel", quantized("tensor"), r"weight_scale is float32 \[128, 1\]: expected .* \[1\], by"),
-    (
-        "channel",
-        quantized("block"),
-        r"weight_scale is float32 \[128, 1\]: expected .* \[1, 1\], by",
+    ("awq", config("awq", group_size=64), r"q_proj.qzeros is .* \[1, 8\], by group_size 64 in"),
+    ("awq", config("awq", group_size=-1), r"q_proj.qzeros is .* \[1, 8\], by group_size -1 in"),
+    ("awq", config("awq", group_size=48), "has 64 input channels: .* multiple of .* 48"),
+    ("awq", config("gemv"), r"with another version, .* AWQ gemm .*: \"gemm\"$"),
+    ("awq", config("gptq"), "quant_method 'gptq', but the tensors are packed as AWQ"),
+    ("awq", config("fp8"), "quant_method 'fp8', but the tensors are packed as AWQ"),
+    ("awq", NONE, "no quantization_config, but .* packed as AWQ"),
+    ("gptq", config("gptq", group_size=64), r"qzeros is .* by bits 4 and group_size 64 in"),
+    ("gptq", config("gptq", bits=8), "32 input and 64 output channels, by bits 8 in config.json"),
+    ("gptq", config("gptq", dynamic={"-:.*": {}}), "by a dynamic rule in config.json it was left"),
+    ("gptq", config("gptq", dynamic={".*q_proj": {"group_size": 64}}), "and group_size 64 in"),
+    ("gptq", config("fp8"), "quant_method 'fp8', but .* packed as GPTQ"),
+    ("fp8", config("fp8", weight_block_size=[32, 128]), r"\[2, 1\], by quantization_config in"),
+    ("fp8", config("fp8-channels"), rf"{Q} has no tensor weight_scale: .* \[64, 1\], by"),
+    ("fp8-channels", config("fp8-one-scale"), r"float32 \[64, 1\]: expected .* \[1\], by"),
+    ("fp8-channels", config("fp8-blocks"), r"float32 \[64, 1\]: expected .* \[1, 1\], by"),
+    ("fp8-one-scale", config("fp8-channels"), r"float32 \[1\]: expected .* \[64, 1\], by"),
+    ("fp8-blocks", config("fp8"), rf"{Q} has no tensor weight_scale_inv"),
+    ("fp8", config("awq"), "is an FP8 module .* config.json has no quantization_config with"),
+    ("fp8", NONE, r"q_proj is an FP8 module \(weight, weight_scale_inv\), but config.json"),
+    ("pack", group("pack", num_bits=8), "32 input and 64 output channels, by num_bits 8"),
+    ("pack", group("pack", group_size=64), rf"{Q}.weight_scale is \w+ \[64, 2\]: .* \[64, 1\], by"),
+    ("pack", group("pack", strategy="channel"), r"scale is .*: .* \[64, 1\], by num_bits 4 and"),
+    ("pack", group("pack", group_size=48), "has 64 input channels: .* multiple of .* 48"),
+    ("pack", group("pack", symmetric=False), r"no tensor weight_zero_point: expected int32 \[8, 2"),
+    ("pack", group("pack", actorder="group"), r"no tensor weight_g_idx: expected int32 \[64\]"),
+    ("pack", config("pack", ignore=["re:.*q_proj"]), rf"{Q} has packed tensors, but by `ignore`"),
+    ("pack", config("pack", format="int-quantized"), "weights: num_bits is 4: expected 8"),
+    ("pack", config("pack", format="float-quantized"), "type is 'int': expected 'float'"),
+    ("pack", NONE, "is a pack-quantized module .* config.json has no"),
+    *(
+        ("pack", config(form), "json has no .* 'compressed-tensors'")
+        for form in ("awq", "gptq", "fp8")
     ),
-    ("tensor", quantized("channel"), r"weight_scale is float32 \[1\]: expected .* \[128, 1\], by"),
-    (
-        "block",
-        quantized("channel"),
-        r"weight_scale is float32 \[1, 1\]: expected .* \[128, 1\], by",
-    ),
-    ("block", quantized("fp8"), rf"{Q} has no tensor weight_scale_inv"),
-    ("fp8", quantized("awq"), "is an FP8 module .* config.json has no quantization_config with"),
+    ("pack", config("fp8-channels"), "is a pack-quantized module .* with another format"),
+    ("pack-zeros", group("pack", symmetric=True), "weight_zero_point, which by symmetric in"),
+    ("int", group("int", strategy="tensor"), r"float32 \[64, 1\]: expected .* \[1\]"),
+    ("int", config("int", format="pack-quantized"), "made for activations in 8-bit int with dyn"),
 ]
 
 
-@pytest.mark.parametrize(("stored", "said", "message"), REFUSED)
-def test_refused(stored, said, message, tmp_path, rng, monkeypatch):
-    write(tmp_path, rng, stored, said)
-    if "zero points" not in message and "(sym" not in message and "zero_point" not in message:
-        monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("read a tensor"))
+@pytest.mark.parametrize(("form", "said", "message"), REFUSED)
+def test_refused(form, said, message, tmp_path, rng, monkeypatch):
+    """Before a tensor is read."""
+    write(tmp_path, rng, form, said)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("read a tensor"))
     with pytest.raises(CheckpointError, match=message) as caught:
         mpjax.load(tmp_path)
     assert "\n" not in str(caught.value)
 
 
+def test_damaged_tensors_of_one_module(tmp_path, rng):
+    for form, suffix, change, message in (
+        ("pack", "weight_scale", lambda a: a * np.float16("nan"), "scales are NaN or infinite"),
+        ("int", "weight_scale", None, rf"{Q}.weight is int8 \[64, 64\]: expected bfloat16"),
+        ("int", "weight", lambda a: a.astype(np.uint8), "q_proj is an FP8 module .* with another"),
+        ("fp8", "weight", None, rf"lacks 1 tensor \({Q}.weight\)"),
+    ):
+        tensors, _ = write(tmp_path, rng, form, {})
+        array = tensors.pop(f"{Q}.{suffix}")
+        tensors |= {} if change is None else {f"{Q}.{suffix}": change(array)}
+        write_checkpoint(tmp_path, huggingface.read_config(tmp_path), tensors)
+        with pytest.raises(CheckpointError, match=message):
+            mpjax.load(tmp_path)
+
+
 # Facts that the tensors decide, and the words of config.json about them.
 RIGHT = [
-    ("awq", quantized("awq", modules_to_not_convert=["mlp", "q_proj"]), "W4g32A16KV16"),
-    ("gptq", quantized("gptq", desc_act=True), "W4g32A16KV16"),
-    ("gptq", quantized("gptq", lm_head=True), "W4g32A16KV16"),
-    ("fp8", quantized("fp8", modules_to_not_convert=["mlp"]), "WFP8g128AFP8KV16"),
-    ("channel", quantized("channel", ignore=["re:.*"]), "WFP8AFP8KV16"),
-    (None, quantized("awq"), "W16A16KV16"),
-    (None, quantized("gptq", sym=True), "W16A16KV16"),
-    (None, quantized("fp8", activation_scheme="static"), "W16A16KV16"),
+    ("awq", config("awq", modules_to_not_convert=["mlp", "q_proj"]), "W4g32A16KV16"),
+    ("gptq", config("gptq", desc_act=True), "W4g32A16KV16"),
+    ("gptq", config("gptq", lm_head=True), "W4g32A16KV16"),
+    ("fp8", config("fp8", modules_to_not_convert=["mlp"]), "WFP8g128AFP8KV16"),
+    ("fp8-channels", config("fp8-channels", ignore=["re:.*"]), "WFP8AFP8KV16"),
+    (None, config("awq"), "W16A16KV16"),
+    (None, config("gptq", sym=True), "W16A16KV16"),
+    (None, config("fp8", activation_scheme="static"), "W16A16KV16"),
 ]
 
 
-@pytest.mark.parametrize(("stored", "said", "precision"), RIGHT)
-def test_right(stored, said, precision, tmp_path, rng):
-    tensors, weights = write(tmp_path, rng, stored, said)
-    with ignoring(stored is None):
+@pytest.mark.parametrize(("form", "said", "precision"), RIGHT)
+def test_right(form, said, precision, tmp_path, rng):
+    tensors, weights = write(tmp_path, rng, form, said)
+    with ignoring(form is None):
         lm = mpjax.load(tmp_path)
     assert lm.precision == precision
     require_weights(lm.model, tensors, weights)
-    with ignoring(stored is None):
+    with ignoring(form is None):
         assert info.inspect(tmp_path).describe() == lm.describe()
 
 
 def test_plain_tensors_are_quantised_whatever_config_json_calls_them(tmp_path, rng):
-    for said in ("awq", "fp8", None):
-        write(tmp_path, rng, None, {"quantization_config": METHODS[said]})
+    for said in (AWQ, FP8, None):
+        write(tmp_path, rng, None, {"quantization_config": said})
         with ignoring(said):
             lm = mpjax.load(tmp_path, precision="W8g64A16KV8")
         assert lm.precision == "W8g64A16KV8"
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, **NF4}, "bitsandbytes"),
-        (compressed_integers(), "compressed-tensors"),
-        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}, "auto-round"),
-    ],
-)
-def test_what_config_json_says_of_plain_tensors_is_named(written, name, tmp_path, rng):
-    write(tmp_path, rng, None, {"quantization_config": written})
+@pytest.mark.parametrize("form", ["mxfp4", "nf4", "pack", "auto-round"])
+def test_what_config_json_says_of_plain_tensors_is_named(form, tmp_path, rng):
+    write(tmp_path, rng, None, config(form))
+    name = FORMS[form].config["quant_method"]
     said = rf"{tmp_path}: config.json has a quantization_config \('{name}'\), and no tensor is quan"
     with pytest.warns(UserWarning, match=said):
         assert mpjax.load(tmp_path).precision == "W16A16KV16"
 
 
-@pytest.mark.parametrize("stored", [None, "gptq", "fp8"])
-def test_scales_of_a_cache_that_config_json_does_not_name(stored, tmp_path, rng):
-    tensors, _ = write(tmp_path, rng, stored, {})
+@pytest.mark.parametrize("form", [None, "gptq", "fp8"])
+def test_scales_of_a_cache_that_config_json_does_not_name(form, tmp_path, rng):
+    tensors, _ = write(tmp_path, rng, form, {})
     for layer in range(2):
         for side in "kv":
             tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = np.ones(1, np.float32)

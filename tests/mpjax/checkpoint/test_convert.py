@@ -17,16 +17,16 @@ from mpjax.checkpoint.convert import (
 )
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
-from mpjax.checkpoint.schemes.awq import AWQScheme
-from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.checkpoint.schemes.awq import AWQReader
+from mpjax.checkpoint.schemes.gptq import GPTQReader
 from mpjax.errors import CheckpointError
-from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.kernels import WeightFormat
 from mpjax.models import ExpertPlace, LinearPlace
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32
-AWQ = AWQScheme(SIZE)
-GPTQ = GPTQScheme(4, SIZE)
+AWQ = AWQReader(SIZE)
+GPTQ = GPTQReader(4, SIZE)
 UINT4 = WeightFormat("uint4", SIZE)
 
 
@@ -43,9 +43,9 @@ class Files:
     def read(self, info):
         return self.arrays[info.name]
 
-    def source(self, name, tensors, scheme=None, format=None, shape=SHAPE):
+    def source(self, name, tensors, reader=None, format=None, shape=SHAPE):
         infos = {suffix: self.add(f"{name}.{suffix}", a) for suffix, a in tensors.items()}
-        return LinearSource(name, shape, infos, scheme, format)
+        return LinearSource(name, shape, infos, reader, format)
 
 
 def place(*names, bias=False):
@@ -54,10 +54,6 @@ def place(*names, bias=False):
 
 def kernel_of(part) -> Any:
     return part.kernel.get_value()
-
-
-def bias_of(part) -> Any:
-    return part.bias.get_value()
 
 
 def random_codes(rng, scale_dtype: Any = np.float16) -> Any:
@@ -75,55 +71,6 @@ def dequantized(codes, scales, zeros, g_idx=None):
 def in_groups(function, module, g_idx):
     codes, scales, zeros = module
     return function(codes, scales, zeros, g_idx)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_plain_kernels_are_transposed_and_cast(dtype, rng):
-    files = Files()
-    weights = [rng.standard_normal(SHAPE[::-1]).astype(np.float32) for _ in range(2)]
-    biases = [rng.standard_normal(SHAPE[1]).astype(np.float32) for _ in range(2)]
-    sources = [
-        files.source(name, {"weight": weight, "bias": bias})
-        for name, weight, bias in zip("ab", weights, biases, strict=True)
-    ]
-    [part] = convert_linear(place("a", "b", bias=True), sources, dtype, files.read)
-    kernel = kernel_of(part)
-    np_dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
-    assert kernel.dtype == np_dtype
-    expected = np.concatenate([w.T for w in weights], 1).astype(np_dtype)
-    np.testing.assert_array_equal(np.asarray(kernel), expected)
-    np.testing.assert_array_equal(
-        np.asarray(bias_of(part)), np.concatenate(biases).astype(np_dtype)
-    )
-
-
-@pytest.mark.parametrize("text", ["uint4:g32", "uint8:g64:sym", "uint4:gK"])
-def test_rounding_on_load_is_quantize(text, rng):
-    files, format = Files(), WeightFormat.parse(text)
-    weights = [rng.standard_normal(SHAPE[::-1]).astype(ml_dtypes.bfloat16) for _ in range(2)]
-    sources = [
-        files.source(name, {"weight": weight}, format=format)
-        for name, weight in zip("ab", weights, strict=True)
-    ]
-    [part] = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
-    found = kernel_of(part)
-    expected = quantize(np.concatenate([weight.T for weight in weights], 1), format)
-    assert found.format == format
-    np.testing.assert_array_equal(found.words, expected.words)
-    np.testing.assert_array_equal(found.parameters, expected.parameters)
-
-
-def test_packed_shards_that_agree_become_one(rng):
-    files, modules = Files(), [random_codes(rng) for _ in range(3)]
-    sources = [
-        files.source(name, pack_awq(*module), AWQ, UINT4)
-        for name, module in zip("abc", modules, strict=True)
-    ]
-    [part] = convert_linear(place("a", "b", "c"), sources, "bfloat16", files.read)
-    kernel = kernel_of(part)
-    assert (kernel.format, kernel.shape, kernel.scale_dtype) == (UINT4, (64, 96), "float16")
-    expected = np.concatenate([dequantized(*module) for module in modules], 1)
-    np.testing.assert_array_equal(kernel.dequantize(), expected)
 
 
 @pytest.mark.parametrize(("pack_module", "packing"), [(pack_awq, AWQ), (pack_gptq, GPTQ)])
@@ -145,46 +92,6 @@ def test_zero_points_that_are_all_the_middle_make_it_symmetric(pack_module, pack
     assert kernel_of(part).format == UINT4  # one of them is not
     expected = np.concatenate([dequantized(*module) for module in modules], 1)
     np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
-
-
-def test_shards_of_equal_act_order_become_one(rng):
-    files, modules = Files(), [random_codes(rng) for _ in range(2)]
-    g_idx = rng.permutation(np.arange(SHAPE[0]) // SIZE)
-    sources = [
-        files.source(name, in_groups(pack_gptq, module, g_idx), GPTQ, UINT4)
-        for name, module in zip("ab", modules, strict=True)
-    ]
-    [part] = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
-    expected = np.concatenate([in_groups(dequantized, module, g_idx) for module in modules], 1)
-    np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
-
-
-def test_shards_of_different_act_order_stay_apart(rng):
-    files, modules = Files(), [random_codes(rng) for _ in range(2)]
-    orders = [rng.permutation(np.arange(SHAPE[0]) // SIZE) for _ in range(2)]
-    sources = [
-        files.source(name, in_groups(pack_gptq, module, g_idx), GPTQ, UINT4)
-        for name, module, g_idx in zip("ab", modules, orders, strict=True)
-    ]
-    parts = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
-    for part, module, g_idx in zip(parts, modules, orders, strict=True):
-        expected = in_groups(dequantized, module, g_idx)
-        np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
-
-
-def test_a_plain_shard_keeps_all_apart_and_biases_with_them(rng):
-    files = Files()
-    weight, codes = rng.standard_normal(SHAPE[::-1]).astype(np.float32), random_codes(rng)
-    biases = rng.standard_normal((2, SHAPE[1])).astype(np.float32)
-    sources = [
-        files.source("a", {"weight": weight, "bias": biases[0]}),
-        files.source("b", pack_gptq(*codes) | {"bias": biases[1]}, GPTQ, UINT4),
-    ]
-    first, second = convert_linear(place("a", "b", bias=True), sources, "float32", files.read)
-    np.testing.assert_array_equal(kernel_of(first), weight.T)
-    assert isinstance(kernel_of(second), QuantizedTensor)
-    for part, bias in zip((first, second), biases, strict=True):
-        np.testing.assert_array_equal(bias_of(part), bias)
 
 
 @pytest.mark.parametrize("exact", ["float16", "bfloat16"])
@@ -386,3 +293,16 @@ def test_modules_of_one_shape_share_their_compilation(rng, caplog):
         assert not compiled()
         jax.jit(lambda x: x + 1)(weights)
         assert len(compiled()) == 1
+
+
+def test_shards_of_different_act_order_stay_apart(rng):
+    files, modules = Files(), [random_codes(rng) for _ in range(2)]
+    orders = [rng.permutation(np.arange(SHAPE[0]) // SIZE) for _ in range(2)]
+    sources = [
+        files.source(name, in_groups(pack_gptq, module, g_idx), GPTQ, UINT4)
+        for name, module, g_idx in zip("ab", modules, orders, strict=True)
+    ]
+    parts = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
+    for part, module, g_idx in zip(parts, modules, orders, strict=True):
+        expected = in_groups(dequantized, module, g_idx)
+        np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)

@@ -168,21 +168,11 @@ ATTENTION = r"config, layers\[1\]\.attention: "
     ("half", "key", "value", "message"),
     [
         ("attention", "window", 0, f"{ATTENTION}window is 0: expected a positive integer"),
-        ("attention", "window", [1], rf"{ATTENTION}window is \[1\]: expected a positive integer"),
+        ("attention", "window", [1], rf"{ATTENTION}window is \(1,\): expected a positive integer"),
         ("attention", "qkv_bias", 1, f"{ATTENTION}qkv_bias is 1: expected true or false"),
         ("attention", "qkv_bias", True, "the array layers.1.attention.qkv.0.bias is missing"),
-        (
-            "attention",
-            "kind",
-            "linear",
-            r"layers\[1\].attention: kind is 'linear': expected one of",
-        ),
-        (
-            "attention",
-            "kind",
-            [],
-            r"layers\[1\].attention: kind is \[\]: expected one of grouped_q",
-        ),
+        ("attention", "kind", "linear", r"layers\[1\].attention: kind is 'linear': expected one"),
+        ("attention", "kind", [], r"layers\[1\].attention: kind is \[\]: expected one of"),
         ("attention", "kind", "gated", r"layers\[1\].attention has no 'activation'"),
         ("attention", "speed", 3, r"layers\[1\].attention has an unknown key 'speed'"),
         ("mlp", "intermediate_size", 96, r"the array layers.1.mlp.*: expected"),
@@ -222,14 +212,8 @@ DOWN = "layers.1.mlp.down"
         ([{"format": "uint5", "scale_dtype": "float16"}], "unknown weight format 'uint5'"),
         ([{"format": "bfloat16", "scale_dtype": "float16"}], "bfloat16 is not packed"),
         ([{"format": "uint4:g32", "scale_dtype": "float64"}], "scale_dtype is 'float64': expected"),
-        (
-            [{"format": "uint8:g32", "scale_dtype": "float16"}],
-            rf"the array {DOWN}.0.words is uint16 .*: expected uint16 \[",
-        ),
-        (
-            [{"format": "table4:g32", "scale_dtype": "float16"}],
-            f"the array {DOWN}.0.table is missing",
-        ),
+        ([{"format": "uint8:g32", "scale_dtype": "float16"}], rf"the array {DOWN}.0.words is"),
+        ([{"format": "table4:g32", "scale_dtype": "float16"}], f"the array {DOWN}.0.table is"),
     ],
 )
 def test_parts_that_no_map_has(parts, message, saved):

@@ -1,24 +1,21 @@
-"""Exports as others read them: logits of transformers on the weights that a format stands for.
+"""Exports as transformers reads them.
 
-compressed-tensors and GPTQModel, which transformers loads packed weights with, are not among this
-project's dependencies. Where they are missing, decoders in plain loops over words, written from
-the published layouts, take their place; where they are installed (`pip install compressed-tensors
-gptqmodel optimum`), transformers is asked, too.
+compressed-tensors and GPTQModel, with which transformers loads packed weights, are not among this
+project's dependencies (`pip install compressed-tensors gptqmodel optimum`). What an export holds is
+compared with the description of each format in schemes/test_schemes.py.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors
 
 import mpjax
-from tests.models.small import dequantize_kernels, logits_of
+from tests.models.small import logits_of
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     VOCABULARY,
     as_transformers_reads,
@@ -27,7 +24,6 @@ from tests.mpjax.checkpoint.test_huggingface_parity import (
     torch,
     transformers,
 )
-from tests.sweeps import in_sweep
 
 # Blocks of 128 channels; keys fill half a block.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
@@ -42,67 +38,6 @@ EXPORTED = [
     ("WFP8A32KV16", "float-quantized"),
     ("WFP8g128AFP8KV16", "fp8"),
 ]
-
-
-# Each layout is there with another precision, or the precision with another layout.
-SWEPT = [*EXPORTED[4:9], EXPORTED[12]]
-NOT_NUMPYS = (torch.bfloat16, torch.float8_e4m3fn)
-
-
-def fields(words, bits, count):
-    """Fields along the last axis of 32-bit words, lowest bits first."""
-    words = words.view(np.uint32)
-    found = [(words >> np.uint32(shift)) & np.uint32(2**bits - 1) for shift in range(0, 32, bits)]
-    return np.stack(found, -1).reshape(*words.shape[:-1], -1)[..., :count].astype(np.int64)
-
-
-def decode_awq(module, said):
-    """Field i of a word is column 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
-    outputs = module["scales"].shape[1]
-    places = np.arange(0, outputs, 8)[:, None] + np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
-    places = places.reshape(-1)
-    codes, zeros = (fields(module[name], 4, outputs)[:, places] for name in ("qweight", "qzeros"))
-    groups = np.arange(len(codes)) // said["group_size"]
-    return (codes - zeros[groups]) * module["scales"].astype(np.float32)[groups]
-
-
-def decode_gptq(module, said):
-    """v1 has zero points minus 1."""
-    bits, outputs = said["bits"], module["scales"].shape[1]
-    channels, groups = len(module["g_idx"]), module["g_idx"]
-    codes = fields(np.ascontiguousarray(module["qweight"].T), bits, channels).T
-    zeros = fields(module["qzeros"], bits, outputs) + (said["checkpoint_format"] == "gptq")
-    return (codes - zeros[groups]) * module["scales"].astype(np.float32)[groups]
-
-
-def decode_compressed(module, said):
-    """Rows are output channels; packed integers have 2**(bits - 1) added."""
-    [group] = said["config_groups"].values()
-    scales = module["weight_scale"].astype(np.float32)
-    if "weight_packed" not in module:
-        weight = module["weight"].astype(np.float32)
-        block = [-(-size // count) for size, count in zip(weight.shape, scales.shape, strict=True)]
-        block = group["weights"].get("block_structure") or block
-        rows, columns = (np.arange(n) // b for n, b in zip(weight.shape, block, strict=True))
-        return (weight * scales[rows][:, columns]).T
-    bits = group["weights"]["num_bits"]
-    outputs, channels = module["weight_shape"]
-    codes, zeros = fields(module["weight_packed"], bits, channels), 2 ** (bits - 1)
-    groups = np.arange(channels) // (channels // scales.shape[1])
-    if not group["weights"]["symmetric"]:
-        packed = np.ascontiguousarray(module["weight_zero_point"].T)
-        zeros = fields(packed, bits, outputs).T[:, groups]
-    return ((codes - zeros) * scales[:, groups]).T
-
-
-def decode_fp8(module, said):
-    weight, scales = module["weight"].astype(np.float32), module["weight_scale_inv"]
-    rows, columns = (np.arange(size) // 128 for size in weight.shape)
-    return (weight * scales[rows][:, columns]).T
-
-
-DECODERS = {"awq": decode_awq, "gptq": decode_gptq, "compressed-tensors": decode_compressed}
-DECODERS |= {"fp8": decode_fp8}
 
 
 @pytest.fixture(scope="module")
@@ -120,41 +55,6 @@ def exported(tmp_path_factory):
         return folder, model
 
     return make
-
-
-def weights_of(folder):
-    """The weight float32 [K, N] of each packed module, as the layout says, and all other names."""
-    said = json.loads((folder / "config.json").read_text())["quantization_config"]
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    modules = {}
-    for name, tensor in tensors.items():
-        module, _, suffix = name.rpartition(".")
-        wide = tensor.float() if tensor.dtype in NOT_NUMPYS else tensor
-        modules.setdefault(module, {})[suffix] = wide.numpy()
-    return {
-        name: DECODERS[said["quant_method"]](module, said)
-        for name, module in modules.items()
-        if len(module.keys() - {"bias"}) > 1
-    }
-
-
-@pytest.mark.parametrize(
-    ("precision", "layout"), [in_sweep(*case) if case in SWEPT else case for case in EXPORTED]
-)
-def test_logits_of_the_weights_that_it_stands_for(precision, layout, exported):
-    folder, model = exported(precision, layout)
-    weights = weights_of(folder)
-    maps = dict(model.named_modules())
-    assert len(weights) == 7
-    with torch.no_grad():
-        for name, weight in weights.items():
-            maps[name].weight.copy_(torch.from_numpy(np.ascontiguousarray(weight.T)))
-    expected = reference_logits(model, TOKENS)
-    lm = mpjax.load(folder, dtype="float32")
-    dequantize_kernels(lm.model)  # transformers has no activations of 8 bits
-    logits = np.asarray(logits_of(lm.model, TOKENS.astype(np.int32)))
-    assert np.abs(expected).max() > 1  # else the tolerance would say nothing
-    assert np.abs(logits - expected).max() < 3e-5
 
 
 @pytest.mark.parametrize("name", ["plain", "tied"])

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import mpjax
 from mpjax.checkpoint import exporting, shards
-from mpjax.disk import DiskSpaceError
+from mpjax.files.disk import DiskSpaceError
 from mpjax.kernels import KVFormat, QuantizedTensor, quantize
 from mpjax.models import CacheScales, Linear
 from tests.models.small import dequantize_kernels, logits_of
@@ -278,7 +278,7 @@ def test_only_exports_are_replaced(source, tmp_path):
 def test_a_failure_leaves_what_stood_there(source, tmp_path, monkeypatch):
     lm, out = mpjax.load(source, precision="W8A8KV8"), tmp_path / "out"
     mpjax.export(lm, out)
-    monkeypatch.setattr("mpjax.disk.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("mpjax.files.disk.free_bytes", lambda folder: 1000)
     with pytest.raises(DiskSpaceError, match=f"exporting {out} needs .* MB on the disk"):
         mpjax.export(lm, out, overwrite=True)
     monkeypatch.undo()
@@ -304,7 +304,7 @@ def test_the_room_that_is_asked_for_is_what_is_written(source, tmp_path, monkeyp
 
 def test_models_that_are_more_than_a_checkpoint_holds(source, tmp_path):
     lm = mpjax.load(source)
-    lm.model.adapter = Linear(jnp.ones((2, 2)))
+    lm.model.adapter = Linear(jnp.ones((2, 2)))  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"the model can't be saved with adapter.kernel"):
         mpjax.export(lm, tmp_path / "out")
     lm = dataclasses.replace(mpjax.load(source), source=tmp_path)

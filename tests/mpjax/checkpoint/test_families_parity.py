@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpjax.decoding import generate_tokens
+from mpjax.generation.decoding import generate_tokens
 from mpjax.loading import load
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     BATCH,

@@ -19,12 +19,12 @@ def test_the_parts_of_a_folder(tmp_path, rng):
     source = HuggingFaceFolder(write_checkpoint(tmp_path / "model", HF, tensors))
     assert source.read_config() == HF
     assert set(source.open().tensors) == set(tensors)
-    assert source.read_scheme(HF) is None
+    assert source.read_policy(HF) is None
     assert source.read_tokenizer() is None
     written = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
-    assert source.read_scheme(written).quant_method == "awq"
+    assert source.read_policy(written).method == "awq"
     with pytest.raises(CheckpointError, match=r"config\.json: quantization_config is 3: expected"):
-        source.read_scheme({"quantization_config": 3})
+        source.read_policy({"quantization_config": 3})
 
 
 def test_files_are_copied(tmp_path):

@@ -11,18 +11,9 @@ from mpjax.checkpoint.foreign import describe
         ([], ", and found nothing"),
         (["README.md", "LICENSE"], ", and found LICENSE, README.md"),
         (["b.gguf", "a.gguf", "x.safetensors"], ", and found a.gguf; load that file itself"),
-        (
-            ["adapter_config.json", "adapter_model.safetensors"],
-            ", and found adapter_config.json; an",
-        ),
-        (
-            ["x.safetensors.part"],
-            ", and found x.safetensors.part; the download is incomplete: fetch",
-        ),
-        (
-            ["refs/main", "snapshots/12/config.json"],
-            ", and found snapshots/12/config.json; load the",
-        ),
+        (["adapter_config.json", "adapter_model.safetensors"], ", and found adapter_config.json;"),
+        (["x.safetensors.part"], ", and found x.safetensors.part; the download is incomplete:"),
+        (["refs/main", "snapshots/12/config.json"], ", and found snapshots/12/config.json; load"),
         (["4bit/config.json", "8bit/config.json"], ", and found 4bit/config.json; load the folder"),
         (["pytorch_model.bin", "vocab.json"], ", and found pytorch_model.bin; PyTorch's files are"),
         (["tokenizer.model"], ", and found tokenizer.model; a tokenizer is not a model: fetch"),

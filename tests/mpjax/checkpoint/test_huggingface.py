@@ -103,33 +103,6 @@ def test_dtypes(stored, computed, tmp_path, rng):
     require_weights(model, tensors, {})
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        AWQ,
-        AWQ | {"group_size": 64},
-        AWQ | {"group_size": -1},
-        GPTQ,
-        GPTQ | {"checkpoint_format": "gptq_v2", "group_size": 64},
-        GPTQ | {"bits": 8, "group_size": -1},
-        GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
-    ],
-    ids=lambda written: "-".join(str(value) for value in written.values()),
-)
-def test_packed_checkpoints(written, tmp_path, rng):
-    sizes = {} if written in (AWQ, GPTQ) else SQUARE
-    hf = CONFIGS["qwen2"] | sizes | {"quantization_config": written}
-    tensors = random_tensors(hf, rng, np.float16)
-    weights = {name: pack_random(tensors, hf, name, rng) for name in linear_shapes(hf)}
-    write_checkpoint(tmp_path, hf, tensors, 2)
-    model = huggingface.load(tmp_path)
-    require_weights(model, tensors, weights)
-    size = None if written["group_size"] == -1 else written["group_size"]
-    for place in model.linear_places(model.config):
-        [kernel] = place.kernels(model)
-        assert kernel.format == WeightFormat(f"uint{written['bits']}", size)
-
-
 def test_a_quantised_head(tmp_path, rng):
     """The head's codes are kept, and the logits are those of its dequantised weight."""
     plain = random_tensors(hf := LLAMA | SQUARE | {"torch_dtype": "float32"}, rng)
@@ -222,17 +195,6 @@ def test_a_quantised_checkpoint_keeps_its_precision(tmp_path, rng):
             huggingface.load(tmp_path, precision=Precision.parse(text))
 
 
-@pytest.mark.parametrize("config", [AWQ, GPTQ, GPTQ | {"sym": True}])
-def test_a_checkpoint_may_be_called_symmetric_or_not(config, tmp_path, rng):
-    hf = LLAMA | {"quantization_config": config}
-    tensors = random_tensors(hf, rng, np.float16)
-    for name in linear_shapes(hf):
-        pack_random(tensors, hf, name, rng)
-    write_checkpoint(tmp_path, hf, tensors)
-    for text in ("W4g32symA16KV16", "W4g32A16KV16"):
-        huggingface.load(tmp_path, precision=Precision.parse(text))
-
-
 def test_what_is_called_padding_may_be_anything_finite(tmp_path, rng):
     tensors = random_tensors(LLAMA, rng, ml_dtypes.bfloat16)
     table = tensors["model.embed_tokens.weight"]
@@ -267,7 +229,7 @@ def test_planned_bytes_are_what_the_model_takes(written, tmp_path, rng):
         pack_random(tensors, hf, name, rng, g_idx)
     write_checkpoint(tmp_path, hf, tensors)
     model = huggingface.load(tmp_path)
-    packing = huggingface.read_scheme(tmp_path, hf)
+    packing = huggingface.read_policy(tmp_path, hf)
     plan = make_plan(Checkpoint.open(tmp_path), type(model), model.config, packing, None)
     shared = 2 * 4 * 64 * 3 if written and written.get("desc_act") else 0  # int32, once for q, k, v
     assert plan.device_bytes - shared == nbytes(model)
@@ -313,10 +275,6 @@ def read_error(folder, **keywords):
         huggingface.load(folder, **keywords)
     assert "\n" not in str(caught.value)
     return caught
-
-
-def test_a_folder_without_config(tmp_path):
-    assert f"{tmp_path} has no config.json" in str(read_error(tmp_path).value)
 
 
 def test_other_dtypes_are_refused(tmp_path, rng):

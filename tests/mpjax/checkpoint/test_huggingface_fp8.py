@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,11 @@ from typer.testing import CliRunner
 
 import mpjax
 from mpjax.checkpoint import CheckpointError, huggingface
-from mpjax.checkpoint.plan import make_plan
-from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
 from mpjax.cli.application import app
 from tests.models.small import forward, logits_of
 from tests.mpjax.checkpoint.saved_models import require_same_bits
-from tests.mpjax.checkpoint.test_huggingface import nbytes, require_weights
+from tests.mpjax.checkpoint.test_huggingface import require_weights
 from tests.mpjax.checkpoint.write_checkpoint import (
     CACHE,
     CONFIGS,
@@ -39,15 +36,10 @@ STATIC = compressed_fp8("tensor", "tensor", dynamic=False)
 QUANTIZED = {
     "fine-grained": (FP8, "WFP8g128AFP8"),
     "dynamic": (compressed_fp8("channel", "token"), "WFP8AFP8"),
-    "tensor": (compressed_fp8("tensor", "token"), "WFP8AFP8"),
-    "block": (compressed_fp8("block", "group"), "WFP8g128AFP8"),
     "weights only": (compressed_fp8("channel", None), "WFP8gKA16"),
 }
 # No map's input or output channels are whole blocks.
 CUT = {"hidden_size": 200, "intermediate_size": 328, "head_dim": 24}
-each = pytest.mark.parametrize("name", QUANTIZED)
-# One for each format on the device.
-distinct = pytest.mark.parametrize("name", ["fine-grained", "dynamic", "weights only"])
 
 
 def write(folder, written, rng, model="qwen3", plain=(), **changes):
@@ -60,33 +52,6 @@ def write(folder, written, rng, model="qwen3", plain=(), **changes):
         if name not in plain
     }
     return write_checkpoint(folder, hf, tensors), tensors, weights
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "sizes"),
-    [
-        *((name, model, {}) for name in QUANTIZED for model in ("qwen2", "qwen3")),
-        *((name, "qwen2", CUT) for name in ("fine-grained", "block")),
-    ],
-)
-def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
-    written, precision = QUANTIZED[name]
-    folder, tensors, weights = write(tmp_path, written, rng, model, **sizes)
-    lm = mpjax.load(folder)
-    assert lm.precision == f"{precision}KV16"
-    require_weights(lm.model, tensors, weights)
-    assert all(
-        len(place.kernels(lm.model)) == 1 for place in lm.model.linear_places(lm.model.config)
-    )
-    plan = make_plan(
-        Checkpoint.open(folder),
-        type(lm.model),
-        lm.model.config,
-        huggingface.read_scheme(folder, huggingface.read_config(folder)),
-        None,
-    )
-    assert plan.device_bytes == nbytes(lm.model)
-    assert info.inspect(folder).describe() == lm.describe()
 
 
 @pytest.mark.parametrize(
@@ -230,86 +195,3 @@ def test_other_scales_of_activations_need_a_choice(tmp_path, rng):
     write_checkpoint(folder, hf, plain)
     with pytest.raises(CheckpointError, match=r"tensors \(model.layers.0.mlp.down_proj.input_sc"):
         mpjax.load(folder)
-
-
-@pytest.mark.parametrize("written", [None, {"quant_method": "awq", "bits": 4, "group_size": 128}])
-def test_a_config_of_another_checkpoint(written, tmp_path, rng):
-    folder, tensors, _ = write(tmp_path, FP8, rng)
-    hf = huggingface.read_config(folder) | {"quantization_config": written}
-    write_checkpoint(folder, hf, tensors)
-    message = r"self_attn.q_proj is an FP8 module \(weight, weight_scale_inv\), but config.json"
-    with pytest.raises(CheckpointError, match=message):
-        mpjax.load(folder)
-
-
-def test_an_fp8_config_of_another_checkpoint(tmp_path, rng):
-    folder, tensors, _ = write(tmp_path, FP8, rng)
-    name = "model.layers.1.mlp.up_proj"
-    del tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
-    tensors[f"{name}.qweight"] = np.zeros((16, 256), np.int32)
-    tensors[f"{name}.scales"] = np.zeros((1, 256), np.float16)
-    write_checkpoint(folder, huggingface.read_config(folder), tensors)
-    with pytest.raises(CheckpointError, match=r"up_proj: .* 'fp8', but .* packed as GPTQ"):
-        mpjax.load(folder)
-
-
-def test_what_is_wrong_with_a_tensor_is_said_before_any_is_read(tmp_path, rng, monkeypatch):
-    folder, tensors, _ = write(tmp_path, FP8, rng)
-    hf, name = huggingface.read_config(folder), "model.layers.1.mlp.up_proj"
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("read a tensor"))
-    scales = f"{name}.weight_scale_inv"
-    without = {key: array for key, array in tensors.items() if key != scales}
-    for changed, message in (
-        (
-            without,
-            " has no tensor weight_scale_inv: expected float16 or bfloat16 or float32 [2, 1]",
-        ),
-        (tensors | {scales: np.ones((1, 2), np.float32)}, ".weight_scale_inv is float32 [1, 2]: e"),
-        (
-            tensors | {f"{name}.weight": np.ones((8, 8), np.int8)},
-            " holds a weight of 8 input and 8",
-        ),
-    ):
-        write_checkpoint(folder, hf, changed)
-        message = re.escape(f"{folder}/model.safetensors: {name}{message}")
-        with pytest.raises(CheckpointError, match=message):
-            mpjax.load(folder)
-    write_checkpoint(folder, hf, {k: v for k, v in tensors.items() if k != f"{name}.weight"})
-    with pytest.raises(CheckpointError, match=rf"lacks 1 tensor \({name}.weight\)"):
-        mpjax.load(folder)
-
-
-def test_damaged_numbers(tmp_path, rng):
-    folder, tensors, _ = write(tmp_path, FP8, rng)
-    name, hf = "model.layers.1.mlp.up_proj", huggingface.read_config(folder)
-    for suffix, message in (("weight", "up_proj.weight has w"), ("weight_scale_inv", "1 of the 2")):
-        array = tensors[f"{name}.{suffix}"].copy()
-        array[-1, -1] = np.nan
-        write_checkpoint(folder, hf, tensors | {f"{name}.{suffix}": array})
-        with pytest.raises(CheckpointError, match=f"{message}.* NaN.* damaged"):
-            mpjax.load(folder)
-
-
-@distinct
-def test_convert_and_back(name, tmp_path, rng):
-    sizes = CUT if name == "fine-grained" else {}
-    folder, *_ = write(tmp_path / "original", QUANTIZED[name][0], rng, **sizes)
-    lm = mpjax.load(folder)
-    target = tmp_path / "converted"
-    result = CliRunner().invoke(app, ["convert", str(folder), str(target)])
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert f"of weights, {lm.precision}," in result.stdout
-    shutil.rmtree(folder)
-    restored = mpjax.load(target)
-    require_same_bits(lm, restored)
-    assert mpjax.load(target, precision="A16KV8").precision == lm.precision.replace("KV16", "KV8")
-
-
-def test_generate(tmp_path, rng):
-    folder, *_ = write(tmp_path, FP8, rng, vocab_size=2048, num_hidden_layers=1)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(mpjax.bundled_model() / file, folder / file)
-    command = ["generate", "--model", str(folder), "--max-new-tokens", "4", "def f"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.strip()

@@ -2,23 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mpjax.checkpoint import CheckpointError, kv_scales
-from mpjax.checkpoint.safetensors import Checkpoint
+from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.schemes import registry
 from mpjax.kernels import KVFormat
 from mpjax.models import Decoder
 from tests.models.small import CONFIG, small_config
-from tests.mpjax.checkpoint.write_checkpoint import CACHE, compressed_fp8, write_checkpoint
+from tests.mpjax.checkpoint.write_checkpoint import CACHE, compressed_fp8
 
 NAMES = kv_scales.names(Decoder, CONFIG)
-
-
-def checkpoint(folder, value) -> Checkpoint:
-    tensors = dict.fromkeys(NAMES, value)
-    return Checkpoint.open(write_checkpoint(folder, {}, tensors))
 
 
 def test_names_are_those_of_keys_and_values():
@@ -26,38 +19,6 @@ def test_names_are_those_of_keys_and_values():
         "model.layers.0.self_attn.k_scale",
         "model.layers.0.self_attn.v_scale",
     ]
-
-
-def test_one_number_is_for_all_heads(tmp_path):
-    found = checkpoint(tmp_path, np.full(1, 0.25, np.float32))
-    infos = kv_scales.check(found.tensors, NAMES, 2)
-    scales = kv_scales.read(infos, 2, lambda info: found.read(info.name))
-    assert scales.dtype == np.float32
-    np.testing.assert_array_equal(scales, np.full((2, 2, 2), 0.25))
-
-
-def test_each_layer_has_scales_of_keys_and_of_values(tmp_path):
-    tensors = {name: np.full(1, 1 + i, np.float32) for i, name in enumerate(NAMES)}
-    found = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors))
-    scales = kv_scales.read(
-        kv_scales.check(found.tensors, NAMES, 2), 2, lambda info: found.read(info.name)
-    )
-    np.testing.assert_array_equal(scales, [[[1, 1], [2, 2]], [[3, 3], [4, 4]]])
-
-
-@pytest.mark.parametrize("value", [np.ones(3, np.float32), np.ones(1, np.int32)])
-def test_other_shapes_and_dtypes_are_refused(value, tmp_path):
-    found = checkpoint(tmp_path, value)
-    with pytest.raises(CheckpointError, match=r"0\.self_attn\.k_scale is .* one number or one for"):
-        kv_scales.check(found.tensors, NAMES, 2)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
-def test_a_scale_is_positive(value, tmp_path):
-    found = checkpoint(tmp_path, np.full(1, value, np.float32))
-    infos = kv_scales.check(found.tensors, NAMES, 2)
-    with pytest.raises(CheckpointError, match=r"k_scale is .*: expected positive, finite scales"):
-        kv_scales.read(infos, 2, lambda info: found.read(info.name))
 
 
 def test_scales_that_are_not_read_are_said():

@@ -39,7 +39,7 @@ def test_types_of_a_gguf_file(tmp_path, rng):
     path = write_llama(tmp_path / "m.gguf", rng, kinds)
     found = look(open_headers(path))
     assert found.contents == (
-        "GGUF: 2 maps in Q4_1, codes kept as WM4; 2 maps in Q5_1, codes kept as WM8; "
+        "GGUF, 2 maps in Q4_1, codes kept as WM4; 2 maps in Q5_1, codes kept as WM8; "
         "2 maps in Q8_0, codes kept as W8g32sym; tables in Q8_0, dequantised"
     )
     assert [*found.others] == ["W8g32A16KV8", "W4g32A16KV8"]

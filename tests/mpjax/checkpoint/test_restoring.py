@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax import tune
 from mpjax.checkpoint import CheckpointError, array_file
 from mpjax.checkpoint.restoring import abstract, restore
 from mpjax.checkpoint.safetensors import read_header
@@ -19,6 +18,7 @@ from mpjax.checkpoint.saving import save
 from mpjax.cli import info
 from mpjax.memory import DeviceMemoryError
 from mpjax.precision import Precision
+from mpjax.tuning import products as tune
 from tests.mpjax.checkpoint.saved_models import load, plain, require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import SQUARE
 

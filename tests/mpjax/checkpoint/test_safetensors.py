@@ -164,9 +164,7 @@ def test_folder_without_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):
         Checkpoint.open(tmp_path)
     (tmp_path / "model-Q8_0.gguf").touch()
-    with pytest.raises(
-        CheckpointError, match=r"file, and found model-Q8_0.gguf; load that file itself"
-    ):
+    with pytest.raises(CheckpointError, match=r"file, and found model-Q8_0.gguf; load that file"):
         Checkpoint.open(tmp_path)
     (tmp_path / "a.safetensors").touch()
     (tmp_path / "b.safetensors").touch()
@@ -223,9 +221,7 @@ def test_a_file_that_becomes_shorter(tmp_path):
     safetensors.numpy.save_file(TENSORS, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 100)
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors became shorter while it was read"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors became shorter while it was"):
         checkpoint.read("weight")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors can't be read: No such file"):

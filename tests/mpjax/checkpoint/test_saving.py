@@ -18,12 +18,12 @@ from flax import nnx
 from mpjax.checkpoint import array_file, saving, staging
 from mpjax.checkpoint.restoring import restore
 from mpjax.checkpoint.saving import save
-from mpjax.disk import DiskSpaceError
+from mpjax.files.disk import DiskSpaceError
 from mpjax.kernels import KVFormat, replace_scales, unpack
 from mpjax.language_model import LanguageModel
 from mpjax.models import CacheScales, Decoder, Linear, family
 from mpjax.precision import Precision
-from mpjax.sampling import Sampling
+from mpjax.sampling.settings import Sampling
 from tests.mpjax.checkpoint.saved_models import (
     files,
     load,
@@ -319,9 +319,7 @@ def test_learned_scales_are_saved_in_the_packed_weight(precision, tmp_path, rng)
     before = np.asarray(mlp.down.kernel.get_value().scales())
     mlp.down = Scaled(mlp.down)
     mlp.down.scales = nnx.Param(mlp.down.scales.get_value() * 1.5)
-    with pytest.raises(
-        ValueError, match=r"saved with layers\.1\.mlp\.down\.scales, .*replace_scales"
-    ):
+    with pytest.raises(ValueError, match=r"saved with layers\.1\.mlp\.down\.scales,"):
         save(lm, tmp_path / "saved")
     mlp.down = Linear(replace_scales(mlp.down.kernel.get_value(), mlp.down.scales.get_value()))
     save(lm, tmp_path / "saved")
@@ -354,7 +352,5 @@ def test_models_of_other_classes_are_refused(tmp_path):
     config = family(LLAMA).config_from_hf(LLAMA)
     model = nnx.eval_shape(lambda: Mine(config, nnx.Rngs(0)))
     lm = LanguageModel(model, None, KVFormat(), tmp_path)
-    with pytest.raises(
-        ValueError, match="models of the class Mine can't be saved: expected one of"
-    ):
+    with pytest.raises(ValueError, match="models of the class Mine can't be saved: expected one"):
         save(lm, tmp_path / "saved")

@@ -83,7 +83,7 @@ def test_patterns_match_names_in_files(pattern, expected):
 def test_the_whole_says_whether_the_head_is_tied(inner, tmp_path, rng):
     tied = MISTRAL | {"tie_word_embeddings": True}
     tensors = random_tensors(tied, rng)
-    text = {k: v for k, v in WHOLE["text_config"].items() if k != "tie_word_embeddings"} | inner
+    text = {k: v for k, v in WHOLE["text_config"].items() if k != "tie_word_embeddings"} | inner  # type: ignore[attr-defined]
     hf = WHOLE | {"tie_word_embeddings": True, "text_config": text}
     named = {older(name): array for name, array in tensors.items()}
     whole = mpjax.load(write_checkpoint(tmp_path / "whole", hf, named))
@@ -109,7 +109,7 @@ def test_keys_that_gemma_3_leaves_out():
     ("text", "message"),
     [
         (None, "config.json: text_config is None: expected an object"),
-        ({"model_type": "ministral3"}, "text_config has the model_type 'ministral3': expected 'mi"),
+        ({"model_type": "mistral4"}, "text_config has the model_type 'mistral4': expected 'mi"),
     ],
 )
 def test_other_text_models_are_refused(text, message, tmp_path, rng):

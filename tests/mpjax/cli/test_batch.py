@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 import mpjax
-from mpjax.cli.batch import complete, summary
+from mpjax.cli.batch import complete
 from mpjax.cli.requests import Request
 from mpjax.cli.unfinished import Unfinished
 
@@ -29,15 +27,6 @@ def test_results_keep_the_order_of_requests(tiny):
         assert result["tokens"] == alone.tokens[0]
         assert result["logprobs"] == pytest.approx(alone.logprobs[0], abs=1e-5)
         assert result["prompt_tokens"] == alone.prompt_tokens[0]
-
-
-def test_a_stop_string_is_a_reason_to_finish(tiny):
-    [plain] = complete(tiny, [request(1, "def f", 20)], {"slots": 1}, {})
-    [stopped] = complete(
-        tiny, [request(1, "def f", 20)], {"slots": 1}, {"stop": plain["text"][3:5]}
-    )
-    assert (plain["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
-    assert plain["text"].startswith(stopped["text"])
 
 
 def test_all_requests_are_looked_at_before_the_first_is_generated(tiny, monkeypatch):
@@ -74,9 +63,3 @@ def test_an_interrupted_run_goes_on(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(mpjax, "Engine", None)  # nothing is left to generate
     assert complete(tiny, asked, {"slots": 2}, {}, last) == found
     last.close(is_done=True)
-
-
-def test_the_summary_counts_tokens():
-    results = [{"prompt_tokens": 1000, "tokens": [1, 2]}, {"prompt_tokens": 2, "tokens": [1]}]
-    line = summary(results, time.perf_counter())
-    assert line == "2 prompts, 1,002 tokens, 3 new: 0.0 s with compiling"

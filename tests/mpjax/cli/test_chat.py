@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.channels import THINK, Splitter
 from mpjax.cli import chat
 from mpjax.cli.application import app
+from mpjax.text.answers import AnswerReader, Style
+from mpjax.text.channels import THINK
 
 
 @pytest.fixture
@@ -46,13 +47,6 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def test_an_answer_is_what_generate_says(talk, chat_folder):
-    lm = mpjax.load(chat_folder)
-    expected = mpjax.generate(lm, [user("hello")], max_new_tokens=16).text[0]
-    result = talk("hello\n")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, expected.lstrip() + "\n", "")
-
-
 def test_the_conversation_is_remembered_until_it_is_reset(talk, heard):
     result = talk("one\n\n  two \n/reset\nthree\n/exit\nnever\n", "--system", "be brief")
     system = {"role": "system", "content": "be brief"}
@@ -77,21 +71,6 @@ def test_the_models_own_sampling_is_taken_and_shown(chat_folder, heard, tmp_path
         result = CliRunner().invoke(app, command, input="one\n")
         assert heard.pop()[1]["sampling"] == chosen
         assert result.stderr.startswith(f"sampling: {chosen}; the model's own is temperature 0.6,")
-
-
-def test_options_are_passed_on(talk, heard):
-    talk(
-        *("one\n", "--temperature", "0.5", "--seed", "7", "--stop", "x", "--stop", "y"),
-        *("--speculate", "ngram:5"),
-    )
-    [(_, options)] = heard
-    assert options == {
-        "max_new_tokens": 16,
-        "sampling": mpjax.Sampling(temperature=0.5),
-        "stop": ["x", "y"],
-        "seed": 7,
-        "speculate": mpjax.Ngram(5),
-    }
 
 
 def test_an_interrupt_stops_the_answer_alone(talk, heard):
@@ -138,7 +117,7 @@ def test_an_answer_that_is_all_reasoning_says_so(reasoned):
 
 def test_a_terminal_shows_reasoning_dimmed(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    writer = chat._Writer(Splitter(THINK), shows_reasoning=True)
+    writer = chat._Writer(AnswerReader(Style(THINK, None, {})), shows_reasoning=True)
     writer.write("<think>Hm.</think>Yes.")
     writer.end()
     assert capsys.readouterr().out == "\x1b[2mHm.\x1b[0m\n\nYes.\n"
@@ -159,25 +138,3 @@ def test_an_answer_gets_what_room_is_left(talk, heard):
     assert [m["content"] for m in heard[1][0]][1:] == ["A", "short"]
     result = talk("y " * 300 + "\n", "--max-positions", "900")
     assert (result.exit_code, result.stderr) == (0, "")
-
-
-def test_a_base_model_can_not_chat(tiny_folder):
-    result = CliRunner().invoke(app, ["chat", "--model", str(tiny_folder)], input="hi\n")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "has no chat template, like most base models" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("ahead", [1, 2, 9])
-def test_an_answer_is_written_as_it_comes_after_its_beginning(ahead, capsys):
-    shown = []
-
-    def pieces():
-        for piece in (" ", "a", "b", "c"):
-            shown.append(capsys.readouterr().out)
-            yield piece
-
-    assert chat._write_answer(pieces(), "Compiling", ahead, chat._Writer()) == "abc"
-    expected = {1: ["", "", "a", "b"], 2: ["", "", "a", "b"], 9: ["", "", "", ""]}
-    assert shown == expected[ahead]
-    assert capsys.readouterr().out == ("abc\n" if ahead == 9 else "c\n")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mpjax.buckets import bucket_tokens
 from mpjax.cli import compilation
 from mpjax.cli.application import app
+from mpjax.generation.buckets import bucket_tokens
 
 NAMES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
@@ -35,14 +35,6 @@ def test_compiled_programs_are_kept_in_the_folder_of_caches(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/her")
     assert compilation.cache_folder() == Path("/home/her/.cache/mpjax/compiled")
-
-
-@pytest.mark.parametrize("folder", ["/somewhere/else", ""])
-def test_a_folder_that_jax_was_told_counts(folder, monkeypatch, tmp_path):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
-    compilation.keep_programs()
-    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == folder
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

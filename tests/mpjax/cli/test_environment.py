@@ -20,8 +20,3 @@ def test_json_is_what_was_collected(monkeypatch):
     result = CliRunner().invoke(app, ["env", "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert json.loads(result.stdout) == found
-
-
-def test_help_names_the_sections():
-    text = CliRunner().invoke(app, ["env", "--help"]).stdout
-    assert all(section in text for section in environment.collect())

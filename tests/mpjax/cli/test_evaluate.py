@@ -7,12 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.bench import tables
 from mpjax.cli import evaluate as command
 from mpjax.cli import options
 from mpjax.cli.application import app
-from mpjax.comparison import Comparison, compare
-from mpjax.evaluation import Evaluation, evaluate
+from mpjax.evaluation.comparison import Comparison, compare
+from mpjax.evaluation.perplexity import Evaluation, evaluate
 
 DOCUMENTS = ["import os\nimport sys\n", "def f(x):\n    return x + 1\n"]
 ROWS = [
@@ -128,24 +127,11 @@ def test_formats(run, monkeypatch, options):
         assert json.loads(result.stdout)["rows"] == ROWS
 
 
-def test_json_holds_no_number_that_is_none(run, monkeypatch):
-    rows = [ROWS[0] | {"perplexity": math.nan, "bits_per_byte": math.inf}]
-    monkeypatch.setattr(command, "_measure", lambda *arguments: rows)
-    [row] = json.loads(run("--json").stdout, parse_constant=pytest.fail)["rows"]
-    assert (row["perplexity"], row["bits_per_byte"]) == (None, None)
-
-
 def test_help_names_the_keys(run, monkeypatch):
     monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
     text = CliRunner().invoke(app, ["evaluate", "--help"]).stdout.split("--json and --output")[1]
     assert all(key in text for key in json.loads(run("--json").stdout))
     assert all(key in text for key in (*ROWS[0], *Comparison.__dataclass_fields__))
-
-
-def test_an_output_that_can_not_be_written_is_refused_first(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "_measure", lambda *arguments: pytest.fail("measured"))
-    result = run("--output", "/dev/null/results.json")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
 
 
 @pytest.mark.parametrize("measured", [0, 1])
@@ -175,31 +161,6 @@ def test_rows_are_kept_when_the_next_can_not_be_measured(
         ]
 
 
-def test_a_row_is_printed_before_the_next_is_measured(run, monkeypatch):
-    printed = []
-    monkeypatch.setattr(command, "write", printed.append)
-
-    def measure(*arguments):
-        for count, row in enumerate(ROWS):
-            assert len(printed) == count
-            yield row
-
-    monkeypatch.setattr(command, "_measure", measure)
-    assert run().exit_code == 0
-    assert len(printed) == len(ROWS)
-
-
-def test_every_precision_is_checked_before_one_is_loaded(run, monkeypatch):
-    monkeypatch.setattr(options, "load", lambda *arguments: pytest.fail("loaded"))
-    result = run("--precisions", "W16A16,W4A16KV8s", "--against", "itself")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "KV8s needs scales of channels" in result.stderr
-
-
-def test_markdown_can_be_made_from_what_was_written():
-    assert tables.markdown(*command.table_of(ROWS)) == MARKDOWN + "\n"
-
-
 def test_precisions_by_default(tiny_folder, tmp_path):
     names = command._defaults(tiny_folder)
     assert len(names) == len(set(names)) == 21
@@ -209,54 +170,3 @@ def test_precisions_by_default(tiny_folder, tmp_path):
         folder.mkdir()
         (folder / quantised).write_text('{"quantization_config": {"quant_method": "awq"}}')
         assert list(map(str, command._defaults(folder))) == ["A16KV16", "A16KV8", "A16KV4"]
-
-
-def test_plain_text_is_one_document_and_the_bundled_text_the_default(
-    tiny_folder, tmp_path, monkeypatch
-):
-    seen = []
-
-    def measure(precisions, load, score, samples):
-        seen.append((*score("model"), samples))
-        return ROWS
-
-    monkeypatch.setattr(command, "_measure", measure)
-    monkeypatch.setattr("mpjax.evaluation.evaluate", lambda *given, **more: (*given, more))
-    path = tmp_path / "text.txt"
-    path.write_text("größer\n\nx", encoding="utf-8")
-    CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
-    CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
-    assert seen[0] == ("model", ["größer\n\nx"], {"window": 7, "stride": None, "batch": 8}, None)
-    assert len(seen[1][1]) == 17
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--precision", "W3"], 2, "W3A16 is not implemented"),
-        (["--window", "0"], 2, "--window"),
-        (["--window", "300", "--precision", "A16KV16"], 1, "256, the positions"),
-        (
-            ["--window", "9", "--max-positions", "8", "--precision", "A16KV16"],
-            1,
-            "8, the positions",
-        ),
-        (["--text", "/nowhere"], 2, "does not exist"),
-        (["--json", "--format", "markdown"], 2, "one format"),
-        (["--plot", "plot.svg"], 2, "give --against"),
-        (["--stride", "9", "--window", "8", "--precision", "A16KV16"], 1, "at most 8, the window"),
-        (["--against", "/nowhere", "--precision", "A16KV16"], 1, "/nowhere"),
-    ],
-)
-def test_failures(run, arguments, code, message):
-    result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert message in result.stderr
-
-
-def test_a_text_of_another_encoding_is_named(tiny_folder, tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("größer", encoding="latin-1")
-    result = CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"mpjax: {path} is not a text in UTF-8")

@@ -6,8 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import export_plan
-from mpjax.cli import export as module
 from mpjax.cli.application import app
 
 
@@ -76,8 +74,3 @@ def test_what_a_format_cannot_hold_is_one_sentence(tiny_folder, tmp_path):
     assert re.fullmatch(
         r"mpjax: the weights are WNF4, which .* export with --format plain, .*\n", result.stderr
     )
-
-
-@pytest.mark.parametrize("layout", export_plan.layouts())
-def test_help_says_what_each_format_is(layout):
-    assert re.search(rf"^  .*\b{layout}\b.*  .*:", module.EPILOG, re.MULTILINE)

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,11 +10,9 @@ from typer.testing import CliRunner
 import mpjax
 from mpjax.cli import generate
 from mpjax.cli.application import app
-from mpjax.kernels import KVFormat
 
 SUMMARY = (
-    r"\d+ prompt tokens, (\d+) new: first after [\d.]+ s(?:, [\d.,]+ tokens/s)? "
-    r"\(warm-up [\d.]+ s\)\n"
+    r"\d+ prompt tokens, (\d+) new: first after [\d.]+ s with compiling(?:, [\d.,]+ tokens/s)?\n"
 )
 HOT = mpjax.Sampling(temperature=1.2, top_k=40)
 HOT_OPTIONS = ["--temperature", "1.2", "--top-k", "40", "--seed", "3"]
@@ -47,11 +42,7 @@ def test_stdout_is_the_text_and_stderr_the_speed(run, expected):
     assert "tokens/s" in result.stderr
 
 
-def test_speculation_changes_the_speed_alone(run, expected):
-    result = run("def f", *HOT_OPTIONS, "--speculate", "ngram:3:1")
-    assert result.exit_code == 0
-    assert result.stdout == expected
-    assert "tokens/s, nothing proposed (" in result.stderr
+def test_speculation_changes_the_speed_alone(run):
     repeated = ("x x x x x x", "--json")
     result = run(*repeated, "--speculate", "ngram:3:1")
     assert json.loads(result.stdout)["text"] == json.loads(run(*repeated).stdout)["text"]
@@ -68,101 +59,12 @@ def test_prompts_from_stdin_and_files(run, expected, tmp_path):
     assert run().exit_code == 2
 
 
-def test_precision_minimum_and_stop_are_passed_on(run, tiny, expected):
-    stop = expected[20:24]
-    result = run("def f", *HOT_OPTIONS, "--stop", "zzz", "--stop", stop)
-    assert result.stdout == expected[: expected.index(stop)]
-    more = ["--precision", "A16KV4", "--dtype", "float32", "--min-new-tokens", "2"]
-    result = run("def f", *HOT_OPTIONS, *more)
-    cached = dataclasses.replace(tiny, kv_format=KVFormat(4))
-    options: dict[str, Any] = {
-        "max_new_tokens": 20,
-        "sampling": dataclasses.replace(HOT, min_new_tokens=2),
-        "seeds": [3],
-    }
-    assert result.stdout == mpjax.generate(cached, "def f", **options).text[0] != expected
-
-
-def test_a_single_token_has_no_speed(run):
-    result = run("def f", "--max-new-tokens", "1")
-    assert result.exit_code == 0
-    assert "tokens/s" not in result.stderr
-    assert re.fullmatch(SUMMARY, result.stderr)
-
-
-def test_pieces_are_written_as_they_come(monkeypatch, capsys):
-    shown = []
-
-    def pieces() -> Any:
-        yield "\x1b[1m"
-        shown.append(capsys.readouterr().out)
-        yield "b"
-        shown.append(capsys.readouterr().out)
-        return "done"
-
-    returned: Any = generate._write(pieces())
-    assert returned == "done"
-    assert shown == ["\x1b[1m", "b"]  # and nothing is taken out of the text
-
-
-def test_compiling_is_not_in_the_figures(run, tiny, monkeypatch):
-    """The stream is begun once before, far enough that the decoding loop has run."""
-    streams = []
-    original = mpjax.stream
-
-    def stream(*args, **keywords):
-        seen: list[str] = []
-        streams.append(seen)
-        result = original(*args, **keywords)
-        while True:
-            try:
-                seen.append(next(result))
-            except StopIteration as end:
-                return end.value
-            yield seen[-1]
-
-    monkeypatch.setattr(mpjax, "stream", stream)
+def test_one_prompt_is_generated_once(run, monkeypatch):
+    """The text appears as it is drawn, not after a warm-up."""
+    calls, original = [], mpjax.stream
+    monkeypatch.setattr(mpjax, "stream", lambda *a, **k: calls.append(a[1]) or original(*a, **k))
     assert run("def f", *HOT_OPTIONS).exit_code == 0
-    first, second = streams
-    assert len(first) == 2 < len(second)
-    assert second[:2] == first
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["", "--temperature", "1"], "prompt 0 is empty"),
-        (["x", "--max-new-tokens", "300"], "256 positions"),
-        (["x", "--max-new-tokens", "300", "--max-positions", "280"], "280 positions"),
-        (["x", "--max-positions", "0"], None),
-        (["x", "--precision", "W16A16KV8", "--dtype", "float64"], None),
-        (["x", "--precision", "W4"], None),
-        (["x", "--top-p", "7", "--temperature", "1"], None),
-        (["x", "--max-new-tokens", "0"], None),
-        (["x", "--min-new-tokens", "30"], None),
-        (["x", "--json", "--echo"], None),
-        (["x", "--json", "--output", "results.jsonl"], None),
-        (["x", "--batch", "0"], None),
-    ],
-)
-def test_failures(run, arguments, message):
-    result = run(*arguments)
-    assert result.stdout == ""
-    if message is None:
-        assert (result.exit_code, "Usage: " in result.stderr) == (2, True)
-    else:
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-        assert message in result.stderr
-
-
-def test_a_folder_that_is_none():
-    result = CliRunner().invoke(app, ["generate", "x", "--model", "/nowhere/at all"])
-    assert result.exit_code == 1
-    assert result.stderr.startswith("mpjax: /nowhere/at all does not exist")
-
-
-def test_echo_writes_the_prompt_first(run, expected):
-    assert run("def f", *HOT_OPTIONS, "--echo").stdout == "def f" + expected
+    assert calls == ["def f"]
 
 
 KEYS = ["id", "text", "finish_reason", "prompt_tokens", "tokens", "logprobs"]
@@ -240,22 +142,6 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "results.jsonl"]
 
 
-def test_results_of_another_dtype_are_not_kept(tmp_path, monkeypatch):
-    jobs = set()
-
-    def complete(lm, requests, engine, options, kept):
-        jobs.add(kept._job)
-        return []
-
-    monkeypatch.setattr("mpjax.cli.batch.complete", complete)
-    for dtype in ("float32", "float16", "float32"):
-        config = SimpleNamespace(dtype=dtype)
-        lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
-        options = {"speculate": None, "overwrite": False}
-        generate._complete_to_file(lm, [], {}, {}, tmp_path / "out.jsonl", **options)
-    assert len(jobs) == 2
-
-
 # Options of which results depend, with another value each, and the others.
 MATTERS = {
     "max_new_tokens": ["--max-new-tokens", "9"],
@@ -268,6 +154,7 @@ MATTERS = {
     "seed": ["--seed", "7"],
     "stop": ["--stop", "x"],
     "speculate": ["--speculate", "ngram"],
+    "adapter": ["--adapter", "x"],
 }
 OF_THE_MODEL = {"model", "precision", "dtype", "max_positions", "devices", "experts"}
 OF_PROMPTS = {"prompt", "prompt_file", "input"}
@@ -329,25 +216,3 @@ def test_a_file_that_is_written_while_the_model_is_loaded_is_kept(run, tiny, tmp
     assert "is there already: choose another file" in result.stderr
     assert written.read_text() == "by another process"
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
-
-
-def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(
-    run, tmp_path, monkeypatch
-):
-    monkeypatch.delattr(mpjax, "load")
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text('{"prompt": "a"}\n')
-    result = run("x", "--output", "/dev/null/results.jsonl")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    result = run("--input", str(asked), "--output", str(asked))
-    assert result.exit_code == 2
-    assert "is also --input" in result.stderr
-    written = tmp_path / "results.jsonl"
-    written.write_text("old")
-    result = run("--input", str(asked), "--output", str(written))
-    assert result.exit_code == 2
-    assert "is there already: choose another file, or replace it with --overwrite" in " ".join(
-        result.stderr.split()
-    )
-    assert written.read_text() == "old"
-    assert asked.read_text() == '{"prompt": "a"}\n'

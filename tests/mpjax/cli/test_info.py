@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -115,23 +114,6 @@ def test_the_model_is_an_argument_or_an_option(tmp_path, rng):
     assert "m.gguf is a model too: give one of them" in " ".join(twice.stderr.split())
 
 
-def test_the_models_own_sampling_is_shown(tiny_folder, tmp_path):
-    folder = tmp_path / "own"
-    shutil.copytree(tiny_folder, folder)
-    for written, shown, keys in (
-        ({}, "the files say nothing, and so greedy", None),
-        ({"top_p": 0.9}, "temperature 1.0, top_p 0.9", {"temperature": 1.0, "top_p": 0.9}),
-        ({"do_sample": False, "top_p": 0.9}, "greedy", {}),
-    ):
-        (folder / "generation_config.json").write_text(json.dumps(written))
-        result = CliRunner().invoke(app, ["info", str(folder)])
-        [row] = [line for line in result.stdout.splitlines() if line.startswith("sampling")]
-        assert row.removeprefix("sampling").strip() == shown
-        result = CliRunner().invoke(app, ["info", str(folder), "--json"])
-        expected = None if keys is None else {"do_sample": bool(keys)} | keys
-        assert json.loads(result.stdout)["sampling"] == expected
-
-
 def test_help_explains_the_rows_and_the_keys():
     result = CliRunner().invoke(app, ["info", "--json"])
     text = CliRunner().invoke(app, ["info", "--help"]).stdout
@@ -141,28 +123,6 @@ def test_help_explains_the_rows_and_the_keys():
     assert "if their formats agree" in text
     assert "`W4 | W4 | W16`" in text
     assert '"cache scales" are the scales that KV8s needs' in text
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda config: {"rms_norm_eps": "0.1"},
-            "config: rms_norm_eps is '0.1': expected a positive number",
-        ),
-        (lambda config: {"layers": config["layers"] * 10_000}, "there are 10000 layers and only"),
-    ],
-)
-def test_a_damaged_description_is_one_sentence(change, message, tiny, tmp_path):
-    mpjax.save(tiny, tmp_path / "saved")
-    path = tmp_path / "saved" / "mpjax.json"
-    content = json.loads(path.read_text())
-    content["config"] |= change(content["config"])
-    path.write_text(json.dumps(content))
-    result = CliRunner().invoke(app, ["info", str(tmp_path / "saved")])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"mpjax: {path} is damaged: {message}")
-    assert result.stderr.count("\n") == 1
 
 
 def test_an_older_format_is_one_sentence(tmp_path):
@@ -178,13 +138,6 @@ def test_an_older_format_is_one_sentence(tmp_path):
             in result.stderr
         )
         assert result.stderr.count("\n") == 1
-
-
-def test_a_folder_that_can_not_be_loaded(tmp_path):
-    result = CliRunner().invoke(app, ["info", str(tmp_path)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"mpjax: {tmp_path} has ")
-    assert result.stderr.count("\n") == 1
 
 
 def run(*arguments):
@@ -234,11 +187,6 @@ def test_json_of_what_is_no_model(tiny, tmp_path):
         assert result.stderr == f"mpjax: {found['in_the_way']}\n"
 
 
-def test_small_sizes_are_in_megabytes():
-    assert info._size(1_234_567) == "1.2 MB"
-    assert info._size(1_234_567_890) == "1.23 GB"
-
-
 def test_tokenizer_and_room(monkeypatch):
     """Of the bundled model, on devices of little memory and of less."""
     found = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
@@ -254,10 +202,3 @@ def test_tokenizer_and_room(monkeypatch):
     assert none.endswith("too little: take another precision, or more devices (--devices)")
     assert some.endswith("free, enough for 1,024 tokens with KV4")
     assert all_of_them.endswith("free, enough for the longest context")
-
-
-def test_folders_of_other_things(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    result = run(tmp_path)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "an adapter is not a model: merge it into its base model first" in result.stderr

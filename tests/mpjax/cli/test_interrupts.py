@@ -42,14 +42,12 @@ def require_quiet(process):
     assert (process.returncode, out, error) == (130, "", "mpjax: interrupted\n")
 
 
-@pytest.mark.parametrize("way", [AS_MODULE, AS_SCRIPT], ids=["module", "script"])
-@pytest.mark.parametrize("module", ["jax", "typer"])
 @pytest.mark.parametrize(
-    "turned_into",
+    ("way", "module", "turned_into"),
     [
-        "    raise\n",
-        "    raise ImportError('initialization failed') from None\n",  # as modules of C do
-        "    pass\n",
+        (AS_MODULE, "jax", "    raise\n"),
+        (AS_SCRIPT, "typer", "    raise ImportError('failed') from None\n"),  # as modules of C do
+        (AS_SCRIPT, "jax", "    pass\n"),
     ],
     ids=["raised", "another error", "dropped"],
 )
@@ -59,9 +57,8 @@ def test_while_a_module_is_imported(way, module, turned_into, tmp_path):
     require_quiet(start(*way, "info", folder=tmp_path))
 
 
-@pytest.mark.parametrize("way", [AS_MODULE, AS_SCRIPT], ids=["module", "script"])
-def test_while_jax_is_imported(way):
-    process = start(*way, "info")
+def test_while_jax_is_imported():
+    process = start(*AS_SCRIPT, "info")
     end = time.monotonic() + 60
     while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert time.monotonic() < end

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from mpjax.cli import requests
 from mpjax.cli.requests import Request, count_tokens, gather, read_lines
 
 
@@ -47,21 +46,6 @@ def test_a_prompt_keeps_its_line_ends(written, prompt, tmp_path, monkeypatch):
     assert texts(file=file) == [prompt]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written), encoding="utf-8"))
     assert texts("-") == [prompt]
-
-
-def test_a_prompt_file_of_another_encoding_is_named(tmp_path):
-    file = tmp_path / "prompt.txt"
-    file.write_text("größer", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"prompt\.txt is not a text in UTF-8"):
-        texts(file=file)
-
-
-def test_each_prompt_draws_from_a_seed_of_its_own():
-    found = gather(["a", "b"], None, None, 20, requests.SEEDS - 1)
-    assert found == [
-        Request(1, "a", 20, requests.SEEDS - 1, "prompt 1"),
-        Request(2, "b", 20, 0, "prompt 2"),
-    ]
 
 
 def test_lines_say_what_to_generate(tmp_path):
@@ -144,13 +128,6 @@ def test_two_lines_have_no_id_in_common(first, second, tmp_path):
         read_lines(path, 20, 0)
     path.write_text('{"id": null, "prompt": "a"}\n{"id": null, "prompt": "b"}\n{"id": true}')
     with pytest.raises(ValueError, match="neither"):
-        read_lines(path, 20, 0)
-
-
-def test_a_file_without_lines(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n \n")
-    with pytest.raises(ValueError, match=r"prompts\.jsonl has no lines"):
         read_lines(path, 20, 0)
 
 

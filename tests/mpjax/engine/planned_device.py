@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+from mpjax.engine import pages as pages_module
 from mpjax.engine.pages import NOWHERE, page_key
-from mpjax.engine.planner import WINDOW_SLACK, Extend, Planner
+from mpjax.engine.planner import Extend, Planner
 from mpjax.engine.row import Row
 from tests.mpjax.engine.conftest import require_order
+
+
+def places(pages):
+    """The group and number of each page of some, by groups."""
+    return {(group, page) for group, own in enumerate(pages) for page in own if page != NOWHERE}
 
 
 class Device:
@@ -16,14 +22,14 @@ class Device:
     def __init__(self, sizes, ends=()):
         self.planner, self.sizes, self.ends = Planner(sizes), sizes, dict(ends)
         self.planner.pace.learn_step(0.1)
-        self.content: dict[tuple[int, int], tuple] = {}
+        self.content: dict[tuple[int, int, int], tuple] = {}  # by group, page and place in it
         self.lengths: dict[Row, int] = {}
         self.pending: list = []
         self.finished: list[Row] = []
         self.order: list[Row] = []
         self.residuals: dict[tuple[int, int], tuple] = {}  # of slots: whose, and what
-        self.published: set[tuple[int, bytes]] = set()  # pages with keys that were looked at
-        self.uncertain: set[tuple[int, int]] = set()  # written by rows that left early
+        self.published: set[tuple[int, int, bytes]] = set()  # pages with keys that were looked at
+        self.uncertain: set[tuple[int, int, int]] = set()  # written by rows that left early
 
     def text(self, row):
         """All tokens that the row would say; those of rows that `ends` names end earlier."""
@@ -47,26 +53,28 @@ class Device:
             self.residuals[row.slot, position % block] = (row, row.runs, position), found
 
     def store(self, row, position, found):
-        page = row.pages[position // self.sizes.page_size]
-        assert page != NOWHERE
-        self.content[page, position % self.sizes.page_size] = found
+        for group, pages in enumerate(row.pages):
+            page = pages[position // self.sizes.page_size]
+            assert page != NOWHERE
+            self.content[group, page, position % self.sizes.page_size] = found
 
-    def load(self, row, position, end):
+    def load(self, row, group, position, end):
         """What a row of `end` tokens reads at a position."""
         block = self.sizes.block
         if block is not None and position >= (end - 1) // block * block:
             return self.residuals[row.slot, position % block][1]
-        page = row.pages[position // self.sizes.page_size]
-        return self.content[page, position % self.sizes.page_size]
+        page = row.pages[group][position // self.sizes.page_size]
+        return self.content[group, page, position % self.sizes.page_size]
 
     def require_content(self, row, start, end):
         """The queries from `start` on read what the row wrote, or another with the same text."""
-        text, window = self.text(row), self.sizes.window
-        begin = 0 if window is None else max(0, start + 1 - window)
-        for position in range(begin, end):
-            assert self.load(row, position, end) == tuple(text[: position + 1])
-        tile = max(0, begin - WINDOW_SLACK) // self.sizes.page_size
-        assert NOWHERE not in row.pages[tile : end // self.sizes.page_size]
+        text = self.text(row)
+        for group, window in enumerate(self.sizes.windows):
+            begin = 0 if window is None else max(0, start + 1 - window)
+            for position in range(begin, end):
+                assert self.load(row, group, position, end) == tuple(text[: position + 1])
+            tile = max(0, begin - pages_module.WINDOW_SLACK) // self.sizes.page_size
+            assert NOWHERE not in row.pages[group][tile : end // self.sizes.page_size]
 
     def run(self, plan):
         self.clear()
@@ -74,21 +82,16 @@ class Device:
             assert 0 < len(plan.pieces) <= self.sizes.sequences
             assert sum(piece.end - piece.start for piece in plan.pieces) <= self.sizes.chunk
             assert len({piece.row for piece in plan.pieces}) == len(plan.pieces)
-            results = [] if plan.riders is None else self.decode(plan.riders)
-            if plan.riders is not None:
-                assert plan.riders.steps == 1
-                assert self.sizes.rides
-                assert not plan.scored
-                assert not {piece.row for piece in plan.pieces} & {*plan.riders.rows}
+            results = []
             for piece in plan.pieces:
                 self.write(piece.row, piece.start, piece.end)
                 self.require_content(piece.row, piece.start, piece.end)
                 if block := self.sizes.block:
                     assert piece.start // block == (piece.end - 1) // block
+                drawn = len(piece.row.tokens) - piece.row.prompt
+                results.append((piece.row, piece.row.runs, drawn, int(piece.is_last), piece))
                 if piece.is_last:
-                    drawn = len(piece.row.tokens) - piece.row.prompt
                     assert piece.end == piece.row.prompt + drawn
-                    results.append((piece.row, piece.row.runs, drawn, 1))
                     self.lengths[piece.row] = piece.end
             return results
         return self.decode(plan)
@@ -102,17 +105,17 @@ class Device:
             most = row.most - drawn
             count = min(self.accepted(plan, drawn), self.most(row) - drawn)
             if count <= 0:
-                results.append((row, row.runs, drawn, 0))
+                results.append((row, row.runs, drawn, 0, None))
                 continue
             if new is not None:
-                entry, page = new
-                assert row.pages[entry:] == [page]
+                entry, pages = new
+                assert [own[entry:] for own in row.pages] == [[page] for page in pages]
             # What is proposed and refused is written as well, but never encoded.
             written = count if self.sizes.block else min(plan.most, most)
             self.write(row, length, length + written)
             self.require_content(row, length, length + count)
             self.lengths[row] = length + count
-            results.append((row, row.runs, drawn, count))
+            results.append((row, row.runs, drawn, count, None))
         return results
 
     def accepted(self, plan, drawn):
@@ -123,13 +126,17 @@ class Device:
 
     def clear(self):
         for _, pages in self.planner.take_left():
-            for place in [place for place in self.content if place[0] in pages]:
+            for place in [it for it in self.content if it[1] in pages[it[0]]]:
                 del self.content[place]
                 self.uncertain.discard(place)
 
     def read(self, results):
-        for row, runs, drawn, count in results:
+        for row, runs, drawn, count, piece in results:
             if row.slot is None or row.runs != runs:
+                continue
+            if piece is not None:
+                self.planner.learn_piece(piece)
+            if piece is not None and not piece.is_last:
                 continue
             new = self.text(row)[row.prompt + drawn :][:count]
             assert len(row.tokens) == row.prompt + drawn
@@ -156,11 +163,12 @@ class Device:
 
     def require_published(self):
         """Pages that can be found hold the tokens that their key is of."""
-        size = self.sizes.page_size
-        for page, key in self.planner.pool._keys.items() - self.published:
-            self.published.add((page, key))
-            text, expected = self.content[page, size - 1], b""
-            assert [self.content[page, i] for i in range(size)] == [
+        size, pools = self.sizes.page_size, self.planner.groups.pools
+        found = {(g, *item) for g, pool in enumerate(pools) for item in pool._keys.items()}
+        for group, page, key in found - self.published:
+            self.published.add((group, page, key))
+            text, expected = self.content[group, page, size - 1], b""
+            assert [self.content[group, page, i] for i in range(size)] == [
                 text[: len(text) - size + 1 + i] for i in range(size)
             ]
             for at in range(0, len(text), size):
@@ -169,16 +177,16 @@ class Device:
 
     def require_clear(self):
         """No row owns what another has left that may be NaN, but before the next program."""
-        told = {page for _, pages in self.planner._left for page in pages}
-        held = {page for row in self.planner.running for page in row.pages}
-        assert not {page for page, _ in self.uncertain} & (held - told)
+        told = {it for _, pages in self.planner._left for it in places(pages)}
+        held = {it for row in self.planner.running for it in places(row.pages)}
+        assert not {(group, page) for group, page, _ in self.uncertain} & (held - told)
 
     def leave(self, row):
         """Cancels a row, which may have written NaN to pages that nobody else finds."""
-        pages = set(row.pages) - {NOWHERE}
+        pages = [list(own) for own in row.pages]
         self.planner.remove(row, is_finite=False)
-        free = {page for page in pages if self.planner.pool.is_free(page)}
-        self.uncertain |= {place for place in self.content if place[0] in free}
+        free = places(self.planner.groups.unowned(pages)) if pages else set()
+        self.uncertain |= {place for place in self.content if place[:2] in free}
 
     def finish(self):
         for number in itertools.count():

@@ -6,66 +6,52 @@ import pytest
 from mpjax import Ngram
 from mpjax.engine import compiled
 from mpjax.engine.compiled import Programs
+from mpjax.engine.programs import extend
 from mpjax.engine.sizes import Sizes, middle_chunk, small_chunk
+from mpjax.engine.state import create_state
 from tests.mpjax.engine.conftest import make_engine
 
 pytestmark = pytest.mark.any_version
 
 
 @pytest.mark.parametrize("proposed", [0, 4])
-@pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
 @pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, rides, proposed, tiny):
-    sizes = Sizes(slots, 9, 32, chunk=chunk, rides=rides, proposed=proposed)
-    found = Programs(tiny.model, sizes)
+def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, proposed, tiny):
+    found = Programs(tiny.model, Sizes(slots, (9,), 32, chunk=chunk, proposed=proposed))
     decoding = sum(map(len, found.decoding_sizes.values()))
-    few = len(found.rider_sizes[True]) - 1 if rides else 1
-    reading = sum(
-        len(sizes) * (few if greedy and riders else 1)
-        for (greedy, riders), sizes in found.reading_sizes.items()
-    )
+    reading = sum(map(len, found.reading_sizes.values()))
     # Scores, clearing and what proposers read have one program each.
     assert decoding + reading + 2 + bool(proposed) <= 15
-    assert found.reading_sizes[True, False][0] == small_chunk(chunk)
-    for rows in (0, 1, slots):
-        if rides:
-            sizes = [found.rider_size(rows, greedy=how, scored=False) for how in (True, False)]
-            assert (sizes[0] == 0) == (rows == 0)
-            assert rows <= sizes[0] <= sizes[1] == slots
-    assert found.rider_size(0, greedy=False, scored=True) == 0
+    assert found.reading_sizes[True][0] == small_chunk(chunk)
     for greedy in (True, False):
-        riders = found.rider_size(0, greedy=greedy, scored=False)
-        assert found.reading_size(chunk, riders, greedy=greedy, scored=False) == chunk
-        riders = found.rider_size(1, greedy=greedy, scored=False) if rides else 0
-        middle = middle_chunk(chunk)
-        assert found.reading_size(middle, riders, greedy=greedy, scored=False) == middle
-    assert found.reading_size(1, 0, greedy=True, scored=False) <= max(chunk // 16, 16)
-    assert found.reading_size(1, 0, greedy=False, scored=True) == found.scored_size <= chunk
+        for size in (chunk, middle_chunk(chunk)):
+            assert found.reading_size(size, greedy=greedy, scored=False) == size
+    assert found.reading_size(1, greedy=True, scored=False) <= max(chunk // 16, 16)
+    assert found.reading_size(1, greedy=False, scored=True) == found.scored_size <= chunk
     for rows in {1, 2, slots // 2 + 1, slots}:
         if rows <= slots:
             size = found.decoding_size(rows, steps=8, greedy=True)
             assert rows <= size <= min(slots, max(4, 64 * rows))
-            for greedy in {not rides, False}:
+            for greedy in (True, False):
                 assert rows <= found.decoding_size(rows, steps=1, greedy=greedy) <= slots
 
 
 def test_single_steps_have_all_sizes_where_there_are_no_others(tiny):
-    found = Programs(tiny.model, Sizes(64, 9, 32, steps=1))
+    found = Programs(tiny.model, Sizes(64, (9,), 32, steps=1))
     assert found.decoding_sizes[True, 1] == [1, 4, 8, 32, 64]
 
 
-@pytest.mark.parametrize("rides", [False, True])
-def test_calls_without_rows_are_all_that_there_can_be(rides, tiny):
+def test_calls_without_rows_are_all_that_there_can_be(tiny):
     """By the names that calls with rows have."""
-    sizes = Sizes(64, 9, 32, chunk=1024, rides=rides)
-    found = Programs(tiny.model, sizes)
+    found = Programs(tiny.model, Sizes(64, (9,), 32, chunk=1024))
+    state = jax.eval_shape(lambda: create_state(tiny, 64, (9,), 2 * tiny.page_size))
     every, few = (
-        {call.name for call in found._calls(64, 2, greedy_only=only)} for only in (False, True)
+        {call.name for call in found._calls(state, greedy_only=only)} for only in (False, True)
     )
     assert few < every
     assert len(every) <= 15 - 1  # and one clears pages
-    assert few == {name for name in every if name[3]}  # of greedy rows
+    assert few == {name for name in every if name[2 if name[0] is extend else 3]}  # greedy rows
 
 
 def test_beginning_with_a_proposer_and_cancelling_are_compiled_ahead(tiny):
@@ -87,7 +73,7 @@ def test_compiling_leaves_memory_for_what_is_timed_meanwhile(weights, programs, 
     """For each program a largest weight and half of one; where memory is unknown, no limit."""
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(tiny.model))
     free = None if weights is None else int(weights * largest)
-    found = Programs(tiny.model, Sizes(4, 9, 32))
+    found = Programs(tiny.model, Sizes(4, (9,), 32))
     assert found._compilers() is None  # on a CPU nothing is timed
     monkeypatch.setattr(compiled.device, "on_gpu", lambda: True)
     monkeypatch.setattr(compiled, "free_bytes_on", lambda mesh: free)

@@ -17,7 +17,7 @@ from mpjax import Sampling
 from mpjax.engine import compiled
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import CancelledError
-from mpjax.finite import NotFiniteError
+from mpjax.errors import NotFiniteError
 from mpjax.kernels import KVFormat
 from tests.eight_devices import run
 from tests.models.small import small_config, small_model
@@ -206,8 +206,11 @@ def test_a_prompt_that_was_read_before_is_found(engine):
     assert (first.shared_tokens, again.shared_tokens) == (0, 96)
     assert again.tokens == first.tokens
     np.testing.assert_allclose(again.logprobs, first.logprobs, atol=1e-4)
-    apart = engine.submit(prompt, max_new_tokens=4, sampling={"repetition_penalty": 1.1})
-    assert apart.result().shared_tokens == 0
+    penalty = {"sampling": {"repetition_penalty": 1.5}, "max_new_tokens": 4}
+    shared = engine.submit(prompt, **penalty).result()
+    assert shared.shared_tokens == 96
+    resize(engine)
+    assert engine.submit(prompt, **penalty).result().tokens == shared.tokens
 
 
 def test_pages_that_are_found_change_no_bit_where_the_pieces_are_the_same(engine):
@@ -270,8 +273,10 @@ def test_a_request_can_be_cancelled_at_any_point(engine, alone, steps):
     handle = engine.submit(PROMPTS[0], max_new_tokens=NEW)
     for _ in range(steps):
         engine.step()
+    waiting = engine.statistics()["waiting"]
     handle.cancel()
     handle.cancel()
+    assert engine.statistics()["waiting"] == waiting
     with pytest.raises(CancelledError, match=f"request {handle.number} was cancelled"):
         handle.result()
     assert handle.finish_reason == "cancelled"
@@ -311,7 +316,7 @@ def test_log_probabilities_of_a_prompt(engine, tiny):
     assert len(beside.result().tokens) == 4
 
 
-def test_log_probabilities_of_candidates(engine, tiny, alone):
+def test_log_probabilities_of_the_likeliest_tokens(engine, tiny, alone):
     """Beside each new token and each of the prompt; the tokens stay what they are."""
     options = {"max_new_tokens": 4, "prompt_logprobs": True, "logprobs": 3}
     beside = engine.submit(PROMPTS[1], max_new_tokens=NEW)
@@ -323,16 +328,18 @@ def test_log_probabilities_of_candidates(engine, tiny, alone):
     prompt, top = len(found.prompt), found.prompt_logprobs
     np.testing.assert_array_equal(top.top, order[: prompt - 1])
     np.testing.assert_array_equal(
-        [[i for i, _ in one] for one in found.candidates], order[prompt - 1 : -1]
+        [[i for i, _ in one] for one in found.top_logprobs], order[prompt - 1 : -1]
     )
     expected = np.take_along_axis(logprobs, order, 1)
     np.testing.assert_allclose(top.top_logprobs, expected[: prompt - 1], atol=1e-4)
-    chances = [[chance for _, chance in one] for one in found.candidates]
-    np.testing.assert_allclose(chances, expected[prompt - 1 : -1], atol=1e-4)
+    logprobs = [[logprob for _, logprob in one] for one in found.top_logprobs]
+    np.testing.assert_allclose(logprobs, expected[prompt - 1 : -1], atol=1e-4)
     assert beside.result().tokens == alone.tokens[1]
-    assert beside.candidates == []
-    with pytest.raises(ValueError, match="logprobs is 21: expected how many candidates to tell"):
+    assert beside.top_logprobs == []
+    with pytest.raises(ValueError, match="logprobs is 21: expected the number of likeliest tokens"):
         engine.submit(PROMPTS[0], logprobs=21)
+    with pytest.raises(ValueError, match=r"sampling is .*: expected a Sampling, or a mapping"):
+        engine.submit(PROMPTS[0], sampling=[Sampling()])
 
 
 def test_a_model_without_a_tokenizer_generates_ids(tiny, alone):

@@ -16,14 +16,16 @@ from tests.mpjax.engine.conftest import make_engine, resize
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": [5000]}, "token id 5000"),
         ({"prompt": [1] * 150, "max_new_tokens": 50}, "150 tokens, and with 50 .* the 192 tokens"),
-        ({"sampling": {"temperature": [1.0, 2.0]}}, r"temperature has shape \(2,\): a request is"),
+        ({"sampling": {"temperature": [1.0, 2.0]}}, r"temperature has shape \(2,\): a batch of 1"),
         ({"sampling": {"stop_ids": range(20)}}, "there are 20 stop ids: .* at most 16"),
         ({"priority": 1.5}, "priority is 1.5: expected a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number"),
         ({"max_new_tokens": 10**30}, f"with {10**30} new ones it would pass the 192"),
         ({"stop": np.array(3)}, "stop has array.3.: expected a string"),
-        ({"seed": 2**63}, "seeds are"),
+        ({"seed": 2**70}, "seed is 1180591620717411303424: expected an integer from -2.*63 to"),
+        ({"seed": [3]}, r"seed is \[3\]: expected an integer"),
+        ({"max_new_tokens": -1, "prompt_logprobs": True}, "is -1: expected 0 or more new tokens"),
     ],
 )
 def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message):
@@ -46,7 +48,7 @@ def test_seeds_of_a_batch_are_one_for_each_prompt(engine, seeds):
 def test_a_request_larger_than_the_cache_is_refused(engine):
     resize(engine, pages=4)  # one of which is nowhere
     assert engine.capacity == 3 * 32
-    with pytest.raises(TooLongError, match="the prompt's 90 tokens and 8 new ones don't fit"):
+    with pytest.raises(TooLongError, match="the prompt's 90 tokens and 8 new ones are too many"):
         engine.submit([1] * 90, max_new_tokens=8)
     assert len(engine.submit([1] * 90, max_new_tokens=7).result().tokens) == 7
     resize(engine, pages=25)

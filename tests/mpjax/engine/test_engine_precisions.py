@@ -77,7 +77,7 @@ def require_ties(
         ids = prompt + ours[:at]
         with Engine(lm, slots=2, max_tokens=len(prompt) + NEW, chunk_tokens=64) as engine:
             handle = engine.submit(ids, max_new_tokens=1, logprobs=2, **GREEDY).result()
-        [[(first, highest), (second, lower)]] = handle.candidates
+        [[(first, highest), (second, lower)]] = handle.top_logprobs
         assert {first, second} == {ours[at], others[at]}, f"token {at}"
         gate = TIE_OF_ROUNDED if rounds else TIE
         assert highest - lower < gate, f"token {at}: {first} or {second}"

@@ -32,8 +32,8 @@ def served(engine: Engine, rows: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
-    [{"chunk_tokens": 8}, {"ride": True, "chunk_tokens": 16}, {"speculate": mpjax.Ngram(3, 1)}],
-    ids=["chunks", "riders", "speculation"],
+    [{"chunk_tokens": 8}, {"speculate": mpjax.Ngram(3, 1)}],
+    ids=["chunks", "speculation"],
 )
 def test_rows_say_what_they_say_alone(kind, options):
     with engine_of(kind, **options) as engine:

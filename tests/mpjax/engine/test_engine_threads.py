@@ -54,7 +54,7 @@ def test_processes_take_their_steps_together(tiny, monkeypatch):
 
 def test_no_request_comes_in_while_an_engine_closes(tiny, monkeypatch):
     engine = make_engine(tiny)
-    monkeypatch.setattr("mpjax.engine.engine.row_text", lambda *_: engine.close())
+    monkeypatch.setattr("mpjax.engine.request.row_text", lambda *_: engine.close())
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.submit("import")
     assert not engine.has_work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax.sampling.token_lists import NO_ID
 from tests.mpjax.engine.conftest import (
     damage_what_rows_leave,
     is_clean,
@@ -39,6 +41,7 @@ def arrivals(draw):
         "sampling": draw(st.sampled_from([KEEPS_ON, KEEPS_ON, DRAWN, REPEATS])),
         "seed": text,
         "prompt_logprobs": draw(st.sampled_from([False, False, True])),
+        "constraint": draw(st.sampled_from([None, None, WORDS])),
     }
     cancel = draw(st.sampled_from([*[None] * 9, 0, 2, 5]))
     return prompt, options, draw(st.integers(-1, 1)), draw(st.integers(0, 3)), cancel
@@ -48,12 +51,14 @@ GAPS = st.sampled_from([math.inf, 1e-9])  # prompts first, or turns
 KEEPS_ON, DRAWN = {"stop_ids": ()}, {"temperature": 1.2}
 # Tokens that were seen are the likeliest by far, so that a wrong one among them is soon drawn.
 REPEATS = {"temperature": 1.2, "repetition_penalty": 0.05, "stop_ids": ()}
+WORDS = mpjax.Regex("([a-z]{1,5} ){3,}")
 # Rows that need the pages of others: of one whose prompt is read and scored, of one that has drawn.
 CROWDED = [
     ([5] * 20, {"max_new_tokens": 70, "sampling": KEEPS_ON}, 1, 2, None),
     ([6] * 20, {"max_new_tokens": 60, "sampling": REPEATS, "seed": 1}, 0, 6, None),
     (list(range(1, 100)), {"prompt_logprobs": True, "max_new_tokens": 2}, -1, 9, None),
     ([7] * 10, {"max_new_tokens": 40, "sampling": REPEATS, "seed": 2}, 0, 4, None),
+    ([9] * 10, {"max_new_tokens": 40, "sampling": DRAWN, "constraint": WORDS}, 0, 4, None),
     ([8] * 10, {"max_new_tokens": 40, "sampling": REPEATS, "seed": 3}, 0, 2, 3),
 ]
 
@@ -63,12 +68,12 @@ def require_agreement(engine, handles):
     runner = engine._runner
     planner, state = runner.planner, runner._state
     require_order(planner)
-    tables, lengths = np.asarray(state.tables), np.asarray(state.lengths)
+    tables, lengths = map(np.asarray, (state.cache.tables[0], state.cache.lengths))
     for row in planner.running:
-        assert tables[row.slot, : len(row.pages)].tolist() == row.pages
+        assert tables[row.slot, : len(row.pages[0])].tolist() == row.pages[0]
         # The device is as far as the plan, unless the row ends before, or tokens are refused.
         least = row.length if row.is_reading else len(row.tokens) - 1
-        if row.owner.settings.stop_ids or planner.sizes.proposed:
+        if (row.owner.settings.row.stop_ids != NO_ID).any() or planner.sizes.proposed:
             assert least <= lengths[row.slot] <= row.length
         else:
             assert lengths[row.slot] == row.length
@@ -142,10 +147,13 @@ def test_any_trace(text, speculates, examples, tiny):
                     assert handle.tokens == alone.tokens[: len(handle.tokens)]
                     continue
                 assert handle.tokens == alone.tokens
+                if options.get("constraint") and handle.finish_reason == "stop":
+                    assert re.fullmatch(WORDS.pattern, handle.text)
                 if options.get("prompt_logprobs"):
                     found, wanted = handle.prompt_logprobs, alone.prompt_logprobs
                     np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
 
         check()
         assert any(row.scored and row.is_reading and row.length for row in preempted)
-        assert any(row.owner.settings.has_penalty and row.drawn > 1 for row in preempted)
+        assert any(row.is_controlled and row.drawn > 1 for row in preempted)
+        assert any(row.is_constrained and row.drawn > 1 for row in preempted)

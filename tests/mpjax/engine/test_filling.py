@@ -9,13 +9,14 @@ import pytest
 from mpjax.engine import filling
 from mpjax.engine.planner import Decode, Piece
 from mpjax.engine.row import Row
-from mpjax.engine.state import NO_ID, RowSettings
+from mpjax.engine.state import default_settings
+from mpjax.sampling.token_lists import NO_ID
 
 pytestmark = pytest.mark.any_version
 
 
 def row(number, slot, pages):
-    settings = RowSettings.usual(1)
+    settings = default_settings(1)
     settings.top_k[0] = 40 + number
     owner = SimpleNamespace(settings=SimpleNamespace(row=settings))
     tokens = [100 * number + i for i in range(8)]
@@ -24,15 +25,16 @@ def row(number, slot, pages):
 
 def test_pieces_lie_one_after_another_and_padding_has_no_slot():
     pieces = [
-        Piece(row(1, 2, [5, 6]), 4, 8, is_first=True, is_last=True),
-        Piece(row(2, 0, [7]), 0, 3, is_first=False, is_last=False),
+        Piece(row(1, 2, [[5, 6], [3, 0]]), 4, 8, is_first=True, is_last=True),
+        Piece(row(2, 0, [[7], [8]]), 0, 3, is_first=False, is_last=False),
     ]
-    found = filling.reading(pieces, tokens=10, rows=3, slots=4, entries=3)
+    found = filling.reading(pieces, filling.Layout(4, 2), tokens=10, rows=3, entries=3)
     assert found.tokens.tolist() == [104, 105, 106, 107, 200, 201, 202, 0, 0, 0]
     assert found.following.tolist() == [105, 106, 107, 0, 201, 202, 203, 0, 0, 0]
     assert found.slots.tolist() == [2, 0, 4]
     assert (found.starts.tolist(), found.counts.tolist()) == ([4, 0, 0], [4, 3, 0])
-    assert found.tables.tolist() == [[5, 6, 0], [7, 0, 0], [0, 0, 0]]
+    assert found.tables[0].tolist() == [[5, 6, 0], [7, 0, 0], [0, 0, 0]]
+    assert found.tables[1].tolist() == [[3, 0, 0], [8, 0, 0], [0, 0, 0]]
     assert (found.encoded.tolist(), found.drawn.tolist()) == ([4, 0, 0], [1, 1, 0])
     assert found.is_first.tolist() == found.is_last.tolist() == [True, False, False]
     assert found.settings.top_k[:2].tolist() == [41, 42]
@@ -45,14 +47,14 @@ def test_a_history_is_padded():
 
 
 def test_rows_that_get_a_page_and_rows_that_get_none():
-    plan = Decode([row(1, 3, [1, 2]), row(2, 0, [4])], 5, True, [(1, 2), None])
-    found = filling.stepping(plan, rows=4, slots=6, entries=8)
+    plan = Decode([row(1, 3, [[1, 2]]), row(2, 0, [[4]])], 5, True, [(1, [2]), None])
+    found = filling.stepping(plan, filling.Layout(6), rows=4, entries=8)
     assert found.slots.tolist() == [3, 0, 6, 6]
     assert found.entries.tolist() == [1, 8, 8, 8]
-    assert found.pages[0] == 2
+    assert found.pages[0][0] == 2
     assert all(x.dtype == np.int32 for x in jax.tree.leaves(found))
     assert found.columns == 8
-    narrow = filling.stepping(plan, rows=4, slots=6, entries=8, columns=4)
+    narrow = filling.stepping(plan, filling.Layout(6), rows=4, entries=8, columns=4)
     assert (narrow.entries.tolist(), narrow.columns) == (found.entries.tolist(), 4)
-    tables = np.arange(16).reshape(2, 8)
-    assert narrow.read(tables).tolist() == tables[:, :4].tolist()
+    tables = np.arange(48).reshape(6, 8)
+    assert narrow.read((tables,))[0].tolist() == tables[:, :4].tolist()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpjax.engine.handle import CancelledError, Handle, New, PromptLogprobs, Scores
-from mpjax.row_text import RowText
+from mpjax.text.row_text import RowText
 
 pytestmark = pytest.mark.any_version
 

@@ -10,7 +10,7 @@ from mpjax.engine.histories import (
     begin_rows,
     create_histories,
     extend_histories,
-    put_rows,
+    put_histories,
     state_bytes,
 )
 
@@ -31,7 +31,7 @@ def test_rows_of_some_slots_are_taken_and_put_back():
     rows = begin_rows(Ngram(), histories, slots)
     assert rows.done.steps.tolist() == [0, 0]
     rows = dataclasses.replace(rows, history=rows.history + jnp.array([[1], [2]], jnp.int32))
-    found = put_rows(Ngram(), histories, jnp.array([2, 3]), rows)  # the second one is padding
+    found = put_histories(Ngram(), histories, jnp.array([2, 3]), rows)  # the second one is padding
     assert found.history.tolist() == [[0, 0], [0, 0], [1, 1]]
     assert found.done is None
 

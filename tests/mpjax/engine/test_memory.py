@@ -7,10 +7,12 @@ import pytest
 
 from mpjax.engine import memory
 from mpjax.engine.sizes import Sizes
-from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.engine.state import cache_bytes
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import ExpertsSpec, LayerSpec
+from mpjax.models.registry import read_config
+from tests.models.sharded_families import keys
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +20,17 @@ def lm(tiny):
     return dataclasses.replace(tiny, kv_format=KVFormat("4cg32"), page_size=32)
 
 
-SIZES = Sizes(2, 0, 32, chunk=64, sequences=2)
+SIZES = Sizes(2, (), 32, chunk=64, sequences=2)
 
 
 def pages(lm, given, slots=2, tokens=100):
-    return memory.count_pages(lm, dataclasses.replace(SIZES, slots=slots), tokens, given)
+    [found] = memory.count_pages(lm, dataclasses.replace(SIZES, slots=slots), tokens, given)
+    return found
 
 
 def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
-    fixed, each = residual_bytes(lm, 2) + 2 * lm.config.vocab_size, page_bytes(lm)
+    [each], fixed = cache_bytes(lm, 2)
+    fixed += 2 * memory.CONTROL * lm.config.vocab_size
     assert pages(lm, fixed + 3 * each + each // 2) == 1 + 3
     assert pages(lm, 10**9) == pages(lm, None) == 1 + 8
     working = memory._working_bytes(lm, SIZES)
@@ -65,17 +69,45 @@ def test_room_is_left_for_the_terms_of_experts(lm):
     assert found == next(inside) - next(inside) > 0
 
 
-def test_room_is_left_for_rows_that_ride_along(lm):
-    """Beside a chunk: their activations, and the logits that they draw from."""
+def test_room_is_left_for_what_is_proposed_and_for_chunks(lm):
+    """Activations, and the logits that are drawn from."""
     config, sizes = lm.config, dataclasses.replace(SIZES, slots=100, sequences=32)
-    apart, riding = (
-        memory._working_bytes(lm, dataclasses.replace(sizes, rides=rides))
-        for rides in (False, True)
-    )
+    plain = memory._working_bytes(lm, sizes)
     activations = 3 * (config.intermediate_size + config.hidden_size) * 4
-    assert riding - apart == 64 * activations + 32 * 12 * config.vocab_size
     proposed = dataclasses.replace(sizes, proposed=4)
     logits = 400 * 12 * config.vocab_size
-    assert memory._working_bytes(lm, proposed) - apart == 400 * activations + logits
+    assert memory._working_bytes(lm, proposed) - plain == 400 * activations + logits
     wide = dataclasses.replace(sizes, chunk=200)
-    assert memory._working_bytes(lm, wide) - apart == 100 * activations
+    assert memory._working_bytes(lm, wide) - plain == 100 * activations
+
+
+def test_a_call_that_scores_nothing_has_no_logits_of_prompts(lm):
+    scored = dataclasses.replace(SIZES, chunk=4096, single=True)
+    generated = dataclasses.replace(scored, scores=False)
+    rows = max(SIZES.slots, SIZES.sequences)
+    logits = (4096 - rows) * 12 * lm.config.vocab_size
+    assert memory._working_bytes(lm, scored) - memory._working_bytes(lm, generated) == logits
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [(10**6, [100, 20]), (500, [48, 20]), (299, [16, 16]), (10, [0, 0])]
+)
+def test_pages_of_a_window_come_first_and_the_others_take_the_rest(room, expected):
+    """Of 5 and 13 bytes each."""
+    assert memory._share_room(room, [5, 13], [100, 20]) == expected
+    assert memory._share_room(room, [13, 5], [20, 100]) == expected[::-1]
+
+
+def test_a_window_needs_pages_for_itself_and_for_what_is_read():
+    sizes = Sizes(64, (), 128, windows=(None, 128), chunk=4096, sequences=32)
+    assert memory.most_pages(sizes, 8192, None) == 64 * 64
+    assert memory.most_pages(sizes, 8192, 128) == 64 * (3 + 2) + 2 * (32 + 32)
+    assert memory.most_pages(sizes, 128, 128) == 64
+
+
+@pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Qwen3_5ForCausalLM"])
+def test_mixers_with_a_state_count_what_their_first_map_gives(architecture):
+    _, config = read_config(keys(architecture))
+    spec = config.layers[0].attention
+    outputs = sum(out for _, out in spec.linear_maps(config)[0].shapes)
+    assert spec.working_bytes(config, 5) > 2 * 5 * outputs * 4

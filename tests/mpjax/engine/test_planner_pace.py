@@ -13,7 +13,7 @@ from tests.mpjax.engine.test_planner import row
 
 pytestmark = pytest.mark.any_version
 
-TIMED = Sizes(slots=300, pages=50_000, page_size=16, chunk=4096, steps=1)
+TIMED = Sizes(slots=300, pages=(50_000,), page_size=16, chunk=4096, steps=1)
 
 
 def padded(plan):
@@ -128,9 +128,8 @@ def test_short_prompts_of_random_rows_count_as_the_programs_that_read_them():
     assert kinds == "EED" * 4
 
 
-@pytest.mark.parametrize("rides", [False, True])
-def test_rows_that_may_wait_for_ever_wait_for_all_prompts(rides):
-    sizes = dataclasses.replace(TIMED, max_gap=math.inf, rides=rides, sequences=1)
+def test_rows_that_may_wait_for_ever_wait_for_all_prompts():
+    sizes = dataclasses.replace(TIMED, max_gap=math.inf, sequences=1)
     rows = [row(number, prompt=100, most=3, text=1000 * number) for number in range(5)]
     plans, _ = run_timed(sizes, rows)
     assert "".join("D" if isinstance(plan, Decode) else "E" for plan in plans) == "EEEEEDD"
@@ -138,7 +137,7 @@ def test_rows_that_may_wait_for_ever_wait_for_all_prompts(rides):
 
 def test_a_prompt_is_read_by_programs_that_it_fills():
     """Padding takes as long as tokens."""
-    planner = Planner(Sizes(slots=3, pages=999, page_size=4, chunk=256))
+    planner = Planner(Sizes(slots=3, pages=(999,), page_size=4, chunk=256))
     planner.submit(row(prompt=150, most=1))
     assert planner.plan().tokens == 150  # as long as no seconds are known
     for size in (16, 64, 256):

@@ -11,7 +11,7 @@ import pytest
 import mpjax
 from mpjax import Sampling
 from mpjax.engine import compiled
-from mpjax.finite import NotFiniteError
+from mpjax.errors import NotFiniteError
 from mpjax.kernels import KVFormat
 from tests.mpjax.engine.conftest import Knowing, make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
@@ -129,12 +129,12 @@ def test_rows_end_inside_of_accepted_tokens(speculating, plain):
     assert numbers["free_pages"] == numbers["pages"]
 
 
-def test_candidates_of_accepted_tokens(speculating, engine):
+def test_the_likeliest_tokens_in_the_place_of_accepted_ones(speculating, engine):
     options = {"max_new_tokens": 8, "logprobs": 3}
     expected = engine.submit(PROMPTS[0], **options).result()
     found = speculating.submit(PROMPTS[0], **options).result()
     assert found.speculation.accepted[0] > 0
-    for one, other in zip(found.candidates, expected.candidates, strict=True):
+    for one, other in zip(found.top_logprobs, expected.top_logprobs, strict=True):
         assert [i for i, _ in one] == [i for i, _ in other]
         np.testing.assert_allclose([c for _, c in one], [c for _, c in other], atol=1e-4)
 
@@ -245,7 +245,7 @@ def test_a_draft_model_proposes_what_it_does_for_generate(text, tiny):
         assert found.tokens == expected.tokens
         assert found.speculation.acceptance > 0.5
         told = engine.submit(PROMPTS[1], logprobs=2, sampling={"temperature": 1.0}).result()
-        assert [len(one) for one in told.candidates] == [2] * len(told.tokens)
+        assert [len(one) for one in told.top_logprobs] == [2] * len(told.tokens)
 
 
 @pytest.mark.gpu
@@ -283,5 +283,3 @@ def test_proposers_that_do_not_fit_are_refused(tiny):
     ):
         with pytest.raises(ValueError, match=message):
             make_engine(tiny, speculate=proposer)
-    with pytest.raises(ValueError, match="ride is True and speculate a Draft, which does not read"):
-        make_engine(tiny, speculate=mpjax.Draft(tiny, 2), ride=True)

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -131,45 +130,6 @@ def test_blocks_are_calibrated_saved_and_described(tiny_folder, tmp_path):
     described = dict(inspect(tmp_path / "saved").describe())
     assert described["activations in 8 bits"] == "2 of 8 blocks, 25.0%; the others in 4"
     assert len(mpjax.generate(loaded, ["the quick"], max_new_tokens=2).tokens[0]) == 2
-
-
-@pytest.mark.sweep
-def test_blocks_of_experts_are_calibrated_saved_and_described(tiny, tmp_path):
-    """With a gate that limits up, through which channels move and scales don't."""
-    experts = ExpertsSpec(192, num_experts=4, bias=True, gate_limit=7.0, gate_alpha=1.7)
-    changes = {"layers": (LayerSpec(CONFIG.layers[0].attention, experts),), "hidden_size": 256}
-    config = dataclasses.replace(CONFIG, vocab_size=tiny.config.vocab_size, **changes)
-    lm = dataclasses.replace(tiny, model=Mixtral(config, nnx.Rngs(0)))
-    found = mpjax.quantize(lm, mpjax.Recipe.of("W4Ax4KV16H16", "rtn"), TEXTS, calibration=LITTLE)
-    mlp = found.model.layers[0].mlp.experts
-    kernels = [linear.kernel.get_value() for linear in (mlp.gate_up, mlp.down)]
-    assert [kernel.activation_bits.shape for kernel in kernels] == [(4, 2), (4, 2)]
-    assert [kernel.permutation is not None for kernel in kernels] == [True, False]
-    wide, total = count_blocks(found.model)
-    assert total == 2 + 1 + 4 * 4
-    assert 0 < wide < total
-    mpjax.save(found, tmp_path / "saved")
-    loaded = mpjax.load(tmp_path / "saved")
-    for leaves in zip(leaves_of(found), leaves_of(loaded), strict=True):
-        np.testing.assert_array_equal(*leaves)
-    described = dict(inspect(tmp_path / "saved").describe())
-    assert described["activations in 8 bits"].startswith(f"{wide} of 19 blocks")
-    tokens = np.arange(8)[None]
-    exact = lm.model(tokens)
-    errors = [float(np.abs(loaded.model(tokens) - exact).mean())]
-    for bits in (4, 8):
-        for linear in (mlp.gate_up, mlp.down):
-            kernel = linear.kernel.get_value()
-            alike = jnp.full_like(kernel.activation_bits, bits)
-            linear.kernel.set_value(dataclasses.replace(kernel, activation_bits=alike))
-        errors.append(float(np.abs(found.model(tokens) - exact).mean()))
-    assert errors[2] < errors[0] < errors[1]
-
-
-def test_methods_refuse_formats_that_they_can_not_serve(tiny):
-    recipe = mpjax.Recipe.of("WFP8A16KV16", "rtn+learn")
-    with pytest.raises(ValueError, match=r"rtn\+learn can't serve weights of float8:g128: "):
-        mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
 
 
 def test_scales_of_experts_are_not_learned():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import ActivationBlocks, quantize_activations
-from mpjax.models.config import Fold
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.maps import Fold
 from mpjax.models.mlp import RoutedInputs
 from mpjax.quantization.blocks import (
     BlockRule,
@@ -18,6 +19,7 @@ from mpjax.quantization.blocks import (
     permuted,
 )
 from mpjax.quantization.statistics import Statistics
+from tests.models.small import small_config
 
 
 @pytest.fixture
@@ -132,12 +134,18 @@ def test_experts_have_orders_of_their_own(inputs):
     assert np.isnan(block_errors(jnp.ones((300, 8)), last)).all()
 
 
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_values_move_only_where_no_gate_multiplies_them(has_gate):
+    [fold] = GroupedQuerySpec(output_gate=has_gate).folds(small_config(head_dim=128))
+    assert is_folded(fold) != has_gate
+
+
 def test_channels_of_heads_are_sorted_alike_in_their_copies(rng):
     x = rng.standard_normal((1, 50, 2 * 3 * 128)).astype(np.float32)
     x[..., [3, 128 + 3, 384 + 70]] *= [9, 1, 30]  # the last of the second head's first copy
-    fold = Fold("output", "qkv", 2, (2, 3, 128))
+    fold = Fold("output", "qkv", 2, (2, 3, 128), is_mixable=True)
     assert is_folded(fold)
-    assert not is_folded(Fold("output", "qkv", 2, (2, 3, 64)))
+    assert not is_folded(Fold("output", "qkv", 2, (2, 3, 64), is_mixable=True))
     assert is_folded(Fold("down", "gate_up", 1, is_elementwise=True))
     order, moved = in_order(statistics_of(x), fold)
     heads = np.asarray(order).reshape(2, 3, 128)
@@ -145,21 +153,3 @@ def test_channels_of_heads_are_sorted_alike_in_their_copies(rng):
     assert (heads[:, :, 0] % 128).tolist() == [[3] * 3, [70] * 3]
     np.testing.assert_array_equal(heads % 128, np.broadcast_to(heads[:, :1] % 128, heads.shape))
     np.testing.assert_allclose(moved.magnitudes, np.abs(x).sum((0, 1))[order], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"one_in": -1}, "one_in is -1"),
-        ({"error": 0.0}, r"error is 0\.0: expected a number above"),
-        ({"error": "small"}, "error is 'small': expected a number above"),
-    ],
-)
-def test_rules_without_sense(fields, message):
-    with pytest.raises(ValueError, match=message):
-        BlockRule(**fields)
-
-
-def test_what_needs_text():
-    assert [BlockRule(n).needs_text for n in (0, 1, 2)] == [False, False, True]
-    assert BlockRule(0, error=0.1).needs_text

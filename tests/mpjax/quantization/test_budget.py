@@ -41,17 +41,6 @@ def test_the_choice_is_that_of_brute_force(maps, rng):
         assert cost == pytest.approx(best)
 
 
-def test_many_maps_take_no_long_search(rng):
-    sizes = np.array([2.5, 3.5, 4.25, 8.25]) * 8192
-    options = [
-        [Option(int(it), float(slope / 4**bits)) for it, bits in zip(sizes, range(4), strict=True)]
-        for slope in rng.exponential(1, 300)
-    ]
-    size, cost = sums(options, cheapest(options, int(300 * sizes[2])))
-    assert size <= 300 * sizes[2]
-    assert cost < sums(options, [2] * 300)[1]
-
-
 def test_a_budget_that_nothing_fits():
     with pytest.raises(ValueError, match="the smallest options take 7 bits, above 6"):
         cheapest([[Option(3, 0.0), Option(4, 0.0)], [Option(4, 1.0)]], 6)
@@ -108,9 +97,3 @@ def test_what_can_not_be_chosen(tiny, monkeypatch, bits, options, message):
     monkeypatch.setattr("mpjax.quantization.budget.rounding_costs", None)  # not reached
     with pytest.raises(ValueError, match=message):
         recipe_for_budget(tiny, bits, TEXTS, **options)
-
-
-def test_a_divided_model_is_refused(tiny, monkeypatch):
-    monkeypatch.setattr(type(tiny.model), "shards", 2)
-    with pytest.raises(ValueError, match=r"choosing formats for a model .* among 2 devices is not"):
-        recipe_for_budget(tiny, 4.5, TEXTS)

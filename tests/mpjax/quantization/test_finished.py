@@ -77,17 +77,6 @@ def test_a_folder_of_other_files_is_left_alone(model, tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_a_folder_that_can_not_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("text")
-    with pytest.raises(ValueError, match=r"the folder for finished layers, .*work, can't be made"):
-        FinishedLayers.open(tmp_path / "file" / "work", "run")
-
-
-def test_a_run_that_ended_before_it_had_a_layer_is_no_obstacle(tmp_path):
-    (tmp_path / "lock").write_text("")
-    FinishedLayers.open(tmp_path, "run").close()
-
-
 def test_a_folder_that_another_process_has_is_not_removed(tmp_path):
     other = FinishedLayers.open(tmp_path, "run")
     FinishedLayers(tmp_path).remove()
@@ -95,14 +84,6 @@ def test_a_folder_that_another_process_has_is_not_removed(tmp_path):
     other.close()
     FinishedLayers(tmp_path).remove()
     assert not tmp_path.exists()
-
-
-def test_a_file_that_was_cut_is_no_layer(model, tmp_path):
-    finished = FinishedLayers.open(tmp_path, "run")
-    finished.save(model, 0)
-    [file] = tmp_path.glob("layer-*.safetensors")
-    file.write_bytes(file.read_bytes()[:100])
-    assert not finished.load(small_model(CONFIG), 0, RECIPE)
 
 
 def cut_file(file, arrays, advance):
@@ -191,13 +172,3 @@ def test_runs_are_told_apart(tmp_path):
     others.add(describe_run(tmp_path, RECIPE, [windows], "bfloat16"))
     assert len(others) == 5
     assert run not in others
-
-
-def test_runs_of_files_are_told_apart(tmp_path):
-    """A GGUF file that was replaced is another checkpoint."""
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"1")
-    run = describe_run(file, RECIPE, [], "bfloat16")
-    assert run == describe_run(file, RECIPE, [], "bfloat16")
-    file.write_bytes(b"12")
-    assert run != describe_run(file, RECIPE, [], "bfloat16")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from flax import nnx
 
 from mpjax.models import DecoderLayer
-from mpjax.models.config import Fold
 from mpjax.models.parameters import find
 from mpjax.quantization import folds
 from tests.models.small import CONFIG, small_config, small_mixture
@@ -34,7 +32,7 @@ def test_a_layer_computes_what_it_computed(norms, is_offset, changes, rng):
     layer = make_layer(dataclasses.replace(CONFIG, layers=(spec,), offset_norms=is_offset))
     hidden = jnp.asarray(rng.standard_normal((2, 9, CONFIG.hidden_size)), jnp.float32)
     angles = jnp.asarray(rng.uniform(0, 3, (2, 9, CONFIG.head_dim // 2)), jnp.float32)
-    expected, inputs = layer.inputs(hidden, angles)
+    expected, inputs = layer.inputs(hidden, {"global": angles})
     readers = {"attention.qkv", "mlp.gate_up"} if norms == "post" else set()
     assert {fold.target for fold in spec.folds(CONFIG)} == {*spec.linear_paths(CONFIG)} - readers
     for fold in spec.folds(CONFIG):
@@ -44,7 +42,7 @@ def test_a_layer_computes_what_it_computed(norms, is_offset, changes, rng):
         folds.apply(layer, fold, scales)
         after = folds.linear_of(layer, fold.target).kernel.get_value()
         np.testing.assert_allclose(after, before * scales[:, None], rtol=1e-6)
-        found, read = layer.inputs(hidden, angles)
+        found, read = layer.inputs(hidden, {"global": angles})
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(
             read[fold.target] * scales[None, None], inputs[fold.target], rtol=1e-4, atol=1e-6
@@ -107,28 +105,18 @@ def test_channels_may_move_within_heads(rng):
         parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), jnp.float32))
     hidden = jnp.asarray(rng.standard_normal((2, 9, config.hidden_size)), jnp.float32)
     angles = jnp.asarray(rng.uniform(0, 3, (2, 9, config.head_dim // 2)), jnp.float32)
-    expected, inputs = layer.inputs(hidden, angles)
+    expected, inputs = layer.inputs(hidden, {"global": angles})
     [fold] = [fold for fold in spec.folds(config) if fold.target == "attention.output"]
     heads, copies, channels = fold.repeats
     own = rng.permuted(np.tile(np.arange(channels), (heads, 1, 1)), axis=-1)
     firsts = np.arange(heads * copies).reshape(heads, copies, 1) * channels
     order = jnp.asarray((firsts + own).reshape(-1))
     folds.permute(layer, fold, order)
-    found, moved = layer.inputs(hidden, angles)
+    found, moved = layer.inputs(hidden, {"global": angles})
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
         moved["attention.output"], inputs["attention.output"][..., order], rtol=1e-5, atol=1e-6
     )
-
-
-def test_copies_of_a_channel_share_a_scale():
-    fold = Fold("output", "qkv", 2, (2, 3, 4))
-    scales = jnp.arange(1.0, 25.0)
-    shared = folds.tie(fold, scales).reshape(2, 3, 4)
-    np.testing.assert_allclose(shared, jnp.broadcast_to(shared[:, :1], shared.shape))
-    np.testing.assert_allclose(shared[1, 0, 2], (15 * 19 * 23) ** (1 / 3), rtol=1e-6)
-    assert folds.tie(Fold("down", "gate_up", 1), scales) is scales
-    assert hash(functools.partial(folds.tie, fold).args) == hash((fold,))
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.kernels import ActivationFormat, WeightFormat, hadamard
-from mpjax.models import ExpertsSpec, GatedMLPSpec, GroupedQuerySpec, LayerSpec, Mixtral
+from mpjax.kernels import ActivationFormat, WeightFormat, hadamard, quantize_activations
+from mpjax.models import ExpertsSpec, GatedMLPSpec, GroupedQuerySpec, LayerSpec
 from mpjax.models.division import Division
 from mpjax.models.parameters import NAMES, linear_places
 from mpjax.quantization.api import FinishedLayers
@@ -74,7 +74,7 @@ def test_an_outlier_before_down_costs_less(rng):
     errors = []
     for each in (model, mixed(model)):
         mlp = each.layers[0].mlp
-        found = mlp.down(mlp.gated(x, int8).dequantize())
+        found = mlp.down(quantize_activations(mlp.gated(x), int8).dequantize())
         errors.append(float(jnp.abs(found - expected).mean()))
     assert errors[1] < errors[0] / 2
 
@@ -125,27 +125,6 @@ def test_shares_have_whole_blocks(count):
     }
     local = Division.of(type(model), config, count, formats).local.layers[0].mlp
     assert local == GatedMLPSpec({2: 64, 4: 32}[count], hadamard=32)
-
-
-@pytest.mark.sweep
-def test_a_mixture_is_saved_and_generates(tiny, tmp_path):
-    spec = ExpertsSpec(64, num_experts=2, experts_per_token=1)
-    layer = LayerSpec(GroupedQuerySpec(), spec)
-    config = dataclasses.replace(small_config(vocab_size=2048), layers=(layer,))
-    plain = mpjax.LanguageModel(
-        Mixtral(config, nnx.Rngs(0)), tiny.tokenizer, tiny.kv_format, tiny.source
-    )
-    found = mpjax.quantize(plain, Recipe.of("W8A8KV16", "hadamard+rtn"))
-    mpjax.save(found, tmp_path / "saved")
-    restored = mpjax.load(tmp_path / "saved")
-    assert restored.config.hadamard_blocks == (64,)
-    tokens = jnp.arange(8)[None]
-    np.testing.assert_array_equal(restored.model(tokens), found.model(tokens))
-    expected = plain.model(tokens)
-    assert float(jnp.abs(found.model(tokens) - expected).mean() / jnp.abs(expected).mean()) < 0.05
-    assert len(mpjax.generate(restored, "def add(a, b):", max_new_tokens=4).tokens[0]) == 4
-    with pytest.raises(ValueError, match="before its down projections can't be exported"):
-        mpjax.export(restored, tmp_path / "exported")
 
 
 def test_activations_of_16_bits_are_warned_of(tiny, monkeypatch):

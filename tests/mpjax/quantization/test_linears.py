@@ -88,7 +88,7 @@ def test_a_mixture_is_quantised_with_a_text(rng):
     norm.set_value(norm.get_value().at[jnp.asarray([3, 40])].set(20.0))
     tokens = rng.integers(0, CONFIG.vocab_size, (16, 32)).astype(np.int32)
     plain, errors = model(tokens), {}
-    for method in ("rtn", "gptq", "awq+gptq"):
+    for method in ("rtn", "awq+gptq"):
         copy = nnx.clone(model)
         recipe = Recipe.of("W4g32A16KV16", method)
         batches = [Windows(tokens, np.ones((16, 32), bool))]
@@ -96,4 +96,4 @@ def test_a_mixture_is_quantised_with_a_text(rng):
         kernels = [k for place in copy.linear_places(copy.config) for k in place.kernels(copy)]
         assert all(isinstance(kernel, QuantizedTensor) for kernel in kernels)
         errors[method] = float(jnp.abs(copy(tokens) - plain).mean())
-    assert 0 < errors["awq+gptq"] < errors["gptq"] < 0.9 * errors["rtn"]
+    assert 0 < errors["awq+gptq"] < 0.9 * errors["rtn"]

@@ -34,7 +34,7 @@ def test_layers_that_are_done_are_placed_before_the_next(tiny_folder, tmp_path, 
     for _ in range(2):  # the second takes the layers that are done from the folder
         found = mpjax.quantize(tiny_folder, recipe, work=tmp_path / "work", devices=MESH)
         assert (found.model.mesh, found.precision) == (MESH, whole.precision)
-        require_same_arrays(whole.model, found.model.whole())
+        require_same_arrays(whole.model, found.model.whole())  # type: ignore[attr-defined]
     assert left == [{jax.ShapeDtypeStruct}] * 2 * whole.config.num_layers
 
 
@@ -45,7 +45,7 @@ def test_the_cache_of_a_divided_model_is_calibrated(tiny_folder, tmp_path):
         mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, devices=devices)
         for devices in (None, MESH)
     )
-    joined = found.model.whole()
+    joined = found.model.whole()  # type: ignore[attr-defined]
     scales = np.asarray(joined.cache_scales.get_value())
     # Calls of several devices are other programs, which round otherwise.
     np.testing.assert_allclose(scales, whole.model.cache_scales.get_value(), rtol=1e-2)
@@ -62,4 +62,4 @@ def test_devices_are_for_a_folder(tiny, tiny_folder):
     with pytest.raises(ValueError, match="devices is 64, and JAX sees"):
         mpjax.quantize(tiny_folder, "W4A16KV8", TEXTS, devices=64)
     with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
-        mpjax.quantize(tiny_folder, "W4A16KV8", TEXTS, device=2)
+        mpjax.quantize(tiny_folder, "W4A16KV8", TEXTS, device=2)  # type: ignore[call-arg]

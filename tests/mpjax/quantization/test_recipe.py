@@ -7,9 +7,7 @@ import tomllib
 import pytest
 
 from mpjax.kernels import KVFormat, WeightFormat
-from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.learning.descent import Learning
-from mpjax.quantization.methods import Method
 from mpjax.quantization.recipe import Recipe, Rule
 
 TEXT = """
@@ -59,16 +57,6 @@ def test_the_first_rule_that_matches_counts(write):
         "layers.1.mlp.gate_up": ("bfloat16", "awq+gptq"),
         "layers.7.mlp.gate_up": ("uint4:g128", "awq+gptq"),
     }
-
-
-def test_a_precision_is_a_recipe():
-    recipe = Recipe.of("W4A8KV4")
-    [rule] = recipe.rules
-    assert (rule.weights, rule.method) == (
-        WeightFormat.parse("liquid4:g64/int8"),
-        Method((), "gptq"),
-    )
-    assert Recipe.of("W4A8KV4", "os").rules[0].method == Method(("os",), "range")
 
 
 def test_a_recipe_says_how_scales_are_learned():
@@ -132,10 +120,6 @@ def test_faults_are_named_with_the_file(write, text, message):
 PATHS = [f"layers.{number}.{path}" for number in range(3) for path in ("attention.qkv", "mlp.down")]
 
 
-def test_a_byte_order_mark_is_no_fault(write):
-    assert Recipe.read(write("\ufeff" + TEXT)) == Recipe.read(write(TEXT))
-
-
 def test_lists_of_patterns_and_layers_from_the_last(write):
     text = """
         precision = "W4A16KV8"
@@ -143,12 +127,12 @@ def test_lists_of_patterns_and_layers_from_the_last(write):
         modules = ["layers.0.*", "layers.-1.*", "layers.*.mlp.down"]
         precision = "W8A16KV8"
         """
-    recipe = Recipe.read(write(text)).of_layers(3)
+    recipe = Recipe.read(write(text)).of_model((), 3)
     recipe.require_used(PATHS)
     wide = [path for path in PATHS if recipe.rule_of(path).weights.bits == 8]
     assert wide == [path for path in PATHS if path != "layers.1.attention.qkv"]
-    assert recipe.of_layers(3) == recipe
-    far = Recipe.read(write(text.replace("-1", "-4"))).of_layers(3)
+    assert recipe.of_model((), 3) == recipe
+    far = Recipe.read(write(text.replace("-1", "-4"))).of_model((), 3)
     with pytest.raises(ValueError, match=r"the rule for 'layers\.-4\.\*' matches no linear map"):
         far.require_used(PATHS)
 
@@ -215,33 +199,3 @@ def test_the_blocks_of_activations_come_from_the_precision():
     assert all(rule.needs_text for rule in within.rules)
     with pytest.raises(ValueError, match="for W4Ax alone"):
         Recipe.of("W4A16KV4", "rtn").with_activation_error(0.01)
-
-
-@pytest.mark.parametrize("precision", ["W4A4KV16", "W4Ax16KV4", "W4AxKV4"])
-def test_the_blocks_of_activations_are_written_and_read(precision, write):
-    recipe = Recipe.of(precision, "rtn")
-    assert Recipe.read(write(recipe.to_toml())) == recipe
-    blocks = {"*.up": BlockRule(0), "*.gate": BlockRule(4)}
-    rules = [Rule(path, "int4:g128/int8", "rtn", each) for path, each in blocks.items()]
-    mixed = dataclasses.replace(recipe, rules=(*rules, *recipe.rules))
-    assert Recipe.read(write(mixed.to_toml())) == mixed
-
-
-@pytest.mark.parametrize("blocks", [BlockRule(error=0.01), BlockRule(is_ordered=False)])
-def test_blocks_that_a_file_can_not_say_are_refused(blocks):
-    rule = dataclasses.replace(Recipe.of("W4AxKV4", "rtn").rules[0], blocks=blocks)
-    with pytest.raises(
-        ValueError, match=r"rule for '\*' has BlockRule.* has no place for an error"
-    ):
-        Recipe((rule,)).to_toml()
-
-
-def test_a_recipe_needs_text_where_a_rule_does():
-    assert Recipe.of("W4AxKV4", "rtn").needs_text
-    assert Recipe.of("W16A16KV8s", "rtn").needs_text
-    assert not Recipe.of("W4A4KV4", "rtn").needs_text
-    assert not Recipe.of("W16A16KV4", "gptq").needs_text
-    content = {"precision": "W4AxKV4", "method": "rtn"}
-    rules = [{"modules": "*.down", "precision": "W4A16KV4"}]
-    within = Recipe.parse(content | {"rules": rules}).with_activation_error(0.01)
-    assert [rule.blocks.error for rule in within.rules] == [None, 0.01]

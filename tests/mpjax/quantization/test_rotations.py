@@ -7,10 +7,12 @@ import pytest
 from flax import nnx
 
 from mpjax.models import Decoder, GatedMLPSpec, LayerSpec
+from mpjax.models.registry import FAMILIES
 from mpjax.quantization.folds import linear_of
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.rotations import rotate_layer, rotate_tables, rotation
+from tests.models.sharded_families import build
 from tests.models.small import CONFIG, small_config, small_mixture, small_model
 
 
@@ -50,15 +52,17 @@ def test_a_model_computes_what_it_computed(changes, unchanged, rng):
     assert all(np.array_equal(norm, np.ones_like(norm)) for norm in leaves_of(model.norm))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_mixture_computes_what_it_computed(shared, rng):
-    model = small_mixture(shared)
-    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 7)))
-    expected = model(tokens)
+@pytest.mark.parametrize("kind", ["mixture", "shared", "NemotronHForCausalLM"])
+def test_layers_of_other_kinds_compute_what_they_computed(kind, rng):
+    model = build(kind) if kind in FAMILIES else small_mixture(kind == "shared")
+    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (2, 7)))
+    expected = np.asarray(model(tokens))
     recipe = Recipe.of("W16A16KV16", "rotate+rtn")
     quantize_decoder(model, lambda number: (model.layers[number], False), (), recipe)
     np.testing.assert_allclose(model(tokens), expected, rtol=1e-3, atol=1e-3)
-    assert (model.layers[0].mlp_norm.weight.get_value() == 1).all()
+    for layer, spec in zip(model.layers, model.config.layers, strict=True):
+        for norm in spec.pre_norms.values():
+            assert (getattr(layer, norm).weight.get_value() == 1).all()
 
 
 def test_outliers_of_the_stream_are_spread():

@@ -3,14 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpjax.quantization.text import windows_of
+from mpjax.quantization.text import Calibration
 
 
 @pytest.fixture
 def read(tiny):
     def windows(documents, **options):
-        options = {"window": 8, "most": 1000, "batch": 2} | options
-        return windows_of(documents, tiny.tokenizer, tiny.config.vocab_size, **options)
+        options = {"window": 8, "tokens": 1000, "batch": 2} | options
+        return Calibration(**options).windows(documents, tiny.tokenizer, tiny.config)
 
     return windows
 
@@ -33,12 +33,12 @@ def test_windows_are_of_one_document_each(read, tiny):
 
 
 def test_only_so_many_tokens_are_read(read):
-    batches = read(["a b c d e f g h", "i j k l m n o p"], most=11)
+    batches = read(["a b c d e f g h", "i j k l m n o p"], tokens=11)
     assert sum(int(windows.is_real.sum()) for windows in batches) == 11
 
 
 def test_short_texts_make_narrow_windows(read):
-    [windows] = read(["a"], window=512, batch=16)
+    [windows] = read(["a"], window=99, batch=16)
     assert windows.tokens.shape[0] == 1
     assert np.all(windows.is_real)
 

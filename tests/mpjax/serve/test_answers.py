@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpjax.channels import THINK
 from mpjax.engine.handle import Handle, PromptLogprobs
 from mpjax.serve.answers import Answer, Chats, Completions, Piece, pieces
 from mpjax.serve.requests import Asked
-from mpjax.serve.spelling import token_bytes
+from mpjax.text.answers import Style
+from mpjax.text.channels import THINK
+from mpjax.text.spelling import token_bytes
 
 pytestmark = pytest.mark.any_version
 
@@ -80,7 +80,7 @@ def test_two_tokens_of_one_spelling_have_a_number_each(tiny, handle, monkeypatch
 
 
 def test_candidates_stand_beside_each_token(tiny, handle):
-    handle.candidates = [[(90, -0.1), (80, -0.5)], [(81, -1.5), (91, -2.5)]]
+    handle.top_logprobs = [[(90, -0.1), (80, -0.5)], [(81, -1.5), (91, -2.5)]]
     asked = answer(tiny, top=2)
     name = {i: tiny.tokenizer.decode([i]) for i in (80, 81, 90, 91)}
     [choice] = Completions().whole(asked, [handle])["choices"]
@@ -99,54 +99,10 @@ def test_candidates_stand_beside_each_token(tiny, handle):
     assert chunk["logprobs"]["text_offset"] == [7]
 
 
-def test_the_tokens_of_a_stream_are_spelled_a_few_times_each(tiny, monkeypatch):
-    """However long the stream is: twice for a token's entry and offset, and once as a candidate."""
-    spelled = []
-
-    def spell(tokenizer, token):
-        spelled.append(token)
-        return token_bytes(tokenizer, token)
-
-    monkeypatch.setattr("mpjax.serve.answers.token_bytes", spell)
-    asked, count = answer(tiny, top=1), 120
-    handle = Handle(Drawn(), 0, [70], None)
-
-    async def read():
-        style, offsets = Completions(), []
-        async for piece in pieces(asked, handle):
-            [choice] = style.chunk(asked, 0, piece)["choices"]
-            offsets += choice["logprobs"]["text_offset"]
-        return offsets
-
-    async def stream():
-        reader = asyncio.ensure_future(read())
-        for number in range(count):
-            await asyncio.sleep(0)
-            handle.tokens.append(80 + number % 3)
-            handle.logprobs.append(-1.0)
-            handle.certain += "x"
-            if number == count - 1:
-                handle.finish("length")
-            handle.report([80])
-        return await reader
-
-    offsets = asyncio.run(stream())
-    lengths = [len(tiny.tokenizer.decode([80 + number % 3])) for number in range(count)]
-    assert offsets == [0, *np.cumsum(lengths)[:-1].tolist()]
-    assert len(spelled) <= 3 * count
-
-
-class Drawn:
-    """An engine that has nothing to start."""
-
-    def start(self):
-        pass
-
-
 class Reasoning:
     """A tokenizer with channels."""
 
-    channels = THINK
+    style = Style(THINK, None, {})
 
     def decode(self, ids, skip_special):
         return "<think>" if ids == [70, 71, 72] else ""
@@ -155,7 +111,7 @@ class Reasoning:
 def test_reasoning_is_told_apart_from_the_answer(handle):
     asked = Answer(Reasoning(), "tiny", Asked([[70, 71, 72]], 2, {}, [], 0))
     handle.certain = "Hm.</think>\n\nYes"
-    handle._row_text = SimpleNamespace(text=handle.certain)
+    handle._row_text = SimpleNamespace(text=handle.certain, marker_places=())
     [choice] = Chats().whole(asked, [handle])["choices"]
     message = choice["message"]
     assert (message["content"], message["reasoning_content"]) == ("Yes", "Hm.")
@@ -163,33 +119,11 @@ def test_reasoning_is_told_apart_from_the_answer(handle):
     assert choice["text"] == handle.certain
 
     async def deltas():
-        found = [Chats().chunk(asked, 0, piece) async for piece in pieces(asked, handle)]
+        reader = asked.reader(handle)
+        found = [Chats().chunk(asked, 0, piece) async for piece in pieces(reader, asked, handle)]
         return [chunk["choices"][0]["delta"] for chunk in found]
 
     assert asyncio.run(deltas()) == [{"reasoning_content": "Hm.", "content": "Yes"}, {}]
     handle.prompt = [1]
     [choice] = Chats().whole(asked, [handle])["choices"]
     assert choice["message"]["reasoning_content"] is None
-
-
-def test_choices_of_a_prompt_share_it(tiny, handle):
-    found = answer(tiny, choices=2).usage([handle, handle])
-    assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 4)
-    later = copy.copy(handle)
-    later.shared_tokens = 2  # which the first choice has written
-    assert answer(tiny, choices=2).usage([handle, later])["prompt_tokens_details"] == {
-        "cached_tokens": 0
-    }
-
-
-@pytest.mark.parametrize("style", [Completions(), Chats()])
-def test_chunks_have_the_tokens_of_their_piece(tiny, handle, style):
-    piece = Piece(handle, "b", 1, 2, "stop", parts=[(False, "b")])
-    [choice] = style.chunk(answer(tiny), 4, piece)["choices"]
-    assert (choice["index"], choice["finish_reason"]) == (4, "stop")
-    logprobs = choice["logprobs"]
-    one = logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs["content"]]
-    assert one == [-1.5]
-    [plain] = style.chunk(answer(tiny, logprobs=False), 0, piece)["choices"]
-    assert plain["logprobs"] is None
-    assert style.last(answer(tiny))["choices"] == []

@@ -106,20 +106,3 @@ def test_a_fault_amid_an_answer_ends_it(lines):
         answer(app)
     [_], [found] = lines()
     assert (found["status"], found["level"]) == (200, "error")
-
-
-def test_a_path_is_one_line(lines):
-    async def app(scope, receive, send):
-        await begin(send, 404)
-
-    answer(app, path="/a\nb", raw=b"/a%0Ab")
-    [line], [found] = lines()
-    assert found["path"] == "/a%0Ab"
-    assert "\n" not in line
-
-
-def test_lines_of_other_libraries():
-    record = logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, "shut %s", ("down",), None)
-    assert Lines().format(record).endswith(" warning shut down")
-    found = json.loads(Lines(as_json=True).format(record))
-    assert (found["level"], found["message"]) == ("warning", "shut down")

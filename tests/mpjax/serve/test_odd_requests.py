@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
-import time
 
 import pytest
 
@@ -14,12 +12,11 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import mpjax  # noqa: E402
-from mpjax.serve.application import Limits, application  # noqa: E402
-from tests.mpjax.serve.running import PROMPT, Server  # noqa: E402
+from tests.mpjax.serve.running import PROMPT  # noqa: E402
 
 SHORT = {"max_tokens": 2, "temperature": 0}
 USER = {"role": "user", "content": "Why"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 BOTH = {
     "no sampling": {"top_p": None, "temperature": None, "seed": None, "n": None, "stop": None},
@@ -99,11 +96,6 @@ def test_an_odd_completion(sdk, body):
         assert found.choices[0].text.startswith(prompt)
 
 
-def test_a_top_p_of_0_takes_the_likeliest_tokens(sdk):
-    expected = complete(sdk, max_tokens=8).choices[0].text
-    assert complete(sdk, max_tokens=8, temperature=1.5, top_p=0).choices[0].text == expected
-
-
 def test_seeds_that_differ_above_32_bits_give_other_texts(sdk):
     texts = [
         complete(sdk, temperature=1, max_tokens=8, seed=seed).choices[0].text
@@ -130,7 +122,7 @@ def test_the_usage_of_a_stream(sdk, options):
     [
         ({"model": "gpt-4o"}, openai.NotFoundError, "model_not_found", "model"),
         ({"max_tokens": 999}, openai.BadRequestError, "context_length_exceeded", "messages"),
-        ({"tools": [{}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
+        ({"tools": [TOOL]}, openai.BadRequestError, "unsupported_parameter", "tools"),
         ({"verbosity": "low"}, openai.BadRequestError, "unsupported_parameter", "verbosity"),
         ({"extra_body": {"x": 1}}, openai.BadRequestError, "unknown_parameter", "x"),
         ({"temperature": -1}, openai.BadRequestError, None, "temperature"),
@@ -152,18 +144,6 @@ def test_halves_of_surrogate_pairs(client, body):
     error = found.json()["error"]
     assert r"\ud800" in error["message"]
     assert error["param"] in ("stop", "model", r"\ud800")
-
-
-def test_a_wrong_key_is_recognised(server):
-    with sdk_of(server, "other") as client, pytest.raises(openai.AuthenticationError) as error:
-        client.models.list()
-    assert error.value.code == "invalid_api_key"
-
-
-def test_a_prompt_that_is_too_long_for_the_cache(sdk):
-    with pytest.raises(openai.BadRequestError) as error:
-        complete(sdk, prompt=[5] * 300, max_tokens=1)
-    assert (error.value.code, error.value.param) == ("context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize(
@@ -194,29 +174,3 @@ def test_odd_connections(client, method, path, options, status):
     if status >= 400:
         assert found.json()["error"]["message"]
     assert len(found.headers["x-request-id"]) == 32
-
-
-def test_a_server_that_ignores_unknown_keys_logs_its_requests(lm, caplog):
-    """Also those that a client leaves, and the server's end."""
-    caplog.set_level(logging.INFO, "mpjax.serve")
-    engine = mpjax.Engine(lm, slots=4, chunk_tokens=64, steps=4)
-    app = application(engine, "tiny", Limits(ignore_unknown=True))
-    with Server(app) as server, sdk_of(server) as client:
-        found = client.completions.with_raw_response.create(
-            model="tiny", prompt=PROMPT, extra_body={"x": 1}, **SHORT
-        )
-        with pytest.raises(openai.BadRequestError):
-            complete(client, suffix="x")
-        engine.observe(lambda run: time.sleep(0.02))
-        with complete(client, stream=True, max_tokens=200) as stream:
-            next(iter(stream))
-    first, refused, left, end = caplog.records
-    assert first.getMessage() == "POST /v1/completions 200"
-    assert first.fields["id"] == found.headers["x-request-id"]
-    assert (first.fields["prompt_tokens"], first.fields["completion_tokens"]) == (7, 2)
-    assert 0 < first.fields["first_token_seconds"] <= first.fields["seconds"]
-    assert (refused.levelname, refused.facts["status"]) == ("WARNING", 400)
-    assert refused.fields["error"].startswith('suffix is "x"')
-    assert left.fields["error"] == "the client went away"
-    assert left.fields["completion_tokens"] < 200
-    assert end.getMessage().startswith("stopped after")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mpjax.serve.places import Places, prompt_places
-from mpjax.serve.spelling import token_bytes
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.spelling import token_bytes
+from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.tokenizer_folders import byte_level, llama, metaspace, sentencepiece
 
 pytestmark = pytest.mark.any_version

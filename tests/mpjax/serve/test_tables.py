@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mpjax.serve.keys import read_keys
-from mpjax.serve.tables import CHAT, COMPLETION, STREAM_OPTIONS, rows
+from mpjax.serve.tables import CHAT, COMPLETION, RESPONSE, STREAM_OPTIONS, rows
 
 pytestmark = pytest.mark.any_version
 
@@ -17,9 +17,14 @@ def test_the_tables_have_every_key_of_openais_client():
     pytest.importorskip("openai")
     from openai.types import chat, completion_create_params
     from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
 
-    for table, module in ((COMPLETION, completion_create_params), (CHAT, chat_create_params)):
-        keys = module.CompletionCreateParamsStreaming.__annotations__
+    for table, params in (
+        (COMPLETION, completion_create_params.CompletionCreateParamsStreaming),
+        (CHAT, chat_create_params.CompletionCreateParamsStreaming),
+        (RESPONSE, response_create_params.ResponseCreateParamsStreaming),
+    ):
+        keys = params.__annotations__
         assert len(keys) > 15
         assert not {*keys} - {*table}
         assert read_keys(dict.fromkeys(keys), table) == read_keys({}, table)
@@ -30,10 +35,3 @@ def test_the_documentation_has_the_tables():
     lines = list(rows())
     found = DOCS.read_text(encoding="utf-8")
     assert "\n".join(lines) in found, "docs/serving.md needs these lines:\n" + "\n".join(lines)
-
-
-def test_each_key_has_one_line_for_each_meaning():
-    text = "\n".join(rows())
-    assert text.count("`temperature`") == 1
-    assert text.count("`logprobs`") == 2
-    assert '`tool_choice` | both | refused | null or "none" or "auto" |' in text

@@ -129,14 +129,6 @@ def test_elsewhere_another_kernel_rounds(head_dim, permuted, rng):
     assert_alike(found, quantize_rows(plain.reshape(*plain.shape[:-2], channels), blocks))
 
 
-def test_blocks_of_other_channels_are_refused(rng):
-    test = scene(rng, "KV8", "bfloat16", head_dim=64, starts=[3], counts=[1])
-    with pytest.raises(ValueError, match="paged_attention: the blocks have bits"):
-        paged_attention(*test.arguments, blocks=ActivationBlocks(jnp.full(9, 8, jnp.uint8)))
-    with pytest.raises(ValueError, match="paged_attention: blocks is 'W4Ax'"):
-        paged_attention(*test.arguments, blocks="W4Ax")  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize(
     ("text", "batch", "tokens"),
     [("K4cV4c", 1, 4000), ("KV4", 64, 100), ("KV8", 1, 200)],
@@ -151,7 +143,7 @@ def test_a_decoding_step_lowers_without_another_kernel(
     shape: Any = jax.ShapeDtypeStruct
 
     def attend(queries: Any, pages: Any, tables: Any, starts: Any, bits: Any) -> Any:
-        span = Span(tables, starts, jnp.ones_like(starts), residual_pages=cache.residual_pages)
+        span = Span(tables, starts, jnp.ones_like(starts))
         return paged_attention(queries, pages, span, blocks=ActivationBlocks(bits))
 
     program = lower_for_cuda(

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpjax.kernels import Gate
 
-EXPERTS, PER_TOKEN = 6, 2
+EXPERTS = 6
 # The experts of each token, by the name of what is special about them.
 ROUTINGS: dict[str, np.ndarray] = {
     "mixed": np.array([[0, 3], [5, 0], [3, 1], [0, 5], [1, 3]], np.int32),

@@ -17,17 +17,17 @@ from mpjax.kernels import (
     Routing,
     expert_mlp_terms,
     grouped_matmul,
-    grouped_matmul_terms,
     hadamard,
     quantize,
 )
 from mpjax.kernels.experts import counting, warpgroups
 from mpjax.kernels.experts import mlp as module
 from mpjax.kernels.experts.plans import ExpertsConfig, forced
+from mpjax.kernels.experts.routed_mlp import routed_products
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
 from tests.pallas_kernels.experts.test_triton import dense, rounded, stack
-from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
+from tests.pallas_kernels.marks import interpreted_here
 from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
 from tests.sweeps import in_sweep
 
@@ -58,15 +58,6 @@ def exact(x: Any, mlp: ExpertMLP, experts: Any, weights: Any) -> np.ndarray:
     return expected(inner, dense(mlp.down), chosen, wide(weights), biases[1])
 
 
-def test_it_is_both_products(rng):
-    x, mlp, experts, weights = arguments(rng, "uint4:g128")
-    inner = grouped_matmul(x, mlp.gate_up, experts, bias=mlp.gate_up_bias, gate=mlp.gate)
-    terms = grouped_matmul_terms(inner, mlp.down, experts, weights, bias=mlp.down_bias)
-    found = expert_mlp_terms(x, mlp, experts, weights)
-    np.testing.assert_array_equal(found, terms)
-    assert relative_error(found.sum(0), exact(x, mlp, experts, weights)) < GATES["bfloat16"]
-
-
 def test_channels_are_mixed_before_down(rng):
     x, mlp, experts, weights = arguments(rng, "int8/int8", 64)
     found = expert_mlp_terms(x, mlp, experts, weights)
@@ -91,7 +82,7 @@ def test_rows_stay_in_the_order_of_experts(text, block, rng, monkeypatch):
 
 
 @interpreted_here
-@pytest.mark.parametrize("implementation", ["reference", in_sweep("mosaic")])
+@pytest.mark.parametrize("implementation", ["reference"])
 def test_parts_of_the_experts_add_up(implementation, rng, monkeypatch):
     """Also by warpgroups, whose tiles have the pairs of their own experts alone."""
     if implementation == "mosaic":
@@ -141,31 +132,6 @@ def test_it_lowers_with_one_order_of_tokens(lower_for_cuda, pretend_gpu):
     few = structs(8)
     assert "experts_warpgroups" not in lower_for_cuda(layer, *few)
     assert jax.eval_shape(layer, *few).shape == (2, 8, 512)
-
-
-@pytest.mark.parametrize("text", ["float4:g32", "bfloat16"])
-def test_experts_as_published_lower_with_one_order_of_tokens(text, lower_for_cuda, pretend_gpu):
-    lowered = lower_for_cuda(layer, *structs(300, text))
-    assert lowered.count(f"experts_warpgroups_{text.split(':')[0]}") >= 2
-    assert lowered.count("experts_tiles") == lower_for_cuda(layer, *structs(300)).count(
-        "experts_tiles"
-    )
-
-
-def test_of_one_token_the_first_product_routes(lower_for_cuda, pretend_gpu):
-    x, mlp, *_ = structs(1)
-    logits = jax.eval_shape(lambda: RouterLogits(jnp.zeros((1, 8)), Routing(2)))
-    with forced(Plan("triton", PAIRS)):
-        lowered = lower_for_cuda(layer, x, mlp, logits)
-    assert 'name = "experts_routed_uint4"' in lowered
-    assert 'name = "route"' not in lowered
-
-
-def test_orders_of_channels_keep_products_apart(pretend_gpu):
-    x, mlp, chosen, weights = structs(300)
-    order = jax.ShapeDtypeStruct((8, 384), jnp.int32)
-    mlp = dataclasses.replace(mlp, down=dataclasses.replace(mlp.down, permutation=order))
-    assert jax.eval_shape(layer, x, mlp, chosen, weights).shape == (1, 300, 512)
 
 
 LOGITS = RouterLogits(jnp.zeros((5, 6)), Routing(2))
@@ -236,3 +202,72 @@ def test_a_static_scale_is_refused_for_experts_whoever_computes_them(rng):
             expert_mlp_terms(
                 x, dataclasses.replace(plain, **{name: static}), RouterLogits(logits, Routing(1))
             )
+
+
+PAIRS_PLAN = Plan("triton", ExpertsConfig(8, 32, 1, 2, 2, tiling="pairs"))
+GATE, ROUTING = Gate(2.0, 1.5), Routing(2)
+
+
+def routed_arguments(rng, text: str = "uint4:g32"):
+    weight = stack(rng, text, 96, 64)
+    weight = weight.astype(jnp.bfloat16) if text == "bfloat16" else weight
+    logits, own = (random_array(rng, shape, "float32") for shape in ((2, 3, EXPERTS), (EXPERTS,)))
+    bias = random_array(rng, (EXPERTS, 64), "float32")
+    x = random_array(rng, (2, 3, 96), "bfloat16")
+    return x, weight, RouterLogits(logits, ROUTING, bias=own), GATE, bias
+
+
+@pytest.mark.parametrize("text", ["uint4:g32"])
+def test_it_is_the_routing_and_the_product(text, rng, interpreted_triton):
+    x, weight, logits, gate, bias = routed_arguments(rng, text)
+    with forced(PAIRS_PLAN):
+        inner, experts, weights = routed_products(x, weight, logits, gate, bias)
+    chosen = logits.route()
+    np.testing.assert_array_equal(experts, chosen[0])
+    np.testing.assert_allclose(weights, chosen[1], rtol=1e-5)
+    given = rounded(x, weight).astype(np.float32), jnp.asarray(dense(weight), jnp.float32)
+    whole = grouped_matmul(*given, chosen[0], bias=bias, gate=gate, implementation="reference")
+    assert inner.shape == (2, 3, 2, 32)
+    assert relative_error(inner, wide(whole)) < GATES["bfloat16"]
+
+
+@pytest.mark.sweep
+def test_it_has_the_derivatives_of_both(rng, interpreted_triton):
+    x, weight, logits, gate, bias = routed_arguments(rng)
+
+    def loss(x, numbers, by_kernel):
+        routed = dataclasses.replace(logits, logits=numbers)
+        if by_kernel:
+            inner, _, weights = routed_products(x, weight, routed, gate, bias)
+        else:
+            experts, weights = routed.route()
+            inner = grouped_matmul(
+                x, weight, experts, bias=bias, gate=gate, implementation="reference"
+            )
+        return (inner.astype(jnp.float32) * weights[..., None]).sum()
+
+    grad = jax.grad(loss, (0, 1))
+    with forced(PAIRS_PLAN):
+        found = grad(x, logits.logits, True)
+    for one, other in zip(found, grad(x, logits.logits, False), strict=True):
+        assert relative_error(one, wide(other)) < 0.02
+        assert np.abs(one).max() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["uint4:g128", "float4:g32", "bfloat16"])
+def test_routed_products_on_the_gpu(text, rng):
+    """With the experts of Qwen3-30B-A3B, and with ties among logits."""
+    weight = quantize(random_array(rng, (128, 1024, 768), "bfloat16") * jnp.bfloat16(1 / 32), text)
+    x = random_array(rng, (2, 1024), "bfloat16")
+    logits = jnp.round(random_array(rng, (2, 128), "float32") * 4)
+    own = RouterLogits(logits, Routing(8))
+    run = jax.jit(lambda *given: routed_products(*given, Gate(), None))  # type: ignore[call-arg]
+    inner, experts, weights = run(x, weight, own)
+    chosen = own.route()
+    np.testing.assert_array_equal(experts, chosen[0])
+    np.testing.assert_allclose(weights, chosen[1], rtol=1e-5)
+    whole = grouped_matmul(
+        x.astype(jnp.float32), weight, chosen[0], gate=Gate(), implementation="reference"
+    )
+    assert relative_error(inner, wide(whole)) < GATES["bfloat16"]

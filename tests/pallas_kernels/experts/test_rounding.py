@@ -25,7 +25,7 @@ from mpjax.kernels.experts.tiles import Tiles, sorted_by_expert
 from mpjax.kernels.rowwise import blocks as kernels
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
 from tests.pallas_kernels.experts.test_triton import config_of, dense, stack
-from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
+from tests.pallas_kernels.marks import interpreted_here
 from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.test_blocks import assert_alike
 from tests.sweeps import in_sweep
@@ -86,12 +86,6 @@ def test_rows_may_come_from_anywhere(interpret, rng):
     found = kernels.quantize_rows_of_experts(x, blocks, experts, sources, interpret=interpret)
     assert_alike(found, rounding.reference(x, blocks, experts, sources))
     assert_alike(found, rounding.reference(x[sources], blocks, experts))
-
-
-def test_experts_that_are_alike_round_each_token_once(rng):
-    x = random_array(rng, (5, 256), "bfloat16")
-    found = rounding.round_to_blocks(x, ActivationBlocks(), jnp.asarray(CHOSEN.reshape(-1)))
-    assert found.shape == (5, 256)
 
 
 @pytest.mark.parametrize("interpret", [True, on_gpu])

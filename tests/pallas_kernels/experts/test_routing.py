@@ -1,11 +1,20 @@
+"""The choice of experts: by the reference, by the kernel, and inside a product."""
+
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import Routing, route
+from mpjax.kernels import RouterLogits, Routing, route
+from mpjax.kernels.experts import routing_triton
+from mpjax.kernels.experts.choosing import choose as choose_expert
+from mpjax.kernels.experts.choosing import why_not
+from mpjax.kernels.launch import Settings, first_program_id, launch, store
+from tests.sweeps import combinations
 
 
 def choose(scores: np.ndarray, count: int) -> np.ndarray:
@@ -115,10 +124,143 @@ def test_routings_that_do_not_fit_the_experts(routing, message):
         route(jnp.zeros((1, 8)), routing)
 
 
-def test_arrays_that_do_not_fit():
-    with pytest.raises(ValueError, match="route: logits are int32 of shape"):
-        route(jnp.zeros((1, 8), jnp.int32), Routing(2))
-    with pytest.raises(ValueError, match=r"route: correction is .* expected shape \(8,\)"):
-        route(jnp.zeros((1, 8)), Routing(2), jnp.zeros(4))
-    with pytest.raises(ValueError, match=r"route: bias is .* expected shape \(8,\)"):
-        route(jnp.zeros((1, 8)), Routing(2), bias=jnp.zeros((1, 8)))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"per_token": 0}, "per_token is 0"),
+        ({"scoring": "relu"}, "scoring is 'relu': expected softmax or sigmoid"),
+        ({"group_score": "sum"}, "group_score is 'sum': expected max or top_two"),
+        ({"groups": 2}, "groups is 2 and groups_per_token None: expected both, or neither"),
+    ],
+)
+def test_fields_that_are_wrong(fields, message):
+    with pytest.raises(ValueError, match=f"^Routing: {message}"):
+        Routing(**{"per_token": 2} | fields)
+
+
+TIED_LOGITS = np.random.default_rng(0).standard_normal((7, 20)).astype(np.float32)
+TIED_LOGITS[1] = 0  # ties
+TIED_LOGITS[2, ::3] = TIED_LOGITS[2].max() + 1
+TIED_LOGITS[3, 4:] = -np.inf  # fewer experts than are chosen
+CORRECTION = np.linspace(-1, 1, 20).astype(np.float32)
+ROUTINGS = {
+    "softmax": Routing(5),
+    "as it is": Routing(5, renormalize=False, scale=2.5),
+    "sigmoid": Routing(5, "sigmoid"),
+    "sigmoid as it is": Routing(5, "sigmoid", renormalize=False),
+    "one": Routing(1),
+    "groups": Routing(5, groups=5, groups_per_token=2),
+    "pairs of groups": Routing(5, groups=5, groups_per_token=2, group_score="top_two"),
+    "sigmoid groups": Routing(
+        5, "sigmoid", scale=2.5, groups=4, groups_per_token=3, group_score="top_two"
+    ),
+}
+
+
+def require_equal(found, routing, logits, *added):
+    experts, weights = route(logits, routing, *added, implementation="reference")
+    np.testing.assert_array_equal(found[0], experts)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+
+
+@pytest.mark.one_of(4)
+@combinations(1, name=tuple(ROUTINGS), is_corrected=(False, True))
+def test_it_is_the_reference(name, is_corrected):
+    """Without a correction of scores and a bias of logits, and with both."""
+    correction, bias = (
+        jnp.asarray(each) if is_corrected else None for each in (CORRECTION, CORRECTION[::-1])
+    )
+    logits = jnp.asarray(TIED_LOGITS)
+    found = routing_triton.route(logits, correction, bias, ROUTINGS[name], interpret=True)
+    require_equal(found, ROUTINGS[name], logits, correction, bias)
+
+
+def test_the_kernel_keeps_to_the_best_group():
+    """Though the first expert of the next one comes before the second of the best."""
+    logits = jnp.zeros((1, 20)).at[0, jnp.array([4, 5, 8])].set(jnp.array([3.0, 1.0, 2.0]))
+    routing = Routing(2, groups=5, groups_per_token=1)
+    found = routing_triton.route(logits, None, None, routing, interpret=True)
+    assert found[0].tolist() == [[4, 5]]
+    require_equal(found, routing, logits)
+
+
+def test_weights_have_the_gradient_of_the_reference(interpreted_triton):
+    logits, routing = jnp.asarray(TIED_LOGITS[:1]), Routing(3, scale=2.0)
+
+    def loss(logits, implementation):
+        experts, weights = route(logits, routing, implementation=implementation)
+        return (weights * (1.0 + experts.astype(jnp.float32))).sum()
+
+    found, expected = (jax.grad(loss)(logits, name) for name in ("triton", "reference"))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(found).max() > 0
+
+
+DEEPSEEK_V3 = Routing(8, "sigmoid", True, 2.5, 8, 4, "top_two")
+
+
+@pytest.mark.parametrize("routing", [Routing(8), DEEPSEEK_V3])
+def test_it_lowers(routing, lower_for_cuda):
+    run = functools.partial(routing_triton.route, correction=None, bias=None, routing=routing)
+    assert "route" in lower_for_cuda(run, jax.ShapeDtypeStruct((64, 256), jnp.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_on_the_gpu(name):
+    logits = jnp.asarray(TIED_LOGITS)
+    found = route(logits, ROUTINGS[name], CORRECTION, implementation="triton")
+    require_equal(found, ROUTINGS[name], logits, jnp.asarray(CORRECTION))
+
+
+def chosen(logits: RouterLogits) -> tuple[jax.Array, jax.Array]:
+    """The experts and weights of all tokens, each by a program of its own."""
+    shape = len(logits.logits), logits.routing.per_token
+
+    def kernel(logits, experts_ref, weights_ref):
+        place = tuple(divmod(first_program_id(), shape[1]))
+        found = choose_expert(logits, *place)
+        store(experts_ref.at[place], found.expert)
+        store(weights_ref.at[place], found.weight())
+
+    return launch(
+        kernel,
+        logits,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)],
+        grid=(shape[0] * shape[1],),
+        settings=Settings("choose"),
+        interpret=True,
+    )
+
+
+@pytest.mark.parametrize("routing", [Routing(5), Routing(4, renormalize=False, scale=2.5)])
+@pytest.mark.parametrize("bias", [None, CORRECTION])
+def test_it_is_the_routing(routing, bias):
+    """Among the logits are ties, and fewer finite ones than are chosen."""
+    logits = RouterLogits(
+        jnp.asarray(TIED_LOGITS), routing, bias=None if bias is None else jnp.asarray(bias)
+    )
+    found, (experts, weights) = chosen(logits), logits.route()
+    np.testing.assert_array_equal(found[0], experts)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+
+
+def test_experts_exist_whatever_the_logits_are():
+    logits = jnp.full((2, 20), jnp.nan).at[1, :10].set(0.0)
+    experts, _ = chosen(RouterLogits(logits, Routing(5)))
+    assert ((np.asarray(experts) >= 0) & (np.asarray(experts) < 20)).all()
+
+
+@pytest.mark.parametrize(
+    ("routing", "experts", "corrected", "reason"),
+    [
+        (Routing(8), 128, False, None),
+        (Routing(8), 129, False, "129 experts; a product chooses among up to 128"),
+        (Routing(8, "sigmoid"), 64, False, "experts are ranked by corrected or sigmoid scores"),
+        (Routing(8), 64, True, "experts are ranked by corrected or sigmoid scores"),
+        (Routing(8, groups=4, groups_per_token=2), 64, False, "experts come out of groups"),
+    ],
+)
+def test_routings_that_take_a_kernel_of_their_own(routing, experts, corrected, reason):
+    found = why_not(routing, experts, corrected=corrected)
+    assert found == reason or (found is not None and reason is not None and reason in found)

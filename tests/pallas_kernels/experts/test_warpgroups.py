@@ -25,9 +25,9 @@ from mpjax.kernels.experts.tiles import Tiles, sorted_by_expert
 from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.experts.cases import EXPERTS, expected
 from tests.pallas_kernels.experts.test_triton import dense, rounded, rows_of, stack
-from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
+from tests.pallas_kernels.marks import interpreted_here
 from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations
 
 FLOAT32 = jnp.dtype("float32")
 GATE = Gate(2.0, 1.5)
@@ -48,14 +48,8 @@ products = jax.jit(
     ("text", "gate", "rows", "consumers"),
     [
         ("uint4:g128", GATE, 48, 4),
-        in_sweep("int8/int8", GATE, 256, 2),
         ("liquid4:g64/int8", None, 48, 3),
-        in_sweep("float4:g32", GATE, 64, 2),
         ("bfloat16", None, 48, 3),
-        in_sweep("bfloat16", GATE, 64, 2),
-        in_sweep("table4:g64", GATE, 64, 2),
-        in_sweep("int4:g128/int8", GATE, 64, 2),
-        in_sweep("uint8:gK:sym", None, 48, 3),
     ],
 )
 def test_against_float64(text, gate, rows, consumers, rng):
@@ -141,7 +135,7 @@ def test_rows_are_not_copied_to_be_padded(lower_for_cuda):
         text = "float4:g32" if channels % 32 == 0 else "uint4:gK"
         weight = jax.eval_shape(lambda w, t=text: quantize(w, t), weight)
         x = jax.ShapeDtypeStruct((3 * 64, channels), jnp.bfloat16)
-        tiles = Tiles(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((3,), (3, 64))), 192)
+        tiles = Tiles(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((3,), (3, 64))), 192)  # type: ignore[call-arg]
         config = ExpertsWarpgroupConfig(64, 2, 1)
         run = functools.partial(warpgroups.of_tiles, config=config, out_dtype=FLOAT32)
         lowered = lower_for_cuda(lambda *given, r=run: r(*given, Epilogue()), x, weight, tiles)
@@ -172,7 +166,7 @@ def test_on_the_gpu(text, rng):
             *(gated, down, chosen), routing_weights=weights, bias=bias, implementation="mosaic"
         )
 
-    for tokens in (1, 7, 300, 3000):
+    for tokens in (1, 7, 300, 3000) if text in ("uint4:g128", "bfloat16") else (7, 300):
         x = random_array(rng, (tokens, hidden), "bfloat16")
         chosen = np.argsort(rng.random((tokens, experts)), -1)[:, :2].astype(np.int32)
         chosen[: tokens if tokens == 300 else tokens // 2] = [5, 1]  # all tokens, or many
@@ -204,14 +198,13 @@ def test_all_codes_and_scales_of_mxfp4_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
-@pytest.mark.parametrize(("rows", "consumers"), [(80, 4), (96, 4), (128, 2), (176, 2), (224, 2)])
-@pytest.mark.parametrize("gate", [None, Gate()])
-def test_tiles_on_the_gpu(rows, consumers, gate, rng):
+@combinations(1, tile=[(80, 4), (96, 4), (128, 2), (176, 2), (224, 2)], gate=[None, Gate()])
+def test_tiles_on_the_gpu(tile, gate, rng):
     """Heights of tiles, and bands of rows."""
     weight = quantize(random_array(rng, (8, 2048, 768), "float32") * 0.02, "uint4:g128")
     x = random_array(rng, (4096, 2048), "bfloat16")
     chosen = np.argsort(rng.random((4096, 8)), -1)[:, :2].astype(np.int32)
-    plan = Plan("mosaic", ExpertsWarpgroupConfig(rows, consumers, 1))
+    plan = Plan("mosaic", ExpertsWarpgroupConfig(*tile, 1))  # type: ignore[call-arg]
     with forced(plan):
         found = jax.jit(functools.partial(grouped_matmul, gate=gate))(x, weight, chosen)
     some = slice(0, 4096, 64)

@@ -1,3 +1,5 @@
+"""Derivatives of products, and products of stacks under `vmap` and `scan`."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -7,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import QuantizedTensor, matmul, quantize
+from mpjax.kernels import QuantizedTensor, matmul, matmul_terms
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.api import matmul_terms
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.operation import forced
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import ALL_FORMATS, dense, integers, random_weight
 from tests.pallas_kernels.oracles import as_array, most_formats, random_array, relative_error, wide
+from tests.sweeps import combinations
 
 SCALED = [
     "uint4:g32",
@@ -55,16 +57,20 @@ def test_of_the_activations(text, rng):
     assert relative_error(gradient, cotangent @ dense(weight).T) < 1e-6
 
 
-@pytest.mark.parametrize("text", ["float8:g128", "float8:g128/float8"])
-def test_where_blocks_are_cut(text, rng):
-    x, weight, cotangent = operands(rng, text, 200)
+def test_of_split_sums(rng, interpreted_triton):
+    """Each term has the gradient of the sum, and not a share of it."""
+    x, weight, cotangent = operands(rng, "uint8:gK", 384, 16, 3, "bfloat16")
+    with forced(Plan("triton", TritonConfig(16, 16, 3, 1, 3))):
+        gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
+        assert matmul_terms(x, weight).shape == (3, 3, 16)
+    assert relative_error(gradient, cotangent @ dense(weight).T) < 8e-3
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "table2:g64", "int8:gK/int8"])
+def test_with_act_order(text, rng):
+    x, weight, cotangent = operands(rng, text, 192, permuted=True)
     gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
     assert relative_error(gradient, cotangent @ dense(weight).T) < 1e-6
-    codes = dense(weight) / np.repeat(wide(weight.scales()), 128, 0)[:200]
-    of_weight = (wide(x).T @ cotangent) * codes
-    expected = np.stack([of_weight[:128].sum(0), of_weight[128:].sum(0)])
-    gradient = product_gradient("scales", x, weight, as_array(cotangent, "float32"))
-    assert relative_error(gradient, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -72,9 +78,6 @@ def test_where_blocks_are_cut(text, rng):
     [
         ("uint4:g128", "bfloat16"),
         ("table2:g32", "float16"),
-        ("float8:g128", "float16"),
-        ("float8:gK/float8", "bfloat16"),
-        ("int8:gK/int8", "bfloat16"),
         ("liquid4:g64/int8", "float16"),
     ],
 )
@@ -92,38 +95,6 @@ def test_of_the_activations_as_on_a_gpu(text, dtype, rng, interpreted_triton):
     assert relative_error(gradient, cotangent @ dense(weight).T) < gate
 
 
-def test_of_split_sums(rng, interpreted_triton):
-    """Each term has the gradient of the sum, and not a share of it."""
-    x, weight, cotangent = operands(rng, "uint8:gK", 384, 16, 3, "bfloat16")
-    with forced(Plan("triton", TritonConfig(16, 16, 3, 1, 3))):
-        gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
-        assert matmul_terms(x, weight).shape == (3, 3, 16)
-    assert relative_error(gradient, cotangent @ dense(weight).T) < 8e-3
-
-
-@pytest.mark.parametrize("text", ["uint4:g32", "table2:g64", "int8:gK/int8"])
-def test_with_act_order(text, rng):
-    x, weight, cotangent = operands(rng, text, 192, permuted=True)
-    gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
-    assert relative_error(gradient, cotangent @ dense(weight).T) < 1e-6
-
-
-def test_of_the_activations_with_other_scales(rng):
-    x, weight, cotangent = operands(rng, "uint8:g64")
-    scales = 4 * weight.scales().astype(jnp.float32)
-    loss = lambda x: (matmul(x, weight, scales=scales) * cotangent).sum()  # noqa: E731
-    assert relative_error(jax.grad(loss)(x), 4 * cotangent @ dense(weight).T) < 1e-5
-
-
-@pytest.mark.parametrize("out_dtype", ["float32", "float16"])
-def test_of_sixteen_bit_activations(out_dtype, rng):
-    x, weight, cotangent = operands(rng, "uint4:g64", dtype="bfloat16")
-    cotangent = wide(as_array(cotangent, "bfloat16"))
-    gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"), out_dtype=out_dtype)
-    assert gradient.dtype == jnp.bfloat16
-    assert relative_error(gradient, cotangent @ dense(weight).T) < 8e-3
-
-
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("text", SCALED)
 @pytest.mark.parametrize("permuted", [False, True])
@@ -138,15 +109,6 @@ def test_of_the_scales(text, permuted, rng):
     groups = (of_matrix * dense(ones)).reshape(len(gradient), -1, weight.shape[1])
     assert gradient.dtype == jnp.float32
     assert relative_error(gradient, groups.sum(1)) < 1e-5
-
-
-def test_of_the_scales_is_that_through_dequantize(rng):
-    x, weight, _ = operands(rng, "uint4:g64")
-    scales = weight.scales().astype(jnp.float32)
-    loss = lambda product: jnp.sin(product).sum()  # noqa: E731
-    actual = jax.grad(lambda scales: loss(matmul(x, weight, scales=scales)))(scales)
-    expected = jax.grad(lambda scales: loss(x @ weight.dequantize(scales=scales)))(scales)
-    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("text", ["table4:g128", "table3:g32", "table2:g64"])
@@ -183,15 +145,6 @@ def test_rows_may_be_divided_along_an_explicit_axis(text, what, rng):
     assert relative_error(gradient, wide(expected)) < 1e-5
 
 
-@pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8", "int8:gK/int8"])
-def test_codes_have_none(text, rng):
-    x, weight, cotangent = operands(rng, text, permuted=True)
-    gradient = product_gradient("weight", x, weight, as_array(cotangent, "float32"))
-    assert isinstance(gradient, QuantizedTensor)
-    for leaf in (gradient.words, gradient.parameters, gradient.permutation):
-        assert not np.asarray(leaf).astype(bool).any()
-
-
 @pytest.mark.parametrize("text", SCALED)
 def test_scales_stand_in_for_those_of_the_weight(text, rng):
     x, weight, _ = operands(rng, text)
@@ -204,50 +157,10 @@ def test_scales_stand_in_for_those_of_the_weight(text, rng):
     assert relative_error(given, wide(multiply(x, weight))) > 1
 
 
-def test_integer_steps_are_not_replaced(rng):
-    x, weight, _ = operands(rng, "liquid4:g64/int8")
-    with pytest.raises(ValueError, match="integer steps: replace its channel_scales instead"):
-        matmul(x, weight, scales=jnp.ones((4, 24)))
-
-
 def test_scales_must_fit(rng):
     x, weight, _ = operands(rng, "uint4:g64")
     with pytest.raises(ValueError, match=r"shape \(3, 24\).* expects \(4, 24\)"):
         matmul(x, weight, scales=jnp.ones((3, 24)))
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("text", ["uint4:g32", "table2:g32", "int8:gK/int8"])
-@pytest.mark.parametrize("what", ["adapters", "scales"])
-def test_training_beside_a_quantized_weight(text, what, rng):
-    """Low-rank adapters learn what is missing, or scales that are 20 % off what they were."""
-    weight = quantize(random_array(rng, (64, 16), "float32"), WeightFormat.parse(text))
-    x = random_array(rng, (128, 64), "float32")
-    scales = weight.scales()[: weight.format.groups(64)].astype(jnp.float32)
-    missing = 0.0
-    trained = {"a": jnp.zeros((64, 2)), "b": jnp.zeros((2, 16)), "factors": jnp.ones_like(scales)}
-    if what == "adapters":
-        missing = rng.standard_normal((64, 2)) @ rng.standard_normal((2, 16)) / 10
-        trained["a"] = random_array(rng, (64, 2), "float32") / 8
-    else:
-        trained["factors"] *= 0.8
-    target = as_array(wide(x) @ (dense(weight) + missing), "float32")
-    rates = {"a": 1.0, "b": 1.0, "factors": 0.05}
-
-    def loss(trained):
-        product = matmul(x, weight, scales=scales * trained["factors"])
-        return ((product + x @ trained["a"] @ trained["b"] - target) ** 2).mean()
-
-    @jax.jit
-    def step(trained):
-        value, gradient = jax.value_and_grad(loss)(trained)
-        return jax.tree.map(lambda p, g, rate: p - rate * g, trained, gradient, rates), value
-
-    losses = []
-    for _ in range(60):
-        trained, value = step(trained)
-        losses.append(float(value))
-    assert losses[-1] < 0.2 * losses[0]
 
 
 @pytest.mark.gpu
@@ -286,21 +199,76 @@ def test_of_a_gradient_with_respect_to_scales(text, permuted, rng):
     assert relative_error(found, wide(expected)) < 1e-5
 
 
-def test_of_a_gradient_with_respect_to_x_and_the_table(rng):
-    """Through what is not linear in x, too."""
-    x, weight, cotangent = operands(rng, "table4:g64")
-    cotangent = as_array(cotangent, "float32")
+# One of each kind of codes; the K of some is padded to whole blocks.
+KINDS = (
+    *("uint4:g128", "uint8:gK", "uint4:g32:sym", "table4:g64", "table3:g64", "table2:g64"),
+    *("float8:g128", "float8:gK/float8", "float8:g128/float8", "int8:gK/int8", "liquid4:g64/int8"),
+)
 
-    def penalty(multiply, x, table):
-        tensor = dataclasses.replace(weight, table=table)
-        of_x = jax.grad(lambda x: (cotangent * jnp.sin(multiply(x, tensor))).sum())(x)
-        return (of_x**2).sum()
 
-    def dense_product(x, tensor):
-        return x @ tensor.dequantize(jnp.float32)
+def stacked(tensors: list[QuantizedTensor]) -> QuantizedTensor:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors)
 
-    arguments = x, weight.table
-    found = jax.grad(lambda *a: penalty(matmul, *a), (0, 1))(*arguments)
-    expected = jax.grad(lambda *a: penalty(dense_product, *a), (0, 1))(*arguments)
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, wide(other)) < 1e-5
+
+def experts(rng: np.random.Generator, text: str, *, permuted: bool = False):
+    """Four weights [384, 24] and their stack."""
+    each = [random_weight(rng, text, 384, 24, permuted=permuted) for _ in range(4)]
+    return each, stacked(each)
+
+
+@pytest.mark.one_of(5)
+@pytest.mark.parametrize(
+    ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g128", True)]
+)
+def test_experts_tell_their_shape_and_multiply_under_vmap(text, permuted, rng):
+    each, stack = experts(rng, text, permuted=permuted)
+    x = random_array(rng, (4, 3, 384), "float32")
+    seen = []
+
+    def product(x, weight):
+        seen.append((weight.shape, weight.padded_channels))
+        return matmul(x, weight)
+
+    found = jax.jit(jax.vmap(product))(x, stack)
+    assert stack.shape == (4, 384, 24)
+    assert seen == [((384, 24), each[0].padded_channels)]
+    assert stack.padded_channels == each[0].padded_channels
+    one = jax.jit(matmul)
+    for rows, weight, of_expert in zip(x, each, found, strict=True):
+        np.testing.assert_allclose(of_expert, one(rows, weight), rtol=1e-5, atol=1e-4)
+
+
+def test_derivatives_of_experts(rng):
+    """With respect to x and to scales."""
+    each, stack = experts(rng, "uint4:g128")
+    x, scales = random_array(rng, (4, 3, 384), "float32"), stack.scales()[:, :3].astype("float32")
+
+    def loss(x, weight, scales):
+        return (matmul(x, weight, scales=scales) ** 2).sum()
+
+    of_one = jax.jit(jax.grad(loss, argnums=(0, 2)))
+    found = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 2))))(x, stack, scales)
+    for index, weight in enumerate(each):
+        for stack_of, one in zip(found, of_one(x[index], weight, scales[index]), strict=True):
+            np.testing.assert_allclose(stack_of[index], one, rtol=1e-4, atol=1e-3)
+
+
+def test_leading_axes_are_for_vmap_or_scan(rng):
+    _, stack = experts(rng, "uint4:g128")
+    for product in (matmul, matmul_terms):
+        with pytest.raises(
+            ValueError,
+            match=r"leading axes \(shape \(4, 384, 24\)\): expected a matrix .* jax\.vmap or jax",
+        ):
+            product(jnp.ones((4, 3, 384)), stack)
+
+
+@pytest.mark.gpu
+@combinations(1, text=KINDS, rows=[1, 16, 300, 2048])
+def test_experts_on_the_gpu(text, rows, rng):
+    """Whatever implementation is planned for one of them."""
+    each = [random_weight(rng, text, 2048, 1536) for _ in range(3)]
+    x = random_array(rng, (3, rows, 2048), "bfloat16")
+    found, one = jax.jit(jax.vmap(matmul))(x, stacked(each)), jax.jit(matmul)
+    for rows_of_one, weight, of_expert in zip(x, each, found, strict=True):
+        assert relative_error(of_expert, wide(one(rows_of_one, weight))) < 2e-3

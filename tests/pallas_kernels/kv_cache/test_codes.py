@@ -1,3 +1,5 @@
+"""Codes of keys and values, their scales, and the Hadamard transform."""
+
 from __future__ import annotations
 
 import functools
@@ -10,11 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache, Span, append, cache_scales
+from mpjax.kernels.kv_cache import hadamard, quantize, reference
 from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
+from mpjax.kernels.kv_cache.writing import lanes, targets
 from mpjax.kernels.target import PLAIN, tracing_for
+from tests.pallas_kernels import oracles
 from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.numpy_ptx import NumpyPTX
-from tests.pallas_kernels.oracles import KEY_GROUPS, kv_channels, kv_side, wide
+from tests.pallas_kernels.oracles import KEY_GROUPS, kv_channels, kv_encoded, kv_side, wide
 
 SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
 CHANNEL_SCALE = SCALE * np.linspace(0.5, 2, 64, dtype=np.float32)
@@ -113,24 +119,6 @@ def test_operands_are_the_codes_exactly(kind, dtype, target):
         np.testing.assert_array_equal(np.asarray(found).astype(np.float64)[real], in_units[real])
 
 
-def test_what_codes_have_in_common_is_taken_away_or_summed_apart():
-    every = {f"{kind} {dtype}" for dtype in ("bfloat16", "float16") for kind in VALUE_KINDS}
-    apart = {each for each in every if VALUE_KINDS[each.split()[0]].sums_apart(each.split()[1])}
-    assert apart == {"8 bfloat16"}
-    # In float16 codes are centred, so that what is cut off has no sign.
-    assert VALUE_KINDS["2"].offset("float16") == 1.5
-
-
-@settings(max_examples=20)
-@given(st.floats(-448, 448, width=32), st.sampled_from([2.0**-6, 1.0, 2.0**7]))
-def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale):
-    scales = jnp.full((1, 1, 1), scale, jnp.float32)
-    x = jnp.full((1, 1, 2), value * scale, jnp.float32)
-    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), [scales] * 2, None)
-    error = np.abs(wide(VALUE_KINDS["fp8"].decode(words, scales, None)) / scale - value).max()
-    assert error <= max(abs(value) / 16, 2.0**-10)
-
-
 def test_float8_beyond_the_range_is_its_end():
     x = jnp.asarray(np.array([[[1e9, -1e9, 449.0, -460.0]]], np.float32))
     scale = jnp.ones((1, 1, 1))
@@ -138,3 +126,115 @@ def test_float8_beyond_the_range_is_its_end():
     np.testing.assert_array_equal(
         VALUE_KINDS["fp8"].decode(words, scale, None), [[[448, -448, 448, -448]]]
     )
+
+
+each_bits = pytest.mark.parametrize("bits", [4, 8])
+
+
+def encode_tokens(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    dtype = quantize.parameter_dtype(x.dtype)
+    values = x.astype(jnp.float32)
+    scale, zero = quantize.parameters(values.min(-1), values.max(-1), bits, dtype)
+    return quantize.encode(values, scale[..., None], zero[..., None], bits), scale, zero
+
+
+@each_bits
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("transform", [jax.jit, lambda function, **_: function])
+def test_equals_the_oracle(bits, dtype, transform, rng):
+    x = vectors(rng, (2000, 64), dtype)
+    actual = transform(encode_tokens, static_argnums=1)(jnp.asarray(x), bits)
+    for one, other in zip(actual, kv_encoded(x, bits), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other.astype(np.float32))
+
+
+@settings(max_examples=20)
+@given(
+    bits=st.sampled_from([4, 8]),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_an_element_is_off_by_half_a_step_and_what_the_ends_of_the_range_moved(bits, dtype, seed):
+    x = vectors(np.random.default_rng(seed), (200, 64), dtype).astype(np.float64)
+    codes, scale, zero = (
+        np.asarray(part, np.float64) for part in encode_tokens(jnp.asarray(x, dtype), bits)
+    )
+    decoded = codes * scale[:, None] + zero[:, None]
+    top = 2**bits - 1
+    low, high = x.min(1), x.max(1)
+    # Rounding the zero up, or the scale down, leaves the ends of the range uncovered.
+    uncovered = np.maximum(np.maximum(zero - low, high - (zero + top * scale)), 0)
+    error = np.abs(decoded - x).max(1)
+    assert (error <= (np.maximum(scale / 2, uncovered)) * (1 + 1e-5)).all()
+    assert ((codes >= 0) & (codes <= top)).all()
+
+
+transform = jax.jit(hadamard.transform)
+transform_pieces = jax.jit(hadamard.transform_pieces, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "counts"),
+    [
+        (64, "bfloat16", (2, 8)),
+        (96, "float16", (1, 4)),
+        (96, "bfloat16", (2, 8)),
+        (128, "float16", (1, 4)),
+        (256, "bfloat16", (8,)),
+    ],
+)
+def test_pieces_bit_for_bit_and_the_product_nearly(dim, dtype, counts, rng):
+    """One piece as it is, and several at their lanes, of which some hold a channel again."""
+    x = vectors(rng, (50, dim), dtype)
+    expected = oracles.hadamard(x)
+    found = transform(x)
+    assert found.dtype == dtype
+    size = np.abs(wide(x)).max(-1, keepdims=True)
+    assert (np.abs(wide(found) - wide(expected)) <= size * 2.0**-6).all()
+
+    for count in counts:
+        width = dim // count
+        pieces = [x[:, i * width + np.asarray(lanes(width))] for i in range(count)]
+        if count == 1:
+            pieces = [x]
+        parts = transform_pieces(pieces, dim, dtype)
+        target, is_first = np.arange(dim), np.ones(dim, bool)
+        if count > 1:
+            target, is_first = (np.asarray(part) for part in targets(width))
+        assert len(set(target.tolist())) == len(target)
+        for i, part in enumerate(parts):
+            whole = np.empty((len(x), width))
+            whole[:, target[is_first]] = wide(part)[:, is_first]
+            np.testing.assert_array_equal(whole, wide(expected)[:, i * width : (i + 1) * width])
+
+
+@pytest.mark.parametrize("text", ["KV8s", "KVfp8"])
+@pytest.mark.parametrize("value", [0, 1e-37, 1e-38, 1e-40])
+def test_what_is_too_small_for_a_scale_has_one_that_the_cache_takes(value, text):
+    scales = cache_scales(jnp.full((3, 2, 4), value), text)
+    np.testing.assert_array_equal(scales, 1)
+    PagedKVCache.create(
+        KVLayout(2, 4, text),
+        layers=1,
+        batch=1,
+        max_tokens=16,
+        scales=jnp.stack([scales, scales])[None],
+    )
+
+
+def test_what_they_were_measured_on_is_off_by_half_a_step(rng):
+    """The way of a researcher: measure, create, append; channels of all sizes."""
+    x = rng.standard_normal((2, 2, 40, 3, 64)) * 10 ** rng.uniform(-2, 2, 64)
+    keys, values = jnp.asarray(x.astype(np.float32))
+    format = KVFormat.parse("KV8s")
+    scales = jnp.stack([cache_scales(keys, format), cache_scales(values, format)])
+    cache = PagedKVCache.create(
+        KVLayout(3, 64, format), layers=1, batch=2, max_tokens=64, scales=scales
+    )
+    counts = jnp.full(2, 40, jnp.int32)
+    write = jax.jit(append)
+    pages = write(cache.layers[0], keys, values, Span(cache.block_tables, cache.lengths, counts))
+    found = jax.jit(reference.gather)(pages, cache.block_tables)
+    for side, stored, scale in zip((keys, values), found, wide(scales), strict=True):
+        error = np.abs(wide(stored)[:, :40] - wide(side))
+        assert (error <= scale * (0.5 + 1e-5)).all()

@@ -1,10 +1,16 @@
+"""Formats, layouts and caches."""
+
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache
 
 KINDS = (16, 8, 4, "fp8", "8s")
 GIVEN = {"fp8": "head", "8s": "static"}
@@ -28,13 +34,6 @@ def test_parse_inverts_str(keys, values):
     assert format.scaling == GIVEN.get(keys, GIVEN.get(values))
 
 
-def test_values_are_stored_as_keys_are_unless_said_otherwise():
-    assert KVFormat(8) == KVFormat(8, 8) == KVFormat.parse("KV8")
-    assert KVFormat() == KVFormat(16, 16)
-    assert KVFormat("8", "4") == KVFormat(8, 4)
-    assert len({KVFormat(8), KVFormat("8"), KVFormat(8, 8), KVFormat(8, 4)}) == 2
-
-
 @pytest.mark.parametrize(
     "text", ["KV", "8", "KV8 .", "KVx", "KV-8", "K8", "K8KV8", "KFP8", "K8V4C4"]
 )
@@ -44,87 +43,132 @@ def test_parse_refuses_other_words(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "usual"),
-    [("kv8", "KV8"), ("KV8 ", "KV8"), ("KVFP8", "KVfp8"), ("\tk8v4CG64", "K8V4cg64")],
-)
-def test_capitals_and_spaces_do_not_matter(text, usual):
-    assert str(KVFormat.parse(text)) == usual
-
-
-@pytest.mark.parametrize(
-    ("text", "keys", "values", "block", "group"),
+    ("change", "message"),
     [
-        ("KV4c", "4c", 4, 128, 128),
-        ("KV4cg64", "4cg64", 4, 128, 64),
-        ("KV2", 2, 2, 256, 128),
-        ("KV2g32", "2g32", 2, 256, 32),
-        ("KV2t", "2t", 2, 256, None),
-        ("K4cV2", "4c", 2, 256, 128),
-        ("K8V2", 8, 2, 256, None),
-        ("K4V8", 4, 8, None, None),
-        ("KV4t", "4t", 4, None, None),
-        ("K4tV2", "4t", 2, 256, None),
-        ("K4cg64V4cg64", "4cg64", "4cg64", 128, 64),
-        ("K8V4c", 8, "4c", 128, 128),
-        ("K2V4c", 2, "4c", 256, 128),
+        ({"page_size": 48}, r"page size 48: expected one of \(16, 32, 64, 128, 256\)"),
+        ({"head_dim": 66, "format": KVFormat(4)}, "KV4 needs a head dimension divisible by 4"),
+        ({"format": "KV4c"}, "page size 64: KV4c needs a multiple of 128"),
+        ({"format": "KV9"}, "KV9 is not a KV format"),
+        ({"dtype": "int8"}, "KVLayout: dtype is 'int8': expected a dtype"),
+        *(({name: 0}, f"{name} is 0: expected 1 or more") for name in ("kv_heads", "head_dim")),
     ],
 )
-def test_formats_with_blocks(text, keys, values, block, group):
-    """BitDecoding's names; values beside channel-wise keys are per token."""
-    format = KVFormat.parse(text)
-    assert (format.keys, format.values) == (keys, values)
-    assert format == KVFormat(keys, values)
-    assert str(format) == text
-    assert format.block == block
-    assert format.group == group
-    of_channels = (keys not in (8, 4, "4t", "2t"), "c" in str(values))
-    for codes, is_channel in zip((format.key_codes, format.value_codes), of_channels, strict=True):
-        assert codes.group == (group if is_channel else None)
-        assert codes.scaling == ("channel" if is_channel else "token")
-
-
-def test_channels_of_keys_and_values_have_groups_in_common():
-    with pytest.raises(ValueError, match="K4cV4cg64: channels of keys and values need groups of"):
-        KVFormat.parse("K4cV4cg64")
-
-
-@pytest.mark.parametrize("text", ["K4cVfp8", "Kfp8V2", "K8sV2"])
-def test_fp8_has_no_place_for_tokens_that_wait(text):
-    with pytest.raises(ValueError, match=f"{text}: the tokens that wait in 16 bits"):
-        KVFormat.parse(text)
-
-
-def test_keys_that_wait_are_not_transformed():
-    assert [KVFormat.parse(text).key_codes.hadamard for text in ("K4V8", "K4tV8")] == [True, False]
-    with pytest.raises(ValueError, match=r"K4V2: keys of .* ask for K4cV2 or K4tV2"):
-        KVFormat.parse("K4V2")
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("KV0", "0"),
-        ("K8V3", "3"),
-        ("K32V16", "32"),
-        ("KV8c", "8c"),
-        ("KV8t", "8t"),
-        ("KV2g16", "2g16"),
-    ],
-)
-def test_others_do_not_exist(text, kind):
-    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV8s, KV4, KV4t"
+def test_what_there_cannot_be_is_refused(change, message):
+    fields = {"kv_heads": 2, "head_dim": 64, "page_size": 64} | change
     with pytest.raises(ValueError, match=message):
-        KVFormat.parse(text)
+        KVLayout(**fields)
 
 
-def test_a_format_may_come_as_text():
-    format = KVFormat.parse("K8V4")
-    assert KVFormat.of(format) is format
-    assert KVFormat.of("K8V4") == format
-    with pytest.raises(ValueError, match="can't read the KV format 'K8': expected KV16"):
-        KVFormat.of("K8")
-    for other in (8, None):
-        with pytest.raises(
-            ValueError, match=f"KV format is {other}: expected a text, such as 'KV8'"
-        ):
-            KVFormat.of(other)  # type: ignore[arg-type]
+SIZES = ("layers", "batch", "max_tokens")
+
+
+def create(**changes) -> PagedKVCache:
+    arguments: dict[str, Any] = {
+        "layers": 2,
+        "batch": 3,
+        "max_tokens": 100,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "format": KVFormat.parse("KV8"),
+        "page_size": 64,
+    }
+    arguments |= changes
+    fields = {field.name for field in dataclasses.fields(KVLayout)} & arguments.keys()
+    layout = KVLayout(**{name: arguments.pop(name) for name in fields})
+    return PagedKVCache.create(layout, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "storage", "width"),
+    [
+        ("KV16", "bfloat16", jnp.bfloat16, 64),
+        ("KV16", "float32", jnp.float32, 64),
+        ("KV8", "bfloat16", jnp.uint16, 32),
+        ("KV4", "float16", jnp.uint16, 16),
+        ("KVfp8", "float16", jnp.uint16, 32),
+    ],
+)
+def test_create(text, dtype, storage, width):
+    cache = create(format=KVFormat.parse(text), dtype=dtype)
+    assert (cache.page_size, cache.capacity, len(cache.layers)) == (64, 128, 2)
+    np.testing.assert_array_equal(cache.lengths, [0, 0, 0])
+    np.testing.assert_array_equal(cache.block_tables, [[0, 1], [2, 3], [4, 5]])
+    for pages in cache.layers:
+        assert (pages.page_size, pages.head_dim) == (64, 64)
+        assert pages.keys.shape == pages.values.shape == (6, 2, 64, width)
+        assert pages.keys.dtype == pages.values.dtype == storage
+        parameters: list[Any] = [pages.key_parameters, pages.value_parameters]
+        if text == "KV16":
+            assert parameters == [None, None]
+            continue
+        shape, kind = ((2,), jnp.float32) if text == "KVfp8" else ((6, 2, 64), jnp.uint32)
+        assert [(p.shape, p.dtype) for p in parameters] == [(shape, kind)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "groups", "block", "per_token"),
+    [("KV4c", 1, 128, 64 + 4 + 2), ("KV2g32", 4, 256, 32 + 4 + 8), ("KV2t", None, 256, 32 + 8)],
+)
+def test_channels_have_scales_and_blocks_a_place_to_wait(text, groups, block, per_token):
+    """Two bytes for each token's channels at 32 bits in 128 tokens."""
+    cache = create(format=KVFormat.parse(text), page_size=128)
+    pages = cache.layers[0]
+    assert pages.key_parameters is not None
+    assert pages.residual is not None
+    assert pages.key_parameters.shape == ((3, 2, 128) if groups is None else (3, 2, groups, 64))
+    for side in pages.residual.sides:
+        assert (side.words.shape, side.words.dtype) == ((3, 2, block, 64), jnp.bfloat16)
+    waiting = 2 * 3 * 2 * block * 64 * 2
+    assert cache.nbytes == 2 * (3 * 2 * 128 * per_token + waiting) + 4 * (3 + 3)
+
+
+@pytest.mark.parametrize(
+    ("scales", "first_keys", "second_values"),
+    [
+        (0.5, [0.5, 0.5], [0.5, 0.5]),
+        ([[[1.0], [2.0]], [[3.0], [4.0]]], [1, 1], [4, 4]),
+        (np.arange(1, 9).reshape(2, 2, 2), [1, 2], [7, 8]),
+    ],
+)
+def test_float8_has_scales_of_tensors_or_heads(scales, first_keys, second_values):
+    layers = create(format=KVFormat("fp8"), scales=np.asarray(scales, np.float32)).layers
+    np.testing.assert_array_equal(layers[0].key_parameters, first_keys)
+    np.testing.assert_array_equal(layers[1].value_parameters, second_values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({name: 0}, f"{name} is 0: expected 1 or more") for name in SIZES),
+        ({"scales": 2.0}, "there are scales, but KV8 is given none: .* leave them out, or choose"),
+        ({"scales": 2.0, "format": "KV16"}, "there are scales, but KV16 is given none"),
+        ({"format": KVFormat("8s")}, "KV8s needs scales of channels: measure them on keys"),
+        (
+            {"format": KVFormat("8s"), "scales": np.ones(63, np.float32)},
+            r"scales have shape \(63,\): expected what broadcasts to \(2, 2, 2, 64\), .*, head dim",
+        ),
+    ],
+)
+def test_create_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        create(**change)
+
+
+def test_room_is_for_the_longest_sequence():
+    cache = dataclasses.replace(create(), lengths=jnp.array([0, 120, 60], jnp.int32))
+    cache.require_room(8)
+    cache.require_room(jnp.array([128, 8, 0]))
+    message = "holds 128 tokens per sequence, but 129 are needed; create it with max_tokens=129"
+    with pytest.raises(ValueError, match=message):
+        cache.require_room(9)
+    with pytest.raises(ValueError, match=message):
+        cache.require_room(jnp.array([0, 9, 0]))
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [(0.0, "positive"), (np.nan, "finite"), (np.ones(3), r"shape \(3,\).* \(1, 2, 2\)")],
+)
+def test_scales_that_there_cannot_be(scales, message):
+    with pytest.raises(ValueError, match=message):
+        create(format=KVFormat("fp8"), scales=scales, layers=1, kv_heads=2)

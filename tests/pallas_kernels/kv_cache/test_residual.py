@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, append
-from mpjax.kernels.kv_cache import residual, triton
+from mpjax.kernels.kv_cache import triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
 from tests.pallas_kernels.oracles import kv_keys, kv_values
-from tests.sweeps import combinations, in_sweep
+from tests.sweeps import combinations
 
 HEADS, DIM = 2, 64
 
@@ -119,13 +117,9 @@ def write(
 @pytest.mark.parametrize(
     ("text", "dtype", "page_size", "implementation", "padded"),
     [
-        in_sweep("KV4c", "bfloat16", 256, "triton", False),
         ("KV2", "float16", 128, "triton", True),
         ("KV2g32", "float16", 32, "reference", True),
         ("KV2t", "bfloat16", 16, "triton", True),
-        in_sweep("K16V2", "bfloat16", 64, "reference", True),
-        in_sweep("K8V4c", "bfloat16", 128, "triton", True),
-        in_sweep("K4cg32V4cg32", "float16", 64, "reference", False),
     ],
 )
 def test_bit_for_bit_about_a_boundary(
@@ -147,39 +141,6 @@ def test_bit_for_bit_about_a_boundary(
         assert_same(pages, expected_pages(cache, new, lengths.tolist()), lengths.tolist())
 
 
-@settings(max_examples=8)
-@given(st.data())
-def test_chunks_do_not_matter(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    cache = empty("KV4cg64", "bfloat16", 2, 384, 64)
-    new = vectors(rng, (2, 2, 384, HEADS, DIM), "bfloat16")
-    sizes = st.sampled_from([0, 1, 60, 190])  # few shapes to compile
-    chunks = [list(data.draw(st.tuples(sizes, sizes))) for _ in range(2)]
-    chunks = [counts for counts in chunks if max(counts)] or [[1, 0]]
-    lengths = np.sum(chunks, 0).tolist()
-    pages = write(cache, new, chunks, plain)
-    assert_same(pages, expected_pages(cache, new, lengths), lengths)
-
-
-def test_token_by_token_equals_all_at_once(rng):
-    cache = empty("KV4c", "bfloat16", 2, 384, 128)
-    new = vectors(rng, (2, 2, 261, HEADS, DIM), "bfloat16")
-    keys, values = (jnp.asarray(x) for x in new)
-    lengths = [261, 128]
-
-    @jax.jit
-    def one_by_one(pages):
-        def body(token, pages):
-            starts = jnp.full(2, token, jnp.int32)
-            counts = (starts < jnp.array(lengths)).astype(jnp.int32)
-            one = (jax.lax.dynamic_slice_in_dim(x, token, 1, 1) for x in (keys, values))
-            return append(pages, *one, Span(cache.block_tables, starts, counts))
-
-        return jax.lax.fori_loop(0, 261, body, pages)
-
-    assert_same(one_by_one(cache.layers[0]), expected_pages(cache, new, lengths), lengths)
-
-
 @pytest.mark.parametrize(("implementation", "longest"), [("triton", None), ("reference", 20)])
 def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     """One completes a block, one adds nothing, one begins; behind them is padding."""
@@ -199,7 +160,7 @@ def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     assert_same(pages, expected_pages(cache, new, lengths), lengths)
 
 
-@pytest.mark.parametrize("implementation", [in_sweep("reference"), "triton"])
+@pytest.mark.parametrize("implementation", ["triton"])
 def test_a_residual_lies_where_the_span_says(implementation, rng, interpreted_triton):
     cache = empty("KV4c", "bfloat16", 2, 512, 128)
     new = vectors(rng, (2, 2, 512, HEADS, DIM), "bfloat16")
@@ -221,7 +182,7 @@ def test_a_residual_lies_where_the_span_says(implementation, rng, interpreted_tr
     assert_same(pages, expected_pages(cache, new, lengths), lengths)
 
 
-@pytest.mark.parametrize("implementation", [in_sweep("reference"), "triton"])
+@pytest.mark.parametrize("implementation", ["triton"])
 def test_a_block_that_is_encoded_already_stays(implementation, rng, interpreted_triton):
     """The residual of a sequence that begins behind a shared prefix has nothing of it."""
     cache = empty("KV4c", "bfloat16", 2, 512, 128)
@@ -235,20 +196,6 @@ def test_a_block_that_is_encoded_already_stays(implementation, rng, interpreted_
     span = Span(cache.block_tables, starts, counts, encoded=starts)
     pages = compiled(implementation)(shared, *map(jnp.asarray, chunk), span)
     assert_same(pages, expected_pages(cache, new, [300, 300]), [300, 300])
-
-
-def test_what_does_not_fit_is_not_written(rng):
-    cache = empty("KV4c", "bfloat16", 1, 256, 128)
-    new = vectors(rng, (2, 1, 300, HEADS, DIM), "bfloat16")
-    pages = write(cache, new, [[200], [100]], plain)
-    assert_same(pages, expected_pages(cache, new, [256]), [256])
-
-
-@given(st.integers(0, 1000), st.sampled_from([128, 256]))
-def test_the_last_token_always_waits(length, block):
-    first = int(residual.begin(jnp.int32(length), block))
-    assert first % block == 0
-    assert length == first == 0 or first < length <= first + block
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.warpgroups.launch import matmul_terms
 from mpjax.kernels.mosaic import memory
-from mpjax.kernels.mosaic.decoding import Warpgroups
 from mpjax.kernels.mosaic.launch import (
     PRODUCER_REGISTERS,
     Grid,
+    can_give_registers,
     launch,
     registers_per_thread,
     why_slow,
 )
-from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
-from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import weight_struct
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
@@ -37,68 +33,9 @@ def test_no_thread_waits_for_registers_that_are_not_there(warpgroups):
 
 
 def test_threads_get_their_registers_before_jax_0_12():
-    assert why_slow((0, 11, 2)) is None
-    assert "jax<0.12" in why_slow((0, 12, 0))
-
-
-def copied(x: jax.Array, seen: list | None = None, *, interpret: bool = False) -> jax.Array:
-    """X [64, 64] by way of shared memory; what its kernel was traced for is added to `seen`."""
-
-    def kernel(x_ref, out_ref, *, tile, full):
-        if seen is not None:
-            seen.append(current_target())
-
-        @pl.when(jax.lax.axis_index("warpgroup") == 1)
-        def _copy():
-            memory.copy_in(x_ref, tile, full)
-
-        @pl.when(jax.lax.axis_index("warpgroup") == 0)
-        def _compute():
-            memory.wait(full)
-            memory.copy_out(tile, out_ref)
-            memory.wait_for_stores()
-
-    return launch(
-        kernel,
-        x,
-        out_shape=jax.ShapeDtypeStruct((64, 64), x.dtype),
-        grid=Grid({"one": 1}, 1),
-        scratch={"tile": memory.shared((64, 64), x.dtype), "full": memory.Barrier()},
-        name="copied",
-        interpret=interpret,
-    )
-
-
-def test_the_target_is_that_of_the_launch(lower_for_cuda):
-    seen = []
-    struct = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    assert "mosaic_gpu" in lower_for_cuda(functools.partial(copied, seen=seen), struct)
-    assert {type(target) for target in seen} == {Warpgroups}
-    assert current_target() is PLAIN
-
-
-@interpreted_here
-def test_an_interpreted_kernel_is_traced_for_the_target_around_it(rng):
-    seen, around = [], Target()
-    x = jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16)
-    with tracing_for(around):
-        found = copied(x, seen, interpret=True)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(x))
-    assert set(seen) == {around}
-
-
-@pytest.mark.parametrize("axis", [None, "device"])
-def test_a_result_differs_along_the_axes_of_its_arguments(axis, lower_for_cuda):
-    """JAX refuses to take a result of `shard_map` for replicated that differs."""
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec(axis)
-    run = jax.shard_map(copied, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
-    words = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    if axis is None:
-        assert jax.eval_shape(run, words).shape == (64, 64)
-    else:
-        with pytest.raises(ValueError, match=r"replication|out_specs"):
-            jax.eval_shape(run, words)
+    assert can_give_registers((0, 11, 2))
+    assert not can_give_registers((0, 12, 0))
+    assert (why_slow() is None) == can_give_registers()
 
 
 def test_kernels_count_in_32_bits_where_jax_counts_in_64(lower_for_cuda):
@@ -107,3 +44,29 @@ def test_kernels_count_in_32_bits_where_jax_counts_in_64(lower_for_cuda):
     multiply = functools.partial(matmul_terms, config=config, out_dtype=dtype)
     with jax.enable_x64(True):
         assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
+
+
+def test_what_is_sent_to_another_program_has_no_barrier_of_several(lower_for_cuda):
+    """JAX 0.11 would count its index twice, and the sums would be waited for in vain."""
+
+    def kernel(x_ref, out_ref, *, tiles, received):
+        sums = memory.zeros((64, 8), jnp.float32)
+        warpgroup = jax.lax.axis_index("warpgroup")
+        memory.send(sums, tiles.at[warpgroup], received.at[warpgroup], axis="split")
+
+    def run(x):
+        return launch(
+            kernel,
+            x,
+            out_shape=jax.ShapeDtypeStruct((64, 8), jnp.float32),
+            grid=Grid({"row": 1}, 1, {"split": 2}),
+            scratch={
+                "tiles": memory.shared((2, 64, 8), jnp.float32),
+                "received": memory.Barrier(num_barriers=2),
+            },
+            name="send",
+            interpret=False,
+        )
+
+    with pytest.raises(AssertionError, match="counts the index"):
+        lower_for_cuda(run, jax.ShapeDtypeStruct((64, 8), jnp.float32))

@@ -1,61 +1,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-from typing import NamedTuple
 
 import pytest
 
 from mpjax.kernels.device import Limits
 from mpjax.kernels.plans import tables
-from mpjax.kernels.plans.operation import Operation
 from mpjax.kernels.plans.plan import Entry, Plan
 from mpjax.kernels.plans.planner import conditions, forced, measured, plan_of
+from tests.pallas_kernels.plans.sums import LIMITS, OTHERS, RULE, SUMS, Key, Sum
 
-LIMITS = Limits(132, 9.0, "NVIDIA Test 1")
-MEASURED, RULE, FORCED = Plan("measured"), Plan("rule"), Plan("forced")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """A problem of an operation that there is not."""
-
-    size: int
-    limits: Limits = LIMITS
-
-
-class Key(NamedTuple):
-    """The key of a sum."""
-
-    size: int
-
-
-class Sums(Operation[Sum]):
-    """Plans of sums; those up to 8 share one."""
-
-    name = "sums"
-    keys = Key
-    levels = ("{size}",)
-    configs = {"measured": None}  # noqa: RUF012
-
-    def exact(self, problem: Sum) -> Key:
-        return Key(problem.size)
-
-    def bucketed(self, key: Key) -> Key:
-        return Key(max(8, key.size))
-
-    def rule(self, problem: Sum) -> Plan:
-        return RULE
-
-    def suits(self, problem: Sum, plan: Plan) -> bool:
-        return problem.size != 5
-
-
-class Others(Sums):
-    name = "others"
-
-
-SUMS, OTHERS = Sums(), Others()
+MEASURED, FORCED = Plan("measured"), Plan("forced")
 
 
 @pytest.fixture(autouse=True)

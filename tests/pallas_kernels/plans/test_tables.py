@@ -1,63 +1,20 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from mpjax.kernels.plans import tables
-from mpjax.kernels.plans.operation import Operation
 from mpjax.kernels.plans.plan import Entry, Plan
 from mpjax.kernels.plans.tables import Table, TableError
+from tests.pallas_kernels.plans.sums import OTHERS, SUMS, Key, Tile
 
 DEVICE = "NVIDIA Test 1"
 STAMP = {"commit": "abc", "jax": "0.11.2"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """The configuration of the implementation `tiled`."""
-
-    size: int
-    stages: int = 2
-
-
-class Key(NamedTuple):
-    """The key of a sum."""
-
-    size: int
-
-
-class Sums(Operation[Any]):
-    """Plans of an operation that there is not: its problems are numbers."""
-
-    name = "sums"
-    keys = Key
-    levels = ("of {size}",)
-    configs = {"tiled": Tile, "plain": None}  # noqa: RUF012
-
-    def exact(self, problem: int) -> Key:
-        return Key(problem)
-
-    def bucketed(self, key: Key) -> Key:
-        return key
-
-    def rule(self, problem: int) -> Plan:
-        return Plan("plain")
-
-    def why_damaged(self, key: Key, plan: Plan) -> str | None:
-        size = plan.config.size
-        return f"size is {size}, more than {key.size}" if size > key.size else None
-
-
-class Others(Sums):
-    name = "others"
-
-
-SUMS, OTHERS = Sums(), Others()
 TILED, PLAIN = Entry(Plan("tiled", Tile(4)), 1.5), Entry(Plan("plain"), 2.0)
 TABLE = Table(DEVICE, (STAMP,), {Key(8): TILED, Key(64): PLAIN})
 TEXT = """\
@@ -90,14 +47,6 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "name"),
-    [("NVIDIA H200", "nvidia_h200.json"), ("NVIDIA RTX(TM) 4090-D", "nvidia_rtx_tm_4090_d.json")],
-)
-def test_file_names(device, name):
-    assert tables.file_name(device) == name
-
-
-@pytest.mark.parametrize(
     ("variables", "folder"),
     [
         ({"HOME": "/home/her"}, "/home/her/.cache/mpjax/tuned"),
@@ -126,10 +75,10 @@ def test_a_table_is_text_that_people_can_read_and_compare(tmp_path):
 def test_an_operation_keeps_the_sections_of_others(tmp_path):
     path = tmp_path / "table.json"
     tables.write(SUMS, path, TABLE)
-    tables.record(OTHERS, path, DEVICE, {Key(3): PLAIN}, STAMP)
+    tables.record(OTHERS, path, DEVICE, {Key(16): PLAIN}, STAMP)
     tables.record(SUMS, path, DEVICE, {Key(9): PLAIN}, STAMP)
     assert tables.read(SUMS, path, DEVICE).entries == {**TABLE.entries, Key(9): PLAIN}
-    assert tables.read(OTHERS, path, DEVICE).entries == {Key(3): PLAIN}
+    assert tables.read(OTHERS, path, DEVICE).entries == {Key(16): PLAIN}
     assert tables.read(SUMS, path, DEVICE).stamps == (STAMP,)
 
 
@@ -176,13 +125,6 @@ def test_an_empty_variable_leaves_no_tables(own, monkeypatch):
     assert tables.in_use(SUMS, DEVICE) == []
 
 
-def test_a_file_is_read_once(own, monkeypatch):
-    tables.record(SUMS, own / tables.file_name(DEVICE), DEVICE, {Key(8): TILED}, STAMP)
-    found = tables.in_use(SUMS, DEVICE)
-    monkeypatch.setattr(tables, "read", lambda *arguments: pytest.fail("read again"))
-    assert tables.in_use(SUMS, DEVICE) == found
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -204,6 +146,27 @@ def test_damage_is_told_with_file_and_reason(own, change, reason):
         tables.in_use(SUMS, DEVICE)
     assert str(path) in str(error.value)
     assert "mpjax tune" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"device": ', "Expecting value"),
+        (b"\xff\xfe", "it is not a text in UTF-8: byte 0 is 0xff"),
+        ("[]", "can't be used: it is a JSON list: expected an object"),
+        ("[" * 99_999, "it is nested deeper than 64 levels"),
+        (TEXT.replace("stamps", "marks"), "the file: unknown field 'marks'"),
+        (TEXT.replace("Test 1", "Test 2"), "for the device 'NVIDIA Test 2'"),
+    ],
+)
+def test_files_that_are_no_tables(own, text, reason):
+    path = own / tables.file_name(DEVICE)
+    own.mkdir()
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(TableError, match=reason):
+        tables.in_use(SUMS, DEVICE)
+    with pytest.raises(TableError, match=reason):  # and is not written over
+        tables.record(SUMS, path, DEVICE, {}, STAMP)
 
 
 def test_forgetting_and_another_folder_change_what_is_read(own, monkeypatch, tmp_path):

@@ -60,9 +60,9 @@ class Scene:
             cosines, sines = np.round(cosines), np.round(sines)
         norms = None
         if self.norms is not None:
-            norms = HeadNorms(*map(jnp.asarray, self.norms), EPSILON)
+            norms = HeadNorms(*map(jnp.asarray, self.norms), EPSILON)  # type: ignore[call-arg]
         turn = (jnp.asarray(x.astype(np.float32)) for x in (cosines, sines))
-        return Rotation(*turn, self.heads, norms, transform_queries=True)
+        return Rotation(*turn, self.heads, norms, transform_queries=True)  # type: ignore[call-arg]
 
     @property
     def arguments(self) -> tuple[jax.Array, KVPages, Span, Rotation]:

@@ -17,13 +17,9 @@ from mpjax.kernels import (
     Span,
     UnsupportedError,
     append,
-    device,
-    rotate,
     rotate_and_append,
 )
-from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.rotary.heads import scene
-from tests.sweeps import in_sweep
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -33,25 +29,7 @@ def test_implementations_agree(implementation, rng, interpreted_triton):
     test.check(*test.run(run))
 
 
-def test_it_is_a_rotation_and_an_append(rng):
-    """The result is that of the public functions that it replaces, in their dtypes."""
-    test = scene(rng, 4, "bfloat16", tokens=3)
-    terms, before, span, rotation = test.arguments
-    rotation = dataclasses.replace(rotation, transform_queries=False)
-    queries, pages = test.run(rotate_and_append, terms, before, span, rotation)
-    cosines, sines = rotation.cosines, rotation.sines
-    keys, values = jnp.asarray(test.places.keys), jnp.asarray(test.places.values)
-
-    @jax.jit
-    def separate(queries, keys):
-        queries, keys = (rotate(x, cosines, sines) for x in (queries, keys))
-        return queries, append(before, keys, values, span)
-
-    expected = separate(jnp.asarray(test.queries), keys)
-    jax.tree.map(np.testing.assert_array_equal, (queries, pages), expected)
-
-
-@pytest.mark.parametrize("implementation", ["triton", in_sweep("reference")])
+@pytest.mark.parametrize("implementation", ["triton"])
 def test_beside_a_residual_it_is_a_rotation_and_an_append(implementation, rng, interpreted_triton):
     check_beside_a_residual(implementation, rng)
 
@@ -118,27 +96,6 @@ def check_varlen(bits, implementation, rng):
     np.testing.assert_array_equal(np.asarray(queries)[:11], np.asarray(expected)[real])
 
 
-def test_varlen_sequences_are_one_kernel_too(rng, pretend_gpu, lower_for_cuda):
-    _, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
-    rotation = rotation.map_angles(lambda _: jax.ShapeDtypeStruct((300, 32), jnp.float32))
-    append = functools.partial(rotate_and_append, dtype="bfloat16")
-    terms = jax.ShapeDtypeStruct((1, 300, 512), jnp.bfloat16)
-    program = lower_for_cuda(append, terms, pages, span, rotation)
-    assert program.count("custom_call @__gpu$xla.gpu.triton") == 1
-    assert 'name = "rotate_and_append_kv8"' in program
-    assert program.count("#stablehlo.output_operand_alias<") == 4
-
-
-@pytest.mark.parametrize(
-    ("terms", "angles"), [((512,), ()), ((1, 4, 512), (4, 1)), ((1, 4, 1, 512), (4,))]
-)
-def test_angles_are_those_of_the_tokens(terms, angles, rng):
-    _, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
-    rotation = rotation.map_angles(lambda _: jnp.ones((*angles, 32)))
-    with pytest.raises(ValueError, match="or all without the batch where tokens are varlen"):
-        rotate_and_append(jnp.ones(terms), pages, span, rotation, dtype="bfloat16")
-
-
 @pytest.mark.parametrize("width", [16, 33, 64])
 def test_angles_are_half_a_heads_channels(width, rng):
     """The kernel would read past the end of others, or those of another token."""
@@ -154,37 +111,10 @@ def test_angles_are_half_a_heads_channels(width, rng):
 
 @pytest.mark.parametrize("shapes", [((64,), (32,)), ((1,), (64,)), ((4, 64), (2, 64))])
 def test_norms_are_of_a_heads_channels(shapes, rng):
-    norms = HeadNorms(*map(jnp.ones, shapes), 1e-6)
+    norms = HeadNorms(*map(jnp.ones, shapes), 1e-6)  # type: ignore[call-arg]
     message = f"norms have weights of shapes {shapes[0]} for queries and {shapes[1]} for keys: exp"
     with pytest.raises(ValueError, match=re.escape(message)):
         call(scene(rng, 8, "bfloat16"), norms=norms)
-
-
-def test_starts_and_counts_are_those_of_tokens(rng):
-    terms, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
-    for change, message in (
-        ({"counts": np.asarray(span.counts) + 2}, "counts are .* 0 to 1, the new"),
-        ({"starts": np.asarray(span.starts) - 1000}, "starts are .*: expected 0 or above"),
-    ):
-        wrong = dataclasses.replace(span, **change)
-        with pytest.raises(ValueError, match=f"rotate_and_append: {message}"):
-            rotate_and_append(terms, pages, wrong, rotation, dtype="bfloat16")
-
-
-def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
-    test = scene(rng, 8, "bfloat16", tokens=4, quarters=True)
-    step = functools.partial(rotate_and_append, dtype="bfloat16")
-    pages = jax.tree.map(jnp.copy, test.pages)  # donated below
-    counted = trace_counter(step)
-    step = jax.jit(counted, donate_argnums=1)
-    queries = []
-    for token in range(4):
-        terms, *where = test.token(token)
-        query, pages = step(terms, pages, *where)
-        queries.append(np.asarray(query))
-    assert counted.count == 1
-    assert test.places.counts.tolist() == [4, 0, 3, 4]
-    test.check(np.concatenate(queries, 1), pages)
 
 
 @pytest.mark.parametrize(
@@ -201,35 +131,11 @@ def test_terms_must_fit_the_pages(channels, heads, rng):
     )
 
 
-def test_a_span_is_that_of_the_tokens(rng):
-    terms, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
-    span = dataclasses.replace(span, counts=span.counts[:3])
-    message = r"rotate_and_append: counts is int32 of shape \(3,\): expected int32 \[batch\], and"
-    with pytest.raises(ValueError, match=message):
-        rotate_and_append(terms, pages, span, rotation, dtype="bfloat16")
-    rotation = rotation.map_angles(lambda x: x[0])
-    with pytest.raises(ValueError, match=message):
-        rotate_and_append(terms[:, 0], pages, span, rotation, dtype="bfloat16")
-
-
 def call(test, implementation=None, **changes):
     """With changes of the rotation."""
     *others, rotation = test.arguments
     rotation = dataclasses.replace(rotation, **changes)
     return rotate_and_append(*others, rotation, dtype=test.dtype, implementation=implementation)
-
-
-def test_unknown_implementations_are_refused(rng):
-    message = "rotate_and_append: unknown implementation 'xla': expected triton or reference"
-    with pytest.raises(ValueError, match=message):
-        call(scene(rng, 8, "bfloat16"), implementation="xla")
-
-
-def test_the_kernel_needs_a_gpu(rng, monkeypatch):
-    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
-    message = "rotate_and_append: 'triton' can't run: there is no GPU"
-    with pytest.raises(UnsupportedError, match=message):
-        call(scene(rng, 8, "bfloat16"), implementation="triton")
 
 
 @pytest.mark.parametrize(
@@ -251,32 +157,6 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference(
         call(test, implementation="triton")
 
 
-@pytest.mark.parametrize("supported", [True, False])
-def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
-    reason = None if supported else "there is no GPU"
-    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: reason)
-    monkeypatch.setattr(triton, "rotate_and_append", lambda *_, **__: "triton")
-    monkeypatch.setattr(reference, "rotate_and_append", lambda *_, **__: "reference")
-    test = scene(rng, 8, "bfloat16")
-    assert call(test) == ("triton" if supported else "reference")
-    assert call(test, implementation="reference") == "reference"
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_no_tokens_go_to_the_reference(bits, rng, pretend_gpu):
-    test = scene(rng, bits, "bfloat16")
-    terms, pages, span, rotation = test.arguments
-    run = jax.jit(functools.partial(rotate_and_append, dtype="bfloat16"))
-    none = rotation.map_angles(lambda x: x[:, :0])
-    queries, written = run(terms[:, :, :0], pages, span, none)
-    assert queries.shape == (4, 0, 4, 64)
-    jax.tree.map(np.testing.assert_array_equal, written, pages)
-    none = rotation.map_angles(lambda x: x[0, :0])
-    queries, written = run(terms[:, 0, :0], pages, span, none)
-    assert queries.shape == (0, 4, 64)
-    jax.tree.map(np.testing.assert_array_equal, written, pages)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -289,20 +169,6 @@ def test_implementations_agree_on_the_gpu(bits, dtype, rng):
             )
             for name in ("triton", "reference"):
                 test.check(*test.run(functools.partial(rotate_and_append, implementation=name)))
-
-
-def test_rotate_is_the_reference_with_its_shapes_checked(rng):
-    x = jnp.asarray(rng.standard_normal((2, 3, 4, 16)), jnp.bfloat16)
-    angles = jnp.asarray(rng.standard_normal((2, 3, 8)), jnp.float32)
-    found = rotate(x, jnp.cos(angles), jnp.sin(angles))
-    np.testing.assert_array_equal(found, reference.rotate(x, jnp.cos(angles), jnp.sin(angles)))
-    same = rotate(x, jnp.cos(angles[:1]), jnp.sin(angles[:1]))  # the same positions in all rows
-    np.testing.assert_array_equal(same[0], found[0])
-    for heads, turns in (((2, 3, 16), (2, 3, 8)), ((2, 3, 4, 15), (2, 3, 7)), (x.shape, (2, 4, 8))):
-        with pytest.raises(
-            ValueError, match=r"rotate: x has shape .*: expected \[batch, tokens, he"
-        ):
-            rotate(jnp.ones(heads), jnp.ones(turns), jnp.ones(turns))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ EPSILON = 1e-3  # of the size of the small rows' squares: left out, it is missed
 
 # The formats whose activations are quantised a token at a time, and some that are none of them.
 QUANTIZING = ("int8/int8", "liquid4:g64/int8", "float8:gK/float8")
-OTHERS = (None, "uint4:g64", "float8:gK", "float8:g128/float8")
 
 # How far a result may be off, relatively: its rounding, and a little float32 arithmetic.
 TOLERANCES = {"bfloat16": 1.02 * 2.0**-8, "float16": 1.02 * 2.0**-11, "float32": 2e-5}
@@ -112,13 +111,6 @@ def with_nearly_zeros(rows: Rows, peak: float) -> Rows:
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.exp(-np.logaddexp(0, -x))
-
-
-def with_large_gates(rows: Rows) -> Rows:
-    """Gates up to ±128, whose exponentials no float32 holds."""
-    terms = rows.terms.copy()
-    terms[..., : terms.shape[-1] // 2] *= 16
-    return dataclasses.replace(rows, terms=terms)
 
 
 def run(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

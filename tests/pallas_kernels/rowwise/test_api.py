@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -15,9 +14,6 @@ from mpjax.kernels import (
     device,
     gated,
     gated_silu,
-    matmul,
-    quantize,
-    rms_norm,
 )
 from mpjax.kernels.rowwise import reference, triton
 from mpjax.kernels.rowwise.api import quantize_rows
@@ -69,24 +65,6 @@ def test_gelu_and_a_dtype_of_its_own(text, rng, interpreted_triton):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
         assert relative_error(one, wide(other)) < 0.005
-
-
-def test_activations_that_there_are():
-    with pytest.raises(ValueError, match="gated: activation is 'relu': expected silu or gelu"):
-        gated(jnp.ones((1, 2, 8)), "relu", dtype="float32")
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_a_single_row_needs_no_axis_of_rows(implementation, rng, interpreted_triton):
-    rows = Rows.random(rng, (1, 64), "bfloat16", residual=True)
-    terms, residual, weight = rows.arrays
-    assert residual is not None
-    chosen: dict[str, Any] = {"implementation": implementation}
-    stream, result = run(norm, terms[:, 0], residual[0], weight, **chosen)
-    np.testing.assert_array_equal(wide(stream), wide(rows.stream())[0])
-    assert_result(result, rows.normed()[0], "bfloat16", None)
-    result = run(gated_silu, terms[:, 0], dtype="bfloat16", format=parsed("int8/int8"), **chosen)
-    assert_result(result, rows.gated()[0], "bfloat16", "int8/int8")
 
 
 def test_no_rows(pretend_gpu):
@@ -160,50 +138,10 @@ each_operation = pytest.mark.parametrize(
 
 
 @each_operation
-def test_unknown_implementations_are_refused(call, name):
-    message = f"{name}: unknown implementation 'xla': expected triton or reference"
-    for text in (None, "int8/int8"):
-        with pytest.raises(ValueError, match=message):
-            call("bfloat16", text, implementation="xla")
-
-
-@each_operation
-def test_the_kernels_need_a_gpu(call, name, monkeypatch):
-    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
-    with pytest.raises(UnsupportedError, match=f"{name}: 'triton' can't run: there is no GPU"):
-        call("bfloat16", None, implementation="triton")
-
-
-@each_operation
-def test_the_kernels_have_sixteen_bit_results(call, name, pretend_gpu):
-    with pytest.raises(UnsupportedError, match=f"{name}: .*: the result is float32, expected bfl"):
-        call("float32", None, implementation="triton")
-
-
-@each_operation
 def test_the_kernels_hold_float8_where_the_gpu_does(call, name, monkeypatch, pretend_gpu):
     monkeypatch.setattr(device, "compute_capability", lambda: 8.0)
     with pytest.raises(UnsupportedError, match=f"{name}: .*FP8 came with compute capability 8.9"):
         call("bfloat16", "float8:gK/float8", implementation="triton")
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_rows_are_quantised_alike(implementation, rng, interpreted_triton):
-    x = Rows.random(rng, (2, 3, 96), "bfloat16", terms_dtype="bfloat16").arrays[0][0]
-    for text in ("int8/int8", "float8:gK/float8"):
-        result = run(quantize_rows, x, format=parsed(text), implementation=implementation)
-        assert_result(result, wide(x), "bfloat16", text)
-
-
-def test_scales_of_groups_are_left_to_xla(rng, pretend_gpu):
-    x = Rows.random(rng, (3, 256), "bfloat16", terms_dtype="bfloat16").arrays[0][0]
-    format = parsed("float8:g128/float8")
-    assert run(quantize_rows, x, format=format).scales.shape == (3, 2)
-    reason = "quantize_rows: 'triton' can't run: float8:g128 does not have one scale per"
-    with pytest.raises(UnsupportedError, match=reason):
-        quantize_rows(x, format, implementation="triton")
-    with pytest.raises(ValueError, match="uint4:g64 has 16-bit activations"):
-        quantize_rows(x, "uint4:g64")
 
 
 @pytest.fixture
@@ -252,14 +190,6 @@ def test_the_implementation_that_is_chosen(
     assert chosen == expected
 
 
-@pytest.mark.parametrize(
-    ("call", "text"), [(call_norm, None), (call_gated, "int8/int8"), (call_rows, "int8/int8")]
-)
-def test_what_runs_as_plain_jax_on_a_gpu_says_so(call, text, pretend_gpu):
-    with pytest.warns(UserWarning, match="runs as plain JAX on this GPU.*: the result is float32"):
-        call("float32", text)
-
-
 def test_a_traced_epsilon_is_left_to_xla(rng, pretend_gpu):
     rows = Rows.random(rng, (1, 3, 64), "bfloat16")
     call = jax.jit(lambda epsilon: add_rms_norm(*rows.arrays, epsilon))
@@ -268,28 +198,6 @@ def test_a_traced_epsilon_is_left_to_xla(rng, pretend_gpu):
     assert_result(result, rows.normed(), "bfloat16", None)
     with pytest.raises(UnsupportedError, match="'triton' can't run: epsilon is traced"):
         jax.jit(functools.partial(add_rms_norm, *rows.arrays, implementation="triton"))(EPSILON)
-
-
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-def test_a_known_epsilon_may_be_an_array(kind, pretend_gpu):
-    x, norm, epsilon = jnp.ones((1, 2, 64)), jnp.ones(64, jnp.bfloat16), kind(1e-6)
-    traced = jax.make_jaxpr(lambda x: add_rms_norm(x, None, norm, epsilon))(x)
-    assert "pallas_call" in str(traced)
-
-
-def test_what_xla_does_as_well_needs_no_warning(pretend_gpu):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        call_gated("float32", None)
-        quantize_rows(jnp.ones((2, 128)), parsed("float8:g128/float8"))
-        norm(jnp.ones((2, 0, 64)), None, jnp.ones(64))
-
-
-@pytest.mark.parametrize("name", ["triton", "reference"])
-def test_a_forced_implementation_runs(name, chosen, pretend_gpu):
-    call_norm("bfloat16", "int8/int8", implementation=name)
-    call_gated("bfloat16", None, implementation=name)
-    assert chosen == [name, name]
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -341,27 +249,6 @@ def test_a_quantised_norm_leaves_the_gradient_of_the_stream(
         np.testing.assert_array_equal(wide(gradient), expected)
 
 
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", "float8:g128/float8"])
-def test_what_is_quantised_here_equals_what_a_product_quantises(text, rng):
-    """But for the rounding to 16 bits that quantising at once leaves out."""
-    weight = quantize(random_array(rng, (128, 32), "float32"), text)
-    terms, residual, scale = Rows.random(rng, (4, 128), "float16", residual=True).arrays
-    _, plain = norm(terms, residual, scale)
-    _, ready = norm(terms, residual, scale, format=weight.format)
-    product, expected = matmul(ready, weight), matmul(plain, weight)
-    assert product.dtype == jnp.float16
-    assert relative_error(product, wide(expected)) < 0.01
-
-
-def test_other_values_do_not_retrace(rng, trace_counter):
-    counted = trace_counter(functools.partial(norm, format=parsed("int8/int8")))
-    compiled = jax.jit(counted)
-    for _ in range(2):
-        compiled(*Rows.random(rng, (3, 64), "bfloat16", residual=True).arrays)
-    assert counted.count == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("text", [None, *QUANTIZING])
@@ -381,33 +268,3 @@ def test_gradients_and_results_on_the_gpu(text, dtype, rng):
 
     of_terms = jax.jit(jax.grad(total))(*rows.arrays)
     np.testing.assert_allclose(of_terms, np.broadcast_to(wide(cotangent), of_terms.shape))
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_the_format_may_be_text(implementation, rng, interpreted_triton):
-    rows = Rows.random(rng, (2, 64), "bfloat16", residual=True)
-    text, chosen = "int8/int8", {"implementation": implementation}
-    for function, arrays, keywords in (
-        (norm, rows.arrays, {}),
-        (gated_silu, rows.arrays[:1], {"dtype": "float16"}),
-        (quantize_rows, (rows.arrays[1],), {}),
-    ):
-        expected = run(function, *arrays, format=parsed(text), **keywords, **chosen)
-        found = run(function, *arrays, format=text, **keywords, **chosen)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def test_a_norm_is_the_reference_with_its_shapes_checked(rng):
-    x = jnp.asarray(rng.standard_normal((2, 3, 16)), jnp.bfloat16)
-    weight = jnp.asarray(rng.standard_normal(16), jnp.bfloat16)
-    found = rms_norm(x, weight, 1e-5)
-    assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, reference.rms_norm(x, weight, 1e-5))
-    for shape in ((), (15,), (2, 16)):
-        with pytest.raises(
-            ValueError, match=r"rms_norm: x has shape .* and the weight .*; expected"
-        ):
-            rms_norm(x, jnp.ones(shape), 1e-5)
-    with pytest.raises(ValueError, match="rms_norm: epsilon is nan: expected a finite number"):
-        rms_norm(x, weight, np.nan)
-    jax.jit(rms_norm)(x, weight, 1e-5)  # a traced epsilon is XLA's

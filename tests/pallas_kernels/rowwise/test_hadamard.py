@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import ActivationBlocks, gated, hadamard, quantize_rows
+from mpjax.kernels import gated, hadamard
 from mpjax.kernels.rowwise import reference, triton
-from mpjax.kernels.rowwise.hadamard import LEAST, tile_size, transform_tile, why_no_room
+from mpjax.kernels.rowwise.hadamard import LEAST, tile_size, transform_tile
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import Rows, assert_result, parsed, run
 from tests.sweeps import in_sweep
@@ -47,11 +47,6 @@ def test_rows_by_the_kernel(dtype, rng, interpreted_triton):
     cotangent = random_array(rng, x.shape, dtype)
     [gradient] = jax.vjp(lambda x: hadamard(x, 32, dtype=dtype), x)[1](cotangent)
     assert relative_error(gradient, in_blocks(wide(cotangent), 32)) < 2 * bound
-
-
-def test_an_outlier_is_spread_over_its_block():
-    x = jnp.zeros(256).at[70].set(8.0)
-    np.testing.assert_allclose(np.abs(hadamard(x, 64)), [0.0] * 64 + [1.0] * 64 + [0.0] * 128)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +109,6 @@ def check(channels, block, dtype, text, rng, count=3, **keywords):
     assert (one == other).mean() > 0.98
 
 
-def test_a_gate_with_a_transform_takes_the_kernel(rng, interpreted_triton):
-    terms = random_array(rng, (1, 2, 128), "bfloat16")
-    gate = functools.partial(gated, terms, "silu", dtype="bfloat16", hadamard=64)
-    one, other = gate(implementation="triton"), gate(implementation="reference")
-    assert relative_error(one, wide(other)) < 2.0**-8
-    blocks = ActivationBlocks(None)
-    found, plain = gate(format=blocks), gate()
-    expected = quantize_rows(plain, blocks)
-    np.testing.assert_array_equal(found.values, expected.values)
-
-
 def test_gradients(rng):
     """The transform is its own transpose."""
     terms = random_array(rng, (1, 2, 64), "float32")
@@ -149,23 +133,6 @@ def test_lowers(channels, block, lower_for_cuda):
     program = lower_for_cuda(gate, both)
     assert 'name = "gated_silu_hadamard"' in program
     assert "dot_general" in program
-
-
-def test_rows_lower(lower_for_cuda):
-    rows = jax.ShapeDtypeStruct((8, 768), "bfloat16")
-    mix = functools.partial(triton.hadamard, block=256, dtype=jnp.dtype("bfloat16"))
-    program = lower_for_cuda(mix, rows)
-    assert 'name = "hadamard"' in program
-    assert "dot_general" in program
-
-
-def test_a_row_passes_through_shared_memory():
-    """An RTX 4090 has 99 KiB, an H100 227."""
-    assert why_no_room(12288, 512, 8.9) is None
-    assert why_no_room(28672, 512, 9.0) is None
-    reason = why_no_room(28672, 512, 8.9)
-    assert reason is not None
-    assert "of 28672 channels takes 131072 bytes of shared memory, and this GPU has" in reason
 
 
 @pytest.mark.gpu

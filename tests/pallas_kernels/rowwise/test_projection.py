@@ -11,7 +11,6 @@ from mpjax.kernels import add_rms_norm
 from mpjax.kernels.rowwise.projection import MOST_TOKENS, project_rms_norm, projected
 from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import EPSILON, Rows
-from tests.sweeps import in_sweep
 
 on_gpu = pytest.param(False, marks=pytest.mark.gpu)
 
@@ -22,8 +21,6 @@ on_gpu = pytest.param(False, marks=pytest.mark.gpu)
     [
         (1, 256, 130, True),  # more outputs than programs, which do not divide them
         (2, 300, 8, False),  # channels beyond the row are masked
-        in_sweep(1, 2048, 128, True),
-        in_sweep(8, 2880, 32, True),
     ],
 )
 def test_the_kernel_multiplies_its_norm(tokens, channels, outputs, residual, interpret, rng):

@@ -7,18 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import ActivationFormat
 from mpjax.kernels.rowwise import reference
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,
-    OTHERS,
-    QUANTIZING,
     Rows,
     assert_result,
     parsed,
     run,
-    with_large_gates,
 )
 
 norm = functools.partial(run, reference.add_rms_norm, epsilon=EPSILON)
@@ -33,12 +29,6 @@ def test_rms_norm(dtype, rng):
     expected = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + EPSILON) * wide(weight)
     assert relative_error(normed, expected) < {"float32": 1e-6, "float16": 1e-3}[dtype]
     np.testing.assert_array_equal(reference.rms_norm(0 * x, weight, EPSILON), 0)
-
-
-def test_formats_that_quantise_a_token_at_a_time():
-    assert [text for text in (*QUANTIZING, *OTHERS) if reference.quantizes(parsed(text))] == [
-        *QUANTIZING
-    ]
 
 
 @pytest.mark.one_of(3)
@@ -95,38 +85,6 @@ def test_gated_silu(dtype, splits, terms_dtype, text, rng):
     assert_result(result, rows.gated(), dtype, text)
 
 
-def test_gated_gelu(rng):
-    """Against JAX's own tanh approximation, in float64's place its float32."""
-    rows = Rows.random(rng, (2, 3, 600), "float32", splits=3, terms_dtype="float32")
-    found = gate(rows.arrays[0], activation="gelu", dtype=jnp.dtype("float32"))
-    gate_half, up = np.split(wide(rows.terms).sum(0), 2, axis=-1)
-    gelu = np.asarray(jax.nn.gelu(jnp.asarray(gate_half, jnp.float32), approximate=True))
-    np.testing.assert_allclose(found, gelu * up, rtol=1e-5, atol=1e-5)
-
-
-def test_a_norm_in_another_dtype_than_its_weight(rng):
-    rows = Rows.random(rng, (3, 64), "bfloat16", splits=2, residual=True)
-    terms, residual, weight = rows.arrays
-    narrow = jnp.dtype("bfloat16")
-    found = run(
-        reference.add_rms_norm,
-        terms,
-        residual,
-        weight.astype(jnp.float32),
-        epsilon=EPSILON,
-        dtype=narrow,
-    )
-    for one, other in zip(found, norm(*rows.arrays), strict=True):
-        assert one.dtype == narrow
-        np.testing.assert_array_equal(wide(one), wide(other))
-
-
-def test_gates_whose_exponentials_overflow(rng):
-    rows = with_large_gates(Rows.random(rng, (4, 600), "float32"))
-    assert wide(rows.terms).min() < -100
-    assert_result(gate(rows.arrays[0], dtype=jnp.dtype("float32")), rows.gated(), "float32", None)
-
-
 @pytest.mark.parametrize("residual", [False, True])
 def test_gradients_of_add_rms_norm(residual, rng):
     rows = Rows.random(rng, (2, 3, 40), "float32", splits=3, residual=residual)
@@ -140,20 +98,3 @@ def test_gradients_of_add_rms_norm(residual, rng):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
     assert (of_residual is None) == (not residual)
     np.testing.assert_allclose(of_weight, expected_of_weight, rtol=1e-4, atol=1e-4)
-
-
-def test_gradients_of_gated_silu(rng):
-    rows = Rows.random(rng, (3, 40), "float32", splits=3)
-    cotangent = random_array(rng, (3, 20), "float32")
-    function = functools.partial(reference.gated, activation="silu", dtype=jnp.dtype("float32"))
-    [of_terms] = run(lambda terms: jax.vjp(function, terms)[1](cotangent), rows.arrays[0])
-    for gradient in of_terms:
-        np.testing.assert_allclose(gradient, rows.gated_gradient(wide(cotangent)), atol=1e-5)
-
-
-def test_a_quantised_result_stands_for_the_plain_one(rng):
-    rows = Rows.random(rng, (5, 256), "float32", residual=True)
-    _, plain = norm(*rows.arrays)
-    for text, gap in (("int8/int8", 0.02), ("float8:gK/float8", 0.04)):
-        _, quantised = norm(*rows.arrays, format=ActivationFormat.of(text))
-        assert 1e-3 < relative_error(quantised.dequantize(), wide(plain)) < gap

@@ -17,11 +17,22 @@ from mpjax.models import FAMILIES
 from tests.mpjax.checkpoint.gguf.write_gguf import llama_metadata
 
 EMBEDDING = {"token_embd.weight": Tensor("token_embd.weight", TYPES[0], (96, 64), 0, 0)}
+SSM = {
+    **{"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 8},
+    **{"ssm.time_step_rank": 4, "ssm.group_count": 1},
+}
 EXTRA = {
+    "lfm2": {"lfm2.shortconv.l_cache": 3, "lfm2.attention.head_count_kv": np.array([0, 2])},
+    "falcon-h1": {f"falcon-h1.{key}": size for key, size in SSM.items()},
+    "nemotron_h": {
+        **{f"nemotron_h.{key}": size for key, size in SSM.items()},
+        "nemotron_h.attention.head_count_kv": np.array([0, 2]),
+        "nemotron_h.feed_forward_length": np.array([96, 0]),
+    },
     "granite": {
         f"granite.{key}": 2.0
         for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
-    }
+    },
 }
 HEAD = {"output.weight": EMBEDDING["token_embd.weight"]}
 
@@ -69,7 +80,8 @@ def test_every_name_of_a_family_has_one_in_the_file(name):
     wanted = {place.name.removesuffix(".weight") for place in family.array_places(built)}
     wanted |= {n for place in family.linear_places(built) for n in place.names}
     known = [f"blk.{layer}.{kind}" for layer in range(2) for kind in architecture.names]
-    found = [architecture.translate(n) for n in ("token_embd", "output_norm", *known)]
+    found = [architecture.translate(n) for n in (*architecture.tables, *known)]
+    found += [architecture.array(f"blk.{i}.{n}") for n in architecture.arrays for i in range(2)]
     assert wanted <= set(found)
     assert len(set(found)) == len(found)
     assert architecture.translate("output") == "lm_head"
@@ -108,7 +120,7 @@ def test_gemma():
     }
     built = FAMILIES["Gemma3ForCausalLM"].config_from_hf(read(changes, name="gemma3"))
     assert (built.rope_theta, built.local_rope_theta) == (1e6, 1e4)
-    assert (built.layers[0].attention.window, built.layers[0].attention.scale) == (8, 32**-0.5)
+    assert (built.layers[0].attention.window, built.layers[0].attention.scale) == (8, 32**-0.5)  # type: ignore[attr-defined]
     large = read({"gemma2.block_count": 46, "gemma2.final_logit_softcapping": 30.0}, name="gemma2")
     assert (large["query_pre_attn_scalar"], large["final_logit_softcapping"]) == (16, 30)
 
@@ -123,7 +135,6 @@ def test_phi():
     [
         ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7': expected one of"),
         ({"llama.expert_count": 8}, "has no 'llama.expert_used_count': expected a whole number"),
-        ({"split.count": 3}, "is one of 3 parts of a model: join them into one file with"),
         ({"llama.rope.dimension_count": 3}, "llama.rope.dimension_count is 3: expected "),
         ({"llama.block_count": 2.5}, "'llama.block_count' is 2.5: expected a whole number"),
     ],
@@ -136,3 +147,17 @@ def test_files_that_are_refused(changes, said):
 def test_a_file_without_a_language_model():
     with pytest.raises(CheckpointError, match=r"no tensor 'token_embd\.weight' of two dimensions"):
         read(tensors={})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_package_of_the_format_has_these_names(name):
+    gguf = pytest.importorskip("gguf")
+    number = next(key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
+    names = gguf.get_tensor_name_map(number, 2)
+    kinds = {gguf.TENSOR_NAMES[kind] for kind in gguf.MODEL_TENSORS[number]}
+    kept = [kind for kind in ARCHITECTURES[name].names if f"blk.{{bid}}.{kind}" in kinds]
+    assert len(kept) >= 6
+    for kind in kept:
+        own = ARCHITECTURES[name].translate(f"blk.1.{kind}")
+        found = names.get_name(own) or names.get_name(f"{own}.weight")  # Falcon-H1's norm
+        assert found == f"blk.1.{kind}", own

@@ -83,29 +83,20 @@ LIES = [
     (lie(0, 2, (text("a") + value(1)) * 2), "names 'a' twice"),
     (lie(2, 0, tensor() * 2), "names 't' twice"),
     (lie(1, 0, tensor(given=HUGE >> 32)), "'t' in .* has 2147483648 dimensions: expected at most"),
-    (
-        lie(1, 0, tensor(dimensions=(2**40, 2**40))),
-        r"has the shape \[1099511627776, 10995.*2\*\*59",
-    ),
+    (lie(1, 0, tensor(dimensions=(2**40, 2**40))), r"has the shape \[1099511627776,"),
     (lie(1, 0, tensor(dimensions=(0, 2**63))), r"has the shape \[9223372036854775808, 0\]"),
-    (lie(1, 0, tensor(kind=10)), r"has the type Q2_K \(10\), which is not read: take a file"),
+    (lie(1, 0, tensor(kind=16)), r"has the type IQ2_XXS \(16\), which is not read: take a file"),
     (lie(1, 0, tensor(kind=999)), r"has the type with the number \(999\), which is not read"),
     (lie(1, 0, tensor(dimensions=(33,))), "has rows of 33 numbers: expected a multiple of 32"),
     (lie(1, 0, tensor(offset=1) + bytes(99)), "has the offset 1: expected a multiple of 32"),
     (lie(1, 0, tensor() + bytes(40)), "'t' in .* ends at byte 98, and the file has 97"),
-    (
-        lie(1, 0, tensor(offset=HUGE)),
-        "'t' in .* ends at byte 9223372036854775906, and the file has",
-    ),
+    (lie(1, 0, tensor(offset=HUGE)), "'t' in .* ends at byte 9223372036854775906, and the file"),
     (lie(2, 0, tensor() + tensor(name="u") + bytes(99)), "'t' and 'u' in .* overlap by 34 bytes"),
     (
         lie(1, 1, text("general.alignment") + value(0) + tensor()),
         "general.alignment is 0: expected a multiple of 8",
     ),
-    (
-        lie(1, 1, text("general.alignment") + value("8") + tensor()),
-        "general.alignment is '8': expected a multiple of 8",
-    ),
+    (lie(1, 1, text("general.alignment") + value("8") + tensor()), "general.alignment is '8':"),
 ]
 
 

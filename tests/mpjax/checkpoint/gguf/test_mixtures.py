@@ -1,4 +1,4 @@
-"""Mixtures of experts; test_format_parity.py compares those of Qwen with transformers' reader."""
+"""Mixtures of experts; test_parity.py compares those of Qwen with transformers' reader."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 
 import mpjax
 from mpjax.checkpoint.gguf.source import GGUFSource
-from mpjax.evaluation import evaluate
+from mpjax.evaluation.perplexity import evaluate
 
 pytestmark = pytest.mark.real
 

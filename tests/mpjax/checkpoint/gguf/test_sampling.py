@@ -10,7 +10,7 @@ from mpjax import Sampling
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.checkpoint.gguf.sampling import NAMES, OFF, PREFIX, read_sampling
 from mpjax.errors import CheckpointError
-from mpjax.generation_config import OBEYED
+from mpjax.sampling.generation_config import OBEYED
 
 pytestmark = pytest.mark.any_version
 

@@ -56,12 +56,15 @@ def dequantized(path) -> dict[str, np.ndarray]:
     """Hugging Face's tensors of a file, in float32."""
     source = GGUFSource(path)
     checkpoint = source.open()
-    scheme, found = source.read_scheme({}), {}
+    policy, found = source.read_policy({}), {}
     for name in checkpoint.tensors:
         module, _, suffix = name.rpartition(".")
         array = checkpoint.read(name)
         if suffix != "weight":
-            array, name = scheme.dequantize({suffix: array}, module).T, f"{module}.weight"
+            array, name = (
+                policy.reader(module).dequantize({suffix: array}, module).T,
+                f"{module}.weight",
+            )
         found[name] = np.asarray(array).astype(np.float32)
     return found
 

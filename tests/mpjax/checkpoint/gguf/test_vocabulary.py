@@ -10,7 +10,7 @@ from mpjax.checkpoint.gguf import vocabulary
 from mpjax.checkpoint.gguf.header import read_header
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
-from mpjax.tokenizer import Tokenizer
+from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.checkpoint.gguf.write_gguf import TOKENS, gguf
 from tests.mpjax.checkpoint.gguf.write_gguf import vocabulary as byte_level
 

@@ -15,6 +15,8 @@ TYPES = {
     **{"F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2)},
     **{"Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22), "Q5_1": (7, 32, 24)},
     **{"Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210)},
+    **{"Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110)},
+    **{"IQ4_NL": (20, 32, 18), "IQ4_XS": (23, 256, 136)},
 }
 # A byte-level vocabulary of all bytes, as GPT-2 spells them, and some more tokens.
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -116,15 +118,21 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return found | {"output_norm.weight": (hidden,)}
 
 
+# Where the float16 numbers of a block are, if not in its first two bytes.
+SCALES = {
+    **{"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]},
+    **{"Q2_K": [80, 82], "Q3_K": [108]},
+}
+
+
 def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> bytes:
     """Random blocks of a type, whose float16 scales are small and finite."""
     _, size, nbytes = TYPES[kind]
     count = int(np.prod(shape)) // size
     blocks = rng.integers(0, 256, (count, nbytes), np.uint8)
-    # The first two bytes are a float16, but for Q6_K, whose last ones are.
+    # The first two bytes are a float16, but for K types whose last ones are.
     scales = rng.uniform(0.001, 0.01, count).astype(np.float16)
-    places = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
-    for place in places.get(kind, [0]):
+    for place in SCALES.get(kind, [0]):
         blocks[:, place : place + 2] = scales[:, None].view(np.uint8)
     return blocks.tobytes()
 

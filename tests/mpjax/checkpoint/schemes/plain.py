@@ -1,4 +1,4 @@
-"""Random plain codes that a scheme can hold, for tests of writing and reading them."""
+"""Random plain codes that a scheme can hold, and the writer of a config.json's format."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes.writing import Writer
 from mpjax.kernels import PlainCodes, WeightFormat
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -51,3 +53,11 @@ def random_plain(
         jnp.asarray(zeros),
         permutation,
     )
+
+
+def writer_of(config, plain: PlainCodes, name="a") -> Writer:
+    """The writer of the layout that a `quantization_config` names, for one module."""
+    writing = registry.read(config).part(name).scheme.writing
+    layout = config.get("checkpoint_format") or config.get("format") or config["quant_method"]
+    layout = layout if layout in writing.layouts else writing.layouts[0]
+    return writing.begin(layout, {name: plain})

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from mpjax.checkpoint.schemes.words import (
-    check_middle,
-    check_packing,
     pack_words,
     packing,
     refuse_packing,
@@ -39,25 +37,6 @@ def specs(rows, columns):
 )
 def test_packing_by_shapes(tensors, method):
     assert packing(tensors) == method
-
-
-@pytest.mark.parametrize(
-    ("tensors", "method", "message"),
-    [
-        (specs(512, 4096), "awq", 'packed as GPTQ .*"quant_method": "gptq"'),
-        (specs(4096, 512), "gptq", 'packed as AWQ .*"quant_method": "awq"'),
-        (specs(4096, 100), "gptq", "neither AWQ gemm"),
-        ({}, "awq", "up_proj has no tensor qweight: found none"),
-    ],
-)
-def test_check_packing(tensors, method, message):
-    with pytest.raises(CheckpointError, match=message):
-        check_packing("mlp.up_proj", tensors, method)
-
-
-def test_check_packing_accepts_what_the_config_says():
-    check_packing("mlp.up_proj", specs(4096, 512), "awq")
-    check_packing("mlp.up_proj", specs(512, 4096), "gptq")
 
 
 @pytest.mark.parametrize(
@@ -105,11 +84,6 @@ def test_unpack_words_reads_fields_from_the_lowest_bits_up(bits, axis):
     np.testing.assert_array_equal(unpacked, expected)
 
 
-def test_unpack_words_in_another_order():
-    words = jnp.array([[0x03020100]], jnp.int32)
-    np.testing.assert_array_equal(unpack_words(words, 8, 1, (3, 1, 2, 0)), [[3, 1, 2, 0]])
-
-
 @pytest.mark.parametrize(
     ("group_size", "found"), [(32, 32), (128, 128), (None, None), (256, None), (64, 64)]
 )
@@ -123,38 +97,6 @@ def test_usual_format():
     assert usual_format(4, 64) == WeightFormat("uint4", 64)
     for size in (None, 4096, 16):
         assert usual_format(8, size) == WeightFormat("uint8")
-
-
-def test_uniform_format_refuses_other_groups():
-    with pytest.raises(CheckpointError, match=r"^up_proj has groups of 16 input .* of all 256 "):
-        uniform_format("up_proj", 4, 16, 256)
-
-
-def test_zero_points_in_the_middle():
-    zeros = jnp.full((2, 8), 8, jnp.uint16)
-    check_middle("up_proj", zeros, 4, "sym: true")
-    message = r"up_proj\.qzeros has zero points from 8 to 8, but by .* \(sym: true\) all are 128"
-    with pytest.raises(CheckpointError, match=message):
-        check_middle("up_proj", zeros, 8, "sym: true")
-    with pytest.raises(CheckpointError, match="zero points from 8 to 9"):
-        check_middle("up_proj", zeros.at[1, 7].set(9), 4, "sym: true")
-
-    def traced(zeros):
-        check_middle("up_proj", zeros, 8, "sym: true")
-        return zeros
-
-    jax.jit(traced)(zeros)  # where no value is known
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("order", [None, (1, 0, 3, 2)])
-def test_packing_undoes_unpacking(bits, axis, order, rng):
-    words = jnp.asarray(rng.integers(-(2**31), 2**31, (3, 5), dtype=np.int32))
-    if order is not None and bits == 4:
-        order = (*order, *(field + 4 for field in order))
-    fields = unpack_words(words, bits, axis, order)
-    np.testing.assert_array_equal(pack_words(fields, bits, axis, order), words)
 
 
 def test_packing_fills_the_last_word_with_zeros():

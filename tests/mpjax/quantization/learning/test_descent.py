@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mpjax.quantization.learning.descent import Learning, descend, mean
+from mpjax.quantization.learning.descent import Learning, descend
 
 pytestmark = pytest.mark.any_version
 
@@ -59,24 +59,3 @@ def test_the_best_of_all_ends_of_epochs_is_kept(losses):
     best, totals = descend(Learning(len(losses) - 1, 0.9), {"x": jnp.zeros(2)}, 2, gradient, total)
     np.testing.assert_array_equal(totals, losses)
     np.testing.assert_array_equal(best["x"], points[int(np.nanargmin(losses))])
-
-
-def test_a_mean_of_sums():
-    pairs = [(jnp.float32(6), jnp.float32(2)), (jnp.float32(3), jnp.float32(1))]
-    assert mean(pairs) == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"epochs": 0}, "epochs is 0: expected 1 or more"),
-        ({"rate": 0}, "rate is 0: expected more than 0"),
-        ({"rate": 1.0}, "below 1"),
-        ({"rate": "fast"}, "rate is 'fast': expected a number"),
-        ({"rate": True}, "rate is True: expected a number"),
-        ({"table": 3}, "table"),
-    ],
-)
-def test_fields_are_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Learning(**fields)

@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
+from mpjax.kernels import WeightFormat, pack, quantize, unpack
 from mpjax.models import Linear
 from mpjax.quantization.learning.learned_linear import (
     Learned,
     LearnedLinear,
-    pack_all,
-    replace_linears,
     why_not,
 )
-from tests.models.small import CONFIG, small_model
 
 K, N = 64, 32
 FORMATS = ("uint4:g32", "table3:g32", "liquid4:g64/int8", "int8/int8")
-PATHS = CONFIG.layers[0].linear_paths(CONFIG)
 
 
 @pytest.fixture
@@ -111,25 +107,6 @@ def test_codes_are_chosen_anew_in_a_permuted_order(rng, format):
         np.testing.assert_array_equal(found.activation_bits, widths)
     x = jnp.asarray(rng.standard_normal((3, len(weight))), jnp.float32)
     np.testing.assert_array_equal(learned(x), Linear(kernel)(x))
-
-
-def test_all_maps_of_a_layer_are_replaced_and_packed():
-    layer = small_model(CONFIG).layers[0]
-    replace_linears(
-        layer, PATHS, lambda path, it: Linear(quantize(it.kernel.get_value(), "uint4:g32"))
-    )
-    seen = []
-
-    def change(path, linear):
-        seen.append(path)
-        return LearnedLinear(linear)
-
-    replace_linears(layer, PATHS, change)
-    assert seen == list(PATHS)
-    assert isinstance(layer.attention.qkv.parts[0], LearnedLinear)
-    pack_all(layer, PATHS)
-    assert type(layer.mlp.down) is Linear
-    assert isinstance(layer.mlp.down.kernel.get_value(), QuantizedTensor)
 
 
 def test_scales_of_blocks_are_not_learned():

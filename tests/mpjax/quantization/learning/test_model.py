@@ -15,7 +15,6 @@ from mpjax.kernels import quantize
 from mpjax.models import ExpertsSpec, LayerSpec, Mixtral, Packed
 from mpjax.quantization.learning import model as module
 from mpjax.quantization.learning.learned_linear import Learned
-from mpjax.quantization.text import windows_of
 from tests.models.small import CONFIG
 from tests.sweeps import in_sweep
 
@@ -44,7 +43,7 @@ def watch(monkeypatch):
 
 
 def batches_of(lm):
-    return windows_of(TEXTS, lm.tokenizer, 2048, window=32, most=128, batch=2)
+    return LITTLE.windows(TEXTS, lm.tokenizer, lm.config)
 
 
 def loss_of(lm, teacher=None):

@@ -11,6 +11,7 @@ from mpjax.kernels.device import Limits
 
 H200 = Limits(132, 9.0)
 DEVICES = (H200, Limits(108, 8.0), Limits(142, 8.9), Limits(84, 8.6), Limits(16, 8.0))
+DEVICES += (Limits(170, 12.0),)
 FORMATS = (
     *("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "K8V4", "K16V4", "KV4c", "KV4cg32"),
     *("K4cV4c", "K8V4c", "K4cV8", "KV2", "KV2g32", "KV2t", "K8V2"),

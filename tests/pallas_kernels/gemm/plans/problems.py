@@ -12,9 +12,10 @@ from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.shared_memory import triton_bytes
 
 # The largest shared memory of a block, in bytes, from the CUDA programming guide.
-SHARED_MEMORY = {8.0: 166912, 8.6: 101376, 8.7: 166912, 8.9: 101376, 9.0: 232448}
+SHARED_MEMORY = {8.0: 166912, 8.6: 101376, 8.7: 166912, 8.9: 101376, 9.0: 232448, 12.0: 101376}
 H200, WITHOUT_WGMMA = Limits(132, 9.0), Limits(132, 10.0)
 GPUS = [H200, Limits(108, 8.0), Limits(84, 8.6), Limits(16, 8.7), Limits(128, 8.9)]
+GPUS += [Limits(170, 12.0)]
 FORMATS = (
     *("uint4:g32", "uint4:g128", "uint4:gK", "uint8:g64", "uint8:gK"),
     *("table4:g64", "table3:g256", "table3:g32", "table2:g64", "float8:gK", "float8:g128"),

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +20,6 @@ from mpjax.kernels.gemm.plans.operation import (
     warpgroup_config_of,
 )
 from mpjax.kernels.gemm.plans.problem import Problem
-from mpjax.kernels.gemm.plans.rule import plan_by_rule
 from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
 from mpjax.kernels.gemm.plans.warpgroup_rule import warpgroups_by_rule
 from mpjax.kernels.plans import tables
@@ -33,11 +29,8 @@ from mpjax.kernels.plans.tables import Table, TableError
 DEVICE = "NVIDIA Test 1"
 UINT4 = WeightFormat.parse("uint4:g128")
 SMALL = Key("uint4:g128", 4096, 6144, 16)
-LARGE = Key("uint4:g128", 12288, 4096, 1024)
 FUSED = Entry(Plan("triton", TritonConfig(16, 64, 2, 2, 3)), 7.25)
-UNFUSED = Entry(Plan("dequantize"), 262.0)
 STAMP = {"commit": "abc", "jax": "0.11.2"}
-TABLE = Table(DEVICE, (STAMP,), {LARGE: UNFUSED, SMALL: FUSED})
 TEXT = """\
 {
   "device": "NVIDIA Test 1",
@@ -92,33 +85,6 @@ def test_buckets(rows, expected):
     assert bucket(rows) == expected
 
 
-def test_plans_of_warpgroups_come_back(tmp_path):
-    path, table = tmp_path / "table.json", Table(DEVICE, (), {SMALL: OF_WARPGROUPS, LARGE: FUSED})
-    tables.write(OPERATION, path, table)
-    assert tables.read(OPERATION, path, DEVICE) == table
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"tile_m": 20}, "20 rows in a tile of 3 warpgroups; there can be a multiple of 8, to 128"),
-        ({"tile_m": 256}, "256 rows in a tile of 3 warpgroups"),
-        ({"warpgroups": 5}, "5 warpgroups; there can be 2, 3, 4"),
-        ({"shares": 2}, "2 of 3 warpgroups can't share outputs: no divisor"),
-        ({"splits": 0}, "splits is 0, expected a positive integer"),
-        ({"warps": 4}, "unknown field 'warps'"),
-    ],
-)
-def test_damaged_plans_of_warpgroups_are_refused(change, reason, tmp_path):
-    path = tmp_path / "table.json"
-    tables.write(OPERATION, path, Table(DEVICE, (), {SMALL: OF_WARPGROUPS}))
-    content = json.loads(path.read_text())
-    content["gemm"]["uint4:g128"]["4096x6144"]["16"].update(change)
-    path.write_text(json.dumps(content))
-    with pytest.raises(TableError, match=re.escape(reason)):
-        tables.read(OPERATION, path, DEVICE)
-
-
 def test_a_multiple_of_eight_serves_the_rows_below_it(own):
     def found(entry):
         tables.forget()
@@ -128,46 +94,6 @@ def test_a_multiple_of_eight_serves_the_rows_below_it(own):
     assert found(FUSED) == [None, *[FUSED] * 8, None]
     # With other numbers of rows, x would be copied.
     assert found(OF_WARPGROUPS) == [*[None] * 8, OF_WARPGROUPS, None]
-
-
-def test_symmetric_codes_have_plans_of_their_own():
-    symmetric = WeightFormat.parse("uint4:g128:sym")
-    assert key(UINT4, 4096, 6144, 16) == SMALL
-    assert key(symmetric, 4096, 6144, 16) == SMALL._replace(format="uint4:g128:sym")
-
-
-def test_a_table_is_text_that_people_can_read_and_compare(tmp_path):
-    path = tmp_path / "new" / "table.json"
-    tables.write(OPERATION, path, TABLE)
-    assert path.read_text() == TEXT
-    assert tables.read(OPERATION, path, DEVICE) == TABLE
-    assert os.listdir(path.parent) == ["table.json"]
-
-
-def test_fields_with_defaults_may_be_missing(own):
-    path = own / tables.file_name(DEVICE)
-    own.mkdir()
-    path.write_text(json.dumps(content(scaling=None)))
-    assert look_up(SMALL) == FUSED
-    entry = Entry(Plan("triton", TritonConfig(16, 64, 2, 2, 3, "weight", 32)), 7.0)
-    tables.record(OPERATION, path, DEVICE, {SMALL: entry}, STAMP)
-    assert look_up(SMALL) == entry
-    assert '"width": 32' in path.read_text()
-
-
-def test_an_empty_table(tmp_path):
-    path = tmp_path / "table.json"
-    tables.write(OPERATION, path, Table(DEVICE))
-    assert tables.read(OPERATION, path, DEVICE) == Table(DEVICE)
-
-
-def test_recording_keeps_what_else_is_there(tmp_path):
-    path = tmp_path / "table.json"
-    tables.record(OPERATION, path, DEVICE, {SMALL: UNFUSED}, STAMP)
-    tables.record(OPERATION, path, DEVICE, {LARGE: UNFUSED}, STAMP)
-    newer = {"commit": "def", "jax": "0.11.2"}
-    tables.record(OPERATION, path, DEVICE, {SMALL: FUSED}, newer)
-    assert tables.read(OPERATION, path, DEVICE) == Table(DEVICE, (STAMP, newer), TABLE.entries)
 
 
 def content(**changes):
@@ -183,38 +109,22 @@ def with_plan(fields, format="uint4:g128", shape="4096x6144", rows="16"):
 @pytest.mark.parametrize(
     ("damaged", "reason"),
     [
-        ('{"device": ', "Expecting value"),
-        (b"\xff\xfe", "it is not a text in UTF-8: byte 0 is 0xff"),
-        ([], "can't be used: it is a JSON list: expected an object"),
-        ("[" * 99_999, "it is nested deeper than 64 levels"),
-        ({"device": DEVICE, "gemm": {}}, "the file: missing field 'stamps'"),
-        (json.loads(TEXT) | {"more": 1}, "the file: unknown field 'more'"),
-        (json.loads(TEXT) | {"device": "NVIDIA Test 2"}, "for the device 'NVIDIA Test 2'"),
-        (json.loads(TEXT) | {"stamps": 3}, "stamps must be a list"),
-        (json.loads(TEXT) | {"gemm": []}, "gemm: expected an object, found list"),
         (with_plan({}, format="uint5:g128"), "uint5"),
         (with_plan({}, format="uint4:g999"), "999"),
         (with_plan({}, format="int8"), "int8 4096x6144 16: in a table this is int8:gK/int8 4096x"),
         (with_plan({}, shape="4096"), "'4096' is not of the form 'channelsxoutputs'"),
         (with_plan({}, rows="17"), "4096x6144 17: in a table this is uint4:g128 4096x6144 31"),
-        (with_plan([]), "uint4:g128 4096x6144 16: expected an object, found list"),
-        (with_plan({}), "implementation is None, expected one of"),
         (content(implementation="cutlass"), "implementation is 'cutlass'"),
-        (content(implementation="reference"), "implementation is 'reference'"),
         (content(implementation="dequantize"), "unknown field 'scaling'"),
         (content(tile_k=64), "unknown field 'tile_k'"),
         (content(unsplit=100), "unsplit is 100, expected a multiple of tile_n"),
         (content(tile_m=None), "missing field 'tile_m'"),
         (content(tile_m=48), "tile_m is 48, expected a power of two"),
-        (content(warps=True), "warps is True, expected a positive integer"),
         (content(splits=0), "splits is 0, expected a positive integer"),
         (content(stages=2.0), "stages is 2.0, expected a positive integer"),
         (content(width=48), "width is 48, expected a power of two"),
         (content(width=128), "width is 128, expected a divisor of 64"),
         (content(scaling="both"), "scaling is 'both', expected one of"),
-        (content(microseconds=-1), "microseconds is -1, expected a positive number"),
-        (content(microseconds="7"), "microseconds is '7', expected a positive number"),
-        (content(microseconds=float("nan")), "microseconds is nan"),
     ],
 )
 def test_damage_is_told_with_file_and_reason(own, damaged, reason):
@@ -228,34 +138,6 @@ def test_damage_is_told_with_file_and_reason(own, damaged, reason):
     assert "mpjax tune" in str(error.value)
     with pytest.raises(TableError, match=reason):  # and is not written over
         tables.record(OPERATION, path, DEVICE, {SMALL: FUSED}, STAMP)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (os.mkfifo, "it is a named pipe: expected a regular file"),
-        (os.mkdir, "it is a folder: expected a regular file"),
-        (lambda path: path.symlink_to(path), "it can't be read: Too many levels of symbolic links"),
-        (lambda path: path.symlink_to("gone"), "it is a link to gone, which does not exist"),
-    ],
-)
-def test_what_is_no_file_is_no_table(own, make, reason):
-    path = own / tables.file_name(DEVICE)
-    own.mkdir()
-    make(path)
-    with pytest.raises(TableError, match=reason):
-        look_up(SMALL)
-    with pytest.raises(TableError, match=reason):
-        tables.record(OPERATION, path, DEVICE, {SMALL: FUSED}, STAMP)
-
-
-def test_the_shipped_tables_have_plans():
-    shipped = sorted(tables.SHIPPED.glob("*.json"))
-    assert shipped
-    for path in shipped:
-        device = json.loads(path.read_text())["device"]
-        assert path.name == tables.file_name(device)
-        assert tables.read(OPERATION, path, device).entries
 
 
 def here(rows: int, channels: int = 4096, outputs: int = 6144, text: str = "uint4:g128") -> Problem:
@@ -279,13 +161,6 @@ def measured(tmp_path, monkeypatch):
     tables.forget()
 
 
-def test_a_measured_plan_goes_before_the_rule(measured):
-    assert plan_of(here(9)) == plan_of(here(16)) == measured[16]
-    assert triton_config_of(here(9)) == measured[16].config
-    for problem in (here(65), here(1, 4096, 6145)):
-        assert plan_of(problem) == plan_by_rule(problem)
-
-
 def test_a_kernel_that_is_forced_has_a_configuration_all_the_same(measured):
     problem = here(17)
     assert plan_of(problem) == Plan("dequantize")
@@ -299,14 +174,6 @@ def test_a_measured_plan_of_warpgroups_goes_before_the_cost_model(measured):
     assert warpgroup_config_of(problem) == measured[64].config
     assert measured[64].config != warpgroups_by_rule(problem)
     assert triton_config_of(problem) == triton_by_rule(problem)
-
-
-def test_a_table_is_for_its_own_kind_of_gpu(measured):
-    problem = here(16)
-    other = dataclasses.replace(problem.limits, kind="NVIDIA Other")
-    for limits in (other, dataclasses.replace(problem.limits, kind=None)):
-        elsewhere = dataclasses.replace(problem, limits=limits)
-        assert plan_of(elsewhere) == plan_by_rule(problem)
 
 
 def test_fused_fp8_products_need_a_gpu_that_has_them():
@@ -340,7 +207,3 @@ def test_what_runs_by_warpgroups_on_this_device(pretend_gpu):
     ):
         found = runs_by_warpgroups(here(rows, 512, outputs, text))
         assert found == expected, (text, rows, outputs)
-
-
-def test_nothing_runs_by_warpgroups_without_a_gpu():
-    assert not runs_by_warpgroups(here(16, 512, 128))

@@ -1,118 +1,116 @@
+"""Programs of the warpgroup kernel: shared memory, tiles of experts, integer sums."""
+
 from __future__ import annotations
 
-import itertools
-import math
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import Gate, ProductFormat, WeightFormat, device
-from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig
+from mpjax.kernels import Gate, quantize
+from mpjax.kernels.gemm import grouped
+from mpjax.kernels.gemm.integer_sums import OFFSET_BITS, as_float, scaled, without_last_bits
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
-from mpjax.kernels.gemm.plans.problem import Problem
-from mpjax.kernels.gemm.plans.shared_memory import sent_bytes, stages
-from mpjax.kernels.gemm.plans.warpgroup_rule import ranked, why_unsound
-from mpjax.kernels.gemm.warpgroups.program import Program, shared_memory
-from tests.pallas_kernels.gemm.plans.problems import H200
-from tests.pallas_kernels.gemm.warpgroups.programs import FLOAT, call_of
+from mpjax.kernels.gemm.warpgroups import launch
+from mpjax.kernels.target import Target, tracing_for
+from tests.pallas_kernels.marks import interpreted_here
+from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wide
 
-FORMATS = ("uint4:g128", "uint4:g32", "uint8:gK", "float8:g128", "table4:g64", "table3:g64")
-FORMATS = (*FORMATS, "int8/int8", "liquid4:g64/int8", "int4:g128/int8", "float4:g32", "bfloat16")
-
-
-def arrays(text, config):
-    words = jnp.dtype(f"uint{WeightFormat.parse(text).word_bits}")
-    return shared_memory(call_of(text, config), words, FLOAT)
-
-
-def nbytes(array):
-    if hasattr(array, "num_barriers"):
-        return 8 * int(np.prod(array.num_barriers))
-    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
-
-
-@pytest.mark.parametrize("text", FORMATS)
-def test_everything_fits_shared_memory(text):
-    checked = 0
-    for rows in (1, 16, 32, 100, 1000):
-        for config in ranked(Problem(rows, ProductFormat.of(text), 8192, 10240, H200)):
-            needed = sum(map(nbytes, arrays(text, config).values()))
-            assert needed <= device.shared_memory(9.0), f"{rows} rows, {config}"
-            checked += 1
-    assert checked > 20
-
-
-@pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("gate", [None, Gate()])
-def test_tiles_of_experts_fit_shared_memory(text, gate):
-    """With all arrays at multiples of 1024 bytes, as JAX places them, but for barriers."""
-    format, checked = WeightFormat.parse(text), 0
-    for rows, warpgroups in itertools.product(range(48, 257, 16), (2, 3, 4)):
-        config = ExpertsWarpgroupConfig(rows, warpgroups, 1)
-        if why_unsound(config, format, gated=gate is not None) is not None:
-            continue
-        for dtype in (jnp.dtype(jnp.bfloat16), FLOAT):
-            staged = stages(format, config, dtype, gated=gate is not None)
-            call = call_of(text, config)._replace(stages=staged, gate=gate, blocks=4)
-            words = jnp.dtype(f"uint{format.word_bits}")
-            found = shared_memory(call, words, dtype).values()
-            tiles = [nbytes(array) for array in found if not hasattr(array, "num_barriers")]
-            barriers = sum(nbytes(array) for array in found if hasattr(array, "num_barriers"))
-            needed = barriers + sum(-(-size // 1024) * 1024 for size in tiles)
-            assert needed <= device.shared_memory(9.0), config
-            checked += 1
-    assert checked > (6 if text.startswith("int4") else 20)
-
-
-@pytest.mark.parametrize(("text", "count"), [("int4:g128/int8", 3), ("liquid4:g64/int8", 0)])
-def test_consumers_that_scale_blocks_take_turns(text, count):
-    turns = arrays(text, WarpgroupConfig(64, 3, 1)).get("turns")
-    assert (0 if turns is None else int(np.prod(turns.num_barriers))) == count
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(WarpgroupConfig(16, 3, 1), WarpgroupConfig(8, 4, 1, 4), WarpgroupConfig(32, 2, 3, 2)),
-        *(WarpgroupConfig(32, 4, 2, 2), WarpgroupConfig(24, 3, 2, 3), WarpgroupConfig(8, 2, 2)),
-    ],
-    ids=str,
+FORMATS = (
+    "uint4:g128",
+    "uint4:g32",
+    "uint8:gK",
+    "float8:g128",
+    "table4:g64",
+    "table3:g64",
 )
-def test_there_is_room_for_what_is_sent(config):
-    sums = [array for name, array in arrays("uint4:g128", config).items() if name.endswith("_sums")]
-    assert sum(4 * math.prod(array.shape) for array in sums) == sent_bytes(config)
-    assert bool(sums) == (config.shares > 1 or config.is_cluster)
-
-
-def test_each_share_has_slots_of_its_own():
-    call = call_of("uint4:g128", WarpgroupConfig(8, 3, 1, 3))
-    nothing = [None] * 8
-    program = Program(call, *nothing)
-    places = {int(program.slot(share, n, 4)) for share, n in itertools.product(range(3), range(9))}
-    assert places == set(range(12))
-    assert program.slot(1, 9, 4) == 5
-
-
-@pytest.mark.parametrize(
-    ("text", "rows", "channels"),
-    [
-        ("table3:g64", 16, 64),  # two planes, one group
-        ("table3:g32", 16, 32),  # which has a sum of its own
-        ("table3:g64", 64, 32),
-        ("uint4:g32", 32, 32),
-        ("uint4:gK", 8, 64),
-        ("liquid4:g64/int8", 16, 128),  # groups are levels of one sum
-        ("liquid4:g64/int8", 64, 64),
-        ("uint8:g32", 16, 32),
-        ("float8:g128", 24, 64),
-        ("table2:g64", 8, 64),
-        ("int8/int8", 16, 128),
-    ],
+FORMATS = (
+    *FORMATS,
+    "int8/int8",
+    "liquid4:g64/int8",
+    "int4:g128/int8",
+    "float4:g32",
+    "bfloat16",
 )
-def test_few_rows_have_whole_rows_of_tiles_where_a_group_allows(text, rows, channels):
-    call = call_of(text, WarpgroupConfig(rows, 2, 1))
-    assert call.operand_width == channels
-    [tiling, swizzle] = arrays(text, call.config)["x_tiles"].transforms
-    size = call.operand.itemsize
-    assert (tiling.tiling, swizzle.swizzle) == ((8, channels), channels * size)
+
+
+EXPERTS = [2, 0, 2, -1, 1]  # of tiles; any order will do
+
+
+@interpreted_here
+def test_tiles_in_bands(rng, monkeypatch):
+    """The last band has fewer tiles; a tile without an expert is passed over."""
+    monkeypatch.setattr(launch, "BAND_BYTES", 2 * 40 * 256 * 2)
+    weight = quantize(random_array(rng, (3, 256, 64), "float32"), "uint4:g128")
+    x, bias = random_array(rng, (200, 256), "bfloat16"), random_array(rng, (3, 64), "float32")
+    weights = random_array(rng, (200,), "float32")
+    tiles = grouped.Tiles(jnp.array(EXPERTS, jnp.int32), bias, None, weights)
+    config = WarpgroupConfig(40, 2, 1)
+    found = grouped.products(x, weight, tiles, config, jnp.dtype("float32"), interpret=True)
+    dense = wide(weight.dequantize())
+    for tile, expert in enumerate(EXPERTS):
+        rows = slice(40 * tile, 40 * (tile + 1))
+        if expert >= 0:
+            whole = (wide(x)[rows] @ dense[expert] + wide(bias)[expert]) * wide(weights)[rows, None]
+            assert relative_error(found[rows], whole) < GATES["bfloat16"]
+
+
+@pytest.mark.parametrize("outputs", [128, 320])
+def test_lowers_with_a_gate(outputs, lower_for_cuda):
+    """Also where the last tile sticks out."""
+    weight = jax.ShapeDtypeStruct((3, 512, 2 * outputs), jnp.bfloat16)
+    weight = jax.eval_shape(lambda w: quantize(w, "uint4:g128"), weight)
+    x, experts = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((5 * 128, 512), jnp.bfloat16), ((5,), jnp.int32))
+    )
+    config = WarpgroupConfig(128, 2, 1)
+    multiply = functools.partial(grouped.products, config=config, out_dtype=jnp.dtype("bfloat16"))
+
+    def run(x, weight, experts):
+        return multiply(x, weight, grouped.Tiles(experts, gate=Gate()))
+
+    assert jax.eval_shape(run, x, weight, experts).shape == (640, outputs)
+    assert "experts_warpgroups_uint4" in lower_for_cuda(run, x, weight, experts)
+
+
+@pytest.mark.any_version
+def test_every_sum_below_two_to_the_22_is_exact(rng):
+    ends = np.array([-(2**22) + 1, -1, 0, 1, 2**22 - 1], np.int32)
+    sums = np.concatenate([ends, rng.integers(ends[0], ends[-1], 10_000, np.int32)])
+    found = as_float(jnp.asarray(sums + np.int32(OFFSET_BITS)))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, sums)
+
+
+@pytest.mark.any_version
+def test_floats_stay_as_they_are():
+    total = jnp.array([0.5, -3.0])
+    assert as_float(total) is total
+
+
+class Fused(Target):
+    """A target whose multiply-add rounds once."""
+
+    is_interpreted = False
+
+    def multiply_add(self, factor, other, addend):
+        """In float64, which holds products of two float32 numbers."""
+        wide = (np.asarray(each, np.float64) for each in (factor, other, addend))
+        factor, other, addend = wide
+        return (factor * other + addend).astype(np.float32)
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("target", [Target(), Fused()])
+def test_scaled_sums_are_rounded_once(target, rng):
+    sums = rng.integers(-(2**22) + 1, 2**22, 10_000, np.int32)
+    given = (10.0 ** rng.uniform(-20, 20, len(sums))).astype(np.float32)
+    scales = np.asarray(without_last_bits(jnp.asarray(given.view(np.uint32)))).view(np.float32)
+    assert (np.abs(scales / given.astype(np.float64) - 1) < 2.0**-21).all()
+    assert (scales != given).any()
+    with tracing_for(target):
+        found = scaled(jnp.asarray(sums + np.int32(OFFSET_BITS)), jnp.asarray(scales))
+    np.testing.assert_array_equal(found, (sums * scales.astype(np.float64)).astype(np.float32))

@@ -1,0 +1,230 @@
+"""Gated DeltaNet: a mixer with a convolution and a matrix of each head, which forgets and corrects.
+
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import DeltaInputs, causal_convolution, gated_delta_rule, rms_norm
+from mpjax.kernels.checks import as_dtype
+from mpjax.kernels.cutting import Run
+from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations, shared
+from mpjax.models.maps import LinearMaps
+from mpjax.models.share import Cut, HeadShares, Share, share_size
+from mpjax.models.state import SequenceState, StepContext
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaSpec(MixerSpec):
+    """Gated DeltaNet. Each key head serves as many value heads, one after another.
+
+    key_heads, value_heads, key_dim, value_dim: the heads and their channels.
+    width: the tokens that the convolution of queries, keys and values reads.
+    by_key_head: whether files hold query, key, value and gate as one map with the outputs of one
+        key head after another (Qwen3-Next), and so the rate and the decay.
+    """
+
+    kind: ClassVar[str] = "gated_delta"
+    key_heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    width: int = 4
+    by_key_head: bool = False
+
+    @property
+    def group(self) -> int:
+        """The value heads of each key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The channels of queries, keys, values and gates of each key head."""
+        values = self.group * self.value_dim
+        return self.key_dim, self.key_dim, values, values
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution."""
+        return self.key_heads * sum(self.sizes[:3])
+
+    def why_unsound(self) -> str | None:
+        """The reason why the numbers of heads don't fit together, or None if they do."""
+        if self.value_heads % self.key_heads:
+            return (
+                f"value_heads is {self.value_heads} and key_heads {self.key_heads}: expected a "
+                "multiple of it"
+            )
+        return None
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedDelta:
+        """A GatedDelta module with random weights."""
+        return GatedDelta(config, self, rngs)
+
+    def state(self, config: DecoderConfig) -> SequenceState:
+        """The matrix of each value head, and the inputs of the convolution, in float32."""
+        matrices = self.value_heads, self.key_dim, self.value_dim
+        return SequenceState((matrices, (self.width - 1, self.channels)))
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """Query, key, value and gate (`qkvz`); rate and decay (`ba`); and `out`."""
+        hidden, inner = config.hidden_size, self.value_heads * self.value_dim
+        qkvz = [self.key_heads * size for size in self.sizes]
+        ba = [self.value_heads] * 2
+        if self.by_key_head:
+            qkvz, ba = [sum(qkvz)], [sum(ba)]
+        return (
+            LinearMaps("qkvz", tuple((hidden, size) for size in qkvz)),
+            LinearMaps("ba", tuple((hidden, size) for size in ba), is_precise=True),
+            LinearMaps("out", ((inner, hidden),)),
+        )
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the convolution's taps, the decay's rate and offset, and the norm's weight."""
+        heads = (self.value_heads,)
+        conv = (self.channels, 1, self.width)
+        return {"conv": conv, "decay": heads, "shift": heads, "scale": (self.value_dim,)}
+
+    def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The decay's rate and offset, and the norm's weight."""
+        return "decay", "shift", "scale"
+
+    def readers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Both maps of the module's input."""
+        return "qkvz", "ba"
+
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of qkvz's outputs, and in float32 of the convolution's, of gates and of outputs."""
+        item = as_dtype("dtype", config.dtype).itemsize
+        read, values = self.key_heads * sum(self.sizes), self.value_heads * self.value_dim
+        return tokens * (2 * read * item + 4 * (self.channels + 2 * values))
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GatedDeltaSpec:
+        """A share of the key heads, and the value heads that they serve."""
+        values, unit = self.group * self.value_dim, units.get("out", 1)
+        heads = share_size(
+            self.key_heads, count, next(n for n in range(1, unit + 1) if not n * values % unit)
+        )
+        return dataclasses.replace(self, key_heads=heads, value_heads=heads * self.group)
+
+    def cuts(self, config: DecoderConfig, local: GatedDeltaSpec, share: Share) -> dict[str, Cut]:
+        """The outputs of a share's heads, their arrays, and as many inputs of the output map."""
+        run = share.run(self.key_heads, local.key_heads)
+        parts = tuple(run.times(size) for size in self.sizes)
+        gates, values = run.times(self.group), parts[2]
+        begins = [0, self.key_heads * self.key_dim, 2 * self.key_heads * self.key_dim]
+        conv = tuple(part.moved(begin) for part, begin in zip(parts[:3], begins, strict=True))
+        qkvz: tuple[Run, ...] = parts
+        ba: tuple[Run, ...] = gates, gates
+        if self.by_key_head:
+            qkvz, ba = (run.times(sum(self.sizes)),), (run.times(2 * self.group),)
+        return {
+            "qkvz": Cut(outputs=qkvz),
+            "ba": Cut(outputs=ba),
+            "out": Cut(inputs=values),
+            "conv": Cut(rows=conv),
+            "decay": Cut(outputs=(gates,)),
+            "shift": Cut(outputs=(gates,)),
+        }
+
+
+class GatedDelta(nnx.Module):
+    """The mixer of Gated DeltaNet: convolution, delta rule, and a norm with a gate."""
+
+    def __init__(self, config: DecoderConfig, spec: GatedDeltaSpec, rngs: nnx.Rngs):
+        qkvz, ba, out = spec.linear_maps(config)
+        self.qkvz = FusedLinear.create(qkvz, config.dtype, rngs)
+        self.ba = FusedLinear.create(ba, config.dtype, rngs)
+        self.out = Linear.create(out.shapes[0], bias=False, dtype=config.dtype, rngs=rngs)
+        taps = nnx.initializers.normal(0.02)(rngs.params(), (spec.channels, 1, spec.width))
+        self.conv = nnx.Param(taps.astype(config.dtype))
+        self.decay = nnx.Param(jnp.zeros(spec.value_heads, jnp.float32))
+        self.shift = nnx.Param(jnp.ones(spec.value_heads, jnp.float32))
+        self.scale = nnx.Param(jnp.ones(spec.value_dim, jnp.float32))
+        self.spec, self.epsilon = spec, config.rms_norm_eps
+
+    @property
+    def activations(self) -> Rounding:
+        """How the input of both maps is rounded."""
+        return shared([self.qkvz.activations, self.ba.activations])
+
+    def divide_norms(self, axis: str, heads: HeadShares) -> None:
+        """The norm is one of each head, and needs no others."""
+
+    def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the output map of what `mix` returns."""
+        return self.out.terms(mixed, context)
+
+    def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path; see `Mixer.inputs`."""
+        return {"qkvz": x, "ba": x, "out": mixed}
+
+    def mix(
+        self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
+        """Everything but the output map: [..., value heads · channels], and the state.
+
+        x: [batch, tokens, hidden], or varlen [tokens, hidden].
+        """
+        x = as_activations("GatedDelta: x", x)
+        matrices, before = (None, None) if state is None else context.begin(state)
+        channels, gate, rate, decay = self._projections(x, context)
+        taps = self.conv.get_value()[:, 0]
+        channels, before = causal_convolution(
+            channels, taps, before, context.counts, activation="silu"
+        )
+        query, key, value = self._heads(channels)
+        inputs = DeltaInputs(query, key, value, self._decays(decay), jax.nn.sigmoid(rate))
+        outputs, matrices = gated_delta_rule(inputs, matrices, context.counts)
+        wide = rms_norm(outputs, self.scale.get_value(), self.epsilon) * jax.nn.silu(gate)
+        mixed = wide.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        return mixed, None if state is None else context.settle(state, (matrices, before))
+
+    def _projections(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
+        """The convolution's input [..., channels], and in float32 gates, rates and decays.
+
+        Gates are [..., value heads, channels]; rates and decays, before their functions, [...,
+        value heads].
+        """
+        spec, places = self.spec, x.shape[:-1]
+        qkvz, ba = self.qkvz(x, context), self.ba(x, context)
+        if spec.by_key_head:
+            qkvz = _parts(qkvz[0].reshape(*places, spec.key_heads, -1), spec.sizes)
+            ba = _parts(ba[0].reshape(*places, spec.key_heads, -1), (spec.group, spec.group))
+        query, key, value, gate = (part.reshape(*places, -1) for part in qkvz)
+        rate, decay = (part.reshape(*places, -1).astype(jnp.float32) for part in ba)
+        gate = gate.reshape(*places, spec.value_heads, spec.value_dim).astype(jnp.float32)
+        return jnp.concatenate([query, key, value], -1), gate, rate, decay
+
+    def _heads(self, channels: jax.Array) -> list[jax.Array]:
+        """Queries, keys and values [..., heads, channels of a head]."""
+        spec = self.spec
+        parts = _parts(channels, [spec.key_heads * size for size in spec.sizes[:3]])
+        sizes = spec.key_dim, spec.key_dim, spec.value_dim
+        return [
+            part.reshape(*part.shape[:-1], -1, size)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def _decays(self, x: jax.Array) -> jax.Array:
+        """The logarithms of the state's factors: −exp(decay) · softplus(x + shift)."""
+        decay, shift = (
+            jax.lax.broadcast_to_rank(array.get_value().astype(jnp.float32), x.ndim)
+            for array in (self.decay, self.shift)
+        )
+        return -jnp.exp(decay) * jax.nn.softplus(x + shift)
+
+
+def _parts(x: jax.Array, sizes: Any) -> list[jax.Array]:
+    """Parts of the last axis, of these sizes."""
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes) - 1)]
+    return jnp.split(x, ends, axis=-1)

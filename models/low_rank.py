@@ -1,0 +1,232 @@
+"""Changes of linear maps: those of one adapter for all tokens, or a stack from which rows choose.
+
+A change is x · down · up (LoRA), beside a base map that stays as it is, packed or not. Products of
+a stack are grouped by adapter: experts' grouped product computes them, whose experts are adapters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import LocalExperts, QuantizedActivations, grouped_matmul
+from mpjax.kernels.checks import are_between, as_array, shown
+from mpjax.models.state import StepContext
+
+Activations = jax.Array | QuantizedActivations
+
+
+class LowRank(nnx.Module):
+    """What adapters add to the linear maps of one input.
+
+    down: [*adapters, *experts, in, maps · rank], the first factors of all maps side by side.
+    ups: of each map [*adapters, *experts, rank, out]; none for a change of full rank, which is
+        x · down. Scales are in them.
+    gain: [*adapters, out of all maps], the relative change of the base map's own product (DoRA), or
+        None.
+    is_stack: whether there is an axis of adapters, from which `StepContext.adapters` chooses; else
+        there is one adapter, which all tokens have (static).
+    axis: in one device's share of a map whose inputs are divided, the mesh axis, else None
+        (static).
+    """
+
+    def __init__(
+        self,
+        down: Any,
+        ups: Sequence[Any],
+        gain: Any = None,
+        *,
+        is_stack: bool = False,
+        axis: str | None = None,
+    ) -> None:
+        self.down = nnx.LoRAParam(down)
+        self.ups = nnx.List([nnx.LoRAParam(up) for up in ups])
+        self.gain = nnx.data(None if gain is None else nnx.LoRAParam(gain))
+        self.is_stack, self.axis = is_stack, axis
+
+    @property
+    def rank(self) -> int:
+        """The rank of each map's change."""
+        return int(self.ups[0].get_value().shape[-2] if self.ups else self.outputs)
+
+    @property
+    def outputs(self) -> int:
+        """The output channels of all maps."""
+        lasts = self.ups or [self.down]
+        return sum(int(last.get_value().shape[-1]) for last in lasts)
+
+    @property
+    def arrays(self) -> tuple[Any, list[Any], Any]:
+        """The arrays: down, ups and gain."""
+        gain = None if self.gain is None else self.gain.get_value()
+        return self.down.get_value(), [up.get_value() for up in self.ups], gain
+
+    def map(self, function: Any, **static: Any) -> LowRank:
+        """A change with a function of each array, and other static fields."""
+        down, ups, gain = self.arrays
+        fields = {"is_stack": self.is_stack, "axis": self.axis} | static
+        new_gain = None if gain is None else function(gain)
+        return LowRank(function(down), [function(up) for up in ups], new_gain, **fields)
+
+    def add(
+        self, y: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None = None
+    ) -> jax.Array:
+        """The base maps' outputs y [..., out], with the change for x [..., in]; in y's dtype.
+
+        bias: of the base maps, which y has already.
+        """
+        wide = y.astype(jnp.float32)
+        return (wide + self._rest(wide, x, context, bias)).astype(y.dtype)
+
+    def add_terms(
+        self, terms: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None = None
+    ) -> jax.Array:
+        """The same for terms [splits, ..., out], to which one is added; float32."""
+        wide = terms.astype(jnp.float32)
+        rest = self._rest(wide.sum(0) if self.gain is not None else wide, x, context, bias)
+        return jnp.concatenate([wide, rest[None]])
+
+    def change(self, x: jax.Array, context: StepContext) -> jax.Array:
+        """The change float32 [..., out] for x [..., in], without the gain."""
+        if not self.is_stack:
+            return self.products(x, None)
+        return self.products(x, self._numbers(x.shape[:-1], context))[..., 0, :]
+
+    def products(self, x: jax.Array, numbers: jax.Array | None) -> jax.Array:
+        """Changes float32 [..., k, out] by k entries of a stack for each token.
+
+        x: [..., in] or [..., k, in]. numbers: int32 [..., k], entries [adapters · experts], −1 for
+        none; or None for one adapter without experts, whose changes are [..., out].
+        """
+        down, ups, _ = self.arrays
+        inner = _product(x, down, numbers)
+        if self.axis is not None:
+            inner = jax.lax.psum(inner, self.axis)
+        if not ups:
+            return inner
+        parts = jnp.split(inner, len(ups), -1)
+        found = [
+            _product(part.astype(x.dtype), up, numbers) for part, up in zip(parts, ups, strict=True)
+        ]
+        return found[0] if len(found) == 1 else jnp.concatenate(found, -1)
+
+    def of_experts(self, x: jax.Array, experts: jax.Array, context: StepContext) -> jax.Array:
+        """Changes float32 [..., k, out] of a token's experts int32 [..., k], −1 for none.
+
+        x: [..., in] or [..., k, in].
+        """
+        numbers = experts
+        if self.is_stack:
+            chosen = self._numbers(experts.shape[:-1], context)
+            numbers = chosen * self.down.get_value().shape[1] + experts
+            numbers = jnp.where((chosen >= 0) & (experts >= 0), numbers, -1)
+        return self.products(x, numbers)
+
+    def look_up(self, tokens: jax.Array, context: StepContext) -> jax.Array:
+        """The change float32 [..., hidden] of an embedding at token ids int [...].
+
+        down has the tokens as its input channels.
+        """
+        down, ups, _ = self.arrays
+        if not self.is_stack:
+            inner = down[tokens].astype(jnp.float32)
+            return _product(inner, ups[0], None) if ups else inner
+        numbers = self._numbers(tokens.shape, context)[..., 0]
+        inner = jnp.where((numbers >= 0)[..., None], down[numbers, tokens], 0)
+        return _product(inner, ups[0], numbers[..., None])[..., 0, :] if ups else inner
+
+    def _rest(
+        self, y: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None
+    ) -> jax.Array:
+        """What is added to outputs y float32 [..., out] that have the bias."""
+        assert isinstance(x, jax.Array)  # nothing is rounded beside an adapter
+        change = self.change(x, context)
+        if self.gain is None:
+            return change
+        gain = self.gain.get_value().astype(jnp.float32)
+        if self.is_stack:
+            numbers = self._numbers(x.shape[:-1], context)[..., 0]
+            gain = jnp.where((numbers >= 0)[..., None], gain[numbers], 0)
+        gain = jax.lax.broadcast_to_rank(gain, y.ndim)
+        if bias is not None:
+            y = y - jax.lax.broadcast_to_rank(bias.astype(jnp.float32), y.ndim)
+        return change + gain * y
+
+    def _numbers(self, shape: tuple[int, ...], context: StepContext) -> jax.Array:
+        """The entry of the stack for each token, int32 [*shape, 1]; −1 for none."""
+        chosen = context.adapters_of(shape)
+        none = jnp.full(shape, -1, jnp.int32)
+        return (none if chosen is None else chosen.astype(jnp.int32) - 1)[..., None]
+
+
+def _product(x: jax.Array, factor: jax.Array, numbers: jax.Array | None) -> jax.Array:
+    """The product float32 of x and a factor, or the entries of a stack of them.
+
+    The grouped product runs as a kernel on a GPU wherever one can, and as a loop over the stack
+    elsewhere: a kernel for adapters alone would take its place.
+    """
+    if numbers is None:
+        return jnp.matmul(x.astype(factor.dtype), factor, preferred_element_type=jnp.float32)
+    stack = factor.reshape(-1, *factor.shape[-2:])
+    found = grouped_matmul(x, stack.astype(x.dtype), LocalExperts(numbers))
+    # What has no entry is any number.
+    return jnp.where((numbers >= 0)[..., None], found, jnp.zeros_like(found)).astype(jnp.float32)
+
+
+def attach(model: Any, changes: Mapping[str, LowRank]) -> Any:
+    """A model with changes at the paths of its linear maps and tables; it shares the arrays.
+
+    A path is that of a LinearPlace, such as `layers.0.attention.qkv`, or `embedding`, or `head`.
+    """
+    model = jax.tree.map(lambda array: array, model)
+    for path, change in changes.items():
+        node: Any = getattr(model, "share", model)  # what each device has of a divided model
+        *parents, name = path.split(".")
+        for part in parents:
+            node = node[int(part)] if part.isdigit() else getattr(node, part)
+        if parents:
+            node = getattr(node, name)
+            node.adapter = change
+        else:
+            setattr(node, f"{name}_adapter", change)
+    return model
+
+
+def read_numbers(model: Any, adapters: Any, batch: int) -> jax.Array:
+    """The adapters of `batch` sequences, int32 [batch], for a model to which some are attached.
+
+    Raises ValueError for another shape or dtype, for a model without adapters, and where values are
+    known for numbers that it does not have.
+    """
+    found = (module for _, module in nnx.iter_modules(model) if isinstance(module, LowRank))
+    most = max((len(each.down.get_value()) for each in found if each.is_stack), default=None)
+    if most is None:
+        raise ValueError("the model has no adapters to choose from: take lm.adapted")
+    adapters = as_array("adapters", adapters)
+    if adapters.shape != (batch,) or not jnp.issubdtype(adapters.dtype, jnp.integer):
+        raise ValueError(f"adapters are {shown(adapters)}: expected integers of shape ({batch},)")
+    if not are_between(adapters, 0, most):
+        raise ValueError(f"adapters must be from 0, for none, to {most}")
+    return adapters.astype(jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A model and the changes beside it, as the arguments of a program.
+
+    changes: by the paths of linear maps, as `attach` takes them.
+    """
+
+    model: Any
+    changes: dict[str, LowRank]
+
+    @property
+    def joined(self) -> Any:
+        """The model with the changes."""
+        return attach(self.model, self.changes)

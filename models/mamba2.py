@@ -1,0 +1,251 @@
+"""Mamba2: a mixer with a convolution and a state of each head, which decays from token to token.
+
+Source: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import causal_convolution, state_space_scan
+from mpjax.kernels.checks import as_dtype
+from mpjax.kernels.cutting import Run
+from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding
+from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.share import Cut, HeadShares, Share, share_size
+from mpjax.models.state import SequenceState, StepContext
+
+NORMS = ("after_gate", "before_gate", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Spec(MixerSpec):
+    """Spec of Mamba2, whose in_proj gives the gate z, x, b, c and the steps of heads.
+
+    heads, head_dim: of x and z, and their channels. groups: of heads that share b and c.
+    states: the channels of b and c. width: the tokens that the convolution of x, b and c reads.
+    epsilon: of the norm of each group's channels. norm: whether it comes after the product with the
+        gate's silu (`after_gate`), before it (`before_gate`), or not at all (`none`).
+    bias, output_bias, conv_bias: whether in_proj, out_proj and the convolution have biases.
+    least_step, most_step: limits of steps; None for none.
+    factors: of in_proj's five outputs, biases included; () for none. output_factor: of what
+        out_proj reads.
+    joint_channels: in a device's share, the channels of all devices that the norm covers together;
+        None where it covers this share's alone.
+    """
+
+    kind: ClassVar[str] = "mamba2"
+    heads: int
+    head_dim: int
+    groups: int
+    states: int
+    epsilon: float
+    width: int = 4
+    norm: str = "after_gate"
+    bias: bool = False
+    output_bias: bool = False
+    conv_bias: bool = True
+    least_step: float | None = None
+    most_step: float | None = None
+    factors: tuple[float, ...] = ()
+    output_factor: float = 1.0
+    joint_channels: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """The channels of z, x, b, c and steps."""
+        inner, shared = self.heads * self.head_dim, self.groups * self.states
+        return inner, inner, shared, shared, self.heads
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: those of x, b and c."""
+        return sum(self.sizes[1:4])
+
+    def why_unsound(self) -> str | None:
+        """The reason why the fields don't fit together, or None if they do."""
+        if self.heads % self.groups:
+            return f"heads is {self.heads} and groups {self.groups}: expected a multiple of it"
+        if self.norm not in NORMS:
+            return f"norm is {self.norm!r:.80}: expected {', '.join(NORMS)}"
+        if len(self.factors) not in (0, 5):
+            return f"factors is {self.factors!r:.80}: expected five, of z, x, b, c and steps"
+        return None
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Mamba2:
+        """A Mamba2 module with random weights."""
+        return Mamba2(config, self, rngs)
+
+    def state(self, config: DecoderConfig) -> SequenceState:
+        """The state of each head, and the last inputs of the convolution, in float32."""
+        of_heads = self.heads, self.head_dim, self.states
+        return SequenceState((of_heads, (self.width - 1, self.channels)))
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """Two products: z, x, b, c and steps together (`in_proj`), and `out_proj`."""
+        shapes = tuple((config.hidden_size, size) for size in self.sizes)
+        return (
+            LinearMaps("in_proj", shapes, self.bias, factors=self.factors),
+            LinearMaps("out_proj", ((self.sizes[0], config.hidden_size),), self.output_bias),
+        )
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other parameters, by path: `skip` is a factor of x beside the state."""
+        heads = (self.heads,)
+        found: dict[str, tuple[int, ...]] = {"conv": (self.channels, 1, self.width)}
+        if self.conv_bias:
+            found["conv_bias"] = (self.channels,)
+        found |= {"log_rate": heads, "step_bias": heads, "skip": heads}
+        return found if self.norm == "none" else found | {"norm.weight": self.sizes[:1]}
+
+    def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
+        """What decays and steps depend on: their errors add up over tokens."""
+        return "log_rate", "step_bias", "skip"
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From the norm to `out_proj`; a gate behind the norm multiplies each channel."""
+        return () if self.norm == "none" else (Fold("out_proj", "norm"),)
+
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of in_proj's outputs, and of x, b, c, and the outputs of heads in float32."""
+        item = as_dtype("dtype", config.dtype).itemsize
+        return tokens * (2 * sum(self.sizes) * item + 4 * (self.channels + 2 * self.sizes[0]))
+
+    def divide(self, count: int, units: Mapping[str, int]) -> Mamba2Spec:
+        """The spec with a share of the groups, or of the heads where all share b and c.
+
+        `out_proj` is cut at multiples of its unit. Raises ValueError for fewer groups than devices,
+        unless there is one.
+        """
+        if 1 < self.groups < count:
+            raise ValueError(
+                f"{self.groups} groups of heads of a Mamba2 layer can't be divided among {count} "
+                f"devices: choose up to {self.groups}"
+            )
+        each = self.heads // self.groups if self.groups > 1 else 1
+        channels, unit = each * self.head_dim, units["out_proj"]
+        unit = next(n for n in range(1, unit + 1) if not n * channels % unit)
+        size = share_size(self.heads // each, count, unit)
+        own: dict[str, Any] = (
+            {"groups": size} if self.groups > 1 else {"joint_channels": self.sizes[0]}
+        )
+        return dataclasses.replace(self, heads=size * each, **own)
+
+    def cuts(self, config: DecoderConfig, local: Mamba2Spec, share: Share) -> dict[str, Cut]:
+        """The channels of a share's heads and groups; all of b and c where there is one group."""
+        heads = share.run(self.heads, local.heads)
+        inner, shared = heads.times(self.head_dim), Run(0, self.states, self.states)
+        if self.groups > 1:
+            shared = share.run(self.groups, local.groups).times(self.states)
+        begins = 0, self.sizes[1], self.sizes[1] + self.sizes[2]
+        conv = tuple(
+            run.moved(begin) for run, begin in zip((inner, shared, shared), begins, strict=True)
+        )
+        of_heads = Cut(outputs=(heads,))
+        return {
+            "in_proj": Cut(outputs=(inner, inner, shared, shared, heads)),
+            "out_proj": Cut(inputs=inner),
+            "conv": Cut(rows=conv),
+            "conv_bias": Cut(outputs=conv),
+            **dict.fromkeys(("log_rate", "step_bias", "skip"), of_heads),
+            "norm.weight": Cut(outputs=(inner,)),
+        }
+
+
+class Mamba2(nnx.Module):
+    """The mixer of Mamba2: a convolution, a scan of states, and a norm with a gate."""
+
+    def __init__(self, config: DecoderConfig, spec: Mamba2Spec, rngs: nnx.Rngs):
+        into, out = spec.linear_maps(config)
+        self.in_proj = FusedLinear.create(into, config.dtype, rngs)
+        self.out_proj = Linear.create(out.shapes[0], bias=out.bias, dtype=config.dtype, rngs=rngs)
+        shape = spec.arrays(config)["conv"]
+        self.conv = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, config.dtype))
+        zeros = nnx.Param(jnp.zeros(spec.channels, config.dtype)) if spec.conv_bias else None
+        self.conv_bias = nnx.data(zeros)
+        self.log_rate = nnx.Param(jnp.log(jnp.arange(1, spec.heads + 1, dtype=jnp.float32)))
+        self.step_bias = nnx.Param(jnp.ones(spec.heads, jnp.float32))
+        self.skip = nnx.Param(jnp.ones(spec.heads, jnp.float32))
+        has_norm, inner = spec.norm != "none", spec.sizes[0]
+        self.norm = nnx.data(RMSNorm(inner, spec.epsilon, config.dtype) if has_norm else None)
+        self.spec = spec
+        self.joint_axis: str | None = None  # of devices that have some heads each
+
+    @property
+    def activations(self) -> Rounding:
+        """How the input of in_proj is rounded."""
+        return self.in_proj.activations
+
+    def divide_norms(self, axis: str, heads: HeadShares) -> None:
+        """Makes the norm of a single group cover the heads of all devices of a mesh axis."""
+        self.joint_axis = axis
+
+    def mix(
+        self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
+        """The input of out_proj, [..., heads · head_dim], and the state; see `Mixer`."""
+        spec, counts = self.spec, context.counts
+        gate, *read, steps = self.in_proj(x, context)
+        states, before = (None, None) if state is None else context.begin(state)
+        channels, before = causal_convolution(
+            jnp.concatenate(read, -1),
+            self.conv.get_value()[:, 0],
+            before,
+            counts,
+            bias=None if self.conv_bias is None else self.conv_bias.get_value(),
+            activation="silu",
+        )
+        inner, _, shared, _, _ = spec.sizes
+        inputs, b, c = jnp.split(channels, (inner, inner + shared), -1)
+        places = gate.shape[:-1]
+        inputs = inputs.reshape(*places, spec.heads, spec.head_dim)
+        b, c = (each.reshape(*places, spec.groups, spec.states) for each in (b, c))
+        rates = -jnp.exp(self.log_rate.get_value())
+        y, states = state_space_scan(inputs, self._steps(steps), rates, b, c, states, counts)
+        skip = jax.lax.broadcast_to_rank(self.skip.get_value()[:, None], y.ndim)
+        y = (y + skip * inputs.astype(jnp.float32)).reshape(gate.shape)
+        mixed = self._gated(y, gate).astype(gate.dtype)
+        return mixed, None if state is None else context.settle(state, (states, before))
+
+    def _steps(self, raw: jax.Array) -> jax.Array:
+        """The steps of heads, float32, from in_proj's outputs."""
+        bias = jax.lax.broadcast_to_rank(self.step_bias.get_value(), raw.ndim)
+        steps = jax.nn.softplus(raw.astype(jnp.float32) + bias)
+        return jnp.clip(steps, self.spec.least_step, self.spec.most_step)
+
+    def _gated(self, y: jax.Array, gate: jax.Array) -> jax.Array:
+        """The norm of each group of y, float32, and the product with the gate's silu."""
+        gate = jax.nn.silu(gate.astype(jnp.float32))
+        if self.spec.norm == "after_gate":
+            y = self._normed(y * gate)
+        elif self.spec.norm == "before_gate":
+            y = self._normed(y) * gate
+        else:
+            y = y * gate
+        return y if self.spec.output_factor == 1 else y * self.spec.output_factor
+
+    def _normed(self, y: jax.Array) -> jax.Array:
+        assert self.norm is not None
+        groups = y.reshape(*y.shape[:-1], self.spec.groups, -1)
+        sums = jnp.sum(jnp.square(groups), -1, keepdims=True)
+        if self.spec.joint_channels is not None:
+            sums = jax.lax.psum(sums, self.joint_axis)
+        channels = self.spec.joint_channels or groups.shape[-1]
+        normed = groups * jax.lax.rsqrt(sums / channels + self.norm.epsilon)
+        weight = jax.lax.broadcast_to_rank(self.norm.weight.get_value(), y.ndim)
+        return normed.reshape(y.shape) * weight.astype(jnp.float32)
+
+    def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is `out_proj` of what `mix` returns."""
+        return self.out_proj.terms(mixed, context)
+
+    def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path; see `Mixer.inputs`."""
+        return {"in_proj": x, "out_proj": mixed}

@@ -1,0 +1,188 @@
+"""Two mixers side by side in a layer, such as attention and Mamba2 (Falcon-H1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.models.attention import Mixer
+from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.layers import Activations, Rounding, shared
+from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.share import Cut, HeadShares, Share
+from mpjax.models.state import Room, StateSpec, StepContext
+
+PARTS = ("attention", "recurrent")  # paths in the module
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelSpec(MixerSpec):
+    """Spec of two mixers that read one input, and whose outputs are added."""
+
+    kind: ClassVar[str] = "parallel"
+    attention: MixerSpec
+    recurrent: MixerSpec
+
+    @property
+    def parts(self) -> dict[str, MixerSpec]:
+        """Both mixers, by their paths in the module."""
+        return {part: getattr(self, part) for part in PARTS}
+
+    @property
+    def ropes(self) -> tuple[str, ...]:
+        """The rotary embeddings of both mixers."""
+        return (*self.attention.ropes, *self.recurrent.ropes)
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Parallel:
+        """A Parallel module with random weights."""
+        return Parallel(config, self, rngs)
+
+    def state(self, config: DecoderConfig) -> JointState:
+        """The states of both mixers."""
+        return JointState(tuple(spec.state(config) for spec in self.parts.values()))
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """The maps of both mixers."""
+        return tuple(
+            maps._replace(path=f"{part}.{maps.path}")
+            for part, spec in self.parts.items()
+            for maps in spec.linear_maps(config)
+        )
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other parameters of both mixers."""
+        return {
+            f"{part}.{path}": shape
+            for part, spec in self.parts.items()
+            for path, shape in spec.arrays(config).items()
+        }
+
+    def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The float32 arrays of both mixers."""
+        return self._paths((part, spec.wide_arrays(config)) for part, spec in self.parts.items())
+
+    def readers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """All that reads the input of either mixer."""
+        return self._paths((part, spec.readers(config)) for part, spec in self.parts.items())
+
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The linear maps whose outputs are added up: the last ones of both mixers."""
+        return self._paths((part, spec.writers(config)) for part, spec in self.parts.items())
+
+    def _paths(self, found: Iterable[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
+        return tuple(f"{part}.{path}" for part, paths in found for path in paths)
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """The folds inside of each mixer."""
+        return tuple(
+            fold.below(part) for part, spec in self.parts.items() for fold in spec.folds(config)
+        )
+
+    def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Bytes of tokens' arrays inside of both mixers."""
+        return sum(spec.working_bytes(config, tokens) for spec in self.parts.values())
+
+    def divide(self, count: int, units: Mapping[str, int]) -> ParallelSpec:
+        """The spec with a share of each mixer."""
+        own = {
+            part: spec.divide(
+                count, {path.removeprefix(f"{part}."): n for path, n in units.items()}
+            )
+            for part, spec in self.parts.items()
+        }
+        return ParallelSpec(**own)
+
+    def cuts(self, config: DecoderConfig, local: ParallelSpec, share: Share) -> dict[str, Cut]:
+        """The cuts of both mixers."""
+        return {
+            f"{part}.{path}": cut
+            for part, spec in self.parts.items()
+            for path, cut in spec.cuts(config, getattr(local, part), share).items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class JointState:
+    """The states of mixers that a layer has side by side; see StateSpec."""
+
+    states: tuple[StateSpec, ...]
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether some of it is in pages."""
+        return any(state.is_paged for state in self.states)
+
+    @property
+    def keeps_sequences(self) -> bool:
+        """Whether some of it is of one size for each sequence."""
+        return any(state.keeps_sequences for state in self.states)
+
+    @property
+    def window(self) -> int | None:
+        """The window of the state in pages."""
+        return next((state.window for state in self.states if state.is_paged), None)
+
+    def create(self, room: Room, scales: jax.Array | None) -> tuple[Any, ...]:
+        """An empty state of each mixer."""
+        return tuple(state.create(room, scales) for state in self.states)
+
+    def clear(self, state: tuple[Any, ...], pages: jax.Array, slots: jax.Array) -> tuple[Any, ...]:
+        """The states with zeros in some pages, and in what is kept for some sequences."""
+        return tuple(
+            spec.clear(each, pages, slots) for spec, each in zip(self.states, state, strict=True)
+        )
+
+
+class Parallel(nnx.Module):
+    """Two mixers that read one input, and whose outputs are added."""
+
+    def __init__(self, config: DecoderConfig, spec: ParallelSpec, rngs: nnx.Rngs):
+        self.attention = spec.attention.build(config, rngs)
+        self.recurrent = spec.recurrent.build(config, rngs)
+
+    @property
+    def parts(self) -> dict[str, Mixer]:
+        """Both mixers, by their paths."""
+        return {part: getattr(self, part) for part in PARTS}
+
+    @property
+    def activations(self) -> Rounding:
+        """How the input of both mixers is rounded; see `shared`."""
+        return shared([mixer.activations for mixer in self.parts.values()])
+
+    def divide_norms(self, axis: str, heads: HeadShares) -> None:
+        """Makes joint norms of both mixers cover the heads of all devices of a mesh axis."""
+        for mixer in self.parts.values():
+            mixer.divide_norms(axis, heads)
+
+    def mix(
+        self, x: Activations, context: StepContext, state: tuple[Any, ...] | None = None
+    ) -> tuple[Any, tuple[Any, ...] | None]:
+        """The inputs of both mixers' last maps, and their states; see `Mixer`."""
+        found = [
+            mixer.mix(x, context, own)
+            for mixer, own in zip(self.parts.values(), state or (None, None), strict=True)
+        ]
+        mixed, states = zip(*found, strict=True)
+        return mixed, None if state is None else states
+
+    def terms(self, mixed: Any, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is that of both mixers' outputs."""
+        found = [
+            mixer.terms(each, context).astype(jnp.float32)
+            for mixer, each in zip(self.parts.values(), mixed, strict=True)
+        ]
+        return jnp.concatenate(found)
+
+    def inputs(self, x: jax.Array, mixed: Any) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path; see `Mixer.inputs`."""
+        return {
+            f"{part}.{path}": read
+            for (part, mixer), each in zip(self.parts.items(), mixed, strict=True)
+            for path, read in mixer.inputs(x, each).items()
+        }

@@ -1,0 +1,116 @@
+"""The short convolution of a layer: a mixer that gates a causal convolution of a few tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import causal_convolution
+from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding
+from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.share import Cut, HeadShares, Share, share_size
+from mpjax.models.state import SequenceState, StepContext
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConvSpec(MixerSpec):
+    """Spec of the mixer out_proj(c · convolution(b · x)), where in_proj gives b, c and x.
+
+    channels: of b, c and x. width: the tokens that the convolution reads. bias: whether both maps
+    and the convolution have biases.
+    """
+
+    kind: ClassVar[str] = "short_conv"
+    channels: int
+    width: int = 3
+    bias: bool = False
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> ShortConv:
+        """A ShortConv module with random weights."""
+        return ShortConv(config, self, rngs)
+
+    def state(self, config: DecoderConfig) -> SequenceState:
+        """The last inputs of the convolution."""
+        return SequenceState(((self.width - 1, self.channels),), config.dtype)
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """Two products: b, c and x together (`in_proj`), and `out_proj`."""
+        hidden = config.hidden_size
+        return (
+            LinearMaps("in_proj", ((hidden, self.channels),) * 3, self.bias),
+            LinearMaps("out_proj", ((self.channels, hidden),), self.bias),
+        )
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the convolution's weight and bias, by path."""
+        found: dict[str, tuple[int, ...]] = {"conv": (self.channels, 1, self.width)}
+        return found | ({"conv_bias": (self.channels,)} if self.bias else {})
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From c to `out_proj`: c multiplies each channel."""
+        return (Fold("out_proj", "in_proj", 1),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> ShortConvSpec:
+        """The spec with a share of the channels, cut where `out_proj` can be."""
+        size = share_size(self.channels, count, units["out_proj"])
+        return dataclasses.replace(self, channels=size)
+
+    def cuts(self, config: DecoderConfig, local: ShortConvSpec, share: Share) -> dict[str, Cut]:
+        """The channels of a share."""
+        own = share.run(self.channels, local.channels)
+        return {
+            "in_proj": Cut(outputs=(own,) * 3),
+            "conv": Cut(rows=(own,)),
+            "conv_bias": Cut(outputs=(own,)),
+            "out_proj": Cut(inputs=own),
+        }
+
+
+class ShortConv(nnx.Module):
+    """The mixer out_proj(c · convolution(b · x)); see ShortConvSpec."""
+
+    def __init__(self, config: DecoderConfig, spec: ShortConvSpec, rngs: nnx.Rngs):
+        into, out = spec.linear_maps(config)
+        self.in_proj = FusedLinear.create(into, config.dtype, rngs)
+        self.out_proj = Linear.create(out.shapes[0], bias=out.bias, dtype=config.dtype, rngs=rngs)
+        shape = spec.arrays(config)["conv"]
+        self.conv = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, config.dtype))
+        zeros = nnx.Param(jnp.zeros(spec.channels, config.dtype)) if spec.bias else None
+        self.conv_bias = nnx.data(zeros)
+
+    @property
+    def activations(self) -> Rounding:
+        """How the input of b, c and x is rounded."""
+        return self.in_proj.activations
+
+    def divide_norms(self, axis: str, heads: HeadShares) -> None:
+        """Changes nothing, since there are no norms; see `Mixer`."""
+
+    def mix(
+        self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
+        """The input of `out_proj`, [..., channels], and the state; see `Mixer`."""
+        before, after, inner = self.in_proj(x, context)
+        known = None if state is None else context.begin(state)[0]
+        y, last = causal_convolution(
+            before * inner,
+            self.conv.get_value()[:, 0],
+            known,
+            context.counts,
+            bias=None if self.conv_bias is None else self.conv_bias.get_value(),
+        )
+        return after * y, None if state is None else context.settle(state, (last,))
+
+    def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is `out_proj` of what `mix` returns."""
+        return self.out_proj.terms(mixed, context)
+
+    def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path; see `Mixer.inputs`."""
+        return {"in_proj": x, "out_proj": mixed}

@@ -1,0 +1,326 @@
+"""The states of a decoder's layers, the cache that joins them, and the context of a step.
+
+A `StateSpec` describes the state of a layer's mixer, which alone knows what is in it; the decoder,
+sharding and the engine pass states on. Layers in pages with one window share block tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import KVFormat, Span
+from mpjax.kernels.kv_cache.varlen import tokens_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The room for the state of a layer.
+
+    pages: of the layer's group. sequences: that may have a state at once. format: of keys and
+    values. page_size: tokens in a page.
+    """
+
+    pages: int
+    sequences: int
+    format: KVFormat
+    page_size: int
+
+
+class StateSpec(Protocol):
+    """The kind and size of a mixer's state: what it needs of earlier tokens, such as their keys.
+
+    is_paged: whether it is in pages of tokens, some of it at least, which block tables assign to
+        sequences.
+    keeps_sequences: whether some of it is of one size for each sequence: then sequences share no
+        beginnings, and no tokens are taken back.
+    window: how many tokens read a token's page, its own included; None: all later ones.
+    """
+
+    @property
+    def is_paged(self) -> bool:
+        """See StateSpec."""
+
+    @property
+    def keeps_sequences(self) -> bool:
+        """See StateSpec."""
+
+    @property
+    def window(self) -> int | None:
+        """See StateSpec."""
+
+    def create(self, room: Room, scales: jax.Array | None) -> Any:
+        """An empty state, a pytree of arrays whose first axis devices divide.
+
+        scales: of the layer's cache, from a checkpoint or a calibration; None without them.
+        """
+
+    def clear(self, state: Any, pages: jax.Array, slots: jax.Array) -> Any:
+        """The state with zeros in some pages, and in what is kept for some sequences.
+
+        pages, slots: int32 [any number]; those too high are left out.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceState:
+    """A state of one size for each sequence: zeros before its first token.
+
+    shapes: of each array, without the axis of sequences. dtype: of all.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str = "float32"
+    is_paged: ClassVar[bool] = False
+    window: ClassVar[None] = None
+
+    @property
+    def keeps_sequences(self) -> bool:
+        """Whether there are any arrays: a layer without a mixer has none."""
+        return bool(self.shapes)
+
+    def create(self, room: Room, scales: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Zeros [sequences, ...] of each shape. scales: of a cache, which are not used."""
+        return tuple(jnp.zeros((room.sequences, *shape), self.dtype) for shape in self.shapes)
+
+    def clear(
+        self, state: tuple[jax.Array, ...], pages: jax.Array, slots: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Zeros for some sequences. pages: of which there are none."""
+        return tuple(array.at[slots].set(0, mode="drop") for array in state)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["layers", "tables", "lengths", "slots", "rotary_lengths", "adapters"],
+    meta_fields=["format", "page_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class DecoderCache:
+    """The states of a batch of sequences in all layers.
+
+    layers: what the mixer of each layer keeps.
+    tables: for each group of layers in pages (`DecoderConfig.page_groups`), block tables int32
+        [batch, pages per sequence]: entry p of a sequence is the page of its tokens from position
+        p · page_size on.
+    lengths: int32 [batch], the number of tokens that each sequence holds.
+    format, page_size: of keys and values (static).
+    slots: int32 [batch], the place of each sequence among the states that are kept for each
+        sequence; None where they are in the order of the batch.
+    rotary_lengths: int32 [batch], for models whose rotary frequencies depend on a sequence's number
+        of tokens: that with which the first of its tokens were rotated. None for other models.
+    adapters: int32 [batch], the adapter of each sequence, on which its keys and values depend, as
+        in StepContext; None where no sequence has one.
+
+    A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
+    cache takes over its buffers.
+    """
+
+    layers: tuple[Any, ...]
+    tables: tuple[jax.Array, ...]
+    lengths: jax.Array
+    format: KVFormat
+    page_size: int
+    slots: jax.Array | None = None
+    rotary_lengths: jax.Array | None = None
+    adapters: jax.Array | None = None
+
+    def rows(self, sequences: jax.Array) -> DecoderCache:
+        """The cache of some sequences, int32 [rows], whose layers are those of all."""
+        return dataclasses.replace(
+            self,
+            tables=tuple(table[sequences] for table in self.tables),
+            lengths=self.lengths[sequences],
+            slots=sequences if self.slots is None else self.slots[sequences],
+            rotary_lengths=None if self.rotary_lengths is None else self.rotary_lengths[sequences],
+            adapters=None if self.adapters is None else self.adapters[sequences],
+        )
+
+    def with_rows(self, sequences: jax.Array, rows: DecoderCache) -> DecoderCache:
+        """The cache after some sequences have gone on in the cache that `rows` gave.
+
+        sequences: int32 [rows]; too high for those that are left out.
+        """
+
+        def put(target: jax.Array, new: jax.Array) -> jax.Array:
+            return target.at[sequences].set(new, mode="drop")
+
+        own = dataclasses.replace(self, layers=rows.layers, lengths=put(self.lengths, rows.lengths))
+        if own.rotary_lengths is None or rows.rotary_lengths is None:
+            return own
+        lengths = put(own.rotary_lengths, rows.rotary_lengths)
+        return dataclasses.replace(own, rotary_lengths=lengths)
+
+    def begin(self, tokens: jax.Array) -> DecoderCache:
+        """The cache without tokens, before so many are read of each sequence, int32 [batch]."""
+        lengths = None if self.rotary_lengths is None else tokens
+        return dataclasses.replace(
+            self, lengths=jnp.zeros(len(self.lengths), jnp.int32), rotary_lengths=lengths
+        )
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that each sequence can hold."""
+        entries = (table.shape[1] for table in self.tables)
+        return min((count * self.page_size for count in entries), default=sys.maxsize)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays, in device memory."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["angles", "starts", "counts", "tables", "slots", "encoded", "adapters"],
+    meta_fields=["fresh"],
+)
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """Where the tokens of a step are, for all layers and the linear maps in them.
+
+    The tokens are [batch, tokens], of which the first counts[b] of row b are real and the others
+    padding. Or they are varlen, [tokens]: those of all sequences, one sequence after another.
+
+    angles: of each token, by the kind of rotary embedding: float32 [..., head dim / 2].
+    starts: int32 [batch], the position of each sequence's first token. None without a cache, for
+        whole sequences; all fields after it but counts are None then.
+    counts: int32 [batch], the number of each sequence's tokens.
+    tables, slots: as in DecoderCache. encoded: as in Span. fresh: whether all starts are known to
+        be 0 (static).
+    adapters: int32 [batch], the adapter of each sequence among those of the model, the first of
+        which is 1; 0 for none. None where no sequence has one.
+    """
+
+    angles: dict[str, jax.Array]
+    starts: jax.Array | None = None
+    counts: jax.Array | None = None
+    tables: tuple[jax.Array, ...] = ()
+    slots: jax.Array | None = None
+    encoded: jax.Array | None = None
+    fresh: bool = False
+    adapters: jax.Array | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cache: DecoderCache,
+        counts: jax.Array,
+        angles: dict[str, jax.Array],
+        *,
+        encoded: jax.Array | None = None,
+        fresh: bool = False,
+    ) -> StepContext:
+        """The context of new tokens behind those that a cache holds."""
+        places = cache.tables, cache.slots
+        return cls(angles, cache.lengths, counts, *places, encoded, fresh, cache.adapters)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether there is a cache. Without one, gradients may be wanted: nothing is rounded."""
+        return self.starts is not None
+
+    def span(self, group: int, *, has_blocks: bool) -> Span:
+        """The place of the tokens in the pages of a group.
+
+        has_blocks: whether the KV format has blocks, which begin in pages of a sequence's own.
+        """
+        assert self.starts is not None
+        assert self.counts is not None
+        slots = self.slots if has_blocks else None
+        return Span(
+            self.tables[group],
+            self.starts,
+            self.counts,
+            self.fresh,
+            residual_pages=None if slots is None else slots[:, None],
+            encoded=self.encoded if has_blocks else None,
+        )
+
+    def positions(self, shape: tuple[int, ...]) -> jax.Array:
+        """The position of each token in its sequence, int32 of the shape.
+
+        shape: [batch, tokens], or [tokens] of varlen ones.
+        """
+        if len(shape) == 2:
+            starts = jnp.zeros(shape[:1], jnp.int32) if self.starts is None else self.starts
+            return starts[:, None] + jnp.arange(shape[1])[None]
+        assert self.starts is not None
+        assert self.counts is not None
+        found = tokens_of(self.counts, shape[0])
+        return self.starts[found.sequence] + found.number
+
+    def places(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """The sequence of each token, int32, and whether it is no padding, bool: [all tokens].
+
+        shape: [batch, tokens], or [tokens] of varlen ones.
+        """
+        if len(shape) == 1:
+            assert self.counts is not None
+            found = tokens_of(self.counts, shape[0])
+            return found.sequence, found.is_real
+        batch, tokens = shape
+        sequence = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tokens)
+        if self.counts is None:
+            return sequence, jnp.ones(batch * tokens, bool)
+        return sequence, (jnp.arange(tokens)[None] < self.counts[:, None]).reshape(-1)
+
+    def adapters_of(self, shape: tuple[int, ...]) -> jax.Array | None:
+        """The adapter of each token, int32 of `shape`, or None where no sequence has one.
+
+        shape: [batch, tokens], or [tokens] of varlen ones.
+        """
+        if self.adapters is None:
+            return None
+        return self.adapters[self.places(shape)[0]].reshape(shape)
+
+    @property
+    def of_last(self) -> StepContext:
+        """The context of each sequence's last token alone, as varlen ones: those of `last`."""
+        if self.adapters is None:
+            return self
+        return dataclasses.replace(self, counts=jnp.ones_like(self.adapters))
+
+    def begin(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """What a SequenceState holds for each sequence of the step; zeros before its first token.
+
+        Returns arrays [batch, ...].
+        """
+        assert self.starts is not None
+        is_new = self.starts == 0
+        rows = state if self.slots is None else jax.tree.map(lambda x: x[self.slots], state)
+        return tuple(
+            jnp.where(jax.lax.expand_dims(is_new, range(1, row.ndim)), jnp.zeros_like(row), row)
+            for row in rows
+        )
+
+    def settle(
+        self, state: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """A SequenceState with rows [batch, ...] of the sequences that have tokens in the step."""
+        assert self.counts is not None
+        slots = jnp.arange(len(self.counts)) if self.slots is None else self.slots
+        nowhere = len(state[0])
+        at = jnp.where(self.counts > 0, slots, nowhere)
+        return tuple(
+            array.at[at].set(row.astype(array.dtype), mode="drop")
+            for array, row in zip(state, rows, strict=True)
+        )
+
+    def last(self, hidden: jax.Array) -> jax.Array:
+        """The hidden state of each sequence's last token, [batch, hidden]."""
+        assert self.counts is not None
+        if hidden.ndim == 2:
+            return hidden[jnp.maximum(jnp.cumsum(self.counts) - 1, 0)]
+        if hidden.shape[1] == 1:
+            return hidden[:, 0]
+        last = jnp.maximum(self.counts - 1, 0)
+        return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+
+
+WHOLE = StepContext({})  # of whole sequences, for modules that read no positions

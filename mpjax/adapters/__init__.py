@@ -1,0 +1,1 @@
+"""Adapters of a language model, which requests choose by their names."""

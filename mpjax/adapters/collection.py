@@ -1,0 +1,297 @@
+"""The adapters that a language model has: their places in stacks, and who uses them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpjax.kernels.checks import require_type, shown, whole_number
+from mpjax.models import Decoder
+from mpjax.models.low_rank import LowRank
+
+RANK_UNIT = 8  # ranks in a stack are a multiple of it
+_numbers = itertools.count(1)  # of all adapters that this process has loaded
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """The changes of one adapter, in the memory of the host.
+
+    changes: by the paths of linear maps and tables, of NumPy's arrays in float32 without an axis of
+        adapters. arrays: whole parameters in place of the base's, such as norms, by their paths.
+    """
+
+    changes: Mapping[str, LowRank]
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Decoder) -> Adapter:
+        """The adapter that a model has itself, as `mpjax.lora` gives it; a copy of its numbers.
+
+        Raises ValueError for a model without one.
+        """
+        require_type("model", model, Decoder, hint=", such as lm.model")
+        changes = {}
+        for path, module in nnx.iter_modules(model):
+            if isinstance(module, LowRank) and not module.is_stack:
+                *parents, name = map(str, path)
+                own = ".".join([*parents, name.removesuffix("adapter").rstrip("_")]).rstrip(".")
+                changes[own] = module.map(lambda array: np.array(array, np.float32))
+        if not changes:
+            raise ValueError("the model has no adapter itself: mpjax.lora gives one that has")
+        return cls(changes)
+
+
+@dataclasses.dataclass(eq=False)
+class Loaded:
+    """An adapter in its place.
+
+    name: by which requests ask for it. adapter: in the host's memory. place: in the stacks, from 1
+    on. key: names it among all adapters that the process has loaded: pages of a cache whose content
+    depends on it have keys that begin with it. users: requests that have it and have not ended.
+    is_removed: whether no further request may ask for it.
+    """
+
+    name: str
+    adapter: Adapter
+    place: int
+    key: bytes
+    users: int = 0
+    is_removed: bool = False
+
+
+class Adapters:
+    """The adapters of a language model, in stacks of which each has a place.
+
+    Adding an adapter that fits writes into the stacks, whose shapes stay, so that no program is
+    compiled again. One that does not fit, because all places are taken, its rank is higher or it
+    changes other maps, makes new stacks, for which programs are compiled when they next run.
+    """
+
+    def __init__(self) -> None:
+        self.stacks: dict[str, LowRank] = {}
+        self.version = 0  # changes with the stacks
+        self._names: dict[str, Loaded] = {}
+        self._held: dict[int, Loaded] = {}  # by places, removed ones too
+        self._places = self._rank = 0
+        self._given_back: collections.deque[Loaded] = collections.deque()
+        self._lock = threading.RLock()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the adapters, in the order in which they came."""
+        return list(self._names)
+
+    def __getitem__(self, name: str) -> Loaded:
+        """The adapter of a name. Raises ValueError, which lists the names, for another one."""
+        found = self._names.get(name) if isinstance(name, str) else None
+        if found is None:
+            known = ", ".join(self._names) or "none"
+            raise ValueError(f"there is no adapter {shown(name)}: the model has {known}")
+        return found
+
+    def reserve(self, places: int, rank: int) -> None:
+        """Makes stacks that are built from now on have so many places, of at least a rank.
+
+        Raises ValueError for numbers below 1.
+        """
+        self._places = max(self._places, whole_number("places", places))
+        self._rank = max(self._rank, whole_number("rank", rank))
+
+    def add(
+        self, model: Decoder, adapters: Mapping[str, Adapter], *, replace: bool = False
+    ) -> None:
+        """Adds adapters by their names.
+
+        replace: whether a name may be that of an adapter that is there, which is removed.
+
+        Raises ValueError for a name that is taken or no text, for an adapter that can't be chosen
+        for each row, and for one of experts that are spread over devices. An error leaves the
+        adapters as they were.
+        """
+        with self._lock:
+            self._settle()
+            for name, adapter in adapters.items():
+                self._require(name, adapter, replace=replace)
+            old = [self._names[name] for name in adapters if name in self._names]
+            before = dict(self._held)
+            for each in old:
+                if not each.users:
+                    del self._held[each.place]
+            places = (place for place in itertools.count(1) if place not in self._held)
+            new = [
+                Loaded(name, adapter, place, next(_numbers).to_bytes(8))
+                for (name, adapter), place in zip(adapters.items(), places, strict=False)
+            ]
+            self._held |= {each.place: each for each in new}
+            try:
+                self._put(model, new)
+            except BaseException:
+                self._held = before
+                raise
+            for each in old:
+                each.is_removed = True  # one without users has left its place already
+            self._names |= {each.name: each for each in new}
+
+    def would_hold(self, name: str) -> int:
+        """How many adapters there are once one has a name, with removed ones that are in use."""
+        with self._lock:
+            self._settle()
+            old = self._names.get(name)
+            return len(self._held) + (old is None or old.users > 0)
+
+    def remove(self, name: str) -> None:
+        """Removes an adapter; requests that have it go on. Raises ValueError for another name."""
+        with self._lock:
+            self._settle()
+            found = self[name]
+            del self._names[name]
+            found.is_removed = True
+            self._free(found)
+
+    def take(self, name: str | None) -> Loaded | None:
+        """The adapter for a request, whose place stays until `give_back`; None for no name.
+
+        Raises ValueError for another name.
+        """
+        if name is None:
+            return None
+        with self._lock:
+            self._settle()
+            found = self[name]
+            found.users += 1
+            return found
+
+    def give_back(self, adapter: Loaded | None) -> None:
+        """Ends the use of an adapter by a request, without waiting for one that is added."""
+        if adapter is None:
+            return
+        self._given_back.append(adapter)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Counts the users that have ended; called under the lock."""
+        while self._given_back:
+            adapter = self._given_back.popleft()
+            adapter.users -= 1
+            self._free(adapter)
+
+    def _free(self, adapter: Loaded) -> None:
+        if adapter.is_removed and not adapter.users:
+            del self._held[adapter.place]
+
+    def _require(self, name: Any, adapter: Adapter, *, replace: bool) -> None:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name is {shown(name)}: expected a text")
+        if name in self._names and not replace:
+            raise ValueError(f"there is an adapter {name!r} already: remove it first")
+        if adapter.arrays:
+            raise ValueError(
+                f"the adapter {name!r} has whole parameters ({next(iter(adapter.arrays))}), which "
+                "rows can't choose: fold it into the base with "
+                "mpjax.merge(lm, mpjax.read_adapter(folder, lm.model))"
+            )
+
+    def _put(self, model: Decoder, new: Sequence[Loaded]) -> None:
+        """Puts new adapters, which are among the held ones, into the stacks."""
+        stacks = dict(self.stacks)  # a program may read the old ones meanwhile
+        if model.mesh is not None or any(self._needs_more(each) for each in new):
+            self._places = max(self._places, _power_of_two(max(self._held)))
+            paths = {path for each in self._held.values() for path in each.adapter.changes}
+            stacks = {path: self._build(model, path) for path in sorted(paths)}
+        else:
+            for each, (path, stack) in itertools.product(new, self.stacks.items()):
+                change = _fitted(each.adapter.changes.get(path), stack)
+                stacks[path] = _write(stacks[path], each.place - 1, change)
+        self.stacks = stacks
+        self.version += 1
+
+    def _needs_more(self, new: Loaded) -> bool:
+        """Whether an adapter does not fit into the stacks."""
+        for path, change in new.adapter.changes.items():
+            stack = self.stacks.get(path)
+            if stack is None or len(stack.down.get_value()) < new.place:
+                return True
+            is_less = bool(stack.ups) and (not change.ups or change.rank > stack.rank)
+            if is_less or (stack.gain is None and change.gain is not None):
+                return True
+        return new.place > self._places
+
+    def _build(self, model: Decoder, path: str) -> LowRank:
+        """The stack of a path, of all adapters that are held."""
+        held = {place: each.adapter.changes.get(path) for place, each in self._held.items()}
+        changes = {place: change for place, change in held.items() if change is not None}
+        rank = max(self._rank, *(change.rank for change in changes.values()))
+        stack = _empty(list(changes.values()), self._places, -(-rank // RANK_UNIT) * RANK_UNIT)
+        for place, change in changes.items():
+            one = _fitted(change, stack)
+            for target, source in zip(jax.tree.leaves(stack), jax.tree.leaves(one), strict=True):
+                target[place - 1] = source
+        return model.place_change(path, stack)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _empty(changes: Sequence[LowRank], places: int, rank: int) -> LowRank:
+    """A stack of zeros for changes of one group of maps, of a rank, or full where one is."""
+    down, ups, _ = changes[0].arrays
+    outputs, axes = changes[0].outputs, (places, *down.shape[:-1])
+    has_gain = any(change.gain is not None for change in changes)
+    gain = np.zeros((places, outputs), np.float32) if has_gain else None
+    if not all(change.ups for change in changes):
+        return LowRank(np.zeros((*axes, outputs), np.float32), (), gain, is_stack=True)
+    new = [np.zeros((*axes[:-1], rank, up.shape[-1]), np.float32) for up in ups]
+    down = np.zeros((*axes, rank * len(ups)), np.float32)
+    return LowRank(down, new, gain, is_stack=True)
+
+
+def _fitted(change: LowRank | None, stack: LowRank) -> LowRank:
+    """A change with the shapes of a stack's entries, of higher rank by zeros; zeros for None."""
+    target = stack.map(lambda array: np.zeros(array.shape[1:], np.float32), is_stack=False)
+    if change is None:
+        return target
+    down, ups, gain = change.arrays
+    new, new_ups, new_gain = target.arrays
+    if not new_ups:
+        halves = np.split(down, len(ups), -1) if ups else [down]
+        full = [half @ up for half, up in zip(halves, ups, strict=True)] if ups else halves
+        new[...] = np.concatenate(full, -1)
+    else:
+        apart = new.reshape(*new.shape[:-1], len(new_ups), -1)
+        apart[..., : change.rank] = down.reshape(*apart.shape[:-1], change.rank)
+        for one, up in zip(new_ups, ups, strict=True):
+            one[..., : change.rank, :] = up
+    if gain is not None and new_gain is not None:
+        new_gain[...] = gain
+    return target
+
+
+def _write(stack: LowRank, entry: int, change: LowRank) -> LowRank:
+    """The stack with a change at an entry; its arrays are new, since programs may read the old."""
+    put = functools.partial(_put_entry, entry)
+    return jax.tree.map(put, stack, change.map(lambda array: array, is_stack=True))
+
+
+@jax.jit
+def _put_at(stack: jax.Array, entry: jax.Array, one: jax.Array) -> jax.Array:
+    return stack.at[entry].set(one.astype(stack.dtype))
+
+
+def _put_entry(entry: int, stack: jax.Array, one: np.ndarray) -> jax.Array:
+    return _put_at(stack, jnp.int32(entry), one)

@@ -1,0 +1,135 @@
+"""Where a model's linear maps are, by the names that adapters' files have for its modules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.errors import CheckpointError
+from mpjax.kernels import QuantizedTensor
+from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearMaps, LinearPlace
+from mpjax.models.parameters import EMBEDDING, HEAD, name_of
+
+# Modules that some checkpoints have in place of others: the names of the parts, and of the whole.
+JOINT = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The linear maps of one input, to which one LowRank belongs.
+
+    path: in the Decoder. inputs: input channels. sizes: output channels of each map.
+    experts: their number, None for maps of the layer itself. alternates: whether files have the
+    outputs of an expert's two maps in turn. place: of the maps; None for a table.
+    """
+
+    path: str
+    inputs: int
+    sizes: tuple[int, ...]
+    experts: int | None = None
+    alternates: bool = False
+    place: LinearPlace | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A module of the files: some of a group's maps, one after the other.
+
+    first, count: the maps. expert: the expert that has them; None for a module of all experts, and
+    where there are none.
+    """
+
+    group: Group
+    first: int
+    count: int
+    expert: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        """The output channels of the module."""
+        return sum(self.group.sizes[self.first : self.first + self.count])
+
+
+def find_sites(model: Decoder) -> dict[str, list[Site]]:
+    """The sites of a model by the modules' names; experts in one stack have two, in their order."""
+    config, found = model.config, dict[str, list[Site]]()
+    places = {place.path: place for place in model.linear_places(config)}
+    for number, layer in enumerate(config.layers):
+        for half, spec in (("attention", layer.attention), ("mlp", layer.mlp)):
+            for maps in () if spec is None else spec.linear_maps(config):
+                place = places[f"layers.{number}.{half}.{maps.path}"]
+                for name, site in _sites_of(place, maps):
+                    found.setdefault(name, []).append(site)
+    for path, inputs, outputs in _tables(config):
+        name = name_of(model.names, path).removesuffix(".weight")
+        found[name] = [Site(Group(path, inputs, (outputs,)), 0, 1)]
+    return found
+
+
+def _tables(config: DecoderConfig) -> list[tuple[str, int, int]]:
+    """The tables' paths, with the channels of their changes: those of ids, and hidden ones."""
+    hidden, ids = config.hidden_size, config.vocab_size
+    return [(EMBEDDING, ids, hidden), (HEAD, hidden, ids)]
+
+
+def _sites_of(place: LinearPlace, maps: LinearMaps) -> list[tuple[str, Site]]:
+    sizes = tuple(outputs for _, outputs in maps.shapes)
+    group = Group(
+        *(place.path, maps.shapes[0][0], sizes, maps.experts, maps.is_alternating, place),
+    )
+    names = place.names
+    if isinstance(place, ExpertPlace):
+        each = place.joined_maps
+        count = len(sizes) // each
+        of_experts = [
+            (name, Site(group, index % each * count, count, index // each))
+            for index, name in enumerate(names)
+        ]
+        parent, _, own = names[0].partition(".experts.")
+        if own.endswith((".w1", ".w2")):  # transformers has Mixtral's experts in the MLP
+            parent = parent.replace(".block_sparse_moe", ".mlp")
+        return [*of_experts, (f"{parent}.experts", Site(group, 0, len(sizes)))]
+    parent, _, leaf = names[0].rpartition(".")
+    leaves = tuple(name.rpartition(".")[2] for name in names)
+    found = []
+    for parts, joint in JOINT.items():
+        if len(parts) == len(sizes) and (leaves == parts or leaf == joint):
+            found = [(f"{parent}.{part}", Site(group, i, 1)) for i, part in enumerate(parts)]
+            found.append((f"{parent}.{joint}", Site(group, 0, len(sizes))))
+    if not found and len(names) == len(sizes):
+        found = [(name, Site(group, i, 1)) for i, name in enumerate(names)]
+    return found or [(names[0], Site(group, 0, len(sizes)))]
+
+
+def base_matrix(model: Decoder, group: Group) -> np.ndarray:
+    """The base's weights float32 [in, out of all maps] of a group without experts.
+
+    Raises CheckpointError for a model that is divided among devices.
+    """
+    if model.mesh is not None:
+        raise CheckpointError(
+            f"the adapter's change of {group.path} reads the base's weights, which are divided "
+            "among devices: load the base on one device"
+        )
+    if group.place is not None:
+        kernels = group.place.kernels(model)
+        return np.concatenate([_dense(kernel) for kernel in kernels], axis=-1)
+    table: Any = model.embedding if group.path == EMBEDDING or model.head is None else model.head
+    rows = (
+        _dense(table.kernel.get_value()).T
+        if isinstance(table, Linear)
+        else _dense(table.get_value())
+    )
+    return rows if group.path == EMBEDDING else rows.T
+
+
+def _dense(kernel: Any) -> np.ndarray:
+    if isinstance(kernel, QuantizedTensor):
+        return np.asarray(kernel.dequantize(jnp.float32))
+    return np.asarray(kernel, np.float32)

@@ -1,0 +1,103 @@
+"""Folds an adapter into its base, whose maps are rounded again to their formats."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.adapters.collection import Adapter, Adapters
+from mpjax.adapters.sites import base_matrix, find_sites
+from mpjax.kernels import QuantizedTensor, quantize
+from mpjax.kernels.checks import require_type
+from mpjax.language_model import LanguageModel
+from mpjax.models import Linear
+from mpjax.models.low_rank import LowRank
+from mpjax.models.parameters import EMBEDDING
+
+
+def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
+    """The model with an adapter in its weights, and without adapters.
+
+    adapter: the name of one that it has, or what `mpjax.read_adapter` gives.
+
+    Weights that the adapter changes are rounded to nearest, in the formats that they have. Other
+    arrays are those of `lm`, which does not change.
+
+    Raises ValueError, which lists the names, for another name; for weights whose rounding was
+    learned on a text (channels in another order, activations of several widths or static scales);
+    for an adapter of one table where the embedding and the head are one; and for a model that is
+    divided among devices.
+    """
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    lm.require_one_device("merging an adapter into")
+    name = repr(adapter) if isinstance(adapter, str) else "that is given"
+    adapter = adapter if isinstance(adapter, Adapter) else lm.adapters[adapter].adapter
+    model = jax.tree.map(lambda array: array, lm.model)  # whose modules are its own
+    groups = {site.group.path: site.group for each in find_sites(model).values() for site in each}
+    for path, change in adapter.changes.items():
+        if (place := groups[path].place) is not None:
+            parts, starts = place.parts(model), 0
+            made = []
+            for part in parts:
+                kernel: Any = part.kernel.get_value()
+                columns = slice(starts, starts := starts + kernel.shape[-1])
+                made.append(_merged(part, change, columns, f"{path} of the adapter {name}"))
+            place.assign(model, made)
+            continue
+        if model.config.tie_word_embeddings:
+            raise ValueError(f"the adapter {name} changes the {path} alone, which is both tables")
+        whole = base_matrix(model, groups[path]) + _product(change)
+        _put_table(model, path, whole if path == EMBEDDING else whole.T)
+    for place in model.array_places(model.config):
+        if (array := adapter.arrays.get(place.path)) is not None:
+            dtype = place.read(model).dtype
+            place.assign(model, jnp.asarray(array, dtype))
+    return dataclasses.replace(lm, model=model, adapters=Adapters())
+
+
+def _product(change: LowRank) -> np.ndarray:
+    """The change [*experts, in, out] of a matrix."""
+    down, ups, _ = change.arrays
+    if not ups:
+        return np.asarray(down, np.float32)
+    halves = np.split(np.asarray(down, np.float32), len(ups), -1)
+    return np.concatenate([half @ up for half, up in zip(halves, ups, strict=True)], -1)
+
+
+def _merged(part: Linear, change: LowRank, columns: slice, what: str) -> Linear:
+    """A map with the change of its output channels, rounded as it is."""
+    kernel: Any = part.kernel.get_value()
+    own, gain = jnp.asarray(_product(change)[..., columns]), change.arrays[2]
+    if not isinstance(kernel, QuantizedTensor):
+        wide = kernel.astype(jnp.float32)
+    else:
+        wide = kernel.dequantize(jnp.float32)
+        for field in ("permutation", "activation_bits", "activation_scale"):
+            if getattr(kernel, field) is not None:
+                raise ValueError(
+                    f"{what}: the weight has a {field}, which was found for it as it is: merge the "
+                    "adapter into the 16-bit model, and quantise that"
+                )
+    if gain is not None:
+        wide = wide * (1 + jnp.asarray(gain[columns])[None])
+    new: Any = wide + own
+    if isinstance(kernel, QuantizedTensor):
+        new = quantize(new.astype(kernel.scale_dtype), kernel.format, table=kernel.table)
+    else:
+        new = new.astype(kernel.dtype)
+    return Linear(new, None if part.bias is None else part.bias.get_value())
+
+
+def _put_table(model: Any, path: str, table: np.ndarray) -> None:
+    """Puts a table [ids, hidden] into a model, packed if the one before is."""
+    before = getattr(model, path)
+    if not isinstance(before, Linear):
+        before.set_value(jnp.asarray(table, before.get_value().dtype))
+        return
+    kernel: Any = before.kernel.get_value()
+    packed = quantize(jnp.asarray(table.T, kernel.scale_dtype), kernel.format)
+    setattr(model, path, Linear(packed))

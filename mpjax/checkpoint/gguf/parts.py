@@ -1,0 +1,70 @@
+"""Models in several GGUF files, as `llama-gguf-split` makes them.
+
+The first part has the metadata, and each some of the tensors. All have their number (`split.no`),
+the number of parts (`split.count`) and of all tensors (`split.tensors.count`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mpjax.checkpoint.gguf.header import Header, Tensor, read_header
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.errors import CheckpointError
+
+_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of a model, one of which has this name; a whole file's own name."""
+    match = _NAME.fullmatch(name)
+    if match is None or not 0 < int(match[2]) <= int(match[3]):
+        return [name]
+    count = int(match[3])
+    return [f"{match[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def read_parts(path: Path) -> tuple[Header, list[Path]]:
+    """The header of a model of which a path is the file, or one part, and all files.
+
+    A tensor's `part` is the place of its file in the list. Raises CheckpointError for parts that
+    are missing, or are not of one model.
+    """
+    own = read_header(path)
+    count = Metadata(path, own.metadata).whole("split.count", 1)
+    if count <= 1:
+        return own, [path]
+    files = [path.with_name(name) for name in part_names(path.name)]
+    if len(files) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model: expected a name that ends with "
+            f"-00001-of-{count:05}.gguf, as all parts have it"
+        )
+    if missing := [file.name for file in files if not os.path.lexists(file)]:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model, and {', '.join(missing):.300} of them "
+            "are not beside it: fetch them"
+        )
+    headers = [read_header(file) for file in files]
+    tensors: dict[str, Tensor] = {}
+    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+        facts = Metadata(file, header.metadata)
+        found = facts.whole("split.no", 0), facts.whole("split.count", 1)
+        if found != (number, count):
+            raise CheckpointError(
+                f"{file} is part {found[0]} of {found[1]} by its header: expected {number} of "
+                f"{count}, by its name"
+            )
+        if twice := tensors.keys() & header.tensors.keys():
+            raise CheckpointError(f"{file} has {min(twice)!r:.80}, as a part before it has")
+        tensors |= {name: each._replace(part=number) for name, each in header.tensors.items()}
+    metadata = headers[0].metadata
+    wanted = Metadata(files[0], metadata).whole("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise CheckpointError(
+            f"{files[0]} and its other parts have {len(tensors)} tensors: expected {wanted}, by "
+            "split.tensors.count"
+        )
+    return Header(metadata, tensors), files

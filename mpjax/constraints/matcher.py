@@ -1,0 +1,126 @@
+"""Follows a row's text in its constraint on the host, and says which tokens may come next."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax.constraints.kinds import Constraint
+from mpjax.language_model import LanguageModel
+from mpjax.text.tokenizer import Tokenizer
+
+WORD = 32  # tokens of a word of a mask
+
+
+def mask_words(columns: int) -> int:
+    """The words of a mask of so many tokens."""
+    return -(-columns // WORD)
+
+
+class Matcher:
+    """The place of a row's text in its constraint.
+
+    lm: the model of the row. constraint: of its new text. stop_ids: that end the row; without any,
+        those of the tokenizer do.
+
+    The row can end only where the constraint allows an end, and then with each of its stop ids. One
+    that is a token of the text, too, ends the row where the text has it.
+
+    Raises ValueError for a constraint that can't be enforced or that no text has, and for a model
+    without a tokenizer.
+    """
+
+    def __init__(self, lm: LanguageModel, constraint: Constraint, stop_ids: Sequence[int]) -> None:
+        grammar, kind = constraint.grammar(), type(constraint).__name__
+        from llguidance import LLMatcher
+
+        self._columns, self.stop_ids = lm.model.columns, frozenset(stop_ids)
+        self._ends = lm.usual_stop_ids
+        if not self._ends or not self.stop_ids:
+            raise ValueError("constraint: the text needs a stop id, and the model has none")
+        # A tokenizer may have tokens that the model can't draw.
+        self._size = max(self._columns, lm.require_tokenizer().backend.get_vocab_size())
+        vocabulary = _vocabulary(lm.require_tokenizer(), self._size, self._ends)
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
+        if is_wrong:
+            raise ValueError(f"constraint: {kind} can't be enforced: {'; '.join(messages)}")
+        self._matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        self._require_no_error(kind)
+        first = self._fill()
+        self._require_no_error(kind)
+        if self._has_end(first) and not self._matcher.is_accepting():
+            raise ValueError(f"constraint: {kind} allows no text")
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """The tokens that may come next, and behind each draft; all where none can come.
+
+        Returns uint32 [1 + drafts, words], bit i of word w for token 32 w + i.
+        """
+        # Behind a stop id the row has ended. A matcher does not count one as a token to take back.
+        ends = {*self._ends, *self.stop_ids}
+        text = list(itertools.takewhile(lambda token: token not in ends, drafts))
+        allowed = self._matcher.validate_tokens(text) if text else 0
+        found = np.full((1 + len(drafts), mask_words(self._columns)), ~np.uint32(0))
+        for place in range(1 + allowed):
+            found[place] = self._translated(self._fill())
+            if place < allowed:
+                self._matcher.consume_token(drafts[place])
+        if allowed:
+            self._matcher.rollback(allowed)
+        return found
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follows new tokens of the row.
+
+        Raises ValueError for tokens that the constraint does not allow, and where it has passed a
+        limit of llguidance, which then allows an end alone.
+        """
+        text = [token for token in tokens if token not in self.stop_ids]  # with which the row ends
+        if self._matcher.is_error() or (text and not self._matcher.consume_tokens(text)):
+            raise ValueError(f"the constraint can't follow the tokens {text}: {self._error()}")
+
+    def _fill(self) -> np.ndarray:
+        """The tokens that may come next, and with the tokenizer's stop ids for an end."""
+        from llguidance import numpy as llnumpy
+
+        found = np.zeros((1, mask_words(self._size)), np.int32)
+        llnumpy.fill_next_token_bitmask(self._matcher, found, 0)
+        return found.view(np.uint32)[0]
+
+    def _has_end(self, mask: np.ndarray) -> bool:
+        """Whether a mask allows one of the tokenizer's stop ids."""
+        words, bits = np.divmod(np.asarray(self._ends, np.uint32), np.uint32(WORD))
+        return bool((mask[words] >> bits & 1).any())
+
+    def _translated(self, mask: np.ndarray) -> np.ndarray:
+        """A mask with the row's stop ids in the place of the tokenizer's."""
+        if not self._has_end(mask):
+            return mask[: mask_words(self._columns)]
+        found = mask.copy()
+        for ids, is_allowed in ((self._ends, False), (sorted(self.stop_ids), True)):
+            words, bits = np.divmod(np.asarray(ids, np.uint32), np.uint32(WORD))
+            own = np.uint32(1) << bits
+            if is_allowed:
+                np.bitwise_or.at(found, words, own)
+            else:
+                np.bitwise_and.at(found, words, ~own)
+        return found[: mask_words(self._columns)]
+
+    def _require_no_error(self, kind: str) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"constraint: {kind} can't be enforced: {self._error()}")
+
+    def _error(self) -> str:
+        return " ".join(str(self._matcher.get_error()).split())
+
+
+@functools.lru_cache(maxsize=8)
+def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Any:
+    """The tokens of a tokenizer as llguidance has them, with which ids may end a text."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(ends))

@@ -1,0 +1,162 @@
+"""JSON schemas as regular expressions: those without recursion, and with all properties named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# They say nothing about a value.
+IRRELEVANT = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+# A surrogate would be half of a character, which minLength counts.
+CHARACTER = (
+    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]'
+    r"|\\u(?:[0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
+)
+INTEGER = r"-?(?:0|[1-9][0-9]*)"
+NUMBER = INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+SIMPLE = {"boolean": "true|false", "null": "null", "integer": INTEGER, "number": NUMBER}
+
+
+def schema_pattern(schema: Any, spaces: str) -> str:
+    """The pattern of all values of a schema. spaces: the pattern of white space between parts.
+
+    Raises ValueError for a keyword that it can't follow.
+    """
+    gap = f"(?:{spaces})?" if spaces else ""
+    return _value(schema, gap)
+
+
+def _value(schema: Any, gap: str) -> str:
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"the schema {schema!r} allows values of any kind")
+    own = {name: value for name, value in schema.items() if name not in IRRELEVANT}
+    if "const" in own or "enum" in own:
+        values = [own.pop("const")] if "const" in own else _list(own, "enum")
+        kinds = _kinds(own) if "type" in own else list(IS_OF)
+        _require_empty(own)
+        values = [one for one in values if any(IS_OF[kind](one) for kind in kinds)]
+        if not values:
+            raise ValueError("the schema has an enum or const without any value of its type")
+        return "|".join(re.escape(json.dumps(one, ensure_ascii=False)) for one in values)
+    if "anyOf" in own:
+        parts = _list(own, "anyOf")
+        _require_empty(own)
+        return "|".join(f"(?:{_value(one, gap)})" for one in parts)
+    kinds = _kinds(own)
+    if len(kinds) > 1:
+        return "|".join(f"(?:{_value({**_of_kind(own, one), 'type': one}, gap)})" for one in kinds)
+    [kind] = kinds
+    if kind in SIMPLE:
+        _require_empty(own)
+        return SIMPLE[kind]
+    return KINDS[kind](own, gap)
+
+
+def _string(own: dict[str, Any], gap: str) -> str:
+    least, most = _bounds(own, "Length")
+    _require_empty(own)
+    return f'"{CHARACTER}{{{least},{"" if most is None else most}}}"'
+
+
+def _array(own: dict[str, Any], gap: str) -> str:
+    if "items" not in own:
+        raise ValueError("the schema has an array without items, which may be of any kind")
+    item = f"(?:{_value(own.pop('items'), gap)})"
+    least, most = _bounds(own, "Items")
+    _require_empty(own)
+    more = f"(?:{gap},{gap}{item})"
+    bounds = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    items = "" if most == 0 else f"{item}{more}{bounds}{gap}"
+    return rf"\[{gap}{items}\]" if least else rf"\[{gap}(?:{items})?\]"
+
+
+def _object(own: dict[str, Any], gap: str) -> str:
+    properties, required = own.pop("properties", {}), own.pop("required", [])
+    if not isinstance(properties, Mapping):
+        raise ValueError(f"the schema has properties {properties!r}: expected a mapping")
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise ValueError(f"the schema has required {required!r}: expected a list of texts")
+    if own.pop("additionalProperties", True) is not False:
+        raise ValueError("the schema has an object without additionalProperties false")
+    _require_empty(own)
+    if unknown := set(required) - set(properties):
+        raise ValueError(f"the schema requires {sorted(unknown)}, which are no properties")
+    first = behind = ""  # the patterns of the properties from here on, without and with one before
+    for name, schema in reversed(list(properties.items())):
+        key = re.escape(json.dumps(name, ensure_ascii=False))
+        own_text = f"{key}{gap}:{gap}(?:{_value(schema, gap)})"
+        here = own_text + behind
+        first = here if name in required else (f"(?:{here}|{first})" if first else f"(?:{here})?")
+        behind = f"(?:{gap},{gap}{own_text}){'' if name in required else '?'}{behind}"
+    return rf"\{{{gap}{first}{gap}\}}"
+
+
+KINDS: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "string": _string,
+    "array": _array,
+    "object": _object,
+}
+# Whether a value of JSON is of a type. true is no number, and 1.0 is an integer.
+IS_OF: dict[str, Callable[[Any], bool]] = {
+    "boolean": lambda one: isinstance(one, bool),
+    "null": lambda one: one is None,
+    "integer": lambda one: type(one) is int or (isinstance(one, float) and one.is_integer()),
+    "number": lambda one: type(one) in (int, float),
+    "string": lambda one: isinstance(one, str),
+    "array": lambda one: isinstance(one, list),
+    "object": lambda one: isinstance(one, Mapping),
+}
+# The keywords of each kind, for a type that is a list.
+OF_KIND = {
+    "string": {"minLength", "maxLength"},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+
+
+def _of_kind(own: dict[str, Any], kind: str) -> dict[str, Any]:
+    _require_empty({k: v for k, v in own.items() if all(k not in it for it in OF_KIND.values())})
+    return {name: value for name, value in own.items() if name in OF_KIND.get(kind, ())}
+
+
+def _kinds(own: dict[str, Any]) -> list[str]:
+    """The types, of a text or a list of them. Raises ValueError for others and for none."""
+    found = own.pop("type", None)
+    kinds = found if isinstance(found, list) else [found]
+    if not kinds or not all(isinstance(one, str) and one in IS_OF for one in kinds):
+        raise ValueError(f"the schema has the type {found!r}, which is any or unknown")
+    return kinds
+
+
+def _list(own: dict[str, Any], name: str) -> list[Any]:
+    """The list of a keyword. Raises ValueError for anything else, and for an empty one."""
+    found = own.pop(name)
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"the schema has {name} {found!r}: expected a list that is not empty")
+    return found
+
+
+def _bounds(own: dict[str, Any], what: str) -> tuple[int, int | None]:
+    """How often a part comes, by the keywords min… and max…; None for any number.
+
+    Raises ValueError for anything but whole numbers in order.
+    """
+
+    def whole(name: str) -> int:
+        found = own.pop(name)
+        if not IS_OF["integer"](found) or found < 0:
+            raise ValueError(f"the schema has {name} {found!r}: expected a whole number")
+        return int(found)
+
+    least = whole(f"min{what}") if f"min{what}" in own else 0
+    most = whole(f"max{what}") if f"max{what}" in own else None
+    if most is not None and most < least:
+        raise ValueError(f"the schema has max{what} {most} below min{what} {least}")
+    return least, most
+
+
+def _require_empty(left: Mapping[str, Any]) -> None:
+    if left:
+        raise ValueError(f"the schema has {', '.join(sorted(left))}, which no table follows")

@@ -1,0 +1,131 @@
+"""`embed` and `score`: texts are read whole, without a cache, in batches of similar lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.arguments import positive_whole
+from mpjax.checkpoint.gguf.header import is_gguf
+from mpjax.embedding.pooling import Pooling
+from mpjax.generation.buckets import bucket_rows, bucket_tokens
+from mpjax.language_model import LanguageModel
+from mpjax.models import Decoder
+from mpjax.text.prompts import Prompts, encode, is_single
+
+TOKENS = 8192  # of a batch, with its padding: what is read at a time
+
+
+def embed(
+    lm: LanguageModel,
+    texts: Prompts,
+    *,
+    prompt: str | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+) -> np.ndarray:
+    """One vector for each text, float32 [texts, channels]; of a single text [channels].
+
+    texts: one or several, or token ids. They are pooled, and multiplied by dense layers, as the
+        model's folder says in sentence-transformers' files; without such files an embedding is the
+        normalised hidden state of the last token.
+    prompt: the name of one of the folder's prompts, which is put before each text; by default the
+        folder's usual one, if it has one.
+    normalize: whether embeddings have the length 1; by default as the folder says.
+    dimensions: how many first channels are kept, before the normalisation; by default all.
+
+    Weights have the model's precision; activations are not rounded, and no cache is written.
+
+    Raises ValueError for a text without tokens or with more than the model has positions, a name
+    that no prompt has, and dimensions beyond the channels; CheckpointError for files that can't be
+    read.
+    """
+    pooling = pooling_of(lm)
+    found = np.stack([*_read(lm, encoded(lm, texts, pooling.before(prompt)), pooling.pool)])
+    if dimensions is not None:
+        if positive_whole("dimensions", dimensions) > found.shape[1]:
+            raise ValueError(f"dimensions is {dimensions}: expected at most {found.shape[1]}")
+        found = found[:, :dimensions]
+    if pooling.normalizes if normalize is None else normalize:
+        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+    return found[0] if is_single(texts) else found
+
+
+def score(lm: LanguageModel, texts: Prompts, seconds: Sequence[str] | None = None) -> np.ndarray:
+    """The scores of a classifier or reranker, float32 [texts, labels]; of a single text [labels].
+
+    They are logits, as transformers' classifiers give them: a softmax over several labels, or a
+    sigmoid of a single one, makes probabilities of them.
+
+    texts: one or several, or token ids. seconds: a second text for each, such as the document that
+        is compared with a query: the tokenizer joins the two as its files say.
+
+    Raises ValueError for a model that is no classifier, as many seconds as there are no texts, and
+    as `embed` does.
+    """
+    if lm.config.labels is None:
+        raise ValueError(
+            f"{lm.source} is no classifier: expected an architecture such as "
+            "Qwen3ForSequenceClassification; mpjax.embed gives embeddings"
+        )
+    if seconds is None:
+        ids = encoded(lm, texts, "")
+    else:
+        firsts = [texts] if isinstance(texts, str) else list(texts)
+        if len(firsts) != len(seconds):
+            raise ValueError(f"seconds are {len(seconds)}: expected {len(firsts)}, one for a text")
+        tokenizer = lm.require_tokenizer()
+        ids = [tokenizer.encode(a, second=b) for a, b in zip(firsts, seconds, strict=True)]
+    found = np.stack([*_read(lm, ids, Pooling().pool)])
+    assert lm.model.score is not None
+    labels = np.asarray(lm.model.score.get_value(), np.float32)
+    return (found @ labels.T)[0] if is_single(texts) and seconds is None else found @ labels.T
+
+
+def pooling_of(lm: LanguageModel) -> Pooling:
+    """What the model's folder says. Raises CheckpointError for files that can't be read."""
+    return Pooling() if is_gguf(lm.source) else Pooling.of(lm.source)
+
+
+def encoded(lm: LanguageModel, texts: Prompts, before: str) -> list[list[int]]:
+    """Token ids of each text, with a text before each."""
+    if isinstance(texts, str):
+        texts = [texts]
+    if before and not isinstance(texts, np.ndarray | jax.Array):
+        texts = [before + text if isinstance(text, str) else text for text in texts]  # type: ignore
+    return encode(lm.require_tokenizer(), texts, lm.config.vocab_size)
+
+
+def _read(
+    lm: LanguageModel,
+    sequences: Sequence[Sequence[int]],
+    pool: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Iterator[np.ndarray]:
+    """What `pool` makes of the hidden states of each sequence, in the order of the sequences."""
+    lm.require_one_device("embedding texts with")
+    most = lm.config.max_position_embeddings
+    for number, ids in enumerate(sequences):
+        if len(ids) > most:
+            raise ValueError(f"text {number} has {len(ids)} tokens: expected at most {most}")
+    order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
+    model = lm.for_device
+    found: dict[int, np.ndarray] = {}
+    while order:
+        length = min(bucket_tokens(len(sequences[order[-1]])), most)
+        group = [order.pop() for _ in range(min(len(order), max(TOKENS // length, 1)))]
+        rows = bucket_rows(len(group))
+        tokens, counts = np.zeros((rows, length), np.int32), np.ones(rows, np.int32)
+        for row, index in enumerate(group):
+            counts[row] = len(sequences[index])
+            tokens[row, : counts[row]] = sequences[index]
+        pooled = np.asarray(pool(_hidden(model, tokens, counts), jnp.asarray(counts)))
+        found |= {index: pooled[row] for row, index in enumerate(group)}
+    return (found[index] for index in range(len(sequences)))
+
+
+@jax.jit
+def _hidden(model: Decoder, tokens: jax.Array, counts: jax.Array) -> jax.Array:
+    return model.hidden(tokens, counts)

@@ -1,0 +1,164 @@
+"""How a folder makes one vector of a text's hidden states: sentence-transformers' files.
+
+`modules.json` lists the steps behind the model: pooling, dense layers, normalisation, each with a
+folder of its own. `config_sentence_transformers.json` has prompts, which precede texts. Source:
+sentence-transformers, models/Pooling.py, Dense.py and Normalize.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.checkpoint.safetensors import Checkpoint
+from mpjax.errors import CheckpointError
+from mpjax.kernels import files
+
+Kind = Literal["last", "mean", "first"]
+MODES: Mapping[str, Kind] = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "first"}
+IDENTITY = "torch.nn.modules.linear.Identity"
+MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """The steps from hidden states to an embedding.
+
+    kind: of which tokens: the last one, the mean of all, or the first one.
+    dense: float32 matrices [inputs, outputs] and biases [outputs], or None, one after the other.
+    normalizes: whether embeddings are divided by their length, before or after dense layers alike.
+    prompts: texts in front of texts, by their names. usual: the name of the prompt where a caller
+        names none, or None.
+    """
+
+    kind: Kind = "last"
+    dense: tuple[tuple[np.ndarray, np.ndarray | None], ...] = ()
+    normalizes: bool = True
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    usual: str | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> Pooling:
+        """What the files of a folder say; the last token, normalised, where there are none.
+
+        Raises CheckpointError for files that can't be read, and for steps that are not offered.
+        """
+        settings: Mapping[str, Any] = {}
+        if os.path.lexists(path := folder / SETTINGS):
+            settings = files.read_object(path, CheckpointError)
+        prompts = settings.get("prompts") or {}
+        if not isinstance(prompts, Mapping) or not all(
+            isinstance(x, str) for x in prompts.values()
+        ):
+            raise CheckpointError(
+                f"{path}: prompts is {prompts!r:.80}: expected an object of texts"
+            )
+        usual = settings.get("default_prompt_name")
+        found = cls(prompts=prompts, usual=usual)
+        if usual is not None and usual not in prompts:
+            raise CheckpointError(f"{path}: default_prompt_name is {usual!r:.80}: no prompt has it")
+        if not os.path.lexists(path := folder / MODULES):
+            return found
+        found = dataclasses.replace(found, normalizes=False)
+        text = files.read_text(path, CheckpointError)
+        steps = files.parse_object(f'{{"steps": {text}}}', str(path), CheckpointError)["steps"]
+        if not isinstance(steps, list):
+            raise CheckpointError(f"{path} is {steps!r:.80}: expected a list of steps")
+        for step in steps:
+            found = _with(found, folder, path, step)
+        return found
+
+    def before(self, name: str | None) -> str:
+        """The text that a prompt puts before texts; None for the usual one.
+
+        Raises ValueError for a name that no prompt has.
+        """
+        name = self.usual if name is None else name
+        if name is not None and name not in self.prompts:
+            known = ", ".join(self.prompts) or "it has none"
+            raise ValueError(f"prompt is {name!r:.80}: expected a prompt of the model ({known})")
+        return "" if name is None else self.prompts[name]
+
+    def pool(self, hidden: jax.Array, counts: jax.Array) -> jax.Array:
+        """Embeddings float32 [texts, channels], not normalised.
+
+        hidden: [texts, tokens, channels]. counts: int32 [texts], the tokens of each text.
+        """
+        wide = hidden.astype(jnp.float32)
+        if self.kind == "mean":
+            real = jnp.arange(hidden.shape[1])[None] < counts[:, None]
+            found = jnp.where(real[..., None], wide, 0.0).sum(1) / counts[:, None].astype(
+                jnp.float32
+            )
+        else:
+            place = counts - 1 if self.kind == "last" else jnp.zeros_like(counts)
+            found = jnp.take_along_axis(wide, place[:, None, None], axis=1)[:, 0]
+        for matrix, bias in self.dense:
+            found = jnp.matmul(found, matrix, precision="highest")
+            found = found if bias is None else found + jnp.asarray(bias)[None]
+        return found
+
+
+def _with(pooling: Pooling, folder: Path, path: Path, step: Any) -> Pooling:
+    """The pooling with one more step of modules.json."""
+    if not isinstance(step, Mapping) or not all(
+        isinstance(step.get(key, ""), str) for key in ("type", "path")
+    ):
+        raise CheckpointError(f"{path}: a step is {step!r:.80}: expected an object with a type")
+    kind, place = str(step.get("type", "")).rpartition(".")[2], folder / step.get("path", "")
+    if kind == "Transformer":
+        return pooling
+    if kind == "Normalize":
+        return dataclasses.replace(pooling, normalizes=True)
+    if kind == "Pooling":
+        settings = files.read_object(place / "config.json", CheckpointError)
+        modes = [
+            key.removeprefix("pooling_mode_")
+            for key, value in settings.items()
+            if key.startswith("pooling_mode_") and value is True
+        ]
+        if isinstance(settings.get("pooling_mode"), str):
+            modes.append(settings["pooling_mode"])
+        if len(modes) != 1 or modes[0] not in MODES:
+            expected = " or ".join(MODES)
+            raise CheckpointError(
+                f"{place / 'config.json'}: pooling_mode is {modes!r:.80}: expected {expected}"
+            )
+        kind = MODES[modes[0]]
+        if settings.get("include_prompt") is False and kind == "mean" and pooling.prompts:
+            raise CheckpointError(
+                f"{place / 'config.json'}: include_prompt is false: expected true, since a mean "
+                "here is that of all tokens"
+            )
+        return dataclasses.replace(pooling, kind=kind)
+    if kind == "Dense":
+        return dataclasses.replace(pooling, dense=(*pooling.dense, _dense(place)))
+    raise CheckpointError(
+        f"{path}: a step has the type {step.get('type')!r:.80}: expected Transformer, Pooling, "
+        "Dense or Normalize"
+    )
+
+
+def _dense(folder: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """The matrix and the bias of a dense layer."""
+    settings = files.read_object(folder / "config.json", CheckpointError)
+    if (activation := settings.get("activation_function", IDENTITY)) != IDENTITY:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: activation_function is {activation!r:.80}: expected "
+            f"{IDENTITY}"
+        )
+    checkpoint = Checkpoint.open(folder)
+    bias = "linear.bias" in checkpoint.tensors
+    matrix, offset = (
+        checkpoint.read(f"linear.{name}").astype(np.float32) if is_there else None
+        for name, is_there in (("weight", True), ("bias", bias))
+    )
+    assert matrix is not None
+    return matrix.T, offset

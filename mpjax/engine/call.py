@@ -1,0 +1,114 @@
+"""A batch of prompts that one call completes: its requests, its seconds and its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mpjax.engine.handle import Handle, cancelled_on_error
+from mpjax.engine.request import RowsOptions
+from mpjax.errors import NotFiniteError
+from mpjax.generation.speculation.report import SpeculationReport
+
+if TYPE_CHECKING:
+    from mpjax.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Completions of a batch, as `generate` returns them; lists have an entry for each prompt.
+
+    text: the completions, without stop strings. Prompt and completion joined are the text that the
+        tokenizer decodes from the tokens of both.
+    tokens: ids of the completions, stop token included.
+    logprobs: natural logarithm of each token's probability under the softmax of the unmodified
+        logits.
+    finish_reasons: `stop` (a stop token or string) or `length`.
+    prompt_tokens: number of tokens of each prompt.
+    prefill_seconds: wall time until the first token of all rows. decode_seconds: wall time after
+        it. Both include compilation of programs that were not compiled before.
+    speculation: how many tokens were proposed and accepted; None without `speculate`.
+    """
+
+    text: list[str]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
+    prompt_tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    speculation: SpeculationReport | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of decoding: of all rows together, without each row's first token."""
+        decoded = sum(len(row) - 1 for row in self.tokens)
+        return decoded / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Call:
+    """The requests of one call in an engine; iterating runs them, a step at a time.
+
+    encoded: the ids of each prompt. options: of their requests.
+
+    If an iteration ends before all requests have, or with an error, the requests are cancelled.
+    """
+
+    def __init__(
+        self, engine: Engine, encoded: Sequence[Sequence[int]], options: RowsOptions
+    ) -> None:
+        self._engine, self._begin = engine, time.perf_counter()
+        self.handles: list[Handle] = []
+        self.prefill_seconds = self.decode_seconds = 0.0
+        with cancelled_on_error(self.handles):
+            for row, ids in enumerate(encoded):
+                self.handles.append(engine.submit_row(ids, options, row))
+
+    def __iter__(self) -> Iterator[None]:
+        """Runs until all requests have ended; yields whenever there may be new tokens.
+
+        Only the time in here counts, not the caller's between two steps.
+
+        Raises NotFiniteError, which names the prompt, for NaN or infinite logits; and the errors of
+        `Handle.result`.
+        """
+        with cancelled_on_error(self.handles):
+            begin = self._begin
+            for handle in self.handles:
+                while not handle.is_finished:
+                    reads = not all(one.tokens or one.is_finished for one in self.handles)
+                    self._engine.wait(handle, handle.version)
+                    seconds = time.perf_counter() - begin
+                    if reads:
+                        self.prefill_seconds += seconds
+                    else:
+                        self.decode_seconds += seconds
+                    self._raise_errors()
+                    yield
+                    begin = time.perf_counter()
+
+    def result(self) -> Generation:
+        """What was generated; waits for the end of all requests. Errors are those of iterating."""
+        for _ in self:
+            pass
+        handles = self.handles
+        return Generation(
+            text=[handle.text for handle in handles],
+            tokens=[handle.tokens for handle in handles],
+            logprobs=[handle.logprobs for handle in handles],
+            finish_reasons=[str(handle.finish_reason) for handle in handles],
+            prompt_tokens=[len(handle.prompt) for handle in handles],
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            speculation=SpeculationReport.join([handle.speculation for handle in handles]),
+        )
+
+    def _raise_errors(self) -> None:
+        for row, handle in enumerate(self.handles):
+            if handle.is_finished:
+                try:
+                    handle.result()
+                except NotFiniteError as error:
+                    raise NotFiniteError("prompt", row, error.dtype) from None

@@ -1,0 +1,108 @@
+"""Decoding in two programs: one reads tokens, and one draws behind them.
+
+The host finds out which tokens a constraint allows while the first program runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.engine.controlled import with_masks
+from mpjax.engine.histories import begin_rows, put_histories
+from mpjax.engine.programs import Drawn, Stepping, begin_loop, drawn_of
+from mpjax.generation.loop import Loop
+from mpjax.generation.speculation.proposer import Proposal, Proposer
+from mpjax.generation.speculation.steps import Proposed, Steps
+from mpjax.generation.state import State
+from mpjax.generation.step import given, newest, step
+from mpjax.models import Decoder
+
+Forwarded = tuple[jax.Array, Proposal | None]
+
+
+def forward(
+    model: Decoder, proposer: Proposer | None, state: State, stepping: Stepping, *, most: int
+) -> tuple[State, Forwarded]:
+    """Reads each row's newest token, and what is proposed behind it.
+
+    most: as for `speculate` (static). Returns the logits that `choose` draws from, float32 [rows,
+    vocabulary] or, with a proposer, [rows, positions, vocabulary], and the proposal.
+    """
+    before, proposal = state, None
+    state, loop = _begin(model, proposer, state, stepping, most)
+    alive = loop.state.running
+    if proposer is not None:
+        # The masks of the step before say nothing of what comes now.
+        anything = jnp.full((1, 1, 1), ~np.uint32(0))
+        free = with_masks(loop.state.processors, anything)
+        loop = dataclasses.replace(loop, state=dataclasses.replace(loop.state, processors=free))
+        loop, proposal, _ = _steps(model, proposer).propose(loop, alive)
+    rows = loop.state
+    found = newest(model, rows, alive, proposal)(rows.cache)
+    # `choose` begins before the tokens, and knows how many of them stay.
+    cache = dataclasses.replace(found.cache, lengths=rows.cache.lengths)
+    rows = dataclasses.replace(rows, cache=cache)
+    return _end(proposer, before, state, stepping, rows), (found.logits, proposal)
+
+
+def choose(
+    model: Decoder,
+    proposer: Proposer | None,
+    state: State,
+    stepping: Stepping,
+    forwarded: Forwarded,
+    masks: jax.Array,
+    *,
+    most: int,
+) -> tuple[State, Drawn]:
+    """Draws behind what `forward` has read.
+
+    masks: uint32 [rows, positions, words], the tokens that are allowed behind each token that was
+    read, for rows with a constraint; see `Matcher.masks`.
+    """
+    before, (logits, proposal) = state, forwarded
+    state, loop = _begin(model, proposer, state, stepping, most)
+    rows = dataclasses.replace(loop.state, processors=with_masks(loop.state.processors, masks))
+    loop = dataclasses.replace(loop, state=rows)
+    if proposer is None:
+        read = given(logits, rows.running)
+        end = loop.record(*step(model, rows, read, rows.running))
+        speculated = None
+    else:
+        assert proposal is not None
+        end = _steps(model, proposer).verify(Proposed(loop, proposal, rows.running), logits)
+        speculated = end.state.speculation.done
+    drawn = dataclasses.replace(drawn_of(end), speculated=speculated)
+    return _end(proposer, before, state, stepping, end.state), drawn
+
+
+def _steps(model: Decoder, proposer: Proposer) -> Steps:
+    return Steps(proposer, model, lambda loop: loop.state.running.any())
+
+
+def _begin(
+    model: Decoder, proposer: Proposer | None, state: State, stepping: Stepping, most: int
+) -> tuple[State, Loop]:
+    """The begin of a loop with the speculation of its rows; see `programs.begin_loop`."""
+    histories = state.speculation
+    state, loop = begin_loop(model, state, stepping, most, greedy=False)
+    if proposer is None:
+        return state, loop
+    own = stepping.slots.clip(0, len(state.counts) - 1)
+    rows = dataclasses.replace(loop.state, speculation=begin_rows(proposer, histories, own))
+    return state, dataclasses.replace(loop, state=rows)
+
+
+def _end(
+    proposer: Proposer | None, before: State, state: State, stepping: Stepping, rows: State
+) -> State:
+    """The state of all slots with the rows of a program. before: the state before the program."""
+    after = state.with_rows(stepping.slots, rows)
+    if proposer is None:
+        return after
+    histories = put_histories(proposer, before.speculation, stepping.slots, rows.speculation)
+    return dataclasses.replace(after, speculation=histories)

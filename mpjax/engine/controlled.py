@@ -1,0 +1,166 @@
+"""The logits processors of an engine's slots.
+
+They exist from the first request on that has any, and only programs with such a row have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.constraints.matcher import WORD, mask_words
+from mpjax.generation.state import State
+from mpjax.language_model import LanguageModel
+from mpjax.sampling.controls import changes_logits, controls
+from mpjax.sampling.processors import Attached, Attachment, Processor, attach
+from mpjax.sampling.settings import Sampling
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["processors", "active"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """The processors of a request, without a rows' axis, in NumPy's arrays.
+
+    active: for each processor of the engine, whether the request has it; a NumPy bool.
+    """
+
+    processors: tuple[Any, ...]
+    active: tuple[Any, ...]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["positions"])
+@dataclasses.dataclass(frozen=True)
+class Masked(Processor):
+    """Allows what the host says for each token, which programs get beside their other arguments.
+
+    positions: that a step draws at (static).
+    """
+
+    positions: int
+
+    def create(self, vocabulary: int) -> tuple[jax.Array, jax.Array]:
+        """Masks uint32 [positions, words] as those of a Matcher, and the next position."""
+        words = mask_words(vocabulary)
+        return jnp.full((self.positions, words), ~np.uint32(0)), jnp.int32(0)
+
+    def __call__(self, logits: jax.Array, memory: Any, number: jax.Array) -> jax.Array:
+        """-inf for tokens that are not allowed."""
+        masks, place = memory
+        bits = masks[place][:, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None] & 1
+        return jnp.where(bits.reshape(-1)[: len(logits)] == 1, logits, -jnp.inf)
+
+    def advance(self, memory: Any, token: jax.Array, is_new: jax.Array) -> Any:
+        """The next position."""
+        masks, place = memory
+        return masks, place + is_new.astype(jnp.int32)
+
+
+def with_masks(attached: Attachment, masks: jax.Array | None) -> Attachment:
+    """With masks of the rows, uint32 [rows, positions or 1, words]; None for those that it has."""
+
+    def masked(one: Attached) -> Attached:
+        if masks is None or not isinstance(one.processor, Masked):
+            return one
+        old, place = one.memory
+        new = jnp.broadcast_to(masks, old.shape)
+        return dataclasses.replace(one, memory=(new, jnp.zeros_like(place)))
+
+    return tuple(map(masked, attached))
+
+
+def create_control(lm: LanguageModel, slots: int, processors: Sequence[Processor]) -> Attachment:
+    """The processors of slots without rows: those of a Sampling, and further ones."""
+    none = no_control(lm, processors)
+    wide = (
+        jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), one)
+        for one in none.processors
+    )
+    attached = (attach(one, slots, lm.model.columns, shared=False) for one in wide)
+    return tuple(dataclasses.replace(one, active=jnp.zeros(slots, bool)) for one in attached)
+
+
+def no_control(lm: LanguageModel, processors: Sequence[Processor]) -> Control:
+    """The Control of a request without processors, in an engine with these further ones."""
+    return _control(lm, Sampling(), processors, [False] * len(processors))
+
+
+def read_control(
+    lm: LanguageModel,
+    sampling: Sampling,
+    wanted: Sequence[Processor],
+    processors: Sequence[Processor],
+) -> Control:
+    """The Control of a request with a Sampling of numbers.
+
+    wanted: its further processors. processors: those of the engine, of which each may be wanted
+    once. Raises ValueError for others.
+    """
+    own: list[Any] = list(processors)
+    is_wanted = [False] * len(own)
+    for one in wanted:
+        places = [i for i, it in enumerate(processors) if _kind(it) == _kind(one)]
+        free = [place for place in places if not is_wanted[place]]
+        if not free:
+            raise ValueError(
+                f"processors has a {type(one).__name__} that the engine has no place for: give the "
+                "engine one with arrays of the same shapes and dtypes, Engine(processors=...)"
+            )
+        own[free[0]], is_wanted[free[0]] = one, True
+    return _control(lm, sampling, own, is_wanted)
+
+
+def _control(
+    lm: LanguageModel, sampling: Sampling, own: Sequence[Any], is_wanted: Sequence[bool]
+) -> Control:
+    vocabulary, columns = lm.config.vocab_size, lm.model.columns
+    built = controls([sampling], 1, vocabulary, columns, every=True)
+    first = jax.tree.map(lambda each: each[0], built)
+    is_changed = changes_logits(sampling)
+    active = [is_changed] * len(built) + [*is_wanted]
+    processors = jax.tree.map(lambda x: np.asarray(x, jnp.result_type(x)), (*first, *own))
+    return Control(processors, tuple(np.bool_(each) for each in active))
+
+
+def _kind(processor: Processor) -> Any:
+    """What is equal for processors that may take the same place."""
+    leaves, structure = jax.tree.flatten(processor)
+    return structure, [(np.shape(leaf), jnp.asarray(leaf).dtype) for leaf in leaves]
+
+
+def begin_control(
+    state: State,
+    slot: jax.Array,
+    control: Control,
+    tokens: jax.Array,
+    ends: tuple[jax.Array, jax.Array],
+    *,
+    vocabulary: int,
+) -> State:
+    """The state in which a slot has the processors of its next row, which have read its tokens.
+
+    slot: int32 scalar; with one too high nothing changes. tokens: int32 [tokens], of the row's
+    prompt and what it has drawn, with padding. ends: int32 scalars, the numbers of the prompt's
+    tokens, and of all. vocabulary: the number of logits (static).
+    """
+    prompt, count = ends
+
+    def begun(one: Any, processor: Any, active: jax.Array) -> Any:
+        memory = processor.read(processor.create(vocabulary), tokens, prompt)
+
+        def advance(place: jax.Array, memory: Any) -> Any:
+            return processor.advance(memory, tokens[place], jnp.bool_(True))
+
+        memory = jax.lax.fori_loop(prompt, count, advance, memory)
+        new = dataclasses.replace(one, processor=processor, memory=memory, active=active)
+        return jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), one, new)
+
+    found = map(begun, state.processors, control.processors, control.active)
+    return dataclasses.replace(state, processors=tuple(found))

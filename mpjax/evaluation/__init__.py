@@ -1,0 +1,1 @@
+"""Measuring a model: perplexity, KL divergence from another model, and tasks of lm_eval."""

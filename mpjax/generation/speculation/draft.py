@@ -1,0 +1,235 @@
+"""A draft model: a small model of the same vocabulary proposes what the large one verifies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.generation.prefill import read_prompts
+from mpjax.generation.speculation.acceptance import DRAFTING, draw
+from mpjax.generation.speculation.proposer import (
+    Context,
+    Proposal,
+    Proposer,
+    read_k,
+    require_forgetting,
+)
+from mpjax.generation.speculation.verification import distribution
+from mpjax.kernels.checks import require_type
+from mpjax.language_model import LanguageModel
+from mpjax.models.rereading import read_again
+from mpjax.models.state import DecoderCache
+from mpjax.sampling.processors import Attachment, advance, process
+from mpjax.sampling.random_keys import row_keys, step_keys
+from mpjax.text.tokenizer import Tokenizer
+
+PIECE = 512  # tokens that the draft model reads at a time where a row begins in an engine
+COMPARED = 1000  # token ids whose texts are compared between two tokenizers
+
+
+@jax.tree_util.register_pytree_node_class
+class Draft(Proposer):
+    """Proposes the tokens of a smaller model, which has a cache of its own.
+
+    The draft model draws as the large one does (processors, temperature, top-k, top-p, min-p), one
+    token after another. It pays where it is many times faster than the large model and often agrees
+    with it: Qwen3-0.6B for Qwen3-8B. (Leviathan et al., 2023; Chen et al., 2023.)
+
+    lm: the draft model, as mpjax.load gives it, with the vocabulary of the large one. k: the most
+        tokens that are proposed at a time, 1 to 32.
+
+    Raises ValueError for anything else.
+    """
+
+    always = True
+
+    def __init__(self, lm: LanguageModel, k: int = 4) -> None:
+        require_type("Draft: lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+        require_forgetting("Draft: the draft model", lm.config)
+        self.model, self.k = lm.for_device, read_k("Draft", k)
+        self.kv_format, self.page_size = lm.kv_format, lm.page_size
+        self.tokenizer: Tokenizer | None = lm.tokenizer
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The model is a leaf, and what its cache is like is static."""
+        return (self.model,), (self.k, self.kv_format, self.page_size)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Draft:
+        """The same Draft, without a tokenizer."""
+        made = object.__new__(cls)
+        [made.model], (made.k, made.kv_format, made.page_size) = leaves, static
+        made.tokenizer = None
+        return made
+
+    @property
+    def block(self) -> int | None:  # type: ignore[override]
+        """Tokens of a block of the draft's cache; None for formats without blocks."""
+        return self.kv_format.block
+
+    def require(self, tokenizer: Tokenizer | None, tokens: int) -> None:
+        """Raises ValueError for another vocabulary than the tokenizer's, and for too many tokens.
+
+        One vocabulary may have more ids than the other, such as the padding in a GGUF file: the
+        draft model proposes none that the large one lacks.
+
+        tokenizer: of the large model; None is not compared. tokens: of the longest row.
+        """
+        positions = self.model.config.max_position_embeddings
+        if tokens > positions:
+            raise ValueError(
+                f"speculate: a row may have {tokens} tokens, and the draft model has {positions} "
+                "positions: ask for fewer tokens, or load the draft with max_positions"
+            )
+        if tokenizer is None or self.tokenizer is None:
+            return
+        mine, other = self.tokenizer.backend, tokenizer.backend
+        sizes = mine.get_vocab_size(), other.get_vocab_size()
+        ids = range(0, min(sizes), max(1, min(sizes) // COMPARED))
+        if any(mine.id_to_token(i) != other.id_to_token(i) for i in ids):
+            raise ValueError(
+                f"speculate: the draft model has another vocabulary, of {sizes[0]} tokens, than "
+                f"the model, of {sizes[1]}: take a smaller model of the same family"
+            )
+
+    def create(self, batch: int, tokens: int) -> DecoderCache:
+        """An empty cache of the draft model, in its own format."""
+        return self.model.create_cache(batch, tokens, self.kv_format, self.page_size)
+
+    def read(self, own: DecoderCache, tokens: jax.Array, lengths: jax.Array) -> DecoderCache:
+        """The cache with the prompts; the draft model reads them as the large one does."""
+        return read_prompts(self.model, self._known_ids(tokens), lengths, own)[1]
+
+    def begin(
+        self, own: DecoderCache, slot: jax.Array, tokens: jax.Array, count: jax.Array
+    ) -> DecoderCache:
+        """The cache after the draft model has read a row, in pieces that end where blocks end."""
+        size = self.kv_format.block or min(PIECE, len(tokens))
+        cache = own.rows(slot[None])
+
+        def read(cache: DecoderCache) -> DecoderCache:
+            places = cache.lengths[:, None] + jnp.arange(size)[None]
+            piece = self._known_ids(tokens[jnp.minimum(places, len(tokens) - 1)])
+            counts = jnp.minimum(count - cache.lengths, size)
+            return self.model.step(piece, counts, cache)[1]
+
+        cache = cache.begin(count[None])
+        cache = jax.lax.while_loop(lambda cache: cache.lengths[0] < count, read, cache)
+        return own.with_rows(slot[None], cache)
+
+    def rows(self, own: DecoderCache, slots: jax.Array) -> DecoderCache:
+        """The caches of some slots, which share the pages with all others."""
+        return own.rows(slots)
+
+    def put_rows(self, own: DecoderCache, slots: jax.Array, rows: DecoderCache) -> DecoderCache:
+        """The caches of all slots, with those of some."""
+        return own.with_rows(slots, rows)
+
+    def propose(self, context: Context) -> tuple[Proposal, DecoderCache]:
+        """Reads the tokens that the draft's cache lacks, and draws up to k after them.
+
+        The cache lacks the newest token, and the one before it if all of the last proposal was
+        accepted, whose last token the draft model has drawn and not read.
+        """
+        own: DecoderCache = context.state.speculation.own
+        history, most = context.history, context.most
+        places = jnp.minimum(own.lengths[:, None] + jnp.arange(2)[None], history.shape[1] - 1)
+        lacking = jnp.where(context.alive, context.known - own.lengths, 0)
+        tokens = self._known_ids(jnp.take_along_axis(history, places, axis=1))
+        if self.model.config.rereads_after is not None:
+            upcoming = jnp.where(context.alive, lacking + jnp.maximum(most - 1, 0), 0)
+            own = read_again(self.model, own, upcoming, lambda row: history[row])
+        logits, own = self.model.step(tokens, lacking, own)
+        drafting = _Drafting.begin(context, own, self.k)
+        divided = self.model.shards > 1
+
+        def advance(number: jax.Array, carry: tuple[_Drafting, jax.Array]) -> Any:
+            drafting, logits = carry
+            drafting, drawn = drafting.draw(logits, context, number, divided=divided)
+            # The last step's logits are not used: its tokens are the next proposal's to read.
+            reads = (number + 1 < most).astype(jnp.int32)
+            logits, cache = self.model.step(self._known_ids(drawn)[:, None], reads, drafting.cache)
+            return dataclasses.replace(drafting, cache=cache), logits
+
+        drafting, logits = jax.lax.fori_loop(0, self.k - 1, advance, (drafting, logits))
+        drafting, _ = drafting.draw(logits, context, jnp.int32(self.k - 1), divided=divided)
+        return Proposal(drafting.tokens, most, drafting.probabilities), drafting.cache
+
+    def settle(
+        self, own: DecoderCache, known: jax.Array, proposed: jax.Array, accepted: jax.Array
+    ) -> DecoderCache:
+        """The cache without the tokens that were not accepted."""
+        return dataclasses.replace(own, lengths=jnp.minimum(own.lengths, known + accepted))
+
+    def _known_ids(self, tokens: jax.Array) -> jax.Array:
+        """Tokens without ids that the draft's table lacks, of which no text has any."""
+        return jnp.minimum(tokens, self.model.config.vocab_size - 1)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "probabilities", "processors"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class _Drafting:
+    """A proposal that is being drawn.
+
+    cache: of the draft model. tokens: int32 [batch, k], drawn so far, and zeros.
+    probabilities: the distributions that they come from, float32 [batch, k, vocabulary]; None if
+        greedy. processors: as in State, with the drawn tokens.
+    """
+
+    cache: DecoderCache
+    tokens: jax.Array
+    probabilities: jax.Array | None
+    processors: Attachment
+
+    @classmethod
+    def begin(cls, context: Context, cache: DecoderCache, k: int) -> _Drafting:
+        """Before the first token is drawn."""
+        batch = len(context.most)
+        probabilities = None
+        if not context.settings.greedy:
+            probabilities = jnp.zeros((batch, k, context.vocabulary), jnp.float32)
+        tokens = jnp.zeros((batch, k), jnp.int32)
+        return cls(cache, tokens, probabilities, context.state.processors)
+
+    def draw(
+        self, logits: jax.Array, context: Context, number: jax.Array, *, divided: bool
+    ) -> tuple[_Drafting, jax.Array]:
+        """Draws token `number` of each row from logits [batch, vocabulary of the draft model].
+
+        divided: whether devices have parts of the logits' vocabulary; see `draw`.
+        """
+        logits = _fit(logits, context.vocabulary)
+        probabilities, settings = self.probabilities, context.settings
+        places = context.state.counts + number
+        logits = process(self.processors, logits, places)
+        if probabilities is None:
+            drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            here = distribution(logits, settings, divided=divided)
+            own = step_keys(row_keys(settings.key_words), places)
+            drawn = draw(here, step_keys(own, DRAFTING))
+            probabilities = jax.lax.dynamic_update_slice_in_dim(
+                probabilities, here[:, None], number, 1
+            )
+        is_new = jnp.ones((len(drawn), 1), bool)
+        processors = advance(self.processors, drawn[:, None], is_new)
+        tokens = jax.lax.dynamic_update_slice_in_dim(self.tokens, drawn[:, None], number, 1)
+        return _Drafting(self.cache, tokens, probabilities, processors), drawn
+
+
+def _fit(logits: jax.Array, vocabulary: int) -> jax.Array:
+    """Logits of as many tokens as the large model has; those that the draft lacks get -inf.
+
+    Models of one family may round the same vocabulary up to different sizes.
+    """
+    missing = max(0, vocabulary - logits.shape[1])
+    wide = jnp.pad(logits[:, :vocabulary], ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    return wide.astype(jnp.float32)

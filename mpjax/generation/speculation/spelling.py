@@ -1,0 +1,36 @@
+"""Proposers as texts on the command line: `ngram:4:3` and `draft:4:FOLDER`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpjax.generation.speculation.draft import Draft
+from mpjax.generation.speculation.ngram import Ngram
+from mpjax.generation.speculation.proposer import Proposer, read_k
+from mpjax.kernels.checks import shown
+from mpjax.loading import load
+
+EXPECTED = (
+    "expected ngram, ngram:4 or ngram:4:3 (the 4 tokens that followed the last 3 before), or "
+    "draft:4:FOLDER_OR_ID (4 tokens of a smaller model; @W4A16KV8 behind it gives its precision)"
+)
+
+
+def parse(text: str) -> Proposer:
+    """The proposer that a text describes; a draft model is loaded.
+
+    Raises ValueError for another text, and what mpjax.load raises for the draft model.
+    """
+    kind, *rest = text.split(":", 2)
+    numbers = rest[:1] if kind == "draft" else rest
+    is_known = (kind == "ngram" or (kind == "draft" and len(rest) == 2)) and all(
+        number.isdecimal() for number in numbers
+    )
+    if not is_known:
+        raise ValueError(f"speculate is {shown(text)}: {EXPECTED}")
+    if kind == "ngram":
+        return Ngram(*map(int, numbers))
+    k, source, precision = read_k("draft", int(numbers[0])), rest[1], None
+    if "@" in source and not Path(source).exists():
+        source, _, precision = source.rpartition("@")
+    return Draft(load(source, precision=precision), k)

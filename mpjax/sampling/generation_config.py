@@ -1,0 +1,100 @@
+"""Reads how a checkpoint's authors draw tokens: the sampling in generation_config.json.
+
+Keys that the file does not have change nothing: transformers' own default of `top_k`, 50, is not
+taken for the authors'.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.errors import CheckpointError
+from mpjax.sampling.settings import FILTERS, Sampling
+
+NAME = "generation_config.json"
+DRAWING = ("temperature", *FILTERS)
+OBEYED = {*DRAWING, "repetition_penalty", "do_sample"}
+# Keys of transformers that change no draw of a decoder without beams: ids, which others read,
+# lengths, which are arguments here, what is returned, caches, compilation, and assistants.
+IRRELEVANT = {
+    *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("max_length", "max_new_tokens", "max_time", "early_stopping", "num_return_sequences"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("return_dict_in_generate", "renormalize_logits", "remove_invalid_values"),
+    *("length_penalty", "diversity_penalty", "num_beam_groups"),
+    *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
+    *("low_memory", "compile_config", "disable_compile", "continuous_batching_config"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "use_mtp"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+    *("assistant_ensemble_weight", "target_lookbehind", "prompt_lookup_num_tokens"),
+    *("max_matching_ngram_size", "speculation_type"),
+    *("_from_model_config", "transformers_version", "_name_or_path"),
+}
+# Values with which keys that mpjax does not follow change nothing; null changes nothing in any.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
+    **dict.fromkeys(("stop_strings", "bad_words_ids", "suppress_tokens"), ([],)),
+    **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "constraints"), ([],)),
+    **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "dola_layers"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
+    "sequence_bias": ({}, []),
+    "token_healing": (False,),
+}
+
+
+def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
+    """The sampling in the keys of generation_config.json; None where they say nothing about it.
+
+    `do_sample` chooses between drawing and the likeliest token. Without it, a temperature or a
+    filter means that tokens are drawn: authors who write one want it, although transformers' own
+    default is greedy. A `top_k` of 0 or -1 is no filter, and a `top_p` of 0 leaves the likeliest.
+
+    where: the file, in messages. Warns of keys that change what is generated and are not followed.
+
+    Raises CheckpointError for values out of range.
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    _warn_of_others(given, where)
+    do_sample = given.get("do_sample", any(name in given for name in DRAWING))
+    if type(do_sample) is not bool:
+        raise CheckpointError(f"{where}: do_sample is {do_sample!r:.80}: expected true or false")
+    fields = {name: given[name] for name in DRAWING if name in given} if do_sample else {}
+    if do_sample:
+        fields = {"temperature": 1.0} | fields
+    if "repetition_penalty" in given:
+        fields["repetition_penalty"] = given["repetition_penalty"]
+    if not fields and "do_sample" not in given:
+        return None
+    for name, value in fields.items():
+        if type(value) not in (int, float, type(None)):
+            raise CheckpointError(f"{where}: {name} is {value!r:.80}: expected a number")
+    if fields.get("top_k") in (0, -1):
+        del fields["top_k"]
+    if fields.get("top_p") == 0:
+        fields |= {"top_k": 1, "top_p": None}
+    try:
+        return Sampling.of(fields)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _warn_of_others(given: Mapping[str, Any], where: str) -> None:
+    ignored = [
+        f"{key} {value!r:.40}"
+        for key, value in given.items()
+        if key not in OBEYED | IRRELEVANT and value not in NEUTRAL.get(key, ())
+    ]
+    if ignored:
+        warnings.warn(f"{where} has {', '.join(ignored)}: mpjax does not follow it", stacklevel=3)
+
+
+def to_keys(sampling: Sampling) -> dict[str, Any]:
+    """The keys of generation_config.json from which `read_sampling` reads a sampling."""
+    fields = {name: getattr(sampling, name) for name in (*DRAWING, "repetition_penalty")}
+    found = {name: value for name, value in fields.items() if value is not None}
+    return {"do_sample": not sampling.greedy, **found}

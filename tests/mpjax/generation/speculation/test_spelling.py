@@ -1,0 +1,52 @@
+"""Proposers as texts."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpjax
+from mpjax.generation.speculation.spelling import parse
+
+pytestmark = pytest.mark.any_version
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ngram", mpjax.Ngram()),
+        ("ngram:6", mpjax.Ngram(6)),
+        ("ngram:6:2", mpjax.Ngram(6, 2)),
+    ],
+)
+def test_n_grams(text, expected):
+    assert parse(text) == expected
+
+
+def test_a_draft_is_loaded_in_its_precision(tiny_folder):
+    draft = parse(f"draft:3:{tiny_folder}@W4A32KV8")
+    assert (draft.k, str(draft.kv_format)) == (3, "KV8")  # type: ignore[attr-defined]
+    assert draft.model.config.vocab_size == 2048  # type: ignore[attr-defined]
+    strange = tiny_folder.with_name("tiny@home")
+    strange.symlink_to(tiny_folder)
+    assert str(parse(f"draft:3:{strange}").kv_format) == "KV16"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ngrams", "ngram:x", "ngram:4:3:2", "draft", "draft:4", "draft:x:y", "4:3"]
+)
+def test_other_texts_are_refused(text):
+    with pytest.raises(ValueError, match=r"speculate is .*: expected ngram, ngram:4 or ngram:4:3"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["draft:4:", "draft:4:@W4A16KV8"])
+def test_an_empty_folder_is_not_the_current_one(text):
+    with pytest.raises(ValueError, match="the model's folder is empty text"):
+        parse(text)
+
+
+def test_numbers_are_refused_before_a_model_is_loaded():
+    with pytest.raises(ValueError, match="draft: k is 99: expected a whole number from 1 to 32"):
+        parse("draft:99:nowhere")
+    with pytest.raises(ValueError, match="Ngram: n is 0"):
+        parse("ngram:4:0")

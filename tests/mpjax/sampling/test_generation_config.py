@@ -1,0 +1,130 @@
+"""What generation_config.json says about drawing tokens, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+
+import pytest
+
+from mpjax import Sampling
+from mpjax.errors import CheckpointError
+from mpjax.sampling.generation_config import (
+    DRAWING,
+    IRRELEVANT,
+    NEUTRAL,
+    OBEYED,
+    read_sampling,
+    to_keys,
+)
+
+pytestmark = pytest.mark.any_version
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"eos_token_id": 1, "temperature": None}, None),
+        ({"do_sample": True}, Sampling(1.0)),  # gpt-oss
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},  # Qwen3
+            Sampling(0.6, 20, 0.95),
+        ),
+        (
+            {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7},  # Qwen2.5
+            Sampling(0.7, repetition_penalty=1.05),
+        ),
+        (
+            {"do_sample": True, "temperature": 0.01, "top_p": 0.001, "top_k": 1},  # Qwen2-VL
+            Sampling(0.01, 1, 0.001),
+        ),
+        ({"temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),  # without do_sample
+        ({"min_p": 0.1}, Sampling(1.0, min_p=0.1)),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 5}, Sampling()),
+        ({"do_sample": False, "repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+        ({"repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+        ({"temperature": 0.0, "top_p": 0.5}, Sampling()),
+        ({"temperature": 1, "top_k": 0, "top_p": 1.0}, Sampling(1.0, top_p=1.0)),
+        ({"temperature": 1, "top_k": -1}, Sampling(1.0)),
+        ({"temperature": 2, "top_p": 0.0}, Sampling(2.0, 1)),
+    ],
+)
+def test_the_authors_sampling_is_read(written, expected):
+    found = read_sampling(written, "file")
+    assert found == expected
+    if found is not None:
+        assert read_sampling(json.loads(json.dumps(to_keys(found))), "file") == found
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"temperature": "hot"}, "file: temperature is 'hot': expected a number"),
+        ({"temperature": True}, "file: temperature is True: expected a number"),
+        ({"temperature": -1}, r"file: temperature is -1.0: expected a number .* 0 or above"),
+        ({"top_p": 1.5}, "file: top_p is 1.5: expected a number above 0 and at most 1"),
+        ({"top_k": 2.5}, "file: top_k is 2.5: expected a whole number"),
+        ({"do_sample": 1}, "file: do_sample is 1: expected true or false"),
+    ],
+)
+def test_values_out_of_range_are_refused(written, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_sampling(written, "file")
+
+
+def test_keys_that_are_not_followed_are_named():
+    written = {"no_repeat_ngram_size": 3, "chat_format": "chatml", "do_sample": True}
+    told = "file has no_repeat_ngram_size 3, chat_format 'chatml': mpjax does not follow it"
+    with pytest.warns(UserWarning, match=f"^{re.escape(told)}$"):
+        assert read_sampling(written, "file") == Sampling(1.0)
+
+
+def test_every_key_of_transformers_is_known_and_its_defaults_are_neutral():
+    config = pytest.importorskip("transformers").GenerationConfig()
+    unknown = {*config.to_dict()} - OBEYED - IRRELEVANT - {*NEUTRAL}
+    assert not unknown  # decide for each whether it changes what a decoder draws
+    assert not OBEYED & IRRELEVANT | IRRELEVANT & {*NEUTRAL} | OBEYED & {*NEUTRAL}
+    defaults = config._get_default_generation_params()
+    with warnings.catch_warnings(action="error"):
+        assert read_sampling(defaults, "file") == Sampling(repetition_penalty=1.0)
+    for key in NEUTRAL:
+        with pytest.warns(UserWarning, match=f"file has {key} 'x'"):
+            read_sampling({key: "x"}, "file")
+
+
+def test_logits_are_processed_as_by_transformers():
+    """With every key that is obeyed, and with transformers' top_k where the file has one."""
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    jnp = pytest.importorskip("jax.numpy")
+    import numpy as np
+
+    from mpjax.sampling.controls import controls
+    from mpjax.sampling.draw import process_logits
+    from mpjax.sampling.processors import attach, process, read
+    from mpjax.sampling.settings import RowSettings
+
+    written = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05}
+    written["repetition_penalty"] = 1.3
+    assert {*written} == {*DRAWING, "repetition_penalty", "do_sample"} == OBEYED
+    logits = np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2
+    ids = torch.tensor([[3, 7, 7, 20]])
+    sampling = read_sampling(written, "file")
+    attached = tuple(attach(it, 1, 50, shared=False) for it in controls([sampling], 1, 50, 50))
+    attached = read(attached, jnp.asarray(ids.numpy(), jnp.int32), jnp.array([4]))
+    found = process_logits(
+        process(attached, jnp.asarray(logits), jnp.zeros(1, jnp.int32)),
+        RowSettings.of([sampling], 1),
+    )
+    steps = transformers.generation.logits_process
+    expected = torch.from_numpy(logits)
+    for each in (
+        steps.RepetitionPenaltyLogitsProcessor(written["repetition_penalty"]),
+        steps.TemperatureLogitsWarper(written["temperature"]),
+        steps.TopKLogitsWarper(written["top_k"]),
+        steps.TopPLogitsWarper(written["top_p"]),
+        steps.MinPLogitsWarper(written["min_p"]),
+    ):
+        expected = each(ids, expected)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    assert 1 < np.isfinite(expected.numpy()).sum() < 9

@@ -131,7 +131,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     Small caches are copied, and the copies read in turn, so that none is in the L2 cache.
     """
     for shape in sweep.shapes:
-        cudnn = _cudnn(shape)
+        cudnn = cudnn_microseconds(shape)
         for text in sweep.of_shape(shape):
             if text == UNCACHED:
                 yield _uncached(shape, cudnn)
@@ -167,7 +167,7 @@ def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
     return dataclasses.replace(cache, block_tables=jnp.asarray(tables, jnp.int32))
 
 
-def _cudnn(shape: AttentionShape) -> float:
+def cudnn_microseconds(shape: AttentionShape) -> float:
     """Microseconds of cuDNN's attention over contiguous 16-bit keys and values.
 
     If one sequence is longer than the others, the others are padded, and cuDNN gets all lengths.

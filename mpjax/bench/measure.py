@@ -41,15 +41,15 @@ def relative_error(found: Any, exact: Any) -> float:
     return float(np.abs(found - exact).mean() / np.abs(exact).mean())
 
 
-def failures(rows: Iterable[Mapping[str, Any]], name: str) -> list[str]:
-    """A sentence for each row whose `relative_error` is measured, and is NaN or not below GATE.
+def failures(rows: Iterable[Mapping[str, Any]], name: str, gate: float = GATE) -> list[str]:
+    """A sentence for each row whose `relative_error` is measured, and is NaN or not below the gate.
 
     name: the format of a row's values that names it.
     """
     return [
-        f"{name.format_map(row)}: the error is {error:.1e}, and the gate is {GATE:.0e}"
+        f"{name.format_map(row)}: the error is {error:.1e}, and the gate is {gate:.0e}"
         for row in rows
-        if (error := row["relative_error"]) is not None and not error < GATE
+        if (error := row["relative_error"]) is not None and not error < gate
     ]
 
 
@@ -158,6 +158,15 @@ def floor_microseconds(trees: list[Any], nbytes: int | None = None) -> float:
     arrays = [flat(tree) for tree in trees]
     read = jax.jit(lambda arrays: [array.sum(dtype=jnp.uint32) for array in arrays])
     return microseconds(read, arrays) / len(arrays)
+
+
+def update_microseconds(arrays: list[jax.Array]) -> float:
+    """The time in which an XLA kernel reads one of `arrays`, and writes as many bytes.
+
+    arrays: of floats, alike, which are read in turn.
+    """
+    update = jax.jit(lambda arrays: [array * 0.5 for array in arrays])
+    return microseconds(update, arrays) / len(arrays)
 
 
 def read_bandwidth() -> float:

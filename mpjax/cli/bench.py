@@ -26,6 +26,7 @@ from mpjax.cli.bench_help import (
     EPILOG,
     GEMM_EPILOG,
     GENERATE_EPILOG,
+    MIXERS_EPILOG,
     SERVE_EPILOG,
     SUMS_EPILOG,
 )
@@ -40,6 +41,7 @@ WEIGHT_FORMATS = (
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
 EXPERT_SHAPES = "qwen3-30b-a3b,mixtral-8x7b"
+MIXER_SHAPES = "qwen3.6-27b,qwen3.6-35b-a3b,granite-4.0-h-small,nemotron-h-8b"
 EXPERT_ROWS, EXPERT_FORMATS = "1,16,64,256,4096", "uint4:g128"
 T = TypeVar("T")
 
@@ -245,6 +247,30 @@ def attention_command(
     # Only decoding has a plot.
     plot = plot and any(shape.queries == 1 for shape in sweep.shapes)
     _check(attention, _run("attention", attention, sweep, output, "paged attention", plot=plot))
+
+
+@app.command("mixers", cls=CompilingCommand, epilog=MIXERS_EPILOG)
+def mixers_command(
+    shapes: Annotated[str, _texts("NAME", "Models whose layers are measured.")] = MIXER_SHAPES,
+    rows: Annotated[
+        str, _texts("ROWS", "Numbers of rows that read a token each; 0 for none.")
+    ] = "1,16,64",
+    prompt_tokens: Annotated[
+        str, _texts("TOKENS", "Numbers of tokens of a prompt; 0 for none.")
+    ] = "4096,32768",
+    output: Output = None,
+) -> None:
+    """Measure layers with a state against their floor and cuDNN."""
+    from mpjax.bench import mixers
+    from mpjax.kernels.recurrent.shapes import named
+
+    with options.wrong_usage():
+        sweep = mixers.Sweep(
+            named(options.split(shapes)),
+            () if rows == "0" else options.numbers("--rows", rows),
+            () if prompt_tokens == "0" else options.numbers("--prompt-tokens", prompt_tokens),
+        )
+    _check(mixers, _run("mixers", mixers, sweep, output, "{shape}"))
 
 
 @app.command("generate", cls=CompilingCommand, epilog=GENERATE_EPILOG)

@@ -86,6 +86,25 @@ The plot has the shapes with one new token: each format and its roofline.
 The format "uncached" is a prompt from its first token on, which attends to
 its own keys and values in 16 bits, as in a model, before they are quantised.
 """
+MIXERS_EPILOG = """\b
+Examples:
+  mpjax bench mixers
+  mpjax bench mixers --shapes qwen3.6-27b --rows 1,64 --prompt-tokens 0
+  mpjax bench mixers --rows 0 --prompt-tokens 32768
+
+\b
+Measures what layers do that keep a state: the gated delta rule of Qwen3.6,
+Mamba2 of Granite 4 and Nemotron-H. Products with weights are not in it.
+  tokens    1: a token of each row, whose state is read and written once;
+            more: a prompt of one row, in chunks
+  TB/s      bytes of the states, read and written, over the time
+  × floor   the time over the floor, in which an XLA kernel reads and writes
+            as many bytes, in the same run; 1.3 is good
+  × cuDNN   the time over that of causal attention by cuDNN with the heads of
+            the model's attention layers, on a prompt of the same length
+  error     mean error over mean magnitude of the outputs, or of the states,
+            against one token after the other in float32; the gate is 1e-5
+"""
 GENERATE_EPILOG = """\b
 Examples:
   mpjax bench generate

@@ -7,13 +7,25 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mpjax.bench import attention, experts, gemm, generate, measure, roofline, serve, sums, tables
+from mpjax.bench import (
+    attention,
+    experts,
+    gemm,
+    generate,
+    measure,
+    mixers,
+    roofline,
+    serve,
+    sums,
+    tables,
+)
 from mpjax.bench.lengths import Lengths
 from mpjax.cli.application import app
 from mpjax.generation.speculation.ngram import Ngram
 from mpjax.kernels.attention.shapes import DECODE, PREFILL
 from mpjax.kernels.experts.shapes import named
 from mpjax.kernels.gemm import shapes
+from mpjax.kernels.recurrent import shapes as recurrent_shapes
 from mpjax.models import Qwen3, Qwen3MoE
 from mpjax.models.presets import LLAMA3_1_8B, LLAMA3_70B
 from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generate_row, serve_row
@@ -21,7 +33,7 @@ from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generat
 COMMANDS = ("gemm", "attention", "generate", "serve")
 MODULES = {
     **{"gemm": gemm, "attention": attention, "generate": generate},
-    **{"serve": serve, "sums": sums},
+    **{"serve": serve, "sums": sums, "mixers": mixers},
 }
 
 
@@ -177,6 +189,21 @@ def test_sums(measured, monkeypatch):
     assert result.exit_code == 0
     assert sweeps == [sums.Sweep(2, (8,), ("bfloat16",))]
     assert "10.0 µs" in result.stdout
+
+
+def test_mixers(measured, folder):
+    row = {"shape": "nemotron-h-8b", "rows": 2, "tokens": 1, "state_bytes": 10**6}
+    row |= {"microseconds": 3.0, "floor_microseconds": 2.0, "cudnn_microseconds": None}
+    rows = [mixers.figures(row | {"relative_error": 1e-7})]
+    sweeps = measured("mixers", rows)
+    result = run("mixers", "--shapes", "nemotron-h-8b", "--rows", "2", "--prompt-tokens", "0")
+    assert result.exit_code == 0
+    assert sweeps == [mixers.Sweep(recurrent_shapes.named(["nemotron-h-8b"]), (2,), ())]
+    assert "1.50" in result.stdout
+    assert json.loads((folder / "mixers.json").read_text())["results"] == rows
+    run("mixers", "--rows", "0")
+    assert sweeps[1] == mixers.Sweep(recurrent_shapes.PUBLISHED, (), (4096, 32768))
+    assert run("mixers", "--shapes", "gpt-2").exit_code == 2
 
 
 def test_serving(measured, folder):

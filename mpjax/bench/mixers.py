@@ -1,0 +1,198 @@
+"""Benchmark of mixers that keep a state: a token of each row, and prompts of many tokens.
+
+A token's time is compared with the time in which XLA reads and writes the bytes of the states, a
+prompt's with that of an attention layer of the same model by cuDNN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.bench import attention, measure, tables
+from mpjax.kernels import DeltaInputs, gated_delta_rule, state_space_scan
+from mpjax.kernels.attention.shapes import AttentionShape
+from mpjax.kernels.recurrent.shapes import RecurrentShape
+
+GATE = 1e-5  # relative error: everything is computed in float32
+COLUMNS: tables.Columns = {
+    "rows": "{rows}",
+    "tokens": "{tokens}",
+    "µs": "{microseconds:.1f}",
+    "TB/s": tables.scaled("{:.2f}", "gigabytes_per_second", 1e-3),
+    "× floor": "{times_floor:.2f}",
+    "cuDNN µs": "{cudnn_microseconds:.1f}",
+    "× cuDNN": "{times_cudnn:.2f}",
+    "error": "{relative_error:.1e}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The cases of a benchmark: of each shape, a token of so many rows, and single prompts.
+
+    Raises ValueError for rows and lengths below 1, and for prompts of one token.
+    """
+
+    shapes: tuple[RecurrentShape, ...]
+    rows: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.rows, default=1) < 1 or min(self.prompt_tokens, default=2) < 2:
+            raise ValueError(
+                f"rows are {self.rows} and prompt_tokens {self.prompt_tokens}: expected 1 or more "
+                "rows, and 2 or more tokens"
+            )
+
+    @property
+    def cases(self) -> int:
+        """The number of rows that `run` yields."""
+        return len(self.shapes) * (len(self.rows) + len(self.prompt_tokens))
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds to a row the figures that follow from its measured times.
+
+    GB/s count the bytes of the states twice, since each is read and written.
+    """
+    time, found = row["microseconds"], dict(row)
+    if row["floor_microseconds"] is not None:
+        found["gigabytes_per_second"] = 2 * row["state_bytes"] / time / 1e3
+        found["times_floor"] = time / row["floor_microseconds"]
+    if row["cudnn_microseconds"] is not None:
+        found["times_cudnn"] = time / row["cudnn_microseconds"]
+    return found
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each row whose error is NaN, or not below the gate."""
+    return measure.failures(rows, "{shape}, {rows} rows of {tokens} tokens", GATE)
+
+
+def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Measures every case of a sweep on the default device, and yields its row."""
+    for shape in sweep.shapes:
+        for rows in sweep.rows:
+            yield _step(shape, rows)
+        for tokens in sweep.prompt_tokens:
+            yield _prompt(shape, tokens)
+
+
+def random_tokens(shape: RecurrentShape, rows: int, tokens: int, seed: int = 0) -> Any:
+    """What a layer reads of tokens [rows, tokens]: bfloat16, with gates in float32."""
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
+
+    def draw(heads: int, channels: int) -> jax.Array:
+        return jax.random.normal(next(keys), (rows, tokens, heads, channels), jnp.bfloat16)
+
+    first, second = (draw(shape.groups, shape.keys) for _ in range(2))
+    value = draw(shape.heads, shape.values)
+    decay, rate = (jax.random.uniform(next(keys), (rows, tokens, shape.heads)) for _ in range(2))
+    if shape.kind == "delta":
+        return DeltaInputs(first, second, value, -decay, rate)
+    return value, decay, first, second
+
+
+def read(shape: RecurrentShape, state: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
+    """The states after tokens [rows, tokens], and the outputs."""
+    if shape.kind == "delta":
+        outputs, state = gated_delta_rule(tokens, state)
+        return state, outputs
+    value, decay, first, second = tokens
+    outputs, state = state_space_scan(value, decay, -jnp.ones(shape.heads), first, second, state)
+    return state, outputs
+
+
+def _random_state(shape: RecurrentShape, rows: int, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(1000 + seed), (rows, *shape.state))
+
+
+class _InTurn:
+    """Steps of several states, which are donated and kept, as a loop that decodes does."""
+
+    def __init__(self, shape: RecurrentShape, states: list[jax.Array], tokens: list[Any]) -> None:
+        def each(states: list[jax.Array], tokens: list[Any]) -> Any:
+            pairs = [step(*pair) for pair in zip(states, tokens, strict=True)]
+            return [state for state, _ in pairs], [outputs for _, outputs in pairs]
+
+        # Its own `jit` has it traced once for all states.
+        step = jax.jit(lambda state, tokens: read(shape, state, tokens))
+        donating = measure.serial_jit(each, donate_argnums=0)
+        self.run = donating.lower(states, tokens).compile()
+        self.states = states
+
+    def __call__(self, tokens: list[Any]) -> list[jax.Array]:
+        self.states, outputs = self.run(self.states, tokens)
+        return outputs
+
+
+def _step(shape: RecurrentShape, rows: int) -> dict[str, Any]:
+    """Measures a token of each row. Several states are read in turn, so that the L2 has none."""
+    first = _random_state(shape, rows, 0)
+    count = measure.copies(first.nbytes)
+    tokens = [random_tokens(shape, rows, 1, seed) for seed in range(count)]
+    states = [_random_state(shape, rows, seed) for seed in range(count)]
+    floor = measure.update_microseconds(states)
+    steps = _InTurn(shape, states, tokens)
+    found = steps(tokens)[0], jnp.copy(steps.states[0])
+    error = _error(shape, first, tokens[0], *found)
+    kernels = measure.kernel_microseconds(measure.Unjitted(steps), tokens)
+    times = measure.merge_names(kernels, calls=count)
+    return _row(shape, rows, 1, first.nbytes, times, error, floor=floor)
+
+
+def _prompt(shape: RecurrentShape, tokens: int) -> dict[str, Any]:
+    """Measures a prompt from its first token on."""
+    inputs, state = random_tokens(shape, 1, tokens), jnp.zeros((1, *shape.state))
+    each = measure.compiled(lambda state, inputs: read(shape, state, inputs), state, inputs)
+    times = measure.merge_names(measure.kernel_microseconds(each, state, inputs))
+    after, outputs = each(state, inputs)
+    error = _error(shape, state, inputs, outputs, after)
+    of_attention = AttentionShape(1, *shape.attention, tokens, tokens)
+    cudnn = attention.cudnn_microseconds(of_attention)
+    return _row(shape, 1, tokens, state.nbytes, times, error, cudnn=cudnn)
+
+
+def _row(
+    shape: RecurrentShape,
+    rows: int,
+    tokens: int,
+    state_bytes: int,
+    times: dict[str, float],
+    error: float,
+    **others: float,
+) -> dict[str, Any]:
+    row = {
+        "shape": shape.name,
+        **dataclasses.asdict(shape),
+        "rows": rows,
+        "tokens": tokens,
+        "state_bytes": state_bytes,
+        "microseconds": sum(times.values()),
+        "floor_microseconds": others.get("floor"),
+        "cudnn_microseconds": others.get("cudnn"),
+        "relative_error": error,
+        "kernel_microseconds": times,
+    }
+    return figures(row)
+
+
+def _error(
+    shape: RecurrentShape, state: jax.Array, tokens: Any, outputs: jax.Array, after: jax.Array
+) -> float:
+    """The larger relative error of outputs and states, against a token after the other."""
+    last, expected = jax.jit(_by_token, static_argnums=(0, 1))(read, shape, state, tokens)
+    return max(measure.relative_error(*pair) for pair in ((outputs, expected), (after, last)))
+
+
+def _by_token(
+    read: Callable[..., Any], shape: RecurrentShape, state: jax.Array, tokens: Any
+) -> tuple[jax.Array, jax.Array]:
+    one_each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], tokens)
+    state, outputs = jax.lax.scan(lambda state, token: read(shape, state, token), state, one_each)
+    return state, jnp.moveaxis(outputs[:, :, 0], 0, 1)

@@ -1,0 +1,52 @@
+"""Named shapes of layers with a state, from published models; tests and benchmarks share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentShape:
+    """The sizes of a layer with a state, and of the model's attention layers.
+
+    kind: `delta` of the gated delta rule, `scan` of Mamba2.
+    heads: each of which has a state [keys, values] (delta), or [values, keys] (scan).
+    groups: of heads that share a query and key, or b and c, of `keys` channels.
+    attention: query heads, KV heads and head channels.
+    """
+
+    name: str
+    kind: str
+    groups: int
+    heads: int
+    keys: int
+    values: int
+    attention: tuple[int, int, int]
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The shape of a sequence's state."""
+        last = (self.keys, self.values) if self.kind == "delta" else (self.values, self.keys)
+        return self.heads, *last
+
+
+PUBLISHED = (
+    RecurrentShape("qwen3.6-27b", "delta", 16, 48, 128, 128, (24, 4, 256)),
+    RecurrentShape("qwen3.6-35b-a3b", "delta", 16, 32, 128, 128, (16, 2, 256)),
+    RecurrentShape("granite-4.0-h-small", "scan", 1, 128, 128, 64, (32, 8, 128)),
+    RecurrentShape("nemotron-h-8b", "scan", 8, 128, 128, 64, (32, 8, 128)),
+)
+
+
+def named(names: Iterable[str]) -> tuple[RecurrentShape, ...]:
+    """The shapes of models, each once.
+
+    Raises ValueError, which lists the known names, for an unknown one.
+    """
+    known = {shape.name: shape for shape in PUBLISHED}
+    names = tuple(dict.fromkeys(names))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown shape {name!r}: expected one of {', '.join(known)}")
+    return tuple(known[name] for name in names)

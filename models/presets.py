@@ -6,10 +6,13 @@ from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, RopeScaling
 from mpjax.models.decoder import Decoder
 from mpjax.models.experts import ExpertsSpec
+from mpjax.models.gated_delta import GatedDeltaSpec
 from mpjax.models.gpt_oss import GptOss
 from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mixtral import Mixtral
+from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.qwen import Qwen3
+from mpjax.models.qwen_hybrid import Qwen35, Qwen35MoE
 from mpjax.models.qwen_moe import Qwen3MoE
 from mpjax.models.rotary import yarn_attention_factor
 
@@ -118,6 +121,51 @@ GPT_OSS_20B = DecoderConfig(
     stop_ids=(200002,),
 )
 
+_GATED_ATTENTION = GroupedQuerySpec(qk_norm=True, output_gate=True)
+
+QWEN3_6_27B = DecoderConfig(
+    vocab_size=248320,
+    hidden_size=5120,
+    num_heads=24,
+    num_kv_heads=4,
+    head_dim=256,
+    layers=tuple(
+        LayerSpec(mixer, GatedMLPSpec(17408))
+        for mixer in (GatedDeltaSpec(16, 48),) * 3 + (_GATED_ATTENTION,)
+    )
+    * 16,
+    max_position_embeddings=262144,
+    rope_theta=1e7,
+    rotary_dim=64,
+    rms_norm_eps=1e-6,
+    offset_norms=True,
+    stop_ids=(248046,),
+)
+
+QWEN3_6_35B_A3B = DecoderConfig(
+    vocab_size=248320,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    layers=tuple(
+        LayerSpec(
+            mixer,
+            ExpertsSpec(
+                512, num_experts=256, experts_per_token=8, shared_size=512, shared_gate=True
+            ),
+        )
+        for mixer in (GatedDeltaSpec(16, 32),) * 3 + (_GATED_ATTENTION,)
+    )
+    * 10,
+    max_position_embeddings=262144,
+    rope_theta=1e7,
+    rotary_dim=64,
+    rms_norm_eps=1e-6,
+    offset_norms=True,
+    stop_ids=(248046,),
+)
+
 # The class and the configuration of each model, by the name that commands take.
 PUBLISHED: dict[str, tuple[type[Decoder], DecoderConfig]] = {
     "qwen3-8b": (Qwen3, QWEN3_8B),
@@ -126,6 +174,8 @@ PUBLISHED: dict[str, tuple[type[Decoder], DecoderConfig]] = {
     "qwen3-30b-a3b": (Qwen3MoE, QWEN3_30B_A3B),
     "mixtral-8x7b": (Mixtral, MIXTRAL_8X7B),
     "gpt-oss-20b": (GptOss, GPT_OSS_20B),
+    "qwen3.6-27b": (Qwen35, QWEN3_6_27B),
+    "qwen3.6-35b-a3b": (Qwen35MoE, QWEN3_6_35B_A3B),
 }
 
 

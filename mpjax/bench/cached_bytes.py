@@ -1,14 +1,30 @@
-"""The bytes of a cache that attention has to read."""
+"""The bytes of a layer's state that a step of one token for each sequence has to move."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import KVPages
 from mpjax.kernels.kv_cache import residual
+
+
+def is_pages(state: Any) -> bool:
+    """Whether a part of a layer's state is pages of keys and values."""
+    return isinstance(state, KVPages)
+
+
+def moved_bytes(layer: Any, lengths: Sequence[int]) -> int:
+    """The bytes of a layer's state that a step moves, for sequences of some lengths.
+
+    Keys and values are read. Arrays with a row for each sequence are read and written.
+    """
+    parts = jax.tree.leaves(layer, is_leaf=is_pages)
+    return sum(cached_bytes(x, lengths) if is_pages(x) else 2 * x.nbytes for x in parts)
 
 
 def cached_bytes(pages: KVPages, lengths: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 import mpjax
 from mpjax.bench import filled_pages
+from mpjax.bench.cached_bytes import is_pages
 from mpjax.generation.loop import STRIDE, Loop
 from mpjax.generation.state import State
 from mpjax.memory import require_free_on
@@ -52,12 +53,17 @@ def empty_loop(
 
 
 def fill(loop: Loop, tokens: int, mesh: jax.sharding.Mesh | None = None) -> Loop:
-    """Fills every layer of a loop's cache with `tokens` random keys and values for each row."""
+    """Fills all pages of a loop's cache with `tokens` random keys and values for each row.
+
+    What layers keep for each sequence stays as it is.
+    """
     cache = loop.state.cache
-    layers = tuple(
-        filled_pages.fill(pages, cache.tables[0], tokens, seed, mesh)
-        for seed, pages in enumerate(cache.layers)
-    )
+    states, tree = jax.tree.flatten(cache.layers, is_leaf=is_pages)
+    states = [
+        filled_pages.fill(state, cache.tables[0], tokens, seed, mesh) if is_pages(state) else state
+        for seed, state in enumerate(states)
+    ]
+    layers = jax.tree.unflatten(tree, states)
     cache = jax.block_until_ready(dataclasses.replace(cache, layers=layers))
     return dataclasses.replace(loop, state=dataclasses.replace(loop.state, cache=cache))
 
@@ -66,8 +72,8 @@ def rewind(loop: Loop, tokens: int) -> Loop:
     """The loop after `tokens` prompt tokens and the first new one, to decode from there again.
 
     What is set comes from the host, so that no kernel runs and is counted. Later
-    tokens in the cache will be overwritten. A residual still holds later tokens: with such formats
-    the times of the next round are right, but the generated tokens are not.
+    tokens in the cache will be overwritten. A residual, and what is kept for each sequence, still
+    hold later tokens: the times of the next round are right, but its tokens are not.
     """
     state, batch = loop.state, len(loop.tokens)
     state = dataclasses.replace(

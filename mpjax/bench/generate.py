@@ -18,7 +18,7 @@ import numpy as np
 
 import mpjax
 from mpjax.bench import checkpoint, measure, speculation, tables
-from mpjax.bench.cached_bytes import cached_bytes
+from mpjax.bench.cached_bytes import moved_bytes
 from mpjax.bench.case_state import CaseDecoding, empty_loop, endless, fill, from_host
 from mpjax.bench.pieces import read_pieces, require_pieces
 from mpjax.bench.random_model import random_model
@@ -179,7 +179,7 @@ def _gate(row: Mapping[str, Any]) -> float:
 
 
 def step_bytes(lm: mpjax.LanguageModel, cache: DecoderCache, tokens: float) -> float:
-    """The bytes that each device has to read in a decoding step: its weights, and its cache.
+    """The bytes that each device has to move in a decoding step: its weights, and its cache.
 
     tokens: of each row in the cache. An embedding that is not also the head is left out, because a
     step reads only a few of its rows, and so are experts without a token, if each is as likely as
@@ -190,7 +190,7 @@ def step_bytes(lm: mpjax.LanguageModel, cache: DecoderCache, tokens: float) -> f
     embedding = 0 if tied else lm.summary()["tables"]["embedding"]["bytes"]
     lengths = [round(tokens)] * len(cache.lengths)
     weights = (lm.nbytes - embedding - _missed_bytes(lm, batch)) / lm.devices
-    return weights + sum(cached_bytes(layer, lengths) for layer in cache.layers)
+    return weights + sum(moved_bytes(layer, lengths) for layer in cache.layers)
 
 
 def _missed_bytes(lm: mpjax.LanguageModel, batch: int) -> float:

@@ -278,7 +278,11 @@ def generate_command(
     precision: Precisions = "W4A16KV8",
     shapes: Annotated[
         str,
-        _texts("NAME", "Models: qwen3-8b, llama3.1-8b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b."),
+        _texts(
+            "NAME",
+            "Models: qwen3-8b, llama3.1-8b, llama3-70b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, "
+            "qwen3.6-27b, qwen3.6-35b-a3b.",
+        ),
     ] = SHAPES,
     batch: Annotated[str, _texts("ROWS", "Numbers of rows that are decoded together.")] = "1",
     prompt_tokens: Annotated[

@@ -67,6 +67,44 @@ LLAMA3_70B = LLAMA3_1_8B | {
     "rope_scaling": None,
 }
 
+QWEN3_6 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attn_output_gate": True,
+    "eos_token_id": 248046,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 248320,
+}
+QWEN3_6_MOE = QWEN3_6 | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+
 
 def parameters(config: DecoderConfig) -> int:
     [decoder] = [d for d, known in presets.PUBLISHED.values() if known is config]
@@ -79,7 +117,8 @@ def parameters(config: DecoderConfig) -> int:
     [
         *((presets.QWEN3_8B, 8.19), (presets.LLAMA3_1_8B, 8.03), (presets.LLAMA3_70B, 70.55)),
         *((presets.QWEN3_30B_A3B, 30.52), (presets.MIXTRAL_8X7B, 46.70)),
-        (presets.GPT_OSS_20B, 20.91),
+        *((presets.GPT_OSS_20B, 20.91), (presets.QWEN3_6_27B, 26.89)),
+        (presets.QWEN3_6_35B_A3B, 34.64),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, billions):
@@ -92,6 +131,7 @@ def test_presets_have_the_published_number_of_parameters(config, billions):
         *((presets.QWEN3_8B, QWEN3_8B), (presets.LLAMA3_1_8B, LLAMA3_1_8B)),
         *((presets.QWEN3_30B_A3B, QWEN3_30B_A3B), (presets.MIXTRAL_8X7B, MIXTRAL)),
         *((presets.GPT_OSS_20B, GPT_OSS), (presets.LLAMA3_70B, LLAMA3_70B)),
+        *((presets.QWEN3_6_27B, QWEN3_6), (presets.QWEN3_6_35B_A3B, QWEN3_6_MOE)),
     ],
 )
 def test_presets_are_what_the_published_files_say(config, file):

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
-from mpjax.bench.cached_bytes import cached_bytes
+from mpjax.bench.cached_bytes import cached_bytes, moved_bytes
 from mpjax.kernels import KVLayout, PagedKVCache
 
 HEADS, DIM = 2, 64
@@ -40,3 +41,9 @@ def test_bytes_are_those_that_sequences_have(text, lengths, expected):
         scales=1.0 if text == "KVfp8" else None,
     )
     assert cached_bytes(cache.layers[0], lengths) == expected
+
+
+def test_a_state_of_each_sequence_is_read_and_written():
+    pages = PagedKVCache.create(KVLayout(HEADS, DIM), layers=1, batch=2, max_tokens=64).layers[0]
+    read = cached_bytes(pages, [5, 30])
+    assert moved_bytes((jnp.zeros((2, 3, 4)), pages), [5, 30]) == read + 2 * 2 * 3 * 4 * 4

@@ -26,11 +26,16 @@ def endless(batch: int, new_tokens: int) -> RowSettings:
 
 
 def empty_loop(
-    lm: mpjax.LanguageModel, settings: RowSettings, max_tokens: int, columns: int
+    lm: mpjax.LanguageModel,
+    settings: RowSettings,
+    max_tokens: int,
+    columns: int,
+    adapters: jax.Array | None = None,
 ) -> Loop:
     """A loop with an empty cache, in the KV format and pages of `lm`, before its first token.
 
-    max_tokens: of a row in the cache. columns: room for new tokens of a row.
+    max_tokens: of a row in the cache. columns: room for new tokens of a row. adapters: int32
+    [rows], as in DecoderCache.
 
     Raises DeviceMemoryError if a device has no room for the cache.
     """
@@ -42,7 +47,7 @@ def empty_loop(
     require_free_on(lm.model.mesh, needed, what)
     none = np.zeros(batch, np.int32)
     state = State(
-        create(),
+        dataclasses.replace(create(), adapters=adapters),
         newest=from_host(none),
         counts=from_host(none),
         running=from_host(np.ones(batch, bool)),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax.bench import adapters as of_adapters
 from mpjax.bench import checkpoint, measure, speculation, tables
 from mpjax.bench.cached_bytes import moved_bytes
 from mpjax.bench.case_state import CaseDecoding, empty_loop, endless, fill, from_host
@@ -43,7 +44,7 @@ CHECKED_TOKENS = 1 << 13  # with so many, the logits of one pass take 5 GB
 READS, ROUNDS = 3, 4
 AWQ = WeightFormat("uint4", 128)
 COLUMNS: tables.Columns = {
-    "precision": lambda row: row["precision"] + on_devices(row),
+    "precision": lambda row: row["precision"] + on_devices(row) + with_adapters(row),
     "batch": "{batch}",
     "context": "{prompt_tokens}",
     "load": "{load_seconds:.1f} s",
@@ -59,7 +60,10 @@ COLUMNS: tables.Columns = {
 
 
 class Case(NamedTuple):
-    """One case of a sweep. is_read: whether its prompt is read, or the cache filled."""
+    """One case of a sweep. is_read: whether its prompt is read, or the cache filled.
+
+    adapters: how many different ones the rows have; None for a model without adapters.
+    """
 
     batch: int
     prompt: int
@@ -67,6 +71,7 @@ class Case(NamedTuple):
     is_read: bool = True
     piece: int | None = None
     speculate: tuple[int, ...] = ()
+    adapters: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,9 @@ class Sweep:
         among them; see `mpjax.load`.
     speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
     piece_tokens: tokens of each row's prompt that are read at a time; None for the whole prompt.
+    adapters: numbers of adapters that rows have in turn, each in a case beside that of a model
+        without adapters; 0 for rows without any. The model has the most of them, and one at least,
+        beside all linear maps of layers. rank: of the adapters.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
     checkpoint cannot have, and for numbers that leave nothing to measure.
@@ -99,6 +107,8 @@ class Sweep:
     speculate: tuple[int, ...] = ()
     piece_tokens: int | None = None
     experts: ExpertDivision = "divided"
+    adapters: tuple[int, ...] = ()
+    rank: int = 16
 
     def __post_init__(self) -> None:
         for text in self.precisions:
@@ -110,6 +120,8 @@ class Sweep:
         read_experts(self.experts, max(self.devices))
         for k in self.speculate:
             read_k("speculate", k)
+        if self.adapters and (max(self.devices) > 1 or min(self.adapters) < 0 or self.rank < 1):
+            raise ValueError("adapters are measured on one device, by numbers from 0 and a rank")
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
             raise ValueError("a step is measured from one prompt token and two new ones on")
         for prompt in self.prompt_tokens:
@@ -134,7 +146,7 @@ class Sweep:
     def cases(self) -> int:
         """The number of rows that `run` yields."""
         cases = len(self.precisions) * len(self.batches) * len(self.prompt_tokens)
-        return cases * len(self.devices)
+        return cases * len(self.devices) * (1 + len(self.adapters))
 
     @property
     def model_config(self) -> DecoderConfig:
@@ -147,6 +159,11 @@ class Sweep:
 def on_devices(row: Mapping[str, Any]) -> str:
     """The number of a row's devices as the end of a cell, if it is not 1."""
     return f" on {row['devices']} devices" if row.get("devices", 1) > 1 else ""
+
+
+def with_adapters(row: Mapping[str, Any]) -> str:
+    """The number of adapters that a row's sequences have as the end of a cell."""
+    return f" with {row['adapters']} adapters" if "adapters" in row else ""
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +248,9 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
                 case = Case(
                     batch, prompt, sweep.new_tokens, is_read, sweep.piece_tokens, sweep.speculate
                 )
-                yield figures(row | _measure(lm, case))
+                plain = figures(row | _measure(lm, case))
+                yield plain
+                yield from _beside_adapters(lm, sweep, case, row, plain)
         del lm  # frees its memory before the next model is made
 
 
@@ -257,16 +276,36 @@ def _load(
         return lm, time.perf_counter() - begin
 
 
+def _beside_adapters(
+    lm: mpjax.LanguageModel,
+    sweep: Sweep,
+    case: Case,
+    facts: dict[str, Any],
+    plain: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """The rows of a case with each number of adapters, compared with that of the case without."""
+    if not sweep.adapters:
+        return
+    places = max(1, *sweep.adapters)
+    model = of_adapters.adapted(lm.model, places, sweep.rank)
+    lm = dataclasses.replace(lm, model=model)
+    for count in sweep.adapters:
+        row = facts | {"adapters": count, "rank": sweep.rank}
+        row |= _measure(lm, case._replace(adapters=count))
+        yield figures(of_adapters.compared(row, plain, places))
+
+
 _decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_argnames="loop")
 
 
 def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
-    batch, prompt, new, is_read, piece, speculate = case
+    batch, prompt, new, is_read, piece, speculate, count = case
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
     fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
     tokens = jnp.asarray(rows, jnp.int32)
-    loop = empty_loop(lm, endless(batch, new), prompt + new, new)
+    places = None if count is None else of_adapters.places(batch, count)
+    loop = empty_loop(lm, endless(batch, new), prompt + new, new, places)
     program = decode_program(lm.model, loop)
     loop, reading = (
         _read(lm, loop, tokens, piece) if is_read else (fill(loop, prompt, lm.model.mesh), {})
@@ -295,6 +334,8 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
     cache = decoding.loop.state.cache
     is_checked = is_read and prompt + new <= CHECKED_TOKENS
     text = jnp.concatenate([tokens[:1], jnp.asarray(said)], 1)
+    first = None if count is None else of_adapters.places(1, count)
+    difference = _difference(lm, text, jnp.asarray(scores), first) if is_checked else None
     return reading | {
         "prompt_tokens": prompt,
         "new_tokens": new,
@@ -310,7 +351,7 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
         "cache_tokens_that_fit": fitting,
         # The allocator never resets its peak. A case's own peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
-        "logprob_difference": _difference(lm, text, jnp.asarray(scores)) if is_checked else None,
+        "logprob_difference": difference,
         "speculation": costs,
         "case_seconds": time.perf_counter() - case_begin,
         "kernel_microseconds_per_step": kernels,
@@ -389,21 +430,30 @@ def _peak_bytes() -> int | None:
 
 
 @functools.partial(jax.jit, static_argnames="new")
-def _logprobs(model: Decoder, text: jax.Array, new: int) -> jax.Array:
+def _logprobs(
+    model: Decoder, text: jax.Array, new: int, adapters: jax.Array | None = None
+) -> jax.Array:
     """The log-probabilities of the last `new` tokens of texts, float32 [batch, new], in one pass.
 
     The pass has no cache, so that it is compiled once for all KV formats.
     """
-    logprobs = jax.nn.log_softmax(model(text)[:, -new - 1 : -1])
+    logprobs = jax.nn.log_softmax(model(text, adapters)[:, -new - 1 : -1])
     return jnp.take_along_axis(logprobs, text[:, -new:, None], -1)[..., 0]
 
 
-def _difference(lm: mpjax.LanguageModel, text: jax.Array, scores: jax.Array) -> float:
+def _difference(
+    lm: mpjax.LanguageModel,
+    text: jax.Array,
+    scores: jax.Array,
+    adapters: jax.Array | None = None,
+) -> float:
     """Mean absolute difference, in nats, between log-probabilities of decoding and of one pass.
 
     text: int32 [1, prompt and new tokens].
     scores: float32 [1, new tokens], the log-probabilities of the new tokens from decoding.
+    adapters: int32 [1], as in DecoderCache.
 
     The pass over the whole text has no cache, and runs other kernels than decoding.
     """
-    return float(jnp.abs(_logprobs(lm.model, text, scores.shape[1]) - scores).mean())
+    expected = _logprobs(lm.model, text, scores.shape[1], adapters)
+    return float(jnp.abs(expected - scores).mean())

@@ -55,7 +55,7 @@ def random_model(
         if len(array.shape) == 1:
             model.put_array(array, jnp.ones(array.shape, dtype))
         else:
-            model.put_array(array, _normal(next(keys), array.shape, 0.02, dtype.name))
+            model.put_array(array, normal(next(keys), array.shape, 0.02, dtype.name))
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)
@@ -73,7 +73,8 @@ def _format_of(place: LinearPlace, format: WeightFormat | None) -> WeightFormat 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str) -> jax.Array:
+def normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str) -> jax.Array:
+    """Normal numbers of a shape and dtype, made on the device in one program."""
     return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
 
 
@@ -82,7 +83,7 @@ def _kernel(
     key: jax.Array, shape: tuple[int, ...], format: WeightFormat | None, dtype: str
 ) -> QuantizedTensor | jax.Array:
     # With this deviation the outputs of a map are as large as its inputs.
-    kernel = _normal(key, shape, shape[-2] ** -0.5, dtype)
+    kernel = normal(key, shape, shape[-2] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)
 
 

@@ -138,6 +138,16 @@ PieceTokens = Annotated[
         "activations of all.",
     ),
 ]
+AdapterCounts = Annotated[
+    str,
+    _texts(
+        "COUNT",
+        "Also measure rows that have so many different adapters; 0 for rows without any in a model "
+        "that has some.",
+        show_default=False,
+    ),
+]
+Rank = Annotated[int, typer.Option(min=1, help="Rank of the adapters.")]
 Filled = Annotated[
     bool,
     typer.Option(
@@ -294,6 +304,8 @@ def generate_command(
     ] = "1",
     experts: options.Experts = options.ExpertsKind.divided,
     speculate: VerifiedTokens = "",
+    adapters: AdapterCounts = "",
+    rank: Rank = 16,
     layers: Layers = None,
     piece_tokens: PieceTokens = None,
     filled: Filled = False,
@@ -302,6 +314,7 @@ def generate_command(
     plot: Plot = True,
 ) -> None:
     """Measure tokens/s of a whole model against its roofline."""
+    from mpjax.bench import adapters as of_adapters
     from mpjax.bench import generate, speculation, tables
 
     common = (
@@ -315,6 +328,8 @@ def generate_command(
             "filled": filled,
             "devices": options.numbers("--devices", devices),
             "speculate": options.numbers("--speculate", speculate) if speculate else (),
+            "adapters": options.numbers("--adapters", adapters) if adapters else (),
+            "rank": rank,
             "piece_tokens": piece_tokens,
             "experts": experts.value,
         },
@@ -327,10 +342,14 @@ def generate_command(
         file += "" if layers is None else f"-{layers}-layers"
         title = f"{name}'s shapes, random weights, {new_tokens} new tokens"
         title += "" if layers is None else f", {layers} layers"
-        measured = _run(file, generate, sweep, output, title, plot=plot)
+        measured = _run(file, generate, sweep, output, title, plot=plot and not adapters)
         if speculate:
             steps = tables.table(speculation.COLUMNS, speculation.rows(measured))
             tables.show("steps of speculation, over a step", *steps)
+        if adapters:
+            rows = [row for row in measured if "adapters" in row]
+            cells = tables.table(of_adapters.COLUMNS, rows)
+            tables.show("beside a model without adapters", *cells)
         everything += measured
     _check(generate, everything)
 

@@ -112,6 +112,8 @@ Examples:
   mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
       --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --speculate 2,4,8
+  mpjax bench generate --adapters 0,1 --rank 16
+  mpjax bench generate --batch 64 --prompt-tokens 512 --filled --adapters 0,16,64
   mpjax bench generate --shapes qwen3-30b-a3b
   mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,32 --filled
   mpjax bench generate --shapes llama3-70b --devices 1,2 --layers 16 \\
@@ -148,6 +150,10 @@ speculates, over that of a plain step, where no row is proposed a token and
 where all rows are proposed k. Random weights accept none, so the speed-up is
 that of your text: its tokens per step (`mpjax generate --speculate` prints
 them) over the time of a step.
+
+\b
+With --adapters there is a table of the same cases with random adapters
+beside all linear maps of the layers: the speed is that over the case without.
 
 \b
 The plot shows several contexts as lines below their rooflines, one context as

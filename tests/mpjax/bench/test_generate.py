@@ -143,6 +143,21 @@ def test_steps_of_speculation_begin_behind_the_prompt(quick, monkeypatch):
     ] * 2
 
 
+def test_rows_with_adapters_are_compared_with_a_model_without(quick):
+    plain, none, two = generate.run(sweep(batches=(3,), adapters=(0, 2), rank=4))
+    assert [row.get("adapters") for row in (plain, none, two)] == [None, 0, 2]
+    for row in (none, two):
+        ratio = plain["decode_step_microseconds"] / row["decode_step_microseconds"]
+        assert row["of_step"] == pytest.approx(ratio)
+        assert row["of_prompt"] > 0
+        assert row["logprob_difference"] < 0.2
+    assert none["step_bytes"] == plain["step_bytes"]
+    pairs = 4 * (4 * 128 + 4 * 64 + 128 + 128 + 4 * 128 + 128)  # both factors of all seven maps
+    assert two["step_bytes"] - plain["step_bytes"] == pytest.approx(2 * 2 * pairs)
+    with pytest.raises(ValueError, match="on one device"):
+        sweep(adapters=(-1,))
+
+
 def test_a_packed_head_is_read_and_the_embedding_is_not():
     plain, packed = (
         generate._load(sweep(), Precision.parse(text))[0] for text in ("W4A16KV8", "W4A16KV8H8")

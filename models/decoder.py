@@ -12,28 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import (
     as_array,
     is_known,
     require_type,
     shown,
-    whole_number,
 )
 from mpjax.kernels.kv_cache.cache import require_room
-from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models import config_json, config_keys, parameters, rotary, step_checks, tables
-from mpjax.models.cache_scales import CacheScales, scales_for
+from mpjax.models.cache_scales import CacheScales
 from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
+from mpjax.models.keeper import Keeper
 from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.low_rank import LowRank, read_numbers
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 from mpjax.models.specs import SPECS
-from mpjax.models.state import WHOLE, DecoderCache, Room, StepContext
+from mpjax.models.state import WHOLE, DecoderCache, StepContext
 from mpjax.models.vocabulary import Vocabulary
 from mpjax.models.window import Window
 
@@ -50,7 +49,7 @@ def _apply(
     return layer(*arguments)
 
 
-class Decoder(nnx.Module):
+class Decoder(Keeper):
     """A causal language model. A family subclasses it, reads config.json and names its tensors.
 
     Calling it is a differentiable forward pass over whole sequences; `step` is the function behind
@@ -328,69 +327,6 @@ class Decoder(nnx.Module):
         )
         context = StepContext.of(cache, counts, angles, encoded=encoded)
         return self._advance(tokens, context, cache, every_position=every_position)
-
-    def create_cache(
-        self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
-    ) -> DecoderCache:
-        """An empty cache for this model, with the model's cache_scales where the format uses them.
-
-        batch: number of sequences. max_tokens: the room of each, rounded up to whole pages.
-        format: a KV format, such as `KV8`. page_size: tokens in a page: 16, 32, 64, 128 or 256.
-
-        Warns where the format has a scale for each head and cache_scales are for each channel: the
-        cache's scales are 1 then.
-        """
-        format = KVFormat.of(format)
-        page_size = read_page_size(page_size, format)
-        batch, max_tokens = whole_number("batch", batch), whole_number("max_tokens", max_tokens)
-        entries = -(-max_tokens // page_size)
-        groups = len(self.config.page_groups)
-        by_length = self.config.scaling_by_length is not None
-        return DecoderCache(
-            self.create_states((batch * entries,) * groups, batch, format, page_size),
-            # Each array is a buffer of its own: a buffer that appears twice can't be donated.
-            tuple(
-                jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
-                for _ in range(groups)
-            ),
-            jnp.zeros(batch, jnp.int32),
-            format,
-            page_size,
-            rotary_lengths=jnp.zeros(batch, jnp.int32) if by_length else None,
-        )
-
-    def create_states(
-        self, pages: Sequence[int], sequences: int, format: KVFormat | str, page_size: int = 128
-    ) -> tuple[Any, ...]:
-        """The empty state of each layer, as in `create_cache`, that belongs to no sequence yet.
-
-        pages: the pages of each group of layers. sequences: that may have a state at once.
-        """
-        config, format = self.config, KVFormat.of(format)
-        scales = scales_for(self.cache_scales, format)
-        return tuple(
-            spec.create(
-                Room(0 if group is None else pages[group], sequences, format, page_size),
-                None if scales is None else scales[number],
-            )
-            for number, (spec, group) in enumerate(zip(config.states, config.groups, strict=True))
-        )
-
-    def clear_states(
-        self, states: tuple[Any, ...], pages: Sequence[jax.Array], slots: jax.Array
-    ) -> tuple[Any, ...]:
-        """The states with zeros in some pages, and in what is kept for some sequences.
-
-        pages: int32 [any number] for each group of layers. slots: int32 [any number]. Those too
-        high are left out.
-        """
-        nothing = jnp.zeros(0, jnp.int32)
-        return tuple(
-            spec.clear(state, nothing if group is None else pages[group], slots)
-            for spec, group, state in zip(
-                self.config.states, self.config.groups, states, strict=True
-            )
-        )
 
     def angles(
         self, positions: jax.Array, rope: str = "global", lengths: jax.Array | None = None

@@ -131,6 +131,12 @@ class JointState:
         """An empty state of each mixer."""
         return tuple(state.create(room, scales) for state in self.states)
 
+    def copy(self, state: tuple[Any, ...], source: jax.Array, target: jax.Array) -> tuple[Any, ...]:
+        """The states with what both mixers keep for one sequence copied to another place."""
+        return tuple(
+            spec.copy(each, source, target) for spec, each in zip(self.states, state, strict=True)
+        )
+
     def clear(self, state: tuple[Any, ...], pages: jax.Array, slots: jax.Array) -> tuple[Any, ...]:
         """The states with zeros in some pages, and in what is kept for some sequences."""
         return tuple(

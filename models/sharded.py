@@ -303,13 +303,18 @@ class ShardedDecoder(Decoder):
         return found
 
     def create_states(
-        self, pages: Sequence[int], sequences: int, format: KVFormat | str, page_size: int = 128
+        self,
+        pages: Sequence[int],
+        sequences: int,
+        format: KVFormat | str,
+        page_size: int = 128,
+        snapshots: int = 0,
     ) -> tuple[Any, ...]:
         """The empty state of each layer, of which each device has its heads; see `Decoder`."""
-        format = KVFormat.of(format)
+        room = pages, sequences, KVFormat.of(format), page_size, snapshots
 
         def create(share: Decoder) -> tuple[Any, ...]:
-            return share.create_states(pages, sequences, format, page_size)
+            return share.create_states(*room)
 
         found: tuple[Any, ...] = jax.jit(lambda: self._map(create, (), self._divided))()
         return found
@@ -326,6 +331,15 @@ class ShardedDecoder(Decoder):
             tuple(pages),
             slots,
         )
+        return found
+
+    def copy_states(
+        self, states: tuple[Any, ...], source: jax.Array, target: jax.Array
+    ) -> tuple[Any, ...]:
+        """The states with a sequence's copied to another place; see `Decoder`."""
+        taken = self._divided, WHOLE, WHOLE
+        arguments = states, source, target
+        found: tuple[Any, ...] = self._map(Decoder.copy_states, taken, self._divided, *arguments)
         return found
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:

@@ -23,13 +23,14 @@ class Room:
     """The room for the state of a layer.
 
     pages: of the layer's group. sequences: that may have a state at once. format: of keys and
-    values. page_size: tokens in a page.
+    values. page_size: tokens in a page. snapshots: copies of what is kept for a sequence.
     """
 
     pages: int
     sequences: int
     format: KVFormat
     page_size: int
+    snapshots: int = 0
 
 
 class StateSpec(Protocol):
@@ -37,8 +38,8 @@ class StateSpec(Protocol):
 
     is_paged: whether it is in pages of tokens, some of it at least, which block tables assign to
         sequences.
-    keeps_sequences: whether some of it is of one size for each sequence: then sequences share no
-        beginnings, and no tokens are taken back.
+    keeps_sequences: whether some of it is of one size for each sequence: then sequences share
+        beginnings only where a snapshot of it was kept, and no tokens are taken back.
     window: how many tokens read a token's page, its own included; None: all later ones.
     """
 
@@ -66,6 +67,12 @@ class StateSpec(Protocol):
         pages, slots: int32 [any number]; those too high are left out.
         """
 
+    def copy(self, state: Any, source: jax.Array, target: jax.Array) -> Any:
+        """The state with what is kept at one place for a sequence copied to another.
+
+        source, target: int32 scalars, below sequences + snapshots; a target too high is left out.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class SequenceState:
@@ -85,14 +92,21 @@ class SequenceState:
         return bool(self.shapes)
 
     def create(self, room: Room, scales: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Zeros [sequences, ...] of each shape. scales: of a cache, which are not used."""
-        return tuple(jnp.zeros((room.sequences, *shape), self.dtype) for shape in self.shapes)
+        """Zeros [sequences + snapshots, ...] of each shape. scales: of a cache, not used."""
+        places = room.sequences + room.snapshots
+        return tuple(jnp.zeros((places, *shape), self.dtype) for shape in self.shapes)
 
     def clear(
         self, state: tuple[jax.Array, ...], pages: jax.Array, slots: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Zeros for some sequences. pages: of which there are none."""
         return tuple(array.at[slots].set(0, mode="drop") for array in state)
+
+    def copy(
+        self, state: tuple[jax.Array, ...], source: jax.Array, target: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """The arrays of one place at another, too."""
+        return tuple(array.at[target].set(array[source], mode="drop") for array in state)
 
 
 @functools.partial(

@@ -59,7 +59,8 @@ that an FP8 checkpoint needs, or null), cache (the cache that the checkpoint
 was made for, where there is none like it, or null), rounded (what is lost by
 loading, or null), other_precisions (that can be asked for, and the bytes of
 all weights in each), tokenizer (tokens, chat_templates, stop_tokens; or
-null), memory_bytes (by KV format and number of tokens: weights, and the cache
+null), state_bytes (of a sequence, beside its pages, in layers that keep a
+state), memory_bytes (by KV format and number of tokens: weights, and the cache
 of one sequence), free_bytes (of the device; null where unknown), and can_run
 (true).
 Of a model that can't run, what was found is shown, and the error says what is
@@ -78,6 +79,7 @@ def command(
     from mpjax.checkpoint.description import is_saved
     from mpjax.checkpoint.locate import locate
     from mpjax.checkpoint.outlook import look
+    from mpjax.engine.state import snapshot_bytes
     from mpjax.errors import CheckpointError
     from mpjax.loading import find_folder
     from mpjax.memory import free_bytes
@@ -97,6 +99,7 @@ def command(
         "rounded": None if outlook is None else outlook.rounded,
         "other_precisions": {} if outlook is None else outlook.others,
         "tokenizer": _text_facts(tokenizer),
+        "state_bytes": snapshot_bytes(lm),
         "memory_bytes": memory_by_context(lm),
         "free_bytes": free_bytes(),
     }
@@ -126,6 +129,8 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         texts = (f"{name} ({_size(count)})" for name, count in others.items())
         rows.append(("also loads as", ", ".join(texts)))
     rows.append(("tokenizer", _describe_tokenizer(facts["tokenizer"])))
+    if state := facts["state_bytes"]:
+        rows.append(("state", f"{_size(state)} of a sequence of any length, beside its cache"))
     memory, free = facts["memory_bytes"], facts["free_bytes"]
     rows += [(f"memory, {kv}", _describe_memory(found)) for kv, found in memory.items()]
     return rows + ([] if free is None else [("on this device", _describe_room(memory, free))])

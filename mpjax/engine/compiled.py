@@ -20,7 +20,16 @@ from mpjax.engine.choosing import Forwarded, choose, forward
 from mpjax.engine.controlled import Control, begin_control
 from mpjax.engine.histories import begin_history
 from mpjax.engine.planner import Decode
-from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
+from mpjax.engine.programs import (
+    Drawn,
+    PromptScores,
+    Reading,
+    Stepping,
+    clear,
+    copy,
+    decode,
+    extend,
+)
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.speculating import speculate
@@ -93,7 +102,7 @@ def _begin(proposer: Proposer, state: State, *row: Any) -> State:
 # Engines over models of one structure, with equal sizes, share what is compiled.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode, speculate, forward, choose, _begin, begin_control, clear)
+    for function in (extend, decode, speculate, forward, choose, _begin, begin_control, clear, copy)
     for in_turn in (False, True)
 }
 
@@ -140,9 +149,9 @@ class Programs:
     adapters: that rows may have. Programs of rows without any are those of a model without.
 
     Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
-    sizes are few: with those for scores, for clearing and for what proposers read there are at most
-    15 programs, and at most 7 more with logits processors. With fine sizes there are more, of which
-    most are rarely used.
+    sizes are few: with those for scores, for clearing, for copies and for what proposers read there
+    are at most 16 programs, and at most 7 more with logits processors. With fine sizes there are
+    more, of which most are rarely used.
     """
 
     def __init__(
@@ -269,6 +278,8 @@ class Programs:
         slots, entries = places(state)
         nowhere = filling.padded([[]] * self._groups, entries)
         yield self._clear_call(nowhere, np.int32(slots))
+        if snapshots := self._limits.snapshots:
+            yield self._copy_call(np.int32(0), np.int32(slots + snapshots))
         if state.speculation is not None:
             yield self._begin_call(np.int32(slots), self._row_tokens(state), np.int32(0))
 
@@ -341,6 +352,9 @@ class Programs:
     def _clear_call(self, pages: Any, slot: Any) -> _Call:
         return _Call((clear,), _JITTED[clear, False], self._model, (pages, slot), {})
 
+    def _copy_call(self, source: Any, target: Any) -> _Call:
+        return _Call((copy,), _JITTED[copy, False], self._model, (source, target), {})
+
     def extend(
         self,
         state: State,
@@ -385,6 +399,11 @@ class Programs:
         """Runs `clear`; the state is donated."""
         cleared: State = self._run(self._clear_call(pages, slot), state)
         return cleared
+
+    def copy(self, state: State, source: Any, target: Any) -> State:
+        """Runs `copy`; the state is donated."""
+        copied: State = self._run(self._copy_call(source, target), state)
+        return copied
 
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
         """The number of rows to which rows are padded."""

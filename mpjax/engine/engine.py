@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +17,13 @@ from mpjax.engine import request as requests
 from mpjax.engine.call import Call, Generation
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.histories import require_fit, state_bytes
-from mpjax.engine.memory import count_pages
+from mpjax.engine.memory import SNAPSHOTS, count_pages
 from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.request import AdapterNames, Options, Request, RowsOptions
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
 from mpjax.engine.sizes import Sizes
+from mpjax.engine.state import snapshot_bytes
 from mpjax.engine.turn import Turn
 from mpjax.generation.speculation.proposer import Proposer, read_speculate
 from mpjax.kernels import device
@@ -61,7 +61,8 @@ class Engine:
         sixteenth of chunk_tokens, or a quarter where a token is drawn at random. By default 0.05,
         and up to four times as many while more rows wait for their first token than decode; with
         inf all prompts that have a place are read first.
-    share_prefixes: whether requests share pages of the cache that begin with the same tokens.
+    share_prefixes: whether requests share pages of the cache that begin with the same tokens; with
+        recurrent layers up to where a copy of their states was kept.
     speculate: such as an Ngram, which proposes tokens that decoding steps verify.
     processors: that requests may have, each with any arrays of these shapes; see `submit`.
 
@@ -98,15 +99,7 @@ class Engine:
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         slots, chunk = checks.read_sizes(slots, chunk_tokens)
         steps = positive_whole("steps", steps)
-        positions = lm.config.max_position_embeddings
-        most = positions if max_tokens is None else positive_whole("max_tokens", max_tokens)
-        if most < 2:
-            raise ValueError(f"max_tokens is {most}: expected 2 or more, a prompt's and a new one")
-        if most > positions:
-            raise ValueError(
-                f"max_tokens is {most}, and the model has {positions} positions: ask for fewer, or "
-                "load the model with max_positions"
-            )
+        most = checks.read_max_tokens(max_tokens, lm.config.max_position_embeddings)
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
@@ -123,12 +116,12 @@ class Engine:
             steps=steps,
             proposed=0 if proposer is None else proposer.k,
             fine=not device.on_gpu(),
+            snapshots=SNAPSHOTS * slots if share_prefixes else 0,
         )
         beside = state_bytes(proposer, slots, most)
-        pages = count_pages(lm, sizes, most, cache_memory, beside)
-        # Pages of a prefix can be shared, and a state of a sequence can't.
-        self._shares = share_prefixes and not lm.config.keeps_sequences
-        sizes = dataclasses.replace(sizes, pages=pages)
+        sizes = count_pages(lm, sizes, most, cache_memory, beside)
+        # Where layers keep a state of a sequence, others can begin only from a copy of it.
+        self._shares = share_prefixes and (sizes.snapshots > 0 or not lm.config.keeps_sequences)
         self._open(lm, sizes, most, proposer, read_processors(processors))
 
     @classmethod
@@ -168,9 +161,12 @@ class Engine:
     @property
     def capacity(self) -> int:
         """The number of tokens that the cache holds, of all requests together."""
-        sizes = self._runner.planner.sizes
-        pages = max((count - 1 for count in sizes.pages), default=0)
-        return pages * sizes.page_size if sizes.pages else sizes.slots * self.max_tokens
+        return self._runner.planner.sizes.tokens(self.max_tokens)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that recurrent layers keep of a request beside its pages, on each device."""
+        return snapshot_bytes(self.lm)
 
     @property
     def slots(self) -> int:
@@ -192,6 +188,8 @@ class Engine:
 
         pages: of the cache, of all groups of layers. free_pages: of them, those that no request
         owns. kept_pages: of these, those that hold tokens which later requests may share.
+        snapshots: the most copies of recurrent layers' states. kept_snapshots: of them, those from
+        which later requests may begin.
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
         new_tokens: drawn. programs: compiled. preemptions: how often a request gave up its pages.
         proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.

@@ -1,10 +1,12 @@
-"""How many pages an engine has: by the memory that it may take."""
+"""How many pages and snapshots an engine has: by the memory that it may take."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax.engine.pages import WINDOW_SLACK
 from mpjax.engine.sizes import Sizes
-from mpjax.engine.state import cache_bytes
+from mpjax.engine.state import cache_bytes, snapshot_bytes
 from mpjax.kernels import device
 from mpjax.language_model import LanguageModel
 from mpjax.memory import free_bytes_on, require_free_on
@@ -20,18 +22,21 @@ from mpjax.memory import free_bytes_on, require_free_on
 # Shares of the free memory. A CPU shares its memory with other processes.
 USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
 PROGRAMS = 2  # that read, with pages of their own: one is under way while the next is planned
+SNAPSHOTS = 4  # for each slot, at most
+SNAPSHOT_SHARE = 0.25  # of the memory for pages and snapshots, at most
 CONTROL = 5  # bytes of a slot and token id: whether it is allowed, and how often it was drawn
 
 
 def count_pages(
     lm: LanguageModel, sizes: Sizes, max_tokens: int, memory: Any, beside: int = 0
-) -> tuple[int, ...]:
-    """The pages of each group of layers in an engine's cache, with the one that is nowhere.
+) -> Sizes:
+    """The sizes of an engine with the pages of each group of layers, and with snapshots.
 
-    A group with a window gets as many as all slots need for it, and for what programs read beside;
-    the rest of the memory is for the others.
+    A group with a window gets as many pages as all slots need for it, and for what programs read
+    beside; the rest of the memory is for the others. Pages include the one that is nowhere.
 
-    sizes: of the engine, whose pages are not known yet. max_tokens: the most tokens of a request.
+    sizes: of the engine, whose pages are not known yet, with the most snapshots; these get a
+    SNAPSHOT_SHARE of the memory at most. max_tokens: the most tokens of a request.
     memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
         the usual share; room for what programs compute is left free. There are never more pages
         than all slots can fill. beside: bytes that the cache has to hold besides.
@@ -46,23 +51,26 @@ def count_pages(
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
     usual = USUAL_SHARE if device.on_gpu() else USUAL_SHARE_ON_CPU
     share = usual if memory is None else float(memory)
-    if 1 < share < math.inf:
-        pages = _share_room(int(share - fixed), each, most)
-        needed = (fixed + sum(map(operator.mul, pages, each))) * lm.devices
-        require_free_on(lm.model.mesh, needed, "the engine's cache")
-    elif 0 < share <= 1:
-        free = free_bytes_on(lm.model.mesh)
-        room = math.inf if free is None else share * (free - _working_bytes(lm, sizes))
-        pages = most if free is None else _share_room(int(room - fixed), each, most)
-    else:
+    is_share = 0 < share <= 1
+    if not (is_share or 1 < share < math.inf):
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
+    free = free_bytes_on(lm.model.mesh) if is_share else None
+    total = share if free is None else share * (free - _working_bytes(lm, sizes))
+    room = sys.maxsize if is_share and free is None else int(total - fixed)
+    one = snapshot_bytes(lm) if sizes.snapshots else 0
+    snapshots = max(0, min(sizes.snapshots, int(SNAPSHOT_SHARE * room) // one)) if one else 0
+    pages = _share_room(room - snapshots * one, each, most)
+    if not is_share:
+        needed = fixed + sum(map(operator.mul, pages, each)) + snapshots * one
+        require_free_on(lm.model.mesh, needed * lm.devices, "the engine's cache")
     if min(pages, default=1) < 1:
         given = "too little memory is free" if memory is None else f"cache_memory is {memory!r}"
         raise ValueError(
             f"{given}: a page of {lm.page_size} tokens takes {sum(each)} bytes, and "
             f"{slots} slots {fixed} bytes besides: give it more, or fewer slots"
         )
-    return tuple(count + 1 for count in pages)
+    counts = tuple(count + 1 for count in pages)
+    return dataclasses.replace(sizes, pages=counts, snapshots=snapshots)
 
 
 def most_pages(sizes: Sizes, max_tokens: int, window: int | None) -> int:

@@ -59,3 +59,16 @@ def require_top_logprobs(logprobs: Any) -> None:
             f"logprobs is {logprobs!r}: expected the number of likeliest tokens to return, 0 to "
             f"{TOP_LOGPROBS}"
         )
+
+
+def read_max_tokens(max_tokens: Any, positions: int) -> int:
+    """The most tokens of a request. positions: of the model. Raises ValueError."""
+    most = positions if max_tokens is None else positive_whole("max_tokens", max_tokens)
+    if most < 2:
+        raise ValueError(f"max_tokens is {most}: expected 2 or more, a prompt's and a new one")
+    if most > positions:
+        raise ValueError(
+            f"max_tokens is {most}, and the model has {positions} positions: ask for fewer, or "
+            "load the model with max_positions"
+        )
+    return most

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpjax.engine.snapshots import Prefix, SnapshotPool
+
 NOWHERE = 0  # a page that no sequence owns: entries of block tables without a page name it
 WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
 
@@ -124,18 +126,24 @@ class PageGroups:
 
     counts: pages of each group, NOWHERE included. windows: of each group, None where all earlier
     tokens are read. page_size: tokens in a page. unit: tokens of the smallest prefix that can be
-    shared.
+    shared. snapshots: where rows can begin only from states that were kept, the places of these.
 
     The pages of a row are a list for each group, in the order of its tokens; a page before the
     window of a group becomes NOWHERE.
     """
 
     def __init__(
-        self, counts: Sequence[int], windows: Sequence[int | None], page_size: int, unit: int
+        self,
+        counts: Sequence[int],
+        windows: Sequence[int | None],
+        page_size: int,
+        unit: int,
+        snapshots: Sequence[int] = (),
     ) -> None:
         self.pools = [PagePool(count) for count in counts]
         self.windows = list(windows)
         self.page_size, self.unit = page_size, unit
+        self.snapshots = SnapshotPool(snapshots)
 
     @property
     def pages(self) -> int:
@@ -166,24 +174,32 @@ class PageGroups:
                 return f"the cache holds {(pool.count - 1) * self.page_size} tokens"
         return None
 
-    def find_prefix(self, keys: Sequence[bytes]) -> list[list[int]]:
-        """The pages of the longest prefix that all groups hold, by the keys of its pages.
+    def find_prefix(self, keys: Sequence[bytes]) -> Prefix:
+        """The longest prefix that all groups hold, by the keys of its pages.
 
-        A group with a window needs the last of them alone, and has NOWHERE before.
+        A group with a window needs the last of them alone, and has NOWHERE before. Where there are
+        places of snapshots, the prefix ends with one.
         """
         found = [pool.find(keys) for pool in self.pools]
         of_unit = self.unit // self.page_size
+        known = 0
         for count in range(len(keys) // of_unit * of_unit, 0, -of_unit):
             begins = [self._first_needed(window, count) for window in self.windows]
             if all(
                 NOWHERE not in pages[begin:count]
                 for pages, begin in zip(found, begins, strict=True)
             ):
-                return [
-                    [NOWHERE] * begin + pages[begin:count]
-                    for pages, begin in zip(found, begins, strict=True)
+                known = known or count
+                ends = keys[count - 1]
+                if self.snapshots.count and not self.snapshots.has(ends):
+                    continue
+                pages = [
+                    [NOWHERE] * begin + own[begin:count]
+                    for own, begin in zip(found, begins, strict=True)
                 ]
-        return [[] for _ in self.pools]
+                place = self.snapshots.use(ends) if self.snapshots.count else None
+                return Prefix(pages, count, place, known)
+        return Prefix([[] for _ in self.pools], 0, None, known)
 
     def begin(self, shared: list[list[int]], tokens: int, headroom: int) -> list[list[int]] | None:
         """The pages of a row that is to read `tokens` tokens; None where too few are available.

@@ -17,6 +17,7 @@ from mpjax.engine.pace import Pace, context_work, tokens_within, usual_gap
 from mpjax.engine.pages import PageGroups
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import LEAST_TOKENS, Sizes, middle_chunk
+from mpjax.engine.snapshots import Prefix
 
 PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
 HEADROOM = 16  # one of so many pages, at most, stays free for rows that run when others come
@@ -27,7 +28,8 @@ class Piece:
     """The tokens of a row that a program reads, from `start` to before `end`.
 
     is_first: whether they are the first that the row's slot reads. is_last: whether the next token
-    is drawn behind them.
+    is drawn behind them. snapshot: the place that gets a copy of the slot's state behind them; None
+    for none.
     """
 
     row: Row
@@ -35,6 +37,7 @@ class Piece:
     end: int
     is_first: bool
     is_last: bool
+    snapshot: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Planner:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.groups = PageGroups(sizes.pages, sizes.windows, sizes.page_size, sizes.unit)
+        snapshots = range(sizes.slots, sizes.slots + sizes.snapshots)
+        self.groups = PageGroups(sizes.pages, sizes.windows, sizes.page_size, sizes.unit, snapshots)
         self.pace = Pace()
         self.waiting: list[Row] = []
         self.running: list[Row] = []  # by order
@@ -94,6 +98,7 @@ class Planner:
         self._waited = 0.0  # predicted seconds of programs that read, for which they have waited
         self._has_more = False  # whether the last reading program left pieces for the next one
         self._left: list[tuple[int, list[list[int]]]] = []
+        self._copies: list[tuple[int, int]] = []
         self.preemptions = 0
         self.prompt_tokens = 0  # of rows that were given a slot
         self.shared_tokens = 0  # of them, those in pages of other rows
@@ -131,6 +136,14 @@ class Planner:
         left, self._left = self._left, []
         return left
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Pops pairs of a snapshot and the slot that begins with its states.
+
+        They have to be copied in their order before the next program, which may replace snapshots.
+        """
+        copies, self._copies = self._copies, []
+        return copies
+
     def plan(self) -> Extend | Decode | None:
         """The next program, or None if there is nothing to do before results are known."""
         if self._has_left and not self._may_read_on() and (decode := self._plan_decode()):
@@ -158,8 +171,11 @@ class Planner:
 
     def learn_piece(self, piece: Piece) -> None:
         """Notes that the logits behind a piece, and so all before them, are finite."""
-        piece.row.certain = max(piece.row.certain, piece.end)
-        self._settle_pages(piece.row)
+        row = piece.row
+        row.certain = max(row.certain, piece.end)
+        if (place := row.snapshots.pop(piece.end, None)) is not None:
+            self.groups.snapshots.publish(place, self._key(row, piece.end))
+        self._settle_pages(row)
 
     # -- reading prompts
 
@@ -239,7 +255,9 @@ class Planner:
         count = min(row.target - row.length, room, self.sizes.width or room)
         if block := self.sizes.block:  # so that results don't depend on where pieces end
             count = min(count, block - row.length % block)
-        return min(count, max(least, tokens_within(row.length, work)))
+        count = min(count, max(least, tokens_within(row.length, work)))
+        ends = [end - row.length for end in row.stations if end > row.length]
+        return min(count, *ends) if ends else count
 
     def _cut(self, row: Row, count: int) -> Piece:
         start = row.length
@@ -248,7 +266,21 @@ class Planner:
         row.is_fresh = False
         if is_last:
             row.draw(1, 1)
-        return Piece(row, start, start + count, is_first, is_last)
+        place = self._take_snapshot(row)
+        return Piece(row, start, start + count, is_first, is_last, place)
+
+    def _take_snapshot(self, row: Row) -> int | None:
+        """The place for a copy of the row's states behind a planned piece, if one is to be kept."""
+        snapshots = self.groups.snapshots
+        if row.length not in row.stations or snapshots.has(self._key(row, row.length)):
+            return None
+        if (place := snapshots.take()) is not None:
+            row.snapshots[row.length] = place
+        return place
+
+    def _key(self, row: Row, tokens: int) -> bytes:
+        """The key of so many of a row's tokens, which are whole pages."""
+        return row.page_keys(tokens // self.sizes.page_size, self.sizes.page_size)[-1]
 
     def _admit(self, row: Row) -> bool:
         """Gives a waiting row a slot, and pages for all tokens to read; False if it has to wait."""
@@ -256,16 +288,18 @@ class Planner:
             return False
         row.set_rotary_length()
         shared = self._find_shared(row)
-        pages_shared = max(map(len, shared), default=0)
         headroom = min(len(self.running), min(self.sizes.pages, default=0) // HEADROOM)
-        if (pages := self.groups.begin(shared, len(row.tokens), headroom)) is None:
+        if (pages := self.groups.begin(shared.pages, len(row.tokens), headroom)) is None:
             return False
         self._take_from_waiting(row)
         bisect.insort(self.running, row, key=lambda row: row.order)
         row.slot, row.pages, row.target = self._slots.pop(), pages, len(row.tokens)
-        row.length, row.drawn = pages_shared * self.sizes.page_size, len(row.tokens) - row.prompt
+        row.length, row.drawn = shared.count * self.sizes.page_size, len(row.tokens) - row.prompt
+        row.stations = self._stations(row, shared.known)
+        if shared.snapshot is not None:
+            self._copies.append((shared.snapshot, row.slot))
         row.certain, row.flights = row.length, []
-        row.runs, row.is_fresh, row.published = row.runs + 1, True, pages_shared
+        row.runs, row.is_fresh, row.published = row.runs + 1, True, shared.count
         self.prompt_tokens += row.target
         self.shared_tokens += row.length
         if row.runs == 1:
@@ -277,7 +311,18 @@ class Planner:
         assert self.waiting[index] is row
         del self.waiting[index]
 
-    def _find_shared(self, row: Row) -> list[list[int]]:
+    def _stations(self, row: Row, known: int) -> set[int]:
+        """The tokens behind which snapshots of the row's states are kept.
+
+        They are the last ones that a row which begins alike can share, and those whose pages were
+        found without a snapshot: where this row and others part. known: pages that were found.
+        """
+        if not (row.shares and self.groups.snapshots.count):
+            return set()
+        last = (len(row.tokens) - 1) // self.sizes.unit * self.sizes.unit
+        return {last, known * self.sizes.page_size} - {0}
+
+    def _find_shared(self, row: Row) -> Prefix:
         """Pages of other rows that hold the row's first tokens; the last token is always read."""
         pages = (len(row.tokens) - 1) // self.sizes.page_size if row.shares else 0
         return self.groups.find_prefix(row.page_keys(pages, self.sizes.page_size))
@@ -357,6 +402,9 @@ class Planner:
             self._left.append((row.slot, self.groups.unowned(row.pages)))
         row.slot, row.pages, row.length, row.target, row.flights = None, [], 0, 0, []
         row.certain = 0
+        for place in row.snapshots.values():
+            self.groups.snapshots.drop(place)
+        row.snapshots = {}
 
     # -- pages
 

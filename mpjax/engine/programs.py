@@ -1,4 +1,4 @@
-"""The programs of an engine as pure functions: read pieces of prompts, decode, and clear pages.
+"""The programs of an engine as pure functions: read pieces, decode, clear pages, copy states.
 
 `compiled` jits them, with few sizes of their arguments and the state donated.
 """
@@ -302,5 +302,16 @@ def clear(model: Decoder, state: State, pages: tuple[jax.Array, ...], slot: jax.
 
     pages: int32 [any number] of each group of layers. slot: int32 scalar, too high for none.
     """
-    layers = model.clear_states(state.cache.layers, pages, slot[None])
+    return _with_layers(state, model.clear_states(state.cache.layers, pages, slot[None]))
+
+
+def copy(model: Decoder, state: State, source: jax.Array, target: jax.Array) -> State:
+    """Copies what recurrent layers keep for a row: from a slot to a snapshot, or back.
+
+    source, target: int32 scalars, of which a target too high is none.
+    """
+    return _with_layers(state, model.copy_states(state.cache.layers, source, target))
+
+
+def _with_layers(state: State, layers: tuple[Any, ...]) -> State:
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))

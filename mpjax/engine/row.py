@@ -36,6 +36,8 @@ class Row:
         fewest and the most tokens.
     keys: of pages with its first tokens. published: how many of its pages others can find.
     shared: tokens of the prompt that were in pages of others when it was first given a slot.
+    stations: numbers of tokens behind which a snapshot of its states is kept. snapshots: by these
+        numbers, places that are not known to be finite yet.
     is_known: whether the planner has it. rotary_length: with which it is read; see RopeScaling.
     """
 
@@ -64,6 +66,8 @@ class Row:
     flights: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     keys: list[bytes] = dataclasses.field(default_factory=list)
     published: int = 0
+    stations: set[int] = dataclasses.field(default_factory=set)
+    snapshots: dict[int, int] = dataclasses.field(default_factory=dict)
     shared: int = 0
     is_known: bool = False
     rotary_length: int = 0

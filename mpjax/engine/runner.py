@@ -60,7 +60,7 @@ class Runner:
         self._attached: Attachment = ()
         self._controlled: set[int] = set()
         self._state = create_state(
-            lm, sizes.slots, sizes.pages, max_tokens, proposer, sizes.stop_ids
+            *(lm, sizes.slots, sizes.pages, max_tokens, proposer, sizes.stop_ids, sizes.snapshots)
         )
         self._layout = filling.Layout.of(self._state)
         self._pending: _Pending | None = None
@@ -79,6 +79,8 @@ class Runner:
             "pages": groups.pages,
             "free_pages": groups.available,
             "kept_pages": groups.kept,
+            "snapshots": groups.snapshots.count,
+            "kept_snapshots": groups.snapshots.kept,
             "prompt_tokens": planner.prompt_tokens,
             "shared_tokens": planner.shared_tokens,
             "new_tokens": self.new_tokens,
@@ -126,6 +128,7 @@ class Runner:
         """Starts a program. Where the host has to compile it, its seconds tell nothing."""
         before, known = self._pending, len(self.programs.used)
         self._clear(self.planner.take_left())
+        self._copy(self.planner.take_copies())
         pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
         if len(self.programs.used) > known:
             self.clock.skip()
@@ -206,6 +209,8 @@ class Runner:
         begin = self._begin()
         state, drawn, scores = self.programs.extend(self._state_of(read), reading, **kind)
         self._keep(state)
+        kept = [piece for piece in plan.pieces if piece.snapshot is not None]
+        self._copy([(piece.row.slot, piece.snapshot) for piece in kept])
         drawers = [_Drawer(i, piece.row, piece) for i, piece in enumerate(plan.pieces)]
         context = max(piece.end for piece in plan.pieces)
         return _Pending(plan, drawers, drawn, scores, begin, tokens, context)
@@ -383,6 +388,10 @@ class Runner:
         for slot, pages in left:
             padded = filling.padded(pages, places(self._state)[1])
             self._state = self.programs.clear(self._state, padded, np.int32(slot))
+
+    def _copy(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        for source, target in pairs:
+            self._state = self.programs.copy(self._state, np.int32(source), np.int32(target))
 
 
 class _Drawer:

@@ -43,6 +43,7 @@ class Sizes:
     single: whether programs have one size each, since few of them run, and each has to be compiled.
     stop_ids: the most stop ids of a row.
     scores: whether requests may have their prompts scored.
+    snapshots: places for copies of what recurrent layers keep for a row, behind those of slots.
     """
 
     slots: int
@@ -60,6 +61,7 @@ class Sizes:
     single: bool = False
     stop_ids: int = MOST_STOP_IDS
     scores: bool = True
+    snapshots: int = 0
 
     def most_drawn(self, steps: int) -> int:
         """The most tokens that so many decoding steps draw of a row: at most a page of them."""
@@ -111,6 +113,11 @@ class Sizes:
     def unit(self) -> int:
         """Tokens of the smallest prefix that can be shared: whole pages and whole blocks."""
         return max(self.page_size, self.block or 1)
+
+    def tokens(self, max_tokens: int) -> int:
+        """The tokens in the cache, of all rows together; `max_tokens`: the most of a row."""
+        pages = max((count - 1 for count in self.pages), default=0)
+        return pages * self.page_size if self.pages else self.slots * max_tokens
 
     def pages_for(self, tokens: int) -> int:
         """The number of pages that hold so many tokens."""

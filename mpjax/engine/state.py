@@ -28,16 +28,17 @@ def create_state(
     max_tokens: int,
     proposer: Proposer | None = None,
     stop_ids: int = MOST_STOP_IDS,
+    snapshots: int = 0,
 ) -> State:
     """A state without rows.
 
     pages: of each group of layers. max_tokens: the most tokens of a row. stop_ids: the most stop
-    ids of a row.
+    ids of a row. snapshots: as in Sizes.
     """
     numbers = functools.partial(jnp.zeros, dtype=jnp.int32)
     entries = -(-max_tokens // lm.page_size)
     cache = DecoderCache(
-        lm.model.create_states(pages, slots, lm.kv_format, lm.page_size),
+        lm.model.create_states(pages, slots, lm.kv_format, lm.page_size, snapshots),
         tuple(numbers((slots, entries)) for _ in pages),
         numbers(slots),
         lm.kv_format,
@@ -68,7 +69,14 @@ def cache_bytes(lm: LanguageModel, slots: int) -> tuple[list[int], int]:
     return each, least - sum(each)
 
 
-def _bytes_of(lm: LanguageModel, pages: tuple[int, ...], slots: int) -> int:
-    create = functools.partial(lm.model.create_states, pages, slots, lm.kv_format, lm.page_size)
+def snapshot_bytes(lm: LanguageModel) -> int:
+    """The bytes of what recurrent layers keep for a sequence, on each device; 0 without any."""
+    one = (1,) * len(lm.config.page_groups)
+    return _bytes_of(lm, one, 1, snapshots=1) - _bytes_of(lm, one, 1)
+
+
+def _bytes_of(lm: LanguageModel, pages: tuple[int, ...], slots: int, snapshots: int = 0) -> int:
+    room = pages, slots, lm.kv_format, lm.page_size, snapshots
+    create = functools.partial(lm.model.create_states, *room)
     shapes = jax.tree.leaves(jax.eval_shape(create))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in shapes) // lm.devices

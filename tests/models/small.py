@@ -21,6 +21,11 @@ from mpjax.models import (
     Packed,
     llama_layers,
 )
+from mpjax.models.config import MixerSpec
+from mpjax.models.gated_delta import GatedDeltaSpec
+from mpjax.models.mamba2 import Mamba2Spec
+from mpjax.models.parallel import ParallelSpec
+from mpjax.models.short_conv import ShortConvSpec
 from mpjax.models.state import StepContext
 from tests.pallas_kernels.oracles import softmax_attention
 
@@ -71,6 +76,22 @@ def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
 
     nnx.update(model, jax.tree_util.tree_map_with_path(strong, nnx.state(model)))
     return model
+
+
+def hybrid_model(seed: int = 0) -> Decoder:
+    """A model whose layers keep states of sequences: delta rule, Mamba2 beside attention, and conv.
+
+    Its mixers are of one layer each.
+    """
+    plain = CONFIG.layers[0]
+    mamba = Mamba2Spec(heads=4, head_dim=8, groups=2, states=8, epsilon=1e-6)
+    mixers: tuple[MixerSpec, ...] = (
+        GatedDeltaSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=16),
+        ParallelSpec(plain.attention, mamba),
+        ShortConvSpec(channels=48),
+    )
+    layers = tuple(dataclasses.replace(plain, attention=mixer) for mixer in mixers)
+    return small_model(dataclasses.replace(CONFIG, layers=layers), seed)
 
 
 def small_mixture(shared: bool) -> Decoder:

@@ -95,6 +95,7 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
         "cache": None,
         "rounded": None,
         "tokenizer": None,
+        "state_bytes": 0,
     }
     assert found == summary | nothing
     cache = lm.model.create_cache(1, 256, "KV8")

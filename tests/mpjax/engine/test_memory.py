@@ -24,7 +24,8 @@ SIZES = Sizes(2, (), 32, chunk=64, sequences=2)
 
 
 def pages(lm, given, slots=2, tokens=100):
-    [found] = memory.count_pages(lm, dataclasses.replace(SIZES, slots=slots), tokens, given)
+    sizes = memory.count_pages(lm, dataclasses.replace(SIZES, slots=slots), tokens, given)
+    [found] = sizes.pages
     return found
 
 

@@ -1,0 +1,110 @@
+"""The part of a decoder that creates, clears and copies the states of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import KVFormat
+from mpjax.kernels.checks import whole_number
+from mpjax.kernels.kv_cache.layout import read_page_size
+from mpjax.models.cache_scales import CacheScales, scales_for
+from mpjax.models.config import DecoderConfig
+from mpjax.models.state import DecoderCache, Room
+
+
+class Keeper(nnx.Module):
+    """Creates, clears and copies the states of a decoder's layers.
+
+    config, cache_scales: as in Decoder.
+    """
+
+    config: DecoderConfig
+    cache_scales: CacheScales | None
+
+    def create_cache(
+        self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
+    ) -> DecoderCache:
+        """An empty cache for this model, with the model's cache_scales where the format uses them.
+
+        batch: number of sequences. max_tokens: the room of each, rounded up to whole pages.
+        format: a KV format, such as `KV8`. page_size: tokens in a page: 16, 32, 64, 128 or 256.
+
+        Warns where the format has a scale for each head and cache_scales are for each channel: the
+        cache's scales are 1 then.
+        """
+        format = KVFormat.of(format)
+        page_size = read_page_size(page_size, format)
+        batch, max_tokens = whole_number("batch", batch), whole_number("max_tokens", max_tokens)
+        entries = -(-max_tokens // page_size)
+        groups = len(self.config.page_groups)
+        by_length = self.config.scaling_by_length is not None
+        return DecoderCache(
+            self.create_states((batch * entries,) * groups, batch, format, page_size),
+            # Each array is a buffer of its own: a buffer that appears twice can't be donated.
+            tuple(
+                jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
+                for _ in range(groups)
+            ),
+            jnp.zeros(batch, jnp.int32),
+            format,
+            page_size,
+            rotary_lengths=jnp.zeros(batch, jnp.int32) if by_length else None,
+        )
+
+    def create_states(
+        self,
+        pages: Sequence[int],
+        sequences: int,
+        format: KVFormat | str,
+        page_size: int = 128,
+        snapshots: int = 0,
+    ) -> tuple[Any, ...]:
+        """The empty state of each layer, as in `create_cache`, that belongs to no sequence yet.
+
+        pages: the pages of each group of layers. sequences: that may have a state at once.
+        snapshots: places behind those of sequences, for copies of what is kept for one.
+        """
+        config, format = self.config, KVFormat.of(format)
+        scales = scales_for(self.cache_scales, format)
+        room = sequences, format, page_size, snapshots
+        return tuple(
+            spec.create(
+                Room(0 if group is None else pages[group], *room),
+                None if scales is None else scales[number],
+            )
+            for number, (spec, group) in enumerate(zip(config.states, config.groups, strict=True))
+        )
+
+    def clear_states(
+        self, states: tuple[Any, ...], pages: Sequence[jax.Array], slots: jax.Array
+    ) -> tuple[Any, ...]:
+        """The states with zeros in some pages, and in what is kept for some sequences.
+
+        pages: int32 [any number] for each group of layers. slots: int32 [any number]. Those too
+        high are left out.
+        """
+        nothing = jnp.zeros(0, jnp.int32)
+        return tuple(
+            spec.clear(state, nothing if group is None else pages[group], slots)
+            for spec, group, state in zip(
+                self.config.states, self.config.groups, states, strict=True
+            )
+        )
+
+    def copy_states(
+        self, states: tuple[Any, ...], source: jax.Array, target: jax.Array
+    ) -> tuple[Any, ...]:
+        """The states with what is kept at one place for a sequence copied to another.
+
+        source, target: int32 scalars, a slot or behind all slots a snapshot; with a target too high
+        nothing changes.
+        """
+        return tuple(
+            spec.copy(state, source, target)
+            for spec, state in zip(self.config.states, states, strict=True)
+        )

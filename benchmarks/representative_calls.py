@@ -96,6 +96,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts routed {text} 1", functools.partial(_routed_mlp, text)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
+    for rows, outputs in itertools.product((1, 64, 2048), ((4096, 1024, 1024), (12288,) * 2)):
+        name = f"adapters {rows} {len(outputs)}"
+        yield name, functools.partial(_adapters, rows, outputs)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
         name = f"step {weights} {cache} {tokens} {batch}"
         yield name, functools.partial(_step, weights, cache, tokens, batch)
@@ -217,6 +220,16 @@ def _route(name: str) -> Call:
     experts, routing = ROUTINGS[name]
     logits, correction = Array((64, experts), jnp.bfloat16), Array((experts,), jnp.float32)
     return lambda *arrays: kernels.route(arrays[0], routing, arrays[1]), (logits, correction)
+
+
+def _adapters(rows: int, outputs: tuple[int, ...]) -> Call:
+    """What 16 adapters of rank 16 add to maps of one input."""
+    ups = [Array((16, 16, size), jnp.bfloat16) for size in outputs]
+    arrays = [
+        Array(shape, jnp.bfloat16)
+        for shape in ((1, rows, sum(outputs)), (rows, 4096), (16, 4096, 16 * len(outputs)))
+    ]
+    return kernels.add_low_rank, (*arrays, ups, Array((rows,), jnp.int32))
 
 
 def _dequantize(text: str) -> Call:

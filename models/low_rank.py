@@ -1,7 +1,8 @@
 """Changes of linear maps: those of one adapter for all tokens, or a stack from which rows choose.
 
-A change is x · down · up (LoRA), beside a base map that stays as it is, packed or not. Products of
-a stack are grouped by adapter: experts' grouped product computes them, whose experts are adapters.
+A change is x · down · up (LoRA), beside a base map that stays as it is, packed or not. Those of a
+stack are added to the base's products in place, by kernels that group rows by their adapters
+(`add_low_rank`). What they don't know (experts, whole tables) is experts' grouped product.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import LocalExperts, QuantizedActivations, grouped_matmul
+from mpjax.kernels import QuantizedActivations, add_low_rank
 from mpjax.kernels.checks import are_between, as_array, shown
+from mpjax.kernels.low_rank.reference import product
 from mpjax.models.state import StepContext
 
 Activations = jax.Array | QuantizedActivations
@@ -80,13 +82,17 @@ class LowRank(nnx.Module):
 
         bias: of the base maps, which y has already.
         """
+        if self.gain is None and self.is_stack and self.ups:
+            return self._added(y[None], x, context)[0]
         wide = y.astype(jnp.float32)
         return (wide + self._rest(wide, x, context, bias)).astype(y.dtype)
 
     def add_terms(
         self, terms: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None = None
     ) -> jax.Array:
-        """The same for terms [splits, ..., out], to which one is added; float32."""
+        """The same for terms [splits, ..., out], one of which gets it, or to which one is added."""
+        if self.gain is None and self.is_stack and self.ups:
+            return self._added(terms, x, context)
         wide = terms.astype(jnp.float32)
         rest = self._rest(wide.sum(0) if self.gain is not None else wide, x, context, bias)
         return jnp.concatenate([wide, rest[None]])
@@ -95,13 +101,16 @@ class LowRank(nnx.Module):
         """The change float32 [..., out] for x [..., in], without the gain."""
         if not self.is_stack:
             return self.products(x, None)
+        if self.ups:
+            none = jnp.zeros((1, *x.shape[:-1], self.outputs), jnp.float32)
+            return self._added(none, x, context)[0]
         return self.products(x, self._numbers(x.shape[:-1], context))[..., 0, :]
 
     def products(self, x: jax.Array, numbers: jax.Array | None) -> jax.Array:
         """Changes float32 [..., k, out] by k entries of a stack for each token.
 
-        x: [..., in] or [..., k, in]. numbers: int32 [..., k], entries [adapters · experts], −1 for
-        none; or None for one adapter without experts, whose changes are [..., out].
+        x: [..., in] or [..., k, in]. numbers: int32 [..., k], entries [adapters · experts] from 1,
+        0 for none; or None for one adapter without experts, whose changes are [..., out].
         """
         down, ups, _ = self.arrays
         inner = _product(x, down, numbers)
@@ -120,11 +129,11 @@ class LowRank(nnx.Module):
 
         x: [..., in] or [..., k, in].
         """
-        numbers = experts
+        numbers = experts + 1
         if self.is_stack:
             chosen = self._numbers(experts.shape[:-1], context)
-            numbers = chosen * self.down.get_value().shape[1] + experts
-            numbers = jnp.where((chosen >= 0) & (experts >= 0), numbers, -1)
+            entries = (chosen - 1) * self.down.get_value().shape[1] + numbers
+            numbers = jnp.where((chosen > 0) & (experts >= 0), entries, 0)
         return self.products(x, numbers)
 
     def look_up(self, tokens: jax.Array, context: StepContext) -> jax.Array:
@@ -137,7 +146,7 @@ class LowRank(nnx.Module):
             inner = down[tokens].astype(jnp.float32)
             return _product(inner, ups[0], None) if ups else inner
         numbers = self._numbers(tokens.shape, context)[..., 0]
-        inner = jnp.where((numbers >= 0)[..., None], down[numbers, tokens], 0)
+        inner = jnp.where((numbers > 0)[..., None], down[numbers - 1, tokens], 0)
         return _product(inner, ups[0], numbers[..., None])[..., 0, :] if ups else inner
 
     def _rest(
@@ -151,31 +160,34 @@ class LowRank(nnx.Module):
         gain = self.gain.get_value().astype(jnp.float32)
         if self.is_stack:
             numbers = self._numbers(x.shape[:-1], context)[..., 0]
-            gain = jnp.where((numbers >= 0)[..., None], gain[numbers], 0)
+            gain = jnp.where((numbers > 0)[..., None], gain[numbers - 1], 0)
         gain = jax.lax.broadcast_to_rank(gain, y.ndim)
         if bias is not None:
             y = y - jax.lax.broadcast_to_rank(bias.astype(jnp.float32), y.ndim)
         return change + gain * y
 
+    def _added(self, terms: jax.Array, x: Activations, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., out] with the change of a stack, without the gain."""
+        assert isinstance(x, jax.Array)  # nothing is rounded beside an adapter
+        if context.adapters is None:
+            return terms
+        down, ups, _ = self.arrays
+        rows = self._numbers(x.shape[:-1], context)[..., 0]
+        down, *ups = (array.astype(x.dtype) for array in (down, *ups))
+        return add_low_rank(terms, x, down, ups, rows, axis=self.axis)
+
     def _numbers(self, shape: tuple[int, ...], context: StepContext) -> jax.Array:
-        """The entry of the stack for each token, int32 [*shape, 1]; −1 for none."""
+        """The entry of the stack for each token, int32 [*shape, 1], from 1; 0 for none."""
         chosen = context.adapters_of(shape)
-        none = jnp.full(shape, -1, jnp.int32)
-        return (none if chosen is None else chosen.astype(jnp.int32) - 1)[..., None]
+        none = jnp.zeros(shape, jnp.int32)
+        return (none if chosen is None else chosen.astype(jnp.int32))[..., None]
 
 
 def _product(x: jax.Array, factor: jax.Array, numbers: jax.Array | None) -> jax.Array:
-    """The product float32 of x and a factor, or the entries of a stack of them.
-
-    The grouped product runs as a kernel on a GPU wherever one can, and as a loop over the stack
-    elsewhere: a kernel for adapters alone would take its place.
-    """
+    """The product float32 of x and a factor, or the entries of a stack of them."""
     if numbers is None:
         return jnp.matmul(x.astype(factor.dtype), factor, preferred_element_type=jnp.float32)
-    stack = factor.reshape(-1, *factor.shape[-2:])
-    found = grouped_matmul(x, stack.astype(x.dtype), LocalExperts(numbers))
-    # What has no entry is any number.
-    return jnp.where((numbers >= 0)[..., None], found, jnp.zeros_like(found)).astype(jnp.float32)
+    return product(x, factor.reshape(-1, *factor.shape[-2:]), numbers)
 
 
 def attach(model: Any, changes: Mapping[str, LowRank]) -> Any:

@@ -25,6 +25,7 @@ from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.layout import KVLayout
 from mpjax.kernels.kv_cache.scales import cache_scales
+from mpjax.kernels.low_rank.api import add_low_rank
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.partition import partition_specs
 from mpjax.kernels.plain_codes import PlainCodes
@@ -72,6 +73,7 @@ __all__ = [
     "StaticRows",
     "UnsupportedError",
     "WeightFormat",
+    "add_low_rank",
     "add_rms_norm",
     "append",
     "cache_scales",

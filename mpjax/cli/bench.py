@@ -142,8 +142,7 @@ AdapterCounts = Annotated[
     str,
     _texts(
         "COUNT",
-        "Also measure rows that have so many different adapters; 0 for rows without any in a model "
-        "that has some.",
+        "Also measure rows with so many adapters; 0 for rows without in a model that has some.",
         show_default=False,
     ),
 ]
@@ -347,8 +346,7 @@ def generate_command(
             steps = tables.table(speculation.COLUMNS, speculation.rows(measured))
             tables.show("steps of speculation, over a step", *steps)
         if adapters:
-            rows = [row for row in measured if "adapters" in row]
-            cells = tables.table(of_adapters.COLUMNS, rows)
+            cells = tables.table(of_adapters.COLUMNS, (r for r in measured if "adapters" in r))
             tables.show("beside a model without adapters", *cells)
         everything += measured
     _check(generate, everything)

@@ -72,19 +72,21 @@ def test_gradients_are_those_of_the_formula(rng):
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
-def test_products_of_a_stack_are_kernels_on_a_gpu(lower_for_cuda, tokens):
-    """A first product of all maps, and one for each map; no factors are gathered for rows."""
+def test_a_stack_is_added_by_two_kernels_on_a_gpu(lower_for_cuda, tokens):
+    """First products of all maps, and one that adds; no factors are gathered, no terms copied."""
     shape, places = jax.ShapeDtypeStruct, 8
     factors = shape((places, 4096, 2 * 16), jnp.bfloat16)
     ups = [shape((places, 16, size), jnp.bfloat16) for size in (4096, 1024)]
 
-    def change(x, down, ups, adapters):
+    def add(terms, x, down, ups, adapters):
         counts = jnp.ones_like(adapters)
         context = StepContext({}, counts=counts, adapters=adapters)
-        return LowRank(down, ups, is_stack=True).change(x, context)
+        return LowRank(down, ups, is_stack=True).add_terms(terms, x, context)
 
+    terms = shape((2, tokens, 5120), jnp.float32)
     x, adapters = shape((tokens, 4096), jnp.bfloat16), shape((tokens,), jnp.int32)
     with device.described_as("NVIDIA H200"):
-        text = lower_for_cuda(change, x, factors, ups, adapters)
-    assert text.count("__gpu$xla.gpu.triton") >= 3
+        text = lower_for_cuda(add, terms, x, factors, ups, adapters)
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+    assert "concatenate" not in text
     assert "tensor<64x4096x32xbf16>" not in text

@@ -17,6 +17,7 @@ import mpjax.kernels.gemm.dequantize
 import mpjax.kernels.gemm.gradient
 import mpjax.kernels.gemm.triton
 import mpjax.kernels.kv_cache.triton
+import mpjax.kernels.low_rank.triton
 import mpjax.kernels.rotary.triton
 import mpjax.kernels.rowwise.blocks
 import mpjax.kernels.rowwise.projection
@@ -89,6 +90,8 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.experts.triton, "routed_products"),
         (mpjax.kernels.experts.counting, "counted"),
         (mpjax.kernels.experts.routing_triton, "route"),
+        (mpjax.kernels.low_rank.triton, "shrink"),
+        (mpjax.kernels.low_rank.triton, "expand"),
         (mpjax.kernels.kv_cache.triton, "append"),
         (mpjax.kernels.kv_cache.triton, "flush"),
         (mpjax.kernels.attention.triton, "paged_attention"),

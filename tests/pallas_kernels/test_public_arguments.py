@@ -128,6 +128,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"x": X, "mlp": kernels.ExpertMLP(STACK, jnp.ones((4, 8, 16))), "experts": CHOSEN}
         | {"routing_weights": jnp.ones((3, 2)), "activations": None, "implementation": None},
     ),
+    "add_low_rank": (
+        kernels.add_low_rank,
+        {"terms": jnp.ones((2, 3, 5)), "x": X, "down": STACK[..., :4], "adapters": CHOSEN[:, 0]}
+        | {"ups": [jnp.ones((4, 2, 3)), jnp.ones((4, 2, 2))], "implementation": None},
+    ),
     "route": (
         kernels.route,
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}

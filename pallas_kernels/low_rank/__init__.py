@@ -1,0 +1,1 @@
+"""Changes of products by adapters of low rank, from which each row chooses one."""

@@ -1,0 +1,45 @@
+"""Both products of adapters by the grouped product, whose experts are adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.experts.api import grouped_matmul
+from mpjax.kernels.experts.local import LocalExperts
+
+
+def shrink(x: jax.Array, down: jax.Array, adapters: jax.Array) -> jax.Array:
+    """The products float32 [rows, maps · rank] of x [rows, K] and each row's first factors."""
+    return product(x, down, adapters[:, None])[:, 0]
+
+
+def expand(
+    terms: jax.Array, inner: jax.Array, ups: Sequence[jax.Array], adapters: jax.Array
+) -> jax.Array:
+    """The terms [splits, rows, N], to the first of which the second products are added.
+
+    inner: [parts, rows, maps · rank], whose sum over the first axis is multiplied.
+    """
+    has_one = (adapters > 0)[:, None]  # of other rows, kernels leave any numbers
+    parts = jnp.split(jnp.where(has_one, inner.sum(0), 0), len(ups), -1)
+    changes = [
+        product(part.astype(up.dtype), up, adapters[:, None])[:, 0]
+        for part, up in zip(parts, ups, strict=True)
+    ]
+    first = terms[0].astype(jnp.float32) + jnp.concatenate(changes, -1)
+    return jnp.concatenate([first.astype(terms.dtype)[None], terms[1:]])
+
+
+def product(x: jax.Array, stack: jax.Array, adapters: jax.Array) -> jax.Array:
+    """Products float32 [..., k, N] of x [..., K] or [..., k, K] and k matrices of a stack.
+
+    adapters: int32 [..., k], numbers of matrices from 1; 0 for zeros. The grouped product runs as a
+    kernel wherever one can, and as a loop over the stack elsewhere.
+    """
+    numbers = adapters - 1
+    found = grouped_matmul(x, stack.astype(x.dtype), LocalExperts(numbers))
+    # What has no entry is any number.
+    return jnp.where((numbers >= 0)[..., None], found, jnp.zeros_like(found)).astype(jnp.float32)

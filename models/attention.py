@@ -227,6 +227,10 @@ class KVState:
         """The state as it is: the residual of a sequence begins empty behind whole blocks."""
         return state
 
+    def forget(self, state: KVPages, before: KVPages) -> KVPages:
+        """The state as it is: keys and values behind a sequence's length are overwritten."""
+        return state
+
     def clear(self, state: KVPages, pages: jax.Array, slots: jax.Array) -> KVPages:
         """Zeros in pages, and in the residuals of sequences."""
 

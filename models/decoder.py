@@ -212,6 +212,7 @@ class Decoder(Keeper):
         *,
         fresh: bool = False,
         every_position: bool = False,
+        tentative: bool = False,
     ) -> tuple[jax.Array, DecoderCache]:
         """Adds tokens to the cache and computes the logits of the token after them.
 
@@ -220,6 +221,7 @@ class Decoder(Keeper):
         fresh: whether the cache is known to be empty (static); attention then reads the prompt's
         keys and values before they are quantised.
         every_position: whether to return logits after each token, not only the last (static).
+        tentative: whether tokens may be taken back: `settle` makes the next cache then (static).
 
         Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each row's
         last token, or with every_position [batch, tokens, vocabulary].
@@ -245,6 +247,7 @@ class Decoder(Keeper):
             lengths = lengths[:, None]
         angles = self.angles_by_rope(positions, lengths)
         context = StepContext.of(cache, counts, angles, fresh=fresh)
+        context = dataclasses.replace(context, tentative=tentative)
         return self._advance(tokens, context, cache, every_position=every_position)
 
     def _advance(

@@ -19,6 +19,7 @@ from mpjax.kernels.cutting import Run
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations, shared
 from mpjax.models.maps import LinearMaps
+from mpjax.models.recurrent import RecurrentMixer
 from mpjax.models.share import Cut, HeadShares, Share, share_size
 from mpjax.models.state import SequenceState, StepContext
 
@@ -137,7 +138,7 @@ class GatedDeltaSpec(MixerSpec):
         }
 
 
-class GatedDelta(nnx.Module):
+class GatedDelta(RecurrentMixer):
     """The mixer of Gated DeltaNet: convolution, delta rule, and a norm with a gate."""
 
     def __init__(self, config: DecoderConfig, spec: GatedDeltaSpec, rngs: nnx.Rngs):
@@ -168,33 +169,33 @@ class GatedDelta(nnx.Module):
         """The input of each linear map, by its path; see `Mixer.inputs`."""
         return {"qkvz": x, "ba": x, "out": mixed}
 
-    def mix(
-        self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
+    def advance(
+        self, inputs: Any, context: StepContext, state: tuple[jax.Array, ...] | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-        """Everything but the output map: [..., value heads · channels], and the state.
-
-        x: [batch, tokens, hidden], or varlen [tokens, hidden].
-        """
-        x = as_activations("GatedDelta: x", x)
+        """Everything between the maps: [..., value heads · channels], and the state."""
+        channels, gate, rate, decay = inputs
+        places, dtype = channels.shape[:-1], channels.dtype
         matrices, before = (None, None) if state is None else context.begin(state)
-        channels, gate, rate, decay = self._projections(x, context)
         taps = self.conv.get_value()[:, 0]
         channels, before = causal_convolution(
             channels, taps, before, context.counts, activation="silu"
         )
         query, key, value = self._heads(channels)
-        inputs = DeltaInputs(query, key, value, self._decays(decay), jax.nn.sigmoid(rate))
-        outputs, matrices = gated_delta_rule(inputs, matrices, context.counts)
+        tokens = DeltaInputs(query, key, value, self._decays(decay), jax.nn.sigmoid(rate))
+        outputs, matrices = gated_delta_rule(tokens, matrices, context.counts)
         wide = rms_norm(outputs, self.scale.get_value(), self.epsilon) * jax.nn.silu(gate)
-        mixed = wide.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        mixed = wide.reshape(*places, -1).astype(dtype)
         return mixed, None if state is None else context.settle(state, (matrices, before))
 
-    def _projections(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
+    def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
         """The convolution's input [..., channels], and in float32 gates, rates and decays.
+
+        x: [batch, tokens, hidden], or varlen [tokens, hidden].
 
         Gates are [..., value heads, channels]; rates and decays, before their functions, [...,
         value heads].
         """
+        x = as_activations("GatedDelta: x", x)
         spec, places = self.spec, x.shape[:-1]
         qkvz, ba = self.qkvz(x, context), self.ba(x, context)
         if spec.by_key_head:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,16 +15,17 @@ from mpjax.kernels.checks import whole_number
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models.cache_scales import CacheScales, scales_for
 from mpjax.models.config import DecoderConfig
-from mpjax.models.state import DecoderCache, Room
+from mpjax.models.state import DecoderCache, Room, StepContext
 
 
 class Keeper(nnx.Module):
     """Creates, clears and copies the states of a decoder's layers.
 
-    config, cache_scales: as in Decoder.
+    config, layers, cache_scales: as in Decoder.
     """
 
     config: DecoderConfig
+    layers: Any
     cache_scales: CacheScales | None
 
     def create_cache(
@@ -95,6 +97,35 @@ class Keeper(nnx.Module):
                 self.config.states, self.config.groups, states, strict=True
             )
         )
+
+    def settle_states(self, states: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
+        """The states after a tentative step, of which the context counts the tokens to keep."""
+        return tuple(
+            layer.attention.settle(state, context) if spec.keeps_sequences else state
+            for layer, spec, state in zip(self.layers, self.config.states, states, strict=True)
+        )
+
+    def settle(self, cache: DecoderCache, before: DecoderCache, counts: jax.Array) -> DecoderCache:
+        """The cache after a tentative step, with the first tokens of each sequence alone.
+
+        before: the cache before the step, of which the lengths count. counts: int32 [batch], the
+        tokens of the step to keep; the next step overwrites keys and values of the others.
+        """
+        lengths, layers = before.lengths + counts, cache.layers
+        if self.config.keeps_sequences:
+            context = StepContext.of(before, counts, {})
+            layers = self.settle_states(layers, context)
+        return dataclasses.replace(cache, layers=layers, lengths=lengths)
+
+    def forget(self, cache: DecoderCache, before: DecoderCache) -> DecoderCache:
+        """The cache without the tokens that were read since `before`."""
+        layers = tuple(
+            spec.forget(state, old)
+            for spec, state, old in zip(
+                self.config.states, cache.layers, before.layers, strict=True
+            )
+        )
+        return dataclasses.replace(cache, layers=layers, lengths=before.lengths)
 
     def copy_states(
         self, states: tuple[Any, ...], source: jax.Array, target: jax.Array

@@ -19,6 +19,7 @@ from mpjax.kernels.cutting import Run
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding
 from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.recurrent import RecurrentMixer
 from mpjax.models.share import Cut, HeadShares, Share, share_size
 from mpjax.models.state import SequenceState, StepContext
 
@@ -159,7 +160,7 @@ class Mamba2Spec(MixerSpec):
         }
 
 
-class Mamba2(nnx.Module):
+class Mamba2(RecurrentMixer):
     """The mixer of Mamba2: a convolution, a scan of states, and a norm with a gate."""
 
     def __init__(self, config: DecoderConfig, spec: Mamba2Spec, rngs: nnx.Rngs):
@@ -187,15 +188,20 @@ class Mamba2(nnx.Module):
         """Makes the norm of a single group cover the heads of all devices of a mesh axis."""
         self.joint_axis = axis
 
-    def mix(
-        self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
-    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-        """The input of out_proj, [..., heads · head_dim], and the state; see `Mixer`."""
-        spec, counts = self.spec, context.counts
+    def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
+        """The gate, what the convolution reads, and steps before their function."""
         gate, *read, steps = self.in_proj(x, context)
+        return gate, jnp.concatenate(read, -1), steps
+
+    def advance(
+        self, inputs: Any, context: StepContext, state: tuple[jax.Array, ...] | None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
+        """The input of out_proj, [..., heads · head_dim], and the state."""
+        spec, counts = self.spec, context.counts
+        gate, read, steps = inputs
         states, before = (None, None) if state is None else context.begin(state)
         channels, before = causal_convolution(
-            jnp.concatenate(read, -1),
+            read,
             self.conv.get_value()[:, 0],
             before,
             counts,
@@ -203,14 +209,14 @@ class Mamba2(nnx.Module):
             activation="silu",
         )
         inner, _, shared, _, _ = spec.sizes
-        inputs, b, c = jnp.split(channels, (inner, inner + shared), -1)
+        x, b, c = jnp.split(channels, (inner, inner + shared), -1)
         places = gate.shape[:-1]
-        inputs = inputs.reshape(*places, spec.heads, spec.head_dim)
+        x = x.reshape(*places, spec.heads, spec.head_dim)
         b, c = (each.reshape(*places, spec.groups, spec.states) for each in (b, c))
         rates = -jnp.exp(self.log_rate.get_value())
-        y, states = state_space_scan(inputs, self._steps(steps), rates, b, c, states, counts)
+        y, states = state_space_scan(x, self._steps(steps), rates, b, c, states, counts)
         skip = jax.lax.broadcast_to_rank(self.skip.get_value()[:, None], y.ndim)
-        y = (y + skip * inputs.astype(jnp.float32)).reshape(gate.shape)
+        y = (y + skip * x.astype(jnp.float32)).reshape(gate.shape)
         mixed = self._gated(y, gate).astype(gate.dtype)
         return mixed, None if state is None else context.settle(state, (states, before))
 

@@ -14,6 +14,7 @@ from mpjax.models.attention import Mixer
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.layers import Activations, Rounding, shared
 from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.recurrent import RecurrentMixer
 from mpjax.models.share import Cut, HeadShares, Share
 from mpjax.models.state import Room, StateSpec, StepContext
 
@@ -137,6 +138,13 @@ class JointState:
             spec.copy(each, source, target) for spec, each in zip(self.states, state, strict=True)
         )
 
+    def forget(self, state: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The states with what both mixers keep for sequences as it was before."""
+        return tuple(
+            spec.forget(each, old)
+            for spec, each, old in zip(self.states, state, before, strict=True)
+        )
+
     def clear(self, state: tuple[Any, ...], pages: jax.Array, slots: jax.Array) -> tuple[Any, ...]:
         """The states with zeros in some pages, and in what is kept for some sequences."""
         return tuple(
@@ -176,6 +184,13 @@ class Parallel(nnx.Module):
         ]
         mixed, states = zip(*found, strict=True)
         return mixed, None if state is None else states
+
+    def settle(self, state: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
+        """The states after a tentative step; attention's are what they are."""
+        return tuple(
+            mixer.settle(own, context) if isinstance(mixer, RecurrentMixer) else own
+            for mixer, own in zip(self.parts.values(), state, strict=True)
+        )
 
     def terms(self, mixed: Any, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is that of both mixers' outputs."""

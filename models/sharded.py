@@ -333,6 +333,14 @@ class ShardedDecoder(Decoder):
         )
         return found
 
+    def settle_states(self, states: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
+        """The states with the tokens that are kept; see `Decoder`."""
+        taken, arguments = (self._divided, WHOLE), (states, context)
+        found: tuple[Any, ...] = self._on_shares(
+            Decoder.settle_states, taken, self._divided, *arguments
+        )
+        return found
+
     def copy_states(
         self, states: tuple[Any, ...], source: jax.Array, target: jax.Array
     ) -> tuple[Any, ...]:

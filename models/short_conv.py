@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from mpjax.kernels import causal_convolution
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding
 from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.recurrent import RecurrentMixer
 from mpjax.models.share import Cut, HeadShares, Share, share_size
 from mpjax.models.state import SequenceState, StepContext
 
@@ -72,7 +73,7 @@ class ShortConvSpec(MixerSpec):
         }
 
 
-class ShortConv(nnx.Module):
+class ShortConv(RecurrentMixer):
     """The mixer out_proj(c · convolution(b · x)); see ShortConvSpec."""
 
     def __init__(self, config: DecoderConfig, spec: ShortConvSpec, rngs: nnx.Rngs):
@@ -92,14 +93,19 @@ class ShortConv(nnx.Module):
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
         """Changes nothing, since there are no norms; see `Mixer`."""
 
-    def mix(
-        self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
-    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-        """The input of `out_proj`, [..., channels], and the state; see `Mixer`."""
+    def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
+        """What the convolution reads, and what its result is multiplied by."""
         before, after, inner = self.in_proj(x, context)
+        return before * inner, after
+
+    def advance(
+        self, inputs: Any, context: StepContext, state: tuple[jax.Array, ...] | None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
+        """The input of `out_proj`, [..., channels], and the state."""
+        read, after = inputs
         known = None if state is None else context.begin(state)[0]
         y, last = causal_convolution(
-            before * inner,
+            read,
             self.conv.get_value()[:, 0],
             known,
             context.counts,

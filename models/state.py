@@ -39,7 +39,8 @@ class StateSpec(Protocol):
     is_paged: whether it is in pages of tokens, some of it at least, which block tables assign to
         sequences.
     keeps_sequences: whether some of it is of one size for each sequence: then sequences share
-        beginnings only where a snapshot of it was kept, and no tokens are taken back.
+        beginnings only where a snapshot of it was kept, and tokens are taken back from a
+        `tentative` step alone.
     window: how many tokens read a token's page, its own included; None: all later ones.
     """
 
@@ -66,6 +67,9 @@ class StateSpec(Protocol):
 
         pages, slots: int32 [any number]; those too high are left out.
         """
+
+    def forget(self, state: Any, before: Any) -> Any:
+        """The state with what is kept for sequences as it was in the state `before`."""
 
     def copy(self, state: Any, source: jax.Array, target: jax.Array) -> Any:
         """The state with what is kept at one place for a sequence copied to another.
@@ -101,6 +105,12 @@ class SequenceState:
     ) -> tuple[jax.Array, ...]:
         """Zeros for some sequences. pages: of which there are none."""
         return tuple(array.at[slots].set(0, mode="drop") for array in state)
+
+    def forget(
+        self, state: tuple[jax.Array, ...], before: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """The arrays of `before`."""
+        return before
 
     def copy(
         self, state: tuple[jax.Array, ...], source: jax.Array, target: jax.Array
@@ -192,7 +202,7 @@ class DecoderCache:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["angles", "starts", "counts", "tables", "slots", "encoded", "adapters"],
-    meta_fields=["fresh"],
+    meta_fields=["fresh", "tentative"],
 )
 @dataclasses.dataclass(frozen=True)
 class StepContext:
@@ -209,6 +219,8 @@ class StepContext:
         be 0 (static).
     adapters: int32 [batch], the adapter of each sequence among those of the model, the first of
         which is 1; 0 for none. None where no sequence has one.
+    tentative: whether some of the tokens may be taken back, so that the states that are kept for
+        sequences wait for `Decoder.settle` (static).
     """
 
     angles: dict[str, jax.Array]
@@ -219,6 +231,7 @@ class StepContext:
     encoded: jax.Array | None = None
     fresh: bool = False
     adapters: jax.Array | None = None
+    tentative: bool = False
 
     @classmethod
     def of(

@@ -6,6 +6,7 @@ The host finds out which tokens a constraint allows while the first program runs
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,11 @@ from mpjax.generation.speculation.steps import Proposed, Steps
 from mpjax.generation.state import State
 from mpjax.generation.step import given, newest, step
 from mpjax.models import Decoder
+from mpjax.models.recurrent import join, part
 
-Forwarded = tuple[jax.Array, Proposal | None]
+# Logits, the proposal, and what tentative states of layers hold beside states, which stays no part
+# of the state that programs donate to each other.
+Forwarded = tuple[jax.Array, Proposal | None, Any]
 
 
 def forward(
@@ -30,7 +34,8 @@ def forward(
     """Reads each row's newest token, and what is proposed behind it.
 
     most: as for `speculate` (static). Returns the logits that `choose` draws from, float32 [rows,
-    vocabulary] or, with a proposer, [rows, positions, vocabulary], and the proposal.
+    vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, and what `choose`
+    needs of states to take tokens back.
     """
     before, proposal = state, None
     state, loop = _begin(model, proposer, state, stepping, most)
@@ -44,9 +49,10 @@ def forward(
     rows = loop.state
     found = newest(model, rows, alive, proposal)(rows.cache)
     # `choose` begins before the tokens, and knows how many of them stay.
-    cache = dataclasses.replace(found.cache, lengths=rows.cache.lengths)
+    layers, rest = part(found.cache.layers)
+    cache = dataclasses.replace(found.cache, layers=layers, lengths=rows.cache.lengths)
     rows = dataclasses.replace(rows, cache=cache)
-    return _end(proposer, before, state, stepping, rows), (found.logits, proposal)
+    return _end(proposer, before, state, stepping, rows), (found.logits, proposal, rest)
 
 
 def choose(
@@ -64,9 +70,11 @@ def choose(
     masks: uint32 [rows, positions, words], the tokens that are allowed behind each token that was
     read, for rows with a constraint; see `Matcher.masks`.
     """
-    before, (logits, proposal) = state, forwarded
+    before, (logits, proposal, rest) = state, forwarded
     state, loop = _begin(model, proposer, state, stepping, most)
     rows = dataclasses.replace(loop.state, processors=with_masks(loop.state.processors, masks))
+    cache = dataclasses.replace(rows.cache, layers=join(rows.cache.layers, rest))
+    rows = dataclasses.replace(rows, cache=cache)
     loop = dataclasses.replace(loop, state=rows)
     if proposer is None:
         read = given(logits, rows.running)

@@ -103,7 +103,7 @@ class Engine:
         if steps > lm.page_size:
             raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
-        proposer = require_fit(read_speculate(speculate, lm.config), lm, most)
+        proposer = require_fit(read_speculate(speculate), lm, most)
         sizes = Sizes(
             slots=slots,
             pages=(),  # until the others tell how much memory is left

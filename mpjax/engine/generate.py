@@ -196,7 +196,7 @@ class _Job:
     ) -> _Job:
         """Encodes and checks what a caller gives. Raises ValueError as `generate` says."""
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-        speculate = read_speculate(speculate, lm.config)
+        speculate = read_speculate(speculate)
         encoded = encode_batch(lm, prompts, chat_template)
         return cls(lm, encoded, options.read(lm, len(encoded)), speculate)
 

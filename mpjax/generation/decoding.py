@@ -243,7 +243,7 @@ def generate_tokens(
     """
     prompts = tokens, lengths = _read_prompts(model, tokens, lengths)
     batch, padded = tokens.shape
-    samplings, speculate = read_samplings(sampling, batch), read_speculate(speculate, model.config)
+    samplings, speculate = read_samplings(sampling, batch), read_speculate(speculate)
     own = controls(samplings, batch, model.config.vocab_size, model.columns)
     shared = read_processors(processors)
     for one in samplings:

@@ -73,8 +73,7 @@ def step(
     ends = _ends(found, state)
     if proposal is not None:
         counts = jnp.minimum(counts, jnp.where(ends.any(1), jnp.argmax(ends, 1) + 1, counts))
-        # Keys and values after the tokens that are kept are overwritten by the next step's.
-        cache = dataclasses.replace(cache, lengths=state.cache.lengths + counts)
+        cache = model.settle(cache, state.cache, counts)
     is_new = jnp.arange(found.tokens.shape[1])[None] < counts[:, None]
     last = jnp.maximum(counts - 1, 0)[:, None]
     newest = jnp.take_along_axis(found.tokens, last, 1)[:, 0]
@@ -122,6 +121,6 @@ def newest(
             return Read(*model.step(tokens, counts, cache))
         tokens = jnp.concatenate([state.newest[:, None], proposal.tokens], axis=1)
         counts = jnp.where(goes_on, proposal.counts + 1, 0)
-        return Read(*model.step(tokens, counts, cache, every_position=True))
+        return Read(*model.step(tokens, counts, cache, every_position=True, tentative=True))
 
     return read

@@ -183,9 +183,13 @@ def build(architecture: str) -> Decoder:
 
 
 def logits(model: Decoder) -> np.ndarray:
-    """After each token of a prompt."""
+    """After each token of a prompt; with states of sequences after tokens of which few stay."""
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCABULARY, (2, 6)), jnp.int32)
     cache, counts = model.create_cache(2, 16, "KV16", 16), jnp.asarray([6, 6], jnp.int32)
+    if model.config.keeps_sequences:
+        after = model.step(tokens, counts, cache, tentative=True)[1]
+        cache = model.settle(after, cache, jnp.asarray([3, 1]))
+        return np.asarray(model.step(tokens, counts, cache, every_position=True)[0])
     return np.asarray(model.step(tokens, counts, cache, fresh=True, every_position=True)[0])
 
 

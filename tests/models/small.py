@@ -78,10 +78,10 @@ def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
     return model
 
 
-def hybrid_model(seed: int = 0) -> Decoder:
+def hybrid_model(seed: int = 0, **changes: Any) -> Decoder:
     """A model whose layers keep states of sequences: delta rule, Mamba2 beside attention, and conv.
 
-    Its mixers are of one layer each.
+    Its mixers are of one layer each. changes: of fields of the configuration.
     """
     plain = CONFIG.layers[0]
     mamba = Mamba2Spec(heads=4, head_dim=8, groups=2, states=8, epsilon=1e-6)
@@ -91,7 +91,7 @@ def hybrid_model(seed: int = 0) -> Decoder:
         ShortConvSpec(channels=48),
     )
     layers = tuple(dataclasses.replace(plain, attention=mixer) for mixer in mixers)
-    return small_model(dataclasses.replace(CONFIG, layers=layers), seed)
+    return small_model(dataclasses.replace(CONFIG, layers=layers, **changes), seed)
 
 
 def small_mixture(shared: bool) -> Decoder:

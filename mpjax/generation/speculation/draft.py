@@ -16,7 +16,6 @@ from mpjax.generation.speculation.proposer import (
     Proposal,
     Proposer,
     read_k,
-    require_forgetting,
 )
 from mpjax.generation.speculation.verification import distribution
 from mpjax.kernels.checks import require_type
@@ -49,7 +48,6 @@ class Draft(Proposer):
 
     def __init__(self, lm: LanguageModel, k: int = 4) -> None:
         require_type("Draft: lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-        require_forgetting("Draft: the draft model", lm.config)
         self.model, self.k = lm.for_device, read_k("Draft", k)
         self.kv_format, self.page_size = lm.kv_format, lm.page_size
         self.tokenizer: Tokenizer | None = lm.tokenizer
@@ -133,11 +131,15 @@ class Draft(Proposer):
         """Reads the tokens that the draft's cache lacks, and draws up to k after them.
 
         The cache lacks the newest token, and the one before it if all of the last proposal was
-        accepted, whose last token the draft model has drawn and not read.
+        accepted, whose last token the draft model has drawn and not read. Where layers keep states
+        of sequences, it lacks all that was accepted, since it begins again from the states behind
+        what it had read before it drew.
         """
         own: DecoderCache = context.state.speculation.own
         history, most = context.history, context.most
-        places = jnp.minimum(own.lengths[:, None] + jnp.arange(2)[None], history.shape[1] - 1)
+        keeps = self.model.config.keeps_sequences
+        width = self.k + 1 if keeps else 2
+        places = jnp.minimum(own.lengths[:, None] + jnp.arange(width)[None], history.shape[1] - 1)
         lacking = jnp.where(context.alive, context.known - own.lengths, 0)
         tokens = self._known_ids(jnp.take_along_axis(history, places, axis=1))
         if self.model.config.rereads_after is not None:
@@ -157,7 +159,8 @@ class Draft(Proposer):
 
         drafting, logits = jax.lax.fori_loop(0, self.k - 1, advance, (drafting, logits))
         drafting, _ = drafting.draw(logits, context, jnp.int32(self.k - 1), divided=divided)
-        return Proposal(drafting.tokens, most, drafting.probabilities), drafting.cache
+        cache = self.model.forget(drafting.cache, own) if keeps else drafting.cache
+        return Proposal(drafting.tokens, most, drafting.probabilities), cache
 
     def settle(
         self, own: DecoderCache, known: jax.Array, proposed: jax.Array, accepted: jax.Array

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from mpjax.generation.state import State
 from mpjax.kernels.checks import require_type, shown
-from mpjax.models import DecoderConfig
 from mpjax.sampling.settings import RowSettings
 from mpjax.text.tokenizer import Tokenizer
 
@@ -175,25 +174,12 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
     return found
 
 
-def read_speculate(speculate: Any, config: DecoderConfig) -> Proposer | None:
-    """The argument `speculate` of functions that generate, for a model. Raises ValueError."""
+def read_speculate(speculate: Any) -> Proposer | None:
+    """The argument `speculate` of functions that generate. Raises ValueError."""
     if speculate is not None:
         hint = ", such as mpjax.Ngram() or mpjax.Draft(lm)"
         require_type("speculate", speculate, Proposer, hint=hint)
-        require_forgetting("speculate is set, and the model", config)
     return speculate
-
-
-def require_forgetting(subject: str, config: DecoderConfig) -> None:
-    """Raises ValueError for a model whose state can't be taken back behind refused tokens.
-
-    subject: the begin of the message, up to the model.
-    """
-    if config.keeps_sequences:
-        raise ValueError(
-            f"{subject} has layers with a state of each sequence, which can't forget refused "
-            "tokens: leave speculate out"
-        )
 
 
 def put(target: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:

@@ -23,8 +23,8 @@ def test_rows_are_written_at_their_own_places():
 
 
 def test_speculate_is_a_proposer_or_none(tiny):
-    assert read_speculate(None, tiny.config) is None
-    assert read_speculate(mpjax.Ngram(2), tiny.config).k == 2
+    assert read_speculate(None) is None
+    assert read_speculate(mpjax.Ngram(2)).k == 2
     for call in (
         lambda odd: mpjax.generate(tiny, "x", speculate=odd),
         lambda odd: mpjax.generate_tokens(tiny.model, [[1]], [1], max_new_tokens=2, speculate=odd),

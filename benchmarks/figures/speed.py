@@ -69,7 +69,7 @@ def _gemm_table(results: Results) -> tuple[Sequence[str], list[list[str]]]:
 def _gemm_notes(result: Result) -> Iterator[str]:
     rows = rows_of([result])
     if changed := sum(runs_otherwise(row, result["device"]) for row in rows):
-        yield f"\\* The plan of {changed} of {len(rows)} rows has changed since."
+        yield f"\\* Measured with an older plan: {changed} of {len(rows)} rows."
     if not all("packed_bytes" in row for row in rows):
         yield "The floor of this table reads codes without scales and zero points."
 
@@ -127,7 +127,25 @@ def _attention_notes(result: Result) -> Iterator[str]:
 def _draw_attention(results: Results, folder: Path) -> Iterator[tuple[str, str]]:
     if rows := [row for row in rows_of(results) if row.get("queries") == 1]:
         roofline.draw_attention(rows, folder / "attention.svg")
-        yield "times as fast as cuDNN, below the rooflines", "attention.svg"
+        yield "speed-up over cuDNN by context and format, below the rooflines", "attention.svg"
+
+
+def _by_version(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    """The times of warpgroup products with the last JAX version over those with the first."""
+    times: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in rows_of(results):
+        if row["implementation"] == "mosaic":
+            shape = f"{row['K']} × {row['N']}"
+            found = times.setdefault((row["format"], shape), {})
+            found.setdefault(row["M"], []).append(row["microseconds"])
+    counts = sorted({count for found in times.values() for count in found})
+    pairs = {name: {m: t for m, t in found.items() if len(t) > 1} for name, found in times.items()}
+    lines = [
+        [*name, *(f"{found[m][-1] / found[m][0]:.2f}" if m in found else "" for m in counts)]
+        for name, found in pairs.items()
+        if found
+    ]
+    return ["format", "K × N", *(f"{count} rows" for count in counts)], lines
 
 
 def _decoding(*patterns: str) -> Figures:
@@ -139,6 +157,7 @@ FIGURES = {
     "generate": _decoding("generate.json", "generate-[!c]*.json"),
     "generate-context": _decoding("generate-context.json"),
     "gemm": Figures(("gemm*.json",), _gemm_table, plots=_draw_gemm, notes=_gemm_notes),
+    "versions": Figures(("versions-*.json",), _by_version, is_joined=True),
     "attention": Figures(
         ("attention*.json",),
         of_columns(attention.COLUMNS, attention.figures),

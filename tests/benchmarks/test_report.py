@@ -102,7 +102,7 @@ def test_products_with_another_plan_since_are_marked():
     result = {"results": found, "device": "NVIDIA H200"}
     _, lines = FIGURES["gemm"].table([result])
     assert [line[-1] for line in lines] == ["triton", "triton \\*"] * 2
-    assert "\\* The plan of 2 of 4 rows has changed since." in FIGURES["gemm"].notes(result)
+    assert "\\* Measured with an older plan: 2 of 4 rows." in FIGURES["gemm"].notes(result)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax import kernels
+from mpjax.bench import mixers
 from mpjax.bench.random_model import random_model
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.attention.shapes import DECODE, AttentionShape
 from mpjax.kernels.gemm.shapes import GemmShape, named
+from mpjax.kernels.recurrent.shapes import PUBLISHED as RECURRENT
+from mpjax.kernels.recurrent.shapes import RecurrentShape
 from mpjax.kernels.rowwise.projection import project_rms_norm
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.llama import llama_layers
@@ -124,6 +127,8 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
+    for layer, rows in itertools.product(RECURRENT, (1, 64)):
+        yield f"recurrent {layer.name} {rows}", functools.partial(_recurrent, layer, rows)
     for text in ("KV4", "K4cV4c"):  # rounded by one program, where several are joined, and balanced
         for scene in (DECODE[8], DECODE[0], DECODE[4], SHORT):
             yield f"attention blocks {text} {scene.name}", functools.partial(_rounded, text, scene)
@@ -230,6 +235,24 @@ def _adapters(rows: int, outputs: tuple[int, ...]) -> Call:
         for shape in ((1, rows, sum(outputs)), (rows, 4096), (16, 4096, 16 * len(outputs)))
     ]
     return kernels.add_low_rank, (*arrays, ups, Array((rows,), jnp.int32))
+
+
+def _recurrent(shape: RecurrentShape, rows: int) -> Call:
+    """A token of each row in a layer with a state, and the convolution before it."""
+    arguments = jax.eval_shape(lambda: mixers.random_step(shape, rows, 0))
+    channels = arguments[0]
+    states, inputs = (
+        Array((64, *shape.state), "float32"),
+        Array((64, 3, channels.shape[1]), "float32"),
+    )
+
+    def layer(weight: Any, inputs: Any, states: Any, channels: Any, gates: Any, rows: Any) -> Any:
+        channels, inputs = kernels.convolution_step(
+            channels, weight, inputs, rows, activation="silu"
+        )
+        return mixers.step(shape, states, (channels, gates, rows)), inputs
+
+    return layer, (Array((channels.shape[1], 4), "bfloat16"), inputs, states, *arguments)
 
 
 def _dequantize(text: str) -> Call:

@@ -13,10 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import DeltaInputs, causal_convolution, gated_delta_rule, rms_norm
+from mpjax.kernels import (
+    DeltaGates,
+    DeltaInputs,
+    gated_delta_rule,
+    gated_delta_step,
+    rms_norm,
+)
 from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.cutting import Run
 from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.convolution import convolve, is_step
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations, shared
 from mpjax.models.maps import LinearMaps
 from mpjax.models.recurrent import RecurrentMixer
@@ -175,25 +182,43 @@ class GatedDelta(RecurrentMixer):
         """Everything between the maps: [..., value heads · channels], and the state."""
         channels, gate, rate, decay = inputs
         places, dtype = channels.shape[:-1], channels.dtype
-        matrices, before = (None, None) if state is None else context.begin(state)
+        matrices, before = (None, None) if state is None else state
         taps = self.conv.get_value()[:, 0]
-        channels, before = causal_convolution(
-            channels, taps, before, context.counts, activation="silu"
-        )
+        channels, before = convolve(channels, taps, before, context, activation="silu")
+        gates = DeltaGates(decay, rate, self.decay.get_value(), self.shift.get_value())
+        outputs, matrices = self._rule(channels, gates, matrices, context)
+        wide = rms_norm(outputs, self.scale.get_value(), self.epsilon)
+        mixed = (wide * jax.nn.silu(gate.astype(jnp.float32))).reshape(*places, -1).astype(dtype)
+        return mixed, None if matrices is None or before is None else (matrices, before)
+
+    def _rule(
+        self,
+        channels: jax.Array,
+        gates: DeltaGates,
+        states: jax.Array | None,
+        context: StepContext,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The outputs of the delta rule, float32 [..., value heads, channels], and the states."""
+        if states is not None and is_step(channels):
+            token = dataclasses.replace(gates, decay=gates.decay[:, 0], rate=gates.rate[:, 0])
+            rows = context.rows(states)
+            outputs, states = gated_delta_step(channels[:, 0], token, states, rows)
+            return outputs[:, None], states
         query, key, value = self._heads(channels)
-        tokens = DeltaInputs(query, key, value, self._decays(decay), jax.nn.sigmoid(rate))
-        outputs, matrices = gated_delta_rule(tokens, matrices, context.counts)
-        wide = rms_norm(outputs, self.scale.get_value(), self.epsilon) * jax.nn.silu(gate)
-        mixed = wide.reshape(*places, -1).astype(dtype)
-        return mixed, None if state is None else context.settle(state, (matrices, before))
+        inputs = DeltaInputs(query, key, value, *gates.applied())
+        if states is None:
+            return gated_delta_rule(inputs, None, context.counts)[0], None
+        rows = context.rows(states)
+        outputs, after = gated_delta_rule(inputs, rows.take(states), context.counts)
+        return outputs, rows.put(states, after)
 
     def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
-        """The convolution's input [..., channels], and in float32 gates, rates and decays.
+        """The convolution's input [..., channels], gates, rates and decays.
 
         x: [batch, tokens, hidden], or varlen [tokens, hidden].
 
-        Gates are [..., value heads, channels]; rates and decays, before their functions, [...,
-        value heads].
+        Gates are [..., value heads, channels]; rates and decays [..., value heads]; all of them
+        before their functions.
         """
         x = as_activations("GatedDelta: x", x)
         spec, places = self.spec, x.shape[:-1]
@@ -202,8 +227,8 @@ class GatedDelta(RecurrentMixer):
             qkvz = _parts(qkvz[0].reshape(*places, spec.key_heads, -1), spec.sizes)
             ba = _parts(ba[0].reshape(*places, spec.key_heads, -1), (spec.group, spec.group))
         query, key, value, gate = (part.reshape(*places, -1) for part in qkvz)
-        rate, decay = (part.reshape(*places, -1).astype(jnp.float32) for part in ba)
-        gate = gate.reshape(*places, spec.value_heads, spec.value_dim).astype(jnp.float32)
+        rate, decay = (part.reshape(*places, -1) for part in ba)
+        gate = gate.reshape(*places, spec.value_heads, spec.value_dim)
         return jnp.concatenate([query, key, value], -1), gate, rate, decay
 
     def _heads(self, channels: jax.Array) -> list[jax.Array]:
@@ -215,14 +240,6 @@ class GatedDelta(RecurrentMixer):
             part.reshape(*part.shape[:-1], -1, size)
             for part, size in zip(parts, sizes, strict=True)
         ]
-
-    def _decays(self, x: jax.Array) -> jax.Array:
-        """The logarithms of the state's factors: −exp(decay) · softplus(x + shift)."""
-        decay, shift = (
-            jax.lax.broadcast_to_rank(array.get_value().astype(jnp.float32), x.ndim)
-            for array in (self.decay, self.shift)
-        )
-        return -jnp.exp(decay) * jax.nn.softplus(x + shift)
 
 
 def _parts(x: jax.Array, sizes: Any) -> list[jax.Array]:

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import causal_convolution, state_space_scan
+from mpjax.kernels import ScanGates, state_space_scan, state_space_step
 from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.cutting import Run
 from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.convolution import convolve, is_step
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.recurrent import RecurrentMixer
@@ -197,34 +198,51 @@ class Mamba2(RecurrentMixer):
         self, inputs: Any, context: StepContext, state: tuple[jax.Array, ...] | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
         """The input of out_proj, [..., heads · head_dim], and the state."""
-        spec, counts = self.spec, context.counts
         gate, read, steps = inputs
-        states, before = (None, None) if state is None else context.begin(state)
-        channels, before = causal_convolution(
+        states, before = (None, None) if state is None else state
+        channels, before = convolve(
             read,
             self.conv.get_value()[:, 0],
             before,
-            counts,
+            context,
             bias=None if self.conv_bias is None else self.conv_bias.get_value(),
             activation="silu",
         )
+        gates = ScanGates(
+            steps,
+            self.log_rate.get_value(),
+            self.step_bias.get_value(),
+            self.skip.get_value(),
+            self.spec.least_step,
+            self.spec.most_step,
+        )
+        y, states = self._scan(channels, gates, states, context)
+        mixed = self._gated(y.reshape(gate.shape), gate).astype(gate.dtype)
+        return mixed, None if states is None or before is None else (states, before)
+
+    def _scan(
+        self,
+        channels: jax.Array,
+        gates: ScanGates,
+        states: jax.Array | None,
+        context: StepContext,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The outputs of heads, float32 [..., heads, head_dim], and the states."""
+        spec, places = self.spec, channels.shape[:-1]
+        if states is not None and is_step(channels):
+            token = dataclasses.replace(gates, steps=gates.steps[:, 0])
+            y, states = state_space_step(channels[:, 0], token, states, context.rows(states))
+            return y[:, None], states
         inner, _, shared, _, _ = spec.sizes
         x, b, c = jnp.split(channels, (inner, inner + shared), -1)
-        places = gate.shape[:-1]
         x = x.reshape(*places, spec.heads, spec.head_dim)
         b, c = (each.reshape(*places, spec.groups, spec.states) for each in (b, c))
-        rates = -jnp.exp(self.log_rate.get_value())
-        y, states = state_space_scan(x, self._steps(steps), rates, b, c, states, counts)
-        skip = jax.lax.broadcast_to_rank(self.skip.get_value()[:, None], y.ndim)
-        y = (y + skip * x.astype(jnp.float32)).reshape(gate.shape)
-        mixed = self._gated(y, gate).astype(gate.dtype)
-        return mixed, None if state is None else context.settle(state, (states, before))
-
-    def _steps(self, raw: jax.Array) -> jax.Array:
-        """The steps of heads, float32, from in_proj's outputs."""
-        bias = jax.lax.broadcast_to_rank(self.step_bias.get_value(), raw.ndim)
-        steps = jax.nn.softplus(raw.astype(jnp.float32) + bias)
-        return jnp.clip(steps, self.spec.least_step, self.spec.most_step)
+        steps, rates, skip = gates.applied()
+        rows = None if states is None else context.rows(states)
+        known = None if states is None or rows is None else rows.take(states)
+        y, after = state_space_scan(x, steps, rates, b, c, known, context.counts)
+        y += jax.lax.broadcast_to_rank(skip[:, None], y.ndim) * x.astype(jnp.float32)
+        return y, None if states is None or rows is None else rows.put(states, after)
 
     def _gated(self, y: jax.Array, gate: jax.Array) -> jax.Array:
         """The norm of each group of y, float32, and the product with the gate's silu."""

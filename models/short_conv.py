@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import causal_convolution
 from mpjax.models.config import DecoderConfig, MixerSpec
+from mpjax.models.convolution import convolve
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.recurrent import RecurrentMixer
@@ -103,15 +103,14 @@ class ShortConv(RecurrentMixer):
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
         """The input of `out_proj`, [..., channels], and the state."""
         read, after = inputs
-        known = None if state is None else context.begin(state)[0]
-        y, last = causal_convolution(
+        y, last = convolve(
             read,
             self.conv.get_value()[:, 0],
-            known,
-            context.counts,
+            None if state is None else state[0],
+            context,
             bias=None if self.conv_bias is None else self.conv_bias.get_value(),
         )
-        return after * y, None if state is None else context.settle(state, (last,))
+        return after * y, None if last is None else (last,)
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is `out_proj` of what `mix` returns."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import KVFormat, Span
+from mpjax.kernels import KVFormat, Span, StateRows
 from mpjax.kernels.kv_cache.varlen import tokens_of
 
 
@@ -313,31 +313,15 @@ class StepContext:
             return self
         return dataclasses.replace(self, counts=jnp.ones_like(self.adapters))
 
-    def begin(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """What a SequenceState holds for each sequence of the step; zeros before its first token.
+    def rows(self, states: jax.Array) -> StateRows:
+        """The places of the step's sequences in an array of a SequenceState, [sequences, ...].
 
-        Returns arrays [batch, ...].
+        A sequence without tokens in the step has no place, and one at its first token begins anew.
         """
         assert self.starts is not None
-        is_new = self.starts == 0
-        rows = state if self.slots is None else jax.tree.map(lambda x: x[self.slots], state)
-        return tuple(
-            jnp.where(jax.lax.expand_dims(is_new, range(1, row.ndim)), jnp.zeros_like(row), row)
-            for row in rows
-        )
-
-    def settle(
-        self, state: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-        """A SequenceState with rows [batch, ...] of the sequences that have tokens in the step."""
         assert self.counts is not None
         slots = jnp.arange(len(self.counts)) if self.slots is None else self.slots
-        nowhere = len(state[0])
-        at = jnp.where(self.counts > 0, slots, nowhere)
-        return tuple(
-            array.at[at].set(row.astype(array.dtype), mode="drop")
-            for array, row in zip(state, rows, strict=True)
-        )
+        return StateRows(jnp.where(self.counts > 0, slots, len(states)), self.starts == 0)
 
     def last(self, hidden: jax.Array) -> jax.Array:
         """The hidden state of each sequence's last token, [batch, hidden]."""

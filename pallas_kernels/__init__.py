@@ -36,6 +36,9 @@ from mpjax.kernels.recurrent.convolution import causal_convolution
 from mpjax.kernels.recurrent.delta import gated_delta_rule
 from mpjax.kernels.recurrent.delta_inputs import DeltaInputs
 from mpjax.kernels.recurrent.scan import state_space_scan
+from mpjax.kernels.recurrent.steps.api import convolution_step, gated_delta_step, state_space_step
+from mpjax.kernels.recurrent.steps.gates import DeltaGates, ScanGates
+from mpjax.kernels.recurrent.steps.rows import StateRows
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rowwise.api import (
@@ -51,6 +54,7 @@ from mpjax.kernels.static_rows import StaticRows
 __all__ = [
     "ActivationBlocks",
     "ActivationFormat",
+    "DeltaGates",
     "DeltaInputs",
     "DividedRows",
     "ExpertMLP",
@@ -69,7 +73,9 @@ __all__ = [
     "Rotation",
     "RouterLogits",
     "Routing",
+    "ScanGates",
     "Span",
+    "StateRows",
     "StaticRows",
     "UnsupportedError",
     "WeightFormat",
@@ -78,9 +84,11 @@ __all__ = [
     "append",
     "cache_scales",
     "causal_convolution",
+    "convolution_step",
     "expert_mlp_terms",
     "gated",
     "gated_delta_rule",
+    "gated_delta_step",
     "gated_silu",
     "grouped_matmul",
     "grouped_matmul_terms",
@@ -100,5 +108,6 @@ __all__ = [
     "rotate_and_append",
     "route",
     "state_space_scan",
+    "state_space_step",
     "unpack",
 ]

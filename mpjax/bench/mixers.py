@@ -7,14 +7,24 @@ prompt's with that of an attention layer of the same model by cuDNN.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.bench import attention, measure, tables
-from mpjax.kernels import DeltaInputs, gated_delta_rule, state_space_scan
+from mpjax.kernels import (
+    DeltaGates,
+    DeltaInputs,
+    ScanGates,
+    StateRows,
+    gated_delta_rule,
+    gated_delta_step,
+    state_space_scan,
+    state_space_step,
+)
 from mpjax.kernels.attention.shapes import AttentionShape
 from mpjax.kernels.recurrent.shapes import RecurrentShape
 
@@ -112,16 +122,39 @@ def _random_state(shape: RecurrentShape, rows: int, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(1000 + seed), (rows, *shape.state))
 
 
+def random_step(shape: RecurrentShape, rows: int, seed: int) -> tuple[jax.Array, Any, StateRows]:
+    """What a layer's step reads of a token of each row: bfloat16, and the rows' places."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    width = 2 * shape.groups * shape.keys + shape.heads * shape.values
+    channels = jax.random.normal(keys[0], (rows, width), jnp.bfloat16)
+    first, second = (jax.random.normal(key, (rows, shape.heads), jnp.bfloat16) for key in keys[1:])
+    ones = jnp.ones(shape.heads)
+    gates: Any = ScanGates(first, ones, ones, ones)
+    if shape.kind == "delta":
+        gates = DeltaGates(first, second, ones, ones)
+    return channels, gates, StateRows(jnp.arange(rows)[::-1], jnp.zeros(rows, bool))
+
+
+def step(
+    shape: RecurrentShape, states: jax.Array, given: tuple[Any, ...], **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The states after a token of each row, and the outputs. options: of the operation."""
+    channels, gates, rows = given
+    operation: Any = gated_delta_step if shape.kind == "delta" else state_space_step
+    outputs, states = operation(channels, gates, states, rows, **options)
+    return states, outputs
+
+
 class _InTurn:
     """Steps of several states, which are donated and kept, as a loop that decodes does."""
 
     def __init__(self, shape: RecurrentShape, states: list[jax.Array], tokens: list[Any]) -> None:
         def each(states: list[jax.Array], tokens: list[Any]) -> Any:
-            pairs = [step(*pair) for pair in zip(states, tokens, strict=True)]
+            pairs = [one(*pair) for pair in zip(states, tokens, strict=True)]
             return [state for state, _ in pairs], [outputs for _, outputs in pairs]
 
         # Its own `jit` has it traced once for all states.
-        step = jax.jit(lambda state, tokens: read(shape, state, tokens))
+        one = jax.jit(functools.partial(step, shape))
         donating = measure.serial_jit(each, donate_argnums=0)
         self.run = donating.lower(states, tokens).compile()
         self.states = states
@@ -135,12 +168,13 @@ def _step(shape: RecurrentShape, rows: int) -> dict[str, Any]:
     """Measures a token of each row. Several states are read in turn, so that the L2 has none."""
     first = _random_state(shape, rows, 0)
     count = measure.copies(first.nbytes)
-    tokens = [random_tokens(shape, rows, 1, seed) for seed in range(count)]
+    tokens = [random_step(shape, rows, seed) for seed in range(count)]
     states = [_random_state(shape, rows, seed) for seed in range(count)]
     floor = measure.update_microseconds(states)
     steps = _InTurn(shape, states, tokens)
     found = steps(tokens)[0], jnp.copy(steps.states[0])
-    error = _error(shape, first, tokens[0], *found)
+    plain = jax.jit(functools.partial(step, shape, implementation="reference"))
+    error = _error(found, plain(first, tokens[0])[::-1])
     kernels = measure.kernel_microseconds(measure.Unjitted(steps), tokens)
     times = measure.merge_names(kernels, calls=count)
     return _row(shape, rows, 1, first.nbytes, times, error, floor=floor)
@@ -152,7 +186,8 @@ def _prompt(shape: RecurrentShape, tokens: int) -> dict[str, Any]:
     each = measure.compiled(lambda state, inputs: read(shape, state, inputs), state, inputs)
     times = measure.merge_names(measure.kernel_microseconds(each, state, inputs))
     after, outputs = each(state, inputs)
-    error = _error(shape, state, inputs, outputs, after)
+    last, expected = jax.jit(functools.partial(_by_token, shape))(state, inputs)
+    error = _error((outputs, after), (expected, last))
     of_attention = AttentionShape(1, *shape.attention, tokens, tokens)
     cudnn = attention.cudnn_microseconds(of_attention)
     return _row(shape, 1, tokens, state.nbytes, times, error, cudnn=cudnn)
@@ -182,17 +217,13 @@ def _row(
     return figures(row)
 
 
-def _error(
-    shape: RecurrentShape, state: jax.Array, tokens: Any, outputs: jax.Array, after: jax.Array
-) -> float:
-    """The larger relative error of outputs and states, against a token after the other."""
-    last, expected = jax.jit(_by_token, static_argnums=(0, 1))(read, shape, state, tokens)
-    return max(measure.relative_error(*pair) for pair in ((outputs, expected), (after, last)))
+def _error(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...]) -> float:
+    """The larger relative error of outputs and of states."""
+    return max(measure.relative_error(*pair) for pair in zip(found, expected, strict=True))
 
 
-def _by_token(
-    read: Callable[..., Any], shape: RecurrentShape, state: jax.Array, tokens: Any
-) -> tuple[jax.Array, jax.Array]:
+def _by_token(shape: RecurrentShape, state: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
+    """What `read` gives, one token after the other."""
     one_each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], tokens)
     state, outputs = jax.lax.scan(lambda state, token: read(shape, state, token), state, one_each)
     return state, jnp.moveaxis(outputs[:, :, 0], 0, 1)

@@ -261,9 +261,7 @@ def attention_command(
 @app.command("mixers", cls=CompilingCommand, epilog=MIXERS_EPILOG)
 def mixers_command(
     shapes: Annotated[str, _texts("NAME", "Models whose layers are measured.")] = MIXER_SHAPES,
-    rows: Annotated[
-        str, _texts("ROWS", "Numbers of rows that read a token each; 0 for none.")
-    ] = "1,16,64",
+    rows: Annotated[str, _texts("ROWS", "Rows that read a token each; 0: none.")] = "1,16,64",
     prompt_tokens: Annotated[
         str, _texts("TOKENS", "Numbers of tokens of a prompt; 0 for none.")
     ] = "4096,32768",

@@ -95,7 +95,8 @@ Examples:
 \b
 Measures what layers do that keep a state: the gated delta rule of Qwen3.6,
 Mamba2 of Granite 4 and Nemotron-H. Products with weights are not in it.
-  tokens    1: a token of each row, whose state is read and written once;
+  tokens    1: a token of each row, whose state is read and written once, by
+            one kernel with its gates;
             more: a prompt of one row, in chunks
   TB/s      bytes of the states, read and written, over the time
   × floor   the time over the floor, in which an XLA kernel reads and writes
@@ -103,7 +104,7 @@ Mamba2 of Granite 4 and Nemotron-H. Products with weights are not in it.
   × cuDNN   the time over that of causal attention by cuDNN with the heads of
             the model's attention layers, on a prompt of the same length
   error     mean error over mean magnitude of the outputs, or of the states,
-            against one token after the other in float32; the gate is 1e-5
+            against one token after the other in plain jnp; the gate is 1e-5
 """
 GENERATE_EPILOG = """\b
 Examples:

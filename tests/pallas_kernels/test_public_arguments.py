@@ -205,6 +205,38 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"rate": HEADS[..., 1], "state": jnp.ones((2, 2, 32, 32))}
         | {"counts": jnp.array([8, 2])},
     ),
+    "convolution_step": (
+        lambda slots, is_new, **others: kernels.convolution_step(
+            rows=kernels.StateRows(slots, is_new), **others
+        ),
+        {"x": HEADS[0, :3, 0], "weight": jnp.ones((32, 4)), "states": jnp.ones((4, 3, 32))}
+        | {"slots": jnp.array([2, 4, 0]), "is_new": jnp.array([True, False, False])}
+        | {"bias": jnp.ones(32), "activation": "silu", "implementation": "reference"},
+    ),
+    "gated_delta_step": (
+        lambda slots, is_new, decay, rate, speed, shift, **others: kernels.gated_delta_step(
+            gates=kernels.DeltaGates(decay, rate, speed, shift),
+            rows=kernels.StateRows(slots, is_new),
+            **others,
+        ),
+        {"channels": jnp.ones((3, 2 * 32 + 2 * 16)), "states": jnp.ones((4, 2, 32, 16))}
+        | {"slots": jnp.array([2, 4, 0]), "is_new": jnp.array([True, False, False])}
+        | {"decay": X[:, :2], "rate": X[:, :2], "speed": jnp.ones(2), "shift": jnp.ones(2)}
+        | {"implementation": "reference"},
+    ),
+    "state_space_step": (
+        lambda slots, is_new, steps, speed, shift, skip, least, most, **others: (
+            kernels.state_space_step(
+                gates=kernels.ScanGates(steps, speed, shift, skip, least, most),
+                rows=kernels.StateRows(slots, is_new),
+                **others,
+            )
+        ),
+        {"channels": jnp.ones((3, 2 * 32 + 2 * 16)), "states": jnp.ones((4, 2, 16, 32))}
+        | {"slots": jnp.array([2, 4, 0]), "is_new": jnp.array([True, False, False])}
+        | {"steps": X[:, :2], "speed": jnp.ones(2), "shift": jnp.ones(2), "skip": jnp.ones(2)}
+        | {"least": 0.1, "most": 2.0, "implementation": "reference"},
+    ),
     "inputs of gated_delta_rule": (
         kernels.gated_delta_rule,
         {"inputs": kernels.DeltaInputs(*[HEADS] * 3, *[HEADS[..., 0]] * 2)},

@@ -1,0 +1,1 @@
+"""One token of each row: states are read and written once, at the places of the rows."""

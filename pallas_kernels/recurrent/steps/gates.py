@@ -1,0 +1,108 @@
+"""The gates of recurrent layers before their functions, which a step's kernel computes itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.checks import as_arrays, require_floats, shown, static_number
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["decay", "rate", "speed", "shift"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class DeltaGates:
+    """The gates of the gated delta rule.
+
+    A state's factor has the logarithm −exp(speed) · softplus(decay + shift), and the part of a
+    difference that is written is the sigmoid of the rate.
+
+    decay, rate: [..., value heads]. speed, shift: [value heads].
+    """
+
+    decay: Any
+    rate: Any
+    speed: Any
+    shift: Any
+
+    def read(self, operation: str, shape: tuple[int, ...]) -> DeltaGates:
+        """The same as arrays. Raises ValueError unless decay and rate have such a shape."""
+        of_heads = shape[-1:]
+        return DeltaGates(*read_arrays(operation, vars(self), (shape, shape, of_heads, of_heads)))
+
+    def applied(self) -> tuple[jax.Array, jax.Array]:
+        """The logarithms of the states' factors, and the parts that are written, float32."""
+        decay, rate, speed, shift = wide(self.decay, self.rate, self.speed, self.shift)
+        speed, shift = (jax.lax.broadcast_to_rank(x, decay.ndim) for x in (speed, shift))
+        return -jnp.exp(speed) * jax.nn.softplus(decay + shift), jax.nn.sigmoid(rate)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["steps", "speed", "shift", "skip"],
+    meta_fields=["least", "most"],
+)
+@dataclasses.dataclass(frozen=True)
+class ScanGates:
+    """The steps and decays of Mamba2.
+
+    A step is softplus(steps + shift), between `least` and `most`, and a state's factor is
+    exp(−exp(speed) · step). Outputs have skip · x beside what the state gives.
+
+    steps: [..., heads]. speed, shift, skip: [heads]. least, most: None for no limit (static).
+    """
+
+    steps: Any
+    speed: Any
+    shift: Any
+    skip: Any
+    least: float | None = None
+    most: float | None = None
+
+    def read(self, operation: str, shape: tuple[int, ...]) -> ScanGates:
+        """The same as arrays. Raises ValueError unless steps has such a shape."""
+        arrays = {name: getattr(self, name) for name in ("steps", "speed", "shift", "skip")}
+        shapes = shape, *[shape[-1:]] * 3
+        steps, speed, shift, skip = read_arrays(operation, arrays, shapes)
+        least, most = (
+            static_number(f"{operation}: {name}", limit, float, "a positive number")
+            for name, limit in (("least", self.least), ("most", self.most))
+        )
+        return ScanGates(steps, speed, shift, skip, least, most)
+
+    def applied(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Steps [..., heads], rates [heads], 0 or less, and skip [heads], in float32."""
+        steps, speed, shift, skip = wide(self.steps, self.speed, self.shift, self.skip)
+        steps = jax.nn.softplus(steps + jax.lax.broadcast_to_rank(shift, steps.ndim))
+        return self.limited(steps), -jnp.exp(speed), skip
+
+    def limited(self, steps: jax.Array) -> jax.Array:
+        """The steps within their limits."""
+        if self.least is not None:
+            steps = jnp.maximum(steps, self.least)
+        return steps if self.most is None else jnp.minimum(steps, self.most)
+
+
+def read_arrays(
+    operation: str, values: dict[str, Any], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[jax.Array, ...]:
+    """Arrays of floats. Raises ValueError for other shapes."""
+    arrays = as_arrays(operation, **values)
+    named = dict(zip(values, arrays, strict=True))
+    require_floats(operation, **named)
+    for (name, array), shape in zip(named.items(), shapes, strict=True):
+        if array.shape != shape:
+            raise ValueError(f"{operation}: {name} is {shown(array)}: expected {shape}")
+    return arrays
+
+
+def wide(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays in float32."""
+    return tuple(array.astype(jnp.float32) for array in arrays)

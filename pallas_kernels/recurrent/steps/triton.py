@@ -1,0 +1,259 @@
+"""Steps as Triton kernels: a program reads and writes a part of one row's state, in place.
+
+A state is divided among programs along the channels that don't meet in it: values of the delta
+rule, channels of a head in Mamba2, all channels of a convolution. So no program waits for another,
+and one row alone keeps a GPU busy. The place of a row's state is loaded inside of the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, store
+from mpjax.kernels.recurrent.delta_inputs import EPSILON
+from mpjax.kernels.recurrent.steps.gates import DeltaGates, ScanGates
+from mpjax.kernels.recurrent.steps.rows import StateRows
+
+TILE, WARPS = 4096, 4  # numbers of a state that a program keeps in registers, 32 of each thread
+CHANNELS, CONVOLUTION_WARPS = 256, 2  # of a program of the convolution
+LEAST_PART = 8  # channels: 32 bytes, the least that memory reads
+
+
+class _Operands(NamedTuple):
+    """The arrays that a kernel reads besides states; inside the kernel, references."""
+
+    x: Any  # [rows, channels]
+    parameters: Any
+    slots: Any  # int32 [rows]
+    is_new: Any  # int32 [rows]
+
+
+class _Place(NamedTuple):
+    """The place of a program's row among the states, inside a kernel."""
+
+    slot: jax.Array
+    has_token: jax.Array
+    has_state: jax.Array  # whether there is a token, and its state is not zeros
+
+    @classmethod
+    def find(cls, operands: _Operands, states: Any) -> _Place:
+        """The place of the row that the grid's second axis numbers."""
+        row = pl.program_id(1)
+        slot, is_new = load(operands.slots.at[row]), load(operands.is_new.at[row])
+        has_token = (slot >= 0) & (slot < states.shape[0])
+        return cls(jnp.clip(slot, 0, states.shape[0] - 1), has_token, has_token & (is_new == 0))
+
+
+def convolution_step(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    states: jax.Array,
+    rows: StateRows,
+    *,
+    silu: bool,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution of a token of each row; see the public function."""
+    kernel = functools.partial(_convolution, silu=silu)
+    settings = Settings("convolution_step", warps=CONVOLUTION_WARPS)
+    outputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    programs = pl.cdiv(x.shape[1], CHANNELS)
+    operands = _Operands(x, (weight, bias), rows.slots, rows.is_new.astype(jnp.int32))
+    return _launch(kernel, operands, states, outputs, (programs, settings, interpret))
+
+
+def gated_delta_step(
+    channels: jax.Array,
+    gates: DeltaGates,
+    states: jax.Array,
+    rows: StateRows,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The delta rule of a token of each row; see the public function."""
+    heads, size, width = states.shape[1:]
+    part = _part(size, width)
+    settings = Settings("gated_delta_step", warps=WARPS)
+    outputs = jax.ShapeDtypeStruct((len(channels), heads, width), jnp.float32)
+    programs = heads * pl.cdiv(width, part)
+    operands = _Operands(channels, gates, rows.slots, rows.is_new.astype(jnp.int32))
+    kernel = functools.partial(_delta, part=part)
+    return _launch(kernel, operands, states, outputs, (programs, settings, interpret))
+
+
+def state_space_step(
+    channels: jax.Array,
+    gates: ScanGates,
+    states: jax.Array,
+    rows: StateRows,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Mamba2's step of a token of each row; see the public function."""
+    heads, width, size = states.shape[1:]
+    part = _part(size, width)
+    settings = Settings("state_space_step", warps=WARPS)
+    outputs = jax.ShapeDtypeStruct((len(channels), heads, width), jnp.float32)
+    programs = heads * pl.cdiv(width, part)
+    operands = _Operands(channels, gates, rows.slots, rows.is_new.astype(jnp.int32))
+    kernel = functools.partial(_scan, part=part)
+    return _launch(kernel, operands, states, outputs, (programs, settings, interpret))
+
+
+def _launch(
+    kernel: Callable[..., None],
+    operands: _Operands,
+    states: jax.Array,
+    outputs: jax.ShapeDtypeStruct,
+    how: tuple[int, Settings, bool],
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs and the states, which take over the buffer of those before.
+
+    how: the programs of a row, their settings, and whether to interpret the kernel.
+    """
+    programs, settings, interpret = how
+    result: tuple[jax.Array, jax.Array] = launch(
+        kernel,
+        operands,
+        states,
+        out_shape=(outputs, jax.ShapeDtypeStruct(states.shape, states.dtype)),
+        grid=(programs, len(operands.x)),
+        settings=settings,
+        interpret=interpret,
+        aliases={len(jax.tree.leaves(operands)): 1},
+    )
+    return result
+
+
+def _part(size: int, width: int) -> int:
+    """The channels of a program, of `width`, each with `size` numbers of the state."""
+    fitting = max(LEAST_PART, TILE // pl.next_power_of_2(size))
+    return min(fitting, pl.next_power_of_2(width))
+
+
+def _convolution(
+    operands: _Operands, before: Any, outputs: Any, states: Any, *, silu: bool
+) -> None:
+    program, row = first_program_id(), pl.program_id(1)
+    weight, bias = operands.parameters
+    taps, channels = weight.shape[1], operands.x.shape[1]
+    place = _Place.find(operands, states)
+    channel = program * CHANNELS + jnp.arange(CHANNELS)
+    inside = channel < channels
+    # All loads come before the first store, behind which the compiler would keep later ones.
+    new = load(operands.x.at[row, channel], mask=inside, other=0)
+    kept = [
+        load(
+            before.at[place.slot, jnp.int32(tap), channel],
+            mask=inside & place.has_state,
+            other=0,
+        )
+        for tap in range(taps - 1)
+    ]
+    factors = [
+        load(weight.at[channel, jnp.int32(tap)], mask=inside, other=0) for tap in range(taps)
+    ]
+    kept.append(new.astype(states.dtype))
+    known = [*(state.astype(new.dtype) for state in kept[:-1]), new]
+    total = jnp.zeros(CHANNELS, jnp.float32)
+    for factor, tap in zip(factors, known, strict=True):
+        total += tap.astype(jnp.float32) * factor.astype(jnp.float32)
+    if bias is not None:
+        total += load(bias.at[channel], mask=inside, other=0).astype(jnp.float32)
+    if silu:
+        total = total * _sigmoid(total)
+    store(outputs.at[row, channel], total.astype(outputs.dtype), mask=inside)
+    for number, state in enumerate(kept[1:]):
+        target = states.at[place.slot, jnp.int32(number), channel]
+        store(target, state, mask=inside & place.has_token)
+
+
+def _delta(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: int) -> None:
+    program, row = first_program_id(), pl.program_id(1)
+    heads, size, width = states.shape[1:]
+    parts = pl.cdiv(width, part)
+    head, place = program // parts, _Place.find(operands, states)
+    keys = (operands.x.shape[1] - heads * width) // 2
+    k = jnp.arange(pl.next_power_of_2(size))
+    v = program % parts * part + jnp.arange(part)
+    inside = (k < size)[:, None] & (v < width)[None, :]
+    where = place.slot, head, k[:, None], v[None, :]
+    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
+    shared = head // (heads // (keys // size)) * size
+    query, key = (
+        _normal(load(operands.x.at[row, begin + shared + k], mask=k < size, other=0))
+        for begin in (0, keys)
+    )
+    value = load(operands.x.at[row, 2 * keys + head * width + v], mask=v < width, other=0)
+    factor, rate = _delta_gates(operands.parameters, row, head)
+    query = query * size**-0.5
+    known = (state * key[:, None]).sum(0)
+    asked = (state * query[:, None]).sum(0)
+    error = rate * (value.astype(jnp.float32) - factor * known)
+    output = factor * asked + (query * key).sum() * error
+    after = factor[:, None] * state + key[:, None] * error[None, :]
+    store(states.at[where], after, mask=inside & place.has_token)
+    store(outputs.at[row, head, v], output, mask=v < width)
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    """Float32 x / √(Σx² + ε)."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).sum() + EPSILON)
+
+
+def _delta_gates(gates: Any, row: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factor of a head's state, and the part of a difference that is written, float32 [1]."""
+    one = head + jnp.arange(1)
+    decay, rate = (load(x.at[row, one]).astype(jnp.float32) for x in (gates.decay, gates.rate))
+    speed, shift = (load(x.at[one]).astype(jnp.float32) for x in (gates.speed, gates.shift))
+    return jnp.exp(-jnp.exp(speed) * _softplus(decay + shift)), _sigmoid(rate)
+
+
+def _scan(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: int) -> None:
+    program, row = first_program_id(), pl.program_id(1)
+    heads, width, size = states.shape[1:]
+    parts = pl.cdiv(width, part)
+    head, place = program // parts, _Place.find(operands, states)
+    inner = heads * width
+    shared = (operands.x.shape[1] - inner) // 2
+    channel = program % parts * part + jnp.arange(part)
+    n = jnp.arange(pl.next_power_of_2(size))
+    inside = (channel < width)[:, None] & (n < size)[None, :]
+    where = place.slot, head, channel[:, None], n[None, :]
+    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
+    is_real = channel < width
+    x = load(operands.x.at[row, head * width + channel], mask=is_real, other=0)
+    first = inner + head // (heads // (shared // size)) * size
+    b, c = (
+        load(operands.x.at[row, begin + n], mask=n < size, other=0).astype(jnp.float32)
+        for begin in (first, first + shared)
+    )
+    gates, one = operands.parameters, head + jnp.arange(1)
+    speed, shift, skip = (
+        load(array.at[one]).astype(jnp.float32) for array in (gates.speed, gates.shift, gates.skip)
+    )
+    step = gates.limited(_softplus(load(gates.steps.at[row, one]).astype(jnp.float32) + shift))
+    x = x.astype(jnp.float32)
+    factor = jnp.exp(-jnp.exp(speed) * step)[:, None]
+    after = factor * state + (step * x)[:, None] * b[None, :]
+    store(states.at[where], after, mask=inside & place.has_token)
+    output = (after * c[None, :]).sum(1) + skip * x
+    store(outputs.at[row, head, channel], output, mask=is_real)
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    """Float32 log(1 + exp(x)), of functions that Triton has."""
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    """Float32 1 / (1 + exp(−x)), of functions that Triton has."""
+    return 1.0 / (1.0 + jnp.exp(-x))

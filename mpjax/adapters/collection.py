@@ -18,6 +18,7 @@ from flax import nnx
 from mpjax.kernels.checks import require_type, shown, whole_number
 from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank
+from mpjax.text.tokenizer import Tokenizer
 
 RANK_UNIT = 8  # ranks in a stack are a multiple of it
 _numbers = itertools.count(1)  # of all adapters that this process has loaded
@@ -28,11 +29,13 @@ class Adapter:
     """The changes of one adapter, in the memory of the host.
 
     changes: by the paths of linear maps and tables, of NumPy's arrays in float32 without an axis of
-        adapters. arrays: whole parameters in place of the base's, such as norms, by their paths.
+        adapters. arrays: whole parameters in place of the base's, such as norms and tables of more
+        tokens, by their paths. tokenizer: that knows these tokens; None for the base's.
     """
 
     changes: Mapping[str, LowRank]
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
     @classmethod
     def of(cls, model: Decoder) -> Adapter:

@@ -11,7 +11,9 @@ import numpy as np
 from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearMaps, LinearPlace
+from mpjax.models.gathered import gather
 from mpjax.models.parameters import EMBEDDING, HEAD, name_of
+from mpjax.models.sharded import ShardedDecoder
 
 # Modules that some checkpoints have in place of others: the names of the parts, and of the whole.
 JOINT = {
@@ -107,16 +109,24 @@ def _sites_of(place: LinearPlace, maps: LinearMaps) -> list[tuple[str, Site]]:
     return found or [(names[0], Site(group, 0, len(sizes)))]
 
 
+def whole(model: Decoder) -> Decoder:
+    """The model for `base_matrix`: of a divided one, with arrays that are joined as they are read.
+
+    Raises CheckpointError where other processes have some of the shares.
+    """
+    if not isinstance(model, ShardedDecoder):
+        return model
+    try:
+        return model.whole()
+    except ValueError as error:
+        raise CheckpointError(f"an adapter's change reads the base's weights: {error}") from error
+
+
 def base_matrix(model: Decoder, group: Group) -> np.ndarray:
     """The base's weights float32 [in, out of all maps] of a group without experts.
 
-    Raises CheckpointError for a model that is divided among devices.
+    model: that of `whole`.
     """
-    if model.mesh is not None:
-        raise CheckpointError(
-            f"the adapter's change of {group.path} reads the base's weights, which are divided "
-            "among devices: load the base on one device"
-        )
     if group.place is not None:
         kernels = group.place.kernels(model)
         return np.concatenate([_dense(kernel) for kernel in kernels], axis=-1)
@@ -130,6 +140,7 @@ def base_matrix(model: Decoder, group: Group) -> np.ndarray:
 
 
 def _dense(kernel: Any) -> np.ndarray:
+    kernel = gather(kernel)
     if isinstance(kernel, QuantizedTensor):
         return np.asarray(kernel.dequantize(jnp.float32))
     return np.asarray(kernel, np.float32)

@@ -115,10 +115,20 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
 
 def require_tokenizer_files(lm: LanguageModel) -> None:
     """Raises ValueError where a model has a tokenizer, and its source no files of it."""
-    if lm.tokenizer is not None and not locate(lm.source).file_bytes([TOKENIZER_NAME]):
+    if lm.tokenizer is None:
+        return
+    source = locate(lm.source)
+    if not source.file_bytes([TOKENIZER_NAME]):
         raise ValueError(
             f"the tokenizer's files are no longer in {lm.source}: set the model's source to a "
             "folder with its tokenizer.json, or its tokenizer to None"
+        )
+    # An adapter with more tokens brings a tokenizer that is not the source's.
+    own, found = lm.tokenizer, source.read_tokenizer()
+    if found and found.backend.get_vocab_size() != own.backend.get_vocab_size():
+        raise ValueError(
+            f"the tokenizer's files in {lm.source} have other tokens than the model's tokenizer: "
+            "set the model's source to a folder with its own"
         )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from mpjax.kernels import files
 NAME = "adapter_config.json"
 OBEYED = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora"),
-    *("init_lora_weights", "bias"),
+    *("init_lora_weights", "bias", "trainable_token_indices"),
 }
 # The names and shapes of tensors say which modules an adapter changes. A map of this library is no
 # Conv1D, beside which alone fan_in_fan_out counts. The others are about training, or describe.
@@ -39,7 +39,8 @@ class AdapterConfig:
     rank: of modules that no pattern names. alpha: the same; the scale of a module is alpha / rank,
         or with `root` alpha / √rank. ranks, alphas: by patterns of the ends of modules' names.
     is_mlx: whether tensors are named as MLX names them, and stored as [in, out].
-    dora: whether each module has a magnitude.
+    dora: whether each module has a magnitude. tokens: that have rows of their own in tables, by the
+        ends of tables' names; "" for the embedding.
     """
 
     rank: int
@@ -49,6 +50,12 @@ class AdapterConfig:
     alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_mlx: bool = False
     dora: bool = False
+    tokens: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+
+    def tokens_of(self, module: str) -> list[int]:
+        """The tokens that have rows of their own in a table, by its name."""
+        found = (tokens for end, tokens in self.tokens.items() if f".{module}".endswith(f".{end}"))
+        return list(next(found, self.tokens.get("", ())))
 
     def rank_of(self, module: str) -> int:
         """The rank of a module by its name."""
@@ -100,6 +107,7 @@ def _of_peft(keys: Mapping[str, Any]) -> AdapterConfig:
         _patterns("rank_pattern", keys.get("rank_pattern"), _rank),
         _patterns("alpha_pattern", keys.get("alpha_pattern"), _number),
         dora=_flag("use_dora", keys.get("use_dora", False)),
+        tokens=_tokens(keys.get("trainable_token_indices")),
     )
 
 
@@ -148,6 +156,18 @@ def _flag(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"{name} is {value!r:.80}: expected true or false")
     return bool(value)
+
+
+def _tokens(value: Any) -> dict[str, list[int]]:
+    name = "trainable_token_indices"
+    if value is None:
+        return {}
+    found = value if isinstance(value, Mapping) else {"": value}
+    for tokens in found.values():
+        are_numbers = isinstance(tokens, list) and all(type(it) is int and it >= 0 for it in tokens)
+        if not are_numbers or len(set(tokens)) < len(tokens):
+            raise CheckpointError(f"{name} is {value!r:.80}: expected different token ids")
+    return dict(found)
 
 
 def _patterns(name: str, value: Any, read: Any) -> dict[str, Any]:

@@ -6,7 +6,9 @@ Every tensor is held against the base model: its module, its shape, its numbers.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import difflib
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -15,13 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from mpjax.adapters.collection import Adapter
-from mpjax.adapters.sites import Group, Site, base_matrix, find_sites
+from mpjax.adapters.sites import Group, Site, base_matrix, find_sites, whole
 from mpjax.checkpoint.adapters.config import NAME, AdapterConfig
+from mpjax.checkpoint.folder import TOKENIZER_NAME
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo, read_header
 from mpjax.checkpoint.text_model import own_name
 from mpjax.errors import CheckpointError
 from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank
+from mpjax.models.parameters import EMBEDDING, HEAD, name_of
+from mpjax.text.tokenizer import Tokenizer
 
 WEIGHTS, WEIGHTS_OF_MLX = "adapter_model.safetensors", "adapters.safetensors"
 # What a tensor is, by the end of its name. PEFT writes no adapter's name behind these today.
@@ -31,6 +36,7 @@ KINDS = {
     r"\.lora_embedding_A(\.default)?": "down",
     r"\.lora_embedding_B(\.default)?": "up",
     r"\.lora_magnitude_vector(\.default)?(\.weight)?": "magnitude",
+    r"\.token_adapter\.trainable_tokens_delta(\.default)?": "tokens",
     r"\.base_layer\.weight": "copy",
     r"(\.modules_to_save(\.default)?)?\.weight": "whole",
 }
@@ -56,7 +62,7 @@ def read_adapter(folder: str | os.PathLike[str], model: Decoder) -> Adapter:
     except (OSError, RuntimeError) as error:  # of a home that nobody has, or a folder of others
         raise CheckpointError(f"{folder!s:.200}: {error}") from error
     try:
-        return _Reader(config, checkpoint, model).read()
+        return _Reader(config, checkpoint, model, path).read()
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -81,11 +87,44 @@ def parameter_of(name: str, site: Site) -> str:
     return f"{name.removesuffix('.base_layer')}.{leaf}"
 
 
+def _ids(site: Site) -> int:
+    """The token ids of a table's site."""
+    group = site.group
+    return group.sizes[0] if group.path == HEAD else group.inputs
+
+
+def _with_ids(site: Site, ids: int) -> Site:
+    """The site of a table with another number of token ids; that of a linear map as it is."""
+    if site.group.place is not None or ids == _ids(site):
+        return site
+    group, change = site.group, {"sizes": (ids,)} if site.group.path == HEAD else {"inputs": ids}
+    return dataclasses.replace(site, group=dataclasses.replace(group, **change))
+
+
+def _resized(table: np.ndarray, group: Group) -> np.ndarray:
+    """A copy of a table [in, out] with the ids of a group: with zeros for more."""
+    shape = group.inputs, group.sizes[0]
+    cut = table[: shape[0], : shape[1]]
+    return np.pad(cut, [(0, size - own) for size, own in zip(shape, cut.shape, strict=True)])
+
+
+def _fitted(kind: str, array: np.ndarray, group: Group) -> np.ndarray:
+    """A factor or change of a table of fewer ids, with zeros for the others of a group."""
+    axis = 1 if group.path == HEAD else 0
+    if kind == ("down" if axis else "up"):  # which has no ids
+        return array
+    more = (group.sizes[0] if axis else group.inputs) - array.shape[axis]
+    return np.pad(array, [(0, more if number == axis else 0) for number in range(2)])
+
+
 class _Reader:
     """Reads the tensors of one adapter."""
 
-    def __init__(self, config: AdapterConfig, checkpoint: Checkpoint, model: Decoder) -> None:
+    def __init__(
+        self, config: AdapterConfig, checkpoint: Checkpoint, model: Decoder, folder: Path
+    ) -> None:
         self.config, self.checkpoint, self.model = config, checkpoint, model
+        self.folder = folder
         self.sites = find_sites(model)
         self.arrays = {
             place.name.removesuffix(".weight"): place
@@ -93,25 +132,48 @@ class _Reader:
             if place.path.endswith("norm.weight")
         }
 
+    @functools.cached_property
+    def base(self) -> Decoder:
+        """The base, as `base_matrix` reads it."""
+        return whole(self.model)
+
     def read(self) -> Adapter:
         """The adapter."""
         by_group: dict[str, dict[tuple[Site, str], Module]] = collections.defaultdict(dict)
         arrays = {}
         for name, kinds in self._modules().items():
             if (place := self.arrays.get(name)) is not None and set(kinds) == {"whole"}:
-                [info] = kinds.values()
-                self._require(info, place.shape)
-                arrays[place.path] = self._array(info) + np.float32(place.offset)
+                [norm] = kinds.values()
+                self._require(norm, place.shape)
+                arrays[place.path] = self._array(norm) + np.float32(place.offset)
                 continue
             site = self._site(name, kinds)
-            by_group[site.group.path][site, name] = self._module(name, site, kinds)
-        changes = {}
-        for path, modules in by_group.items():
-            if (change := self._change(modules)) is not None:
-                changes[path] = change
+            info = kinds.get("copy", kinds.get("whole"))
+            own = _with_ids(site, info.shape[0]) if info and info.shape else site
+            if _ids(own) > _ids(site):
+                assert info is not None
+                arrays[site.group.path] = self._more_tokens(name, own, kinds, info)
+                continue
+            module = self._module(name, own, kinds)
+            if own is not site:  # a table of fewer ids says nothing of the others
+                module = {kind: _fitted(kind, array, site.group) for kind, array in module.items()}
+            by_group[site.group.path][site, name] = module
+            if "tokens" in kinds and self.model.config.tie_word_embeddings:
+                head, tied = self._tied(name, kinds["tokens"])
+                by_group[HEAD].setdefault((head, HEAD), tied)
+        found = {path: self._change(modules) for path, modules in by_group.items()}
+        changes = {path: change for path, change in found.items() if change is not None}
         if not changes and not arrays:
             raise CheckpointError("the file has no change of any module")
-        return Adapter(changes, arrays)
+        tokenizer = None
+        if {EMBEDDING, HEAD} & set(arrays) and os.path.lexists(self.folder / TOKENIZER_NAME):
+            tokenizer = Tokenizer.from_folder(self.folder)
+        return Adapter(changes, arrays, tokenizer)
+
+    def _tied(self, name: str, info: TensorInfo) -> tuple[Site, Module]:
+        """The head of a base of one table, and what some tokens' own rows change there."""
+        [head] = self.sites[name_of(self.model.names, HEAD).removesuffix(".weight")]
+        return head, self._tokens(name, info, head.group)
 
     def _modules(self) -> dict[str, dict[str, TensorInfo]]:
         """The tensors of each module, by their kinds."""
@@ -150,6 +212,12 @@ class _Reader:
     def _module(self, name: str, site: Site, kinds: Mapping[str, TensorInfo]) -> Module:
         """The arrays of a module: down [in, rank], up [rank, out], with an axis of experts."""
         found = Module()
+        if (info := kinds.get("tokens")) is not None:
+            if len(kinds) > 1:
+                raise CheckpointError(
+                    f"{info.name} is beside other changes of {name}: expected one"
+                )
+            return self._tokens(name, info, site.group)
         factors = [kind for kind in ("down", "up") if kind in kinds]
         if (info := kinds.get("copy", kinds.get("whole"))) is not None:
             change = self._table(info, site.group, is_copy="copy" in kinds)
@@ -195,25 +263,53 @@ class _Reader:
             found["magnitude"] = self._array(magnitude)
         return found
 
+    def _tokens(self, name: str, info: TensorInfo, group: Group) -> Module:
+        """The factors by which some tokens get rows of their own: one of them chooses the rows."""
+        if group.place is not None:
+            raise CheckpointError(f"{info.name} is of no table: expected the embedding or the head")
+        is_head = group.path == HEAD
+        ids, hidden = (group.inputs, group.sizes[0])[:: -1 if is_head else 1]
+        tokens = self.config.tokens_of(name)
+        self._require(info, (len(tokens), hidden))
+        if max(tokens, default=0) >= ids:
+            raise CheckpointError(f"trainable_token_indices has {max(tokens)}: the base has {ids}")
+        base = base_matrix(self.base, group)
+        rows = self._array(info) - (base.T if is_head else base)[tokens]
+        chosen = np.zeros((ids, len(tokens)), np.float32)
+        chosen[tokens, np.arange(len(tokens))] = 1
+        return {"down": rows.T, "up": chosen.T} if is_head else {"down": chosen, "up": rows}
+
     def _table(self, info: TensorInfo, group: Group, *, is_copy: bool) -> np.ndarray | None:
         """What a whole table adds to the base's, [in, out]; None for a copy of the base's own."""
         if group.place is not None or group.experts is not None:
             raise CheckpointError(f"{info.name} is a whole linear map: expected LoRA of it")
-        is_head = group.path == "head"
-        ids, hidden = (group.inputs, group.sizes[0])[:: -1 if is_head else 1]
-        if info.shape != (ids, hidden):
-            raise CheckpointError(
-                f"{info.name} has the shape {info.shape}, and the base's table {(ids, hidden)}: "
-                "extra tokens are not supported"
-            )
-        whole = self._array(info)
-        base = base_matrix(self.model, group)
-        change = (whole.T if is_head else whole) - base
+        shape = group.inputs, group.sizes[0]
+        self._require(info, shape[::-1] if group.path == HEAD else shape)
+        base, found = base_matrix(self.base, group), self._array(info)
+        change = (found.T if group.path == HEAD else found) - _resized(base, group)
         if not is_copy:
             return change
-        if np.linalg.norm(change) > NEARLY * np.linalg.norm(base):
+        known = change[: base.shape[0], : base.shape[1]]
+        if np.linalg.norm(known) > NEARLY * np.linalg.norm(base):
             raise CheckpointError(f"{info.name} is not the base's own table: take its own base")
-        return None
+        known[...] = 0
+        return change if change.size > base.size else None
+
+    def _more_tokens(
+        self, name: str, site: Site, kinds: Mapping[str, TensorInfo], info: TensorInfo
+    ) -> np.ndarray:
+        """A table [ids, hidden] of more ids than the base's, after all changes.
+
+        site: with these ids. info: of the whole table.
+        """
+        table = _resized(base_matrix(self.base, site.group), site.group)
+        change = self._table(info, site.group, is_copy="copy" in kinds)
+        table += 0 if change is None else change
+        factors = {kind: it for kind, it in kinds.items() if it is not info}
+        if factors:
+            module = self._module(name, site, factors)
+            table += module["down"] @ module["up"]
+        return table.T if site.group.path == HEAD else table
 
     def _change(self, modules: Mapping[tuple[Site, str], Module]) -> LowRank | None:
         """The changes of all maps of a group."""
@@ -257,7 +353,7 @@ class _Reader:
         """
         if not any("magnitude" in module for module in modules.values()):
             return None
-        base = base_matrix(self.model, group)
+        base = base_matrix(self.base, group)
         starts = np.cumsum([0, *group.sizes])
         gain = np.zeros(starts[-1], np.float32)
         for (site, _), module in modules.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.models import Linear
 from mpjax.models.low_rank import LowRank
-from mpjax.models.parameters import EMBEDDING
+from mpjax.models.parameters import EMBEDDING, HEAD, TABLES
 
 
 def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
@@ -52,11 +53,13 @@ def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
             raise ValueError(f"the adapter {name} changes the {path} alone, which is both tables")
         whole = base_matrix(model, groups[path]) + _product(change)
         _put_table(model, path, whole if path == EMBEDDING else whole.T)
+    _put_more_tokens(model, adapter.arrays)
     for place in model.array_places(model.config):
-        if (array := adapter.arrays.get(place.path)) is not None:
+        if place.path not in TABLES and (array := adapter.arrays.get(place.path)) is not None:
             dtype = place.read(model).dtype
             place.assign(model, jnp.asarray(array, dtype))
-    return dataclasses.replace(lm, model=model, adapters=Adapters())
+    tokenizer = adapter.tokenizer or lm.tokenizer
+    return dataclasses.replace(lm, model=model, adapters=Adapters(), tokenizer=tokenizer)
 
 
 def _product(change: LowRank) -> np.ndarray:
@@ -90,6 +93,26 @@ def _merged(part: Linear, change: LowRank, columns: slice, what: str) -> Linear:
     else:
         new = new.astype(kernel.dtype)
     return Linear(new, None if part.bias is None else part.bias.get_value())
+
+
+def _put_more_tokens(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """Puts tables [ids, hidden] of more ids than the base's into a model.
+
+    Raises ValueError unless both tables are there, of one number of ids.
+    """
+    found = {path: arrays[path] for path in TABLES if path in arrays}
+    if not found:
+        return
+    if len({len(table) for table in found.values()}) > 1 or len(found) < len(TABLES):
+        raise ValueError("the adapter has more tokens than the base in one of both tables alone")
+    tied = model.config.tie_word_embeddings
+    if tied and not np.array_equal(found[EMBEDDING], found[HEAD]):
+        raise ValueError(
+            "the adapter's embedding and head are not the same, and the base's are one table"
+        )
+    for path in model.config.tables:
+        _put_table(model, path, found[path])
+    model.config = dataclasses.replace(model.config, vocab_size=len(found[HEAD]))
 
 
 def _put_table(model: Any, path: str, table: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.adapters.collection import Adapter
-from mpjax.adapters.sites import Site, base_matrix, find_sites
+from mpjax.adapters.sites import Site, base_matrix, find_sites, whole
 from mpjax.checkpoint import array_file, shards
 from mpjax.checkpoint.adapters.config import NAME
 from mpjax.checkpoint.adapters.folder import WEIGHTS, parameter_of
@@ -104,8 +104,8 @@ def _outer(path: str) -> str:
 
 def _whole(model: Decoder, site: Site, change: LowRank) -> np.ndarray:
     """A whole table [ids, hidden] with the change."""
-    whole = base_matrix(model, site.group) + np.asarray(change.arrays[0], np.float32)
-    return np.ascontiguousarray(whole.T if site.group.path == HEAD else whole)
+    table = base_matrix(whole(model), site.group) + np.asarray(change.arrays[0], np.float32)
+    return np.ascontiguousarray(table.T if site.group.path == HEAD else table)
 
 
 def _factors(site: Site, change: LowRank) -> tuple[np.ndarray, np.ndarray]:

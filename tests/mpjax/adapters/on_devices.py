@@ -12,7 +12,7 @@ import numpy as np
 
 import mpjax
 from mpjax.adapters.collection import Adapter, Adapters
-from mpjax.adapters.sites import Group, find_sites
+from mpjax.adapters.sites import Group, base_matrix, find_sites, whole
 from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank, attach
 from tests.models.sharded_decoders import divide
@@ -50,8 +50,13 @@ def check(architecture: str) -> None:
     adapters = {name: adapter(model, seed) for name, seed in (("a", 1), ("b", 50))}
     rng = np.random.default_rng(0)
     tokens, places = jnp.asarray(rng.integers(3, 50, (3, 8)), jnp.int32), jnp.array([2, 0, 1])
+    divided = divide(model, 2)
+    for group in {site.group for each in find_sites(model).values() for site in each}:
+        if group.experts is None:
+            one, two = (base_matrix(whole(each), group) for each in (model, divided))
+            np.testing.assert_array_equal(one, two)
     found = []
-    for each in (model, divide(model, 2)):
+    for each in (model, divided):
         held = Adapters()
         held.add(each, {"a": adapters["a"]})
         held.add(each, {"b": adapters["b"]})

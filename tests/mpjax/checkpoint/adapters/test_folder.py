@@ -16,6 +16,8 @@ from tests.mpjax.conftest import TINY
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 A, B = f"{BEFORE}{Q}.lora_A.weight", f"{BEFORE}{Q}.lora_B.weight"
+K = Q.replace("q_proj", "k_proj")
+EMBED = "model.embed_tokens.token_adapter"
 ONE = np.ones((4, 128), np.float32)
 
 KEYS = [
@@ -36,7 +38,8 @@ KEYS = [
     ({"lora_bias": True}, "lora_bias is True: it is not supported"),
     ({"use_qalora": True}, "use_qalora is True: it is not supported"),
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is [1]: it is not supported"),
-    ({"trainable_token_indices": [3]}, "trainable_token_indices is [3]: it is not supported"),
+    ({"trainable_token_indices": [3, 3]}, "_indices is [3, 3]: expected different token ids"),
+    ({"trainable_token_indices": {"lm_head": 3}}, "expected different token ids"),
     ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow is 1: it is not supported"),
     ({"rank_pattern": {"q_proj": -1}}, "rank_pattern['q_proj'] is -1: expected a rank"),
     ({"alpha_pattern": {"(": 1}}, "alpha_pattern has '(', no pattern"),
@@ -64,8 +67,8 @@ TENSORS = [
     ({f"{BEFORE}{DOWN}.weight": ONE}, "down_proj.weight is a whole linear map: expected LoRA"),
     ({f"{BEFORE}score.weight": ONE}, "changes score, and the base has no such linear map"),
     (
-        {f"{BEFORE}lm_head.weight": np.ones((2050, 128), np.float32)},
-        "lm_head.weight has the shape (2050, 128), and the base's table (2048, 128): extra tokens",
+        {f"{BEFORE}lm_head.weight": np.ones((2050, 64), np.float32)},
+        "lm_head.weight has the shape (2050, 64): expected (2050, 128), by adapter_config",
     ),
     (
         {f"{BEFORE}lm_head.base_layer.weight": np.ones((2048, 128), np.float32)},
@@ -75,6 +78,13 @@ TENSORS = [
         {f"{BEFORE}model.layers.0.self_attn.qkv_proj.lora_A.weight": ONE}
         | {f"{BEFORE}model.layers.0.self_attn.qkv_proj.lora_B.weight": np.ones((256, 4), "f4")},
         "is changed twice, by a module of several maps",
+    ),
+    ({f"{BEFORE}{EMBED}.trainable_tokens_delta": ONE}, "(4, 128): expected (0, 128), by adapter_"),
+    ({f"{BEFORE}{K}.token_adapter.trainable_tokens_delta": ONE}, "is of no table: expected the"),
+    (
+        {f"{BEFORE}{EMBED}.trainable_tokens_delta": ONE}
+        | {f"{BEFORE}model.embed_tokens.lora_embedding_A": ONE},
+        "is beside other changes of model.embed_tokens: expected one",
     ),
     (
         {f"{BEFORE}model.embed_tokens.lora_magnitude_vector": ONE[0]},

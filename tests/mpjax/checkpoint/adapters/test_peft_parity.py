@@ -12,6 +12,8 @@ import pytest
 import safetensors.numpy
 
 from mpjax.checkpoint.adapters.folder import read_adapter
+from mpjax.checkpoint.adapters.merging import merge
+from mpjax.checkpoint.saving import save
 from mpjax.errors import CheckpointError
 from mpjax.loading import load
 from mpjax.models.low_rank import attach
@@ -55,6 +57,14 @@ CASES = {
     "saved-tables": (LLAMA, {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
     "saved-tied": (TIED, {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
     "saved-head": (LLAMA, {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}),
+    "tokens": (
+        LLAMA,
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 70, 5], "lm_head": [9]},
+        },
+    ),
+    "tokens-tied": (TIED, {"target_modules": ["v_proj"], "trainable_token_indices": [*range(40)]}),
     "experts": (
         MIXTRAL,
         {
@@ -82,21 +92,27 @@ CASES = {
 }
 
 
-def write_both(folder, family, changes, **keys):
-    """Writes a base and an adapter; returns tokens, and the logits of both by transformers."""
+def write_both(folder, family, changes, ids=VOCABULARY, **keys):
+    """Writes a base and an adapter; returns tokens, and the logits of both by transformers.
+
+    ids: of the base of the adapter, whose tables are the base's with more or fewer rows.
+    """
     model = build(family, changes)
     model.save_pretrained(folder / "base")
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 10))
+    tokens = np.random.default_rng(0).integers(0, ids, (2, 10))
+    if ids != VOCABULARY:
+        model.resize_token_embeddings(ids, mean_resizing=False)
     with torch.no_grad():
         base = model(torch.from_numpy(tokens)).logits.numpy()
         config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, **keys)
         adapted = peft.get_peft_model(model, config).eval()
         for name, parameter in adapted.named_parameters():
-            if "modules_to_save" in name:
+            if "modules_to_save" in name or "tokens_delta" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if "magnitude" in name:
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
-        adapted.save_pretrained(folder / "adapter")
+        saves_tables = "auto" if ids == VOCABULARY else True
+        adapted.save_pretrained(folder / "adapter", save_embedding_layers=saves_tables)
         return tokens, base, adapted(torch.from_numpy(tokens)).logits.numpy()
 
 
@@ -110,6 +126,37 @@ def test_logits(name, tmp_path):
     assert abs(expected - base).max() > 0.5
     np.testing.assert_allclose(found[0], expected[0], atol=5e-5)
     np.testing.assert_allclose(found[1], base[1], atol=5e-5)
+
+
+TABLES = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [(LLAMA, TABLES), (TIED, {"target_modules": ["v_proj"]})],
+    ids=["LoRA", "tied"],
+)
+def test_more_tokens_than_the_base_s(base, keys, tmp_path):
+    """They are folded in: rows of other adapters have no such tokens."""
+    tokens, _, expected = write_both(tmp_path, *base, ids=VOCABULARY + 5, **keys)
+    lm = load(tmp_path / "base", dtype="float32")
+    adapter = read_adapter(tmp_path / "adapter", lm.model)
+    merged = merge(lm, adapter)
+    assert merged.config.vocab_size == VOCABULARY + 5
+    found = merged.model(tokens.astype(np.int32))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    save(merged, tmp_path / "saved")
+    assert load(tmp_path / "saved").config == merged.config
+    with pytest.raises(ValueError, match=r"whole parameters \(\w+\), which rows can't"):
+        lm.add_adapter("x", adapter)
+
+
+def test_fewer_tokens_than_the_base_s(tmp_path):
+    """As where the base's tables have rows that no token of the tokenizer has."""
+    tokens, _, expected = write_both(tmp_path, *LLAMA, ids=VOCABULARY - 6, **TABLES)
+    lm = load(tmp_path / "base", dtype="float32", adapters={"x": tmp_path / "adapter"})
+    found = lm.adapted(tokens.astype(np.int32), jnp.full(2, lm.adapters["x"].place))
+    np.testing.assert_allclose(found[..., : VOCABULARY - 6], expected, atol=5e-5)
 
 
 JOINT = ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.constraints.byte_automaton import ByteAutomaton
+from mpjax.constraints.byte_automaton import MOST_STATES
 from mpjax.constraints.kinds import Constraint
+from mpjax.constraints.token_table import TokenTable, Words, token_table
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.processors import Processor
-from mpjax.text.spelling import token_bytes
-from mpjax.text.tokenizer import Tokenizer
 
-MOST_CELLS = 1 << 22  # of the table of next states
+# Of the states that are followed along the bytes of tokens: seconds for a million.
+MOST_WORK = 1 << 31
+# Of tables that nobody has asked for, whose places engines have: less than a fifth of a second.
+SMALL_WORK, SMALL_STATES, SMALL_CLASSES = 1 << 21, 512, 256
+# What Python and Rust may read differently: flags, and sets inside of brackets.
+UNSURE = re.compile(r"\(\?[^:]|\[\[|&&|--|~~")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Automaton(Processor):
-    """A constraint as tables: a processor for `generate_tokens`, `generate` and an `Engine`.
+    """A constraint as tables: of `generate_tokens`, and a processor of `generate` and an `Engine`.
 
         automaton = mpjax.Automaton.of(lm, mpjax.Regex("[0-9]{4}-[0-9]{2}"))
-        mpjax.generate_tokens(lm.model, ..., processors=(automaton,))
+        mpjax.generate_tokens(lm.model, ..., constraint=automaton)
 
     Tokens that lead from each state to the same next one form a class.
 
@@ -51,14 +57,15 @@ class Automaton(Processor):
         require_type("constraint", constraint, Constraint, hint=", such as mpjax.Regex(...)")
         name = type(constraint).__name__
         try:
+            words = Words(lm.require_tokenizer(), lm.model.columns, lm.usual_stop_ids)
             pattern = constraint.pattern_of_text()
-            found = _tables(lm.require_tokenizer(), pattern, lm.model.columns, lm.usual_stop_ids)
+            found = token_table(words, pattern, constraint.grammar(), MOST_STATES, MOST_WORK)
         except ValueError as error:
             raise ValueError(
                 f"Automaton: {name} has no table: {error}. `constraint=` of generate and of an "
                 "Engine needs none"
             ) from None
-        return cls(*found)
+        return cls(*found.rounded())
 
     def create(self, vocabulary: int) -> jax.Array:
         """The state, int32."""
@@ -75,82 +82,60 @@ class Automaton(Processor):
         return jnp.where(is_new & (after >= 0), after, memory)
 
 
-@functools.lru_cache(maxsize=64)
-def _tables(
-    tokenizer: Tokenizer, pattern: str, columns: int, ends: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of an Automaton. Raises ValueError."""
-    automaton = ByteAutomaton.of(pattern)
-    states = len(automaton.step)
-    classes = {np.full(states + 1, -1, np.int16).tobytes(): 0}  # of tokens that never come
-    token_class = np.zeros(columns, np.int32)
-    for ids, vectors in _reached(automaton, _levels(tokenizer, columns, ends)):
-        rows = np.concatenate([vectors, np.full((len(ids), 1), -1, vectors.dtype)], 1)
-        for token, row in zip(ids.tolist(), rows.astype(np.int16), strict=True):
-            token_class[token] = classes.setdefault(row.tobytes(), len(classes))
-    # A stop id, where a text may end, and behind it.
-    end = np.append(np.where(automaton.accepts, states, -1), states).astype(np.int16)
-    token_class[list(ends)] = classes.setdefault(end.tobytes(), len(classes))
-    if len(classes) * (states + 1) > MOST_CELLS:
+def read_constraint(constraint: Any) -> tuple[Automaton, ...]:
+    """The argument `constraint` of functions of arrays, as processors. Raises ValueError."""
+    if isinstance(constraint, Constraint):
+        name = type(constraint).__name__
         raise ValueError(
-            f"it has {states + 1} states and {len(classes)} classes of tokens, and the product may "
-            f"be {MOST_CELLS}"
+            f"constraint is a {name}, which needs a tokenizer: make its tables by "
+            f"mpjax.Automaton.of(lm, {name}(...)), or give it to `generate`"
         )
-    step = np.stack([np.frombuffer(row, np.int16) for row in classes], 1)
-    stuck = [state for state in range(states) if (step[state] < 0).all()]
-    if stuck:
-        raise ValueError("the tokens of the model can't spell all texts of it")
-    room = [(0, _rounded(size) - size) for size in step.shape]
-    return token_class.astype(np.int16), np.pad(step, room, constant_values=-1)
+    if constraint is not None:
+        require_type("constraint", constraint, Automaton, hint=", as mpjax.Automaton.of makes it")
+    return () if constraint is None else (constraint,)
 
 
-def _rounded(size: int) -> int:
-    return max(64, 1 << (size - 1).bit_length())
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SmallTable(Automaton):
+    """The table that a constraint gets by itself, in the place that an engine has for it."""
+
+    @classmethod
+    def place(cls, columns: int, states: int) -> Self:
+        """A place for tables of up to so many states, without one."""
+        step = np.full((states, SMALL_CLASSES), -1, np.int16)
+        return cls(np.zeros(columns, np.int16), step)
+
+    def of_constraint(
+        self, lm: LanguageModel, constraint: Constraint, stop_ids: Sequence[int]
+    ) -> Self | None:
+        """The table of a constraint, padded to this place.
+
+        None for a constraint that has no table, or one that is larger or takes long to make; and
+        for a stop id that is a token of the text, too.
+        """
+        tokenizer = lm.require_tokenizer()
+        if not stop_ids or not tokenizer.special_ids.issuperset(stop_ids):
+            return None
+        try:
+            pattern, grammar = constraint.pattern_of_text(), constraint.grammar()
+        except ValueError:
+            return None  # a matcher says what is wrong
+        words = Words(tokenizer, lm.model.columns, tuple(sorted(stop_ids)))
+        found = None if UNSURE.search(pattern) else _small(words, pattern, grammar, len(self.step))
+        if found is None:
+            return None
+        room = [
+            (0, most - own) for most, own in zip(self.step.shape, found.step.shape, strict=True)
+        ]
+        return type(self)(found.token_class, np.pad(found.step, room, constant_values=-1))
 
 
-def _reached(automaton: ByteAutomaton, levels: Any) -> Any:
-    """The ids of tokens, and the state that each leads to from each state: int32 [ids, states].
-
-    Tokens are read along a tree of their bytes; branches that no state can follow are left out.
-    """
-    states = len(automaton.step)
-    dead = states  # a state without next ones, in the place of -1
-    step = np.full((states + 1, 256), dead, np.int32)
-    step[:states] = np.where(automaton.step >= 0, automaton.step, dead)
-    vectors = np.arange(states, dtype=np.int32)[None]  # of the node of each prefix
-    lives = np.array([0])  # nodes that have vectors, in order
-    for parents, bytes_, ids, nodes in levels:
-        place = np.searchsorted(lives, parents)
-        is_there = lives[np.minimum(place, len(lives) - 1)] == parents
-        found = step[vectors[place[is_there]], bytes_[is_there][:, None]]
-        is_alive = (found != dead).any(1)
-        lives, vectors = np.flatnonzero(is_there)[is_alive], found[is_alive]
-        if not len(lives):
-            return
-        own = np.searchsorted(lives, nodes)
-        is_own = lives[np.minimum(own, len(lives) - 1)] == nodes
-        reached = vectors[own[is_own]]
-        yield ids[is_own], np.where(reached == dead, -1, reached)
-
-
-@functools.lru_cache(maxsize=8)
-def _levels(tokenizer: Tokenizer, columns: int, ends: tuple[int, ...]) -> list[Any]:
-    """The tree of the bytes of tokens by depth: nodes of prefixes of 1, 2 … bytes.
-
-    Returns for each depth the parent of each node, its byte, and the ids of the tokens that end at
-    a node, with their nodes. Special tokens are in no text.
-    """
-    hidden = {*ends, *tokenizer.special_ids}
-    known = range(min(columns, tokenizer.backend.get_vocab_size()))
-    spelled = {i: token_bytes(tokenizer, i) for i in known if i not in hidden}
-    ids = np.array([i for i, text in spelled.items() if text], np.int64)
-    lengths = np.array([len(spelled[i]) for i in ids])
-    node, levels = np.zeros(len(ids), np.int64), []
-    for depth in range(int(lengths.max(initial=0))):
-        is_longer = lengths > depth
-        ids, lengths, node = ids[is_longer], lengths[is_longer], node[is_longer]
-        here = np.array([spelled[i][depth] for i in ids], np.int64)
-        keys, node = np.unique(node * 256 + here, return_inverse=True)
-        is_last = lengths == depth + 1
-        levels.append((keys >> 8, keys & 255, ids[is_last], node[is_last]))
-    return levels
+@functools.lru_cache(maxsize=256)
+def _small(words: Words, pattern: str, grammar: str, states: int) -> TokenTable | None:
+    """The table of a pattern, or None."""
+    try:
+        found = token_table(words, pattern, grammar, states - 1, SMALL_WORK)
+    except ValueError:
+        return None
+    return found if found.step.shape[1] <= SMALL_CLASSES else None

@@ -67,38 +67,39 @@ class ByteAutomaton(NamedTuple):
     accepts: np.ndarray
 
     @classmethod
-    def of(cls, pattern: str) -> ByteAutomaton:
+    def of(cls, pattern: str, most: int = MOST_STATES) -> ByteAutomaton:
         """The automaton of a regular expression, which has to match a text from begin to end.
 
         Raises ValueError for wrong syntax, for what is not regular, such as look-around, and for an
-        automaton of more than MOST_STATES states or without any text.
+        automaton of more than `most` states or without any text.
         """
         try:
             tree = parser.parse(ascii_classes(pattern))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"the regular expression is wrong: {error}") from None
-        nfa = _Nfa(bool(tree.state.flags & re.DOTALL), bool(tree.state.flags & re.IGNORECASE))
+        flags = tree.state.flags
+        nfa = _Nfa(most, dotall=bool(flags & re.DOTALL), ignores_case=bool(flags & re.IGNORECASE))
         items = list(tree)
         # At the ends of the whole text, where they change nothing.
         items = items[1:] if items[:1] == [(kinds.AT, kinds.AT_BEGINNING)] else items
         items = items[:-1] if items[-1:] == [(kinds.AT, kinds.AT_END)] else items
         first = nfa.add()
         last = nfa.sequence(items, first)
-        return _minimal(*_determined(nfa, first, last))
+        return _minimal(*_determined(nfa, first, last, most))
 
 
 class _Nfa:
     """An automaton with several next states: ranges of bytes, and steps without any."""
 
-    def __init__(self, dotall: bool, ignores_case: bool) -> None:
+    def __init__(self, most: int, *, dotall: bool, ignores_case: bool) -> None:
         self.silent: list[list[int]] = []
         self.ranges: list[list[tuple[int, int, int]]] = []
-        self._dotall, self._ignores_case = dotall, ignores_case
+        self._most, self._dotall, self._ignores_case = most, dotall, ignores_case
 
     def add(self) -> int:
         """A new state. Raises ValueError for too many."""
-        if len(self.silent) > 16 * MOST_STATES:
-            raise ValueError(f"the regular expression needs more than {MOST_STATES} states")
+        if len(self.silent) > 16 * self._most:
+            raise ValueError(f"the regular expression needs more than {self._most} states")
         self.silent.append([])
         self.ranges.append([])
         return len(self.silent) - 1
@@ -229,7 +230,7 @@ def _of_length(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
     yield list(zip(first, last, strict=True))
 
 
-def _determined(nfa: _Nfa, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+def _determined(nfa: _Nfa, first: int, last: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The automaton with one next state each: `step` int32 [states, 256], and `accepts`."""
 
     def closed(states: set[int]) -> frozenset[int]:
@@ -252,8 +253,8 @@ def _determined(nfa: _Nfa, first: int, last: int) -> tuple[np.ndarray, np.ndarra
             if not to:
                 continue
             if (found := closed(to)) not in numbers:
-                if len(numbers) == MOST_STATES:
-                    raise ValueError(f"the regular expression needs more than {MOST_STATES} states")
+                if len(numbers) == most:
+                    raise ValueError(f"the regular expression needs more than {most} states")
                 numbers[found] = len(numbers)
                 queue.append(found)
             row[low:high] = numbers[found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import re
@@ -16,12 +17,12 @@ from mpjax.kernels.checks import require_type, shown
 SPACES = r"[ \n\t\r]{1,16}"
 
 
-class Constraint:
+class Constraint(abc.ABC):
     """What the whole new text of a row may be."""
 
+    @abc.abstractmethod
     def grammar(self) -> str:
         """The grammar, as llguidance's matchers take it. Raises ValueError for a wrong one."""
-        raise NotImplementedError
 
     def pattern_of_text(self) -> str:
         """A regular expression of the same texts. Raises ValueError where there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Matcher:
             raise ValueError("constraint: the text needs a stop id, and the model has none")
         # A tokenizer may have tokens that the model can't draw.
         self._size = max(self._columns, lm.require_tokenizer().backend.get_vocab_size())
-        vocabulary = _vocabulary(lm.require_tokenizer(), self._size, self._ends)
+        vocabulary = vocabulary_of(lm.require_tokenizer(), self._size, self._ends)
         is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
         if is_wrong:
             raise ValueError(f"constraint: {kind} can't be enforced: {'; '.join(messages)}")
@@ -85,11 +85,7 @@ class Matcher:
 
     def _fill(self) -> np.ndarray:
         """The tokens that may come next, and with the tokenizer's stop ids for an end."""
-        from llguidance import numpy as llnumpy
-
-        found = np.zeros((1, mask_words(self._size)), np.int32)
-        llnumpy.fill_next_token_bitmask(self._matcher, found, 0)
-        return found.view(np.uint32)[0]
+        return _filled(self._matcher, self._size)
 
     def _has_end(self, mask: np.ndarray) -> bool:
         """Whether a mask allows one of the tokenizer's stop ids."""
@@ -118,8 +114,47 @@ class Matcher:
         return " ".join(str(self._matcher.get_error()).split())
 
 
+def _filled(matcher: Any, size: int) -> np.ndarray:
+    """The mask of a matcher of llguidance, for `size` tokens."""
+    from llguidance import numpy as llnumpy
+
+    found = np.zeros((1, mask_words(size)), np.int32)
+    llnumpy.fill_next_token_bitmask(matcher, found, 0)
+    return found.view(np.uint32)[0]
+
+
+class Follower(NamedTuple):
+    """A matcher of llguidance at one place of a text, of which a table is made.
+
+    size: the number of tokens of its masks.
+    """
+
+    matcher: Any
+    size: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, columns: int, ends: tuple[int, ...], grammar: str) -> Self:
+        """At the begin of a grammar's text."""
+        from llguidance import LLMatcher
+
+        size = max(columns, tokenizer.backend.get_vocab_size())
+        return cls(LLMatcher(vocabulary_of(tokenizer, size, ends), grammar, log_level=0), size)
+
+    def after(self, token: int) -> Self:
+        """Behind a further token."""
+        matcher = self.matcher.deep_copy()
+        matcher.consume_token(token)
+        return type(self)(matcher, self.size)
+
+    def only_token(self) -> int | None:
+        """The token that alone may come next; None for several."""
+        bits = np.unpackbits(_filled(self.matcher, self.size).view(np.uint8), bitorder="little")
+        found = np.flatnonzero(bits)
+        return int(found[0]) if len(found) == 1 and not self.matcher.is_error() else None
+
+
 @functools.lru_cache(maxsize=8)
-def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Any:
+def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Any:
     """The tokens of a tokenizer as llguidance has them, with which ids may end a text."""
     from llguidance import LLTokenizer
 

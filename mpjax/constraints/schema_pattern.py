@@ -11,7 +11,7 @@ from typing import Any
 IRRELEVANT = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
 # A surrogate would be half of a character, which minLength counts.
 CHARACTER = (
-    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]'
+    r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt]'
     r"|\\u(?:[0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
 )
 INTEGER = r"-?(?:0|[1-9][0-9]*)"
@@ -83,14 +83,16 @@ def _object(own: dict[str, Any], gap: str) -> str:
     _require_empty(own)
     if unknown := set(required) - set(properties):
         raise ValueError(f"the schema requires {sorted(unknown)}, which are no properties")
-    first = behind = ""  # the patterns of the properties from here on, without and with one before
+    # The patterns that begin with each property which may be the first, and of what is behind one.
+    first: list[str] = []
+    behind = ""
     for name, schema in reversed(list(properties.items())):
         key = re.escape(json.dumps(name, ensure_ascii=False))
         own_text = f"{key}{gap}:{gap}(?:{_value(schema, gap)})"
-        here = own_text + behind
-        first = here if name in required else (f"(?:{here}|{first})" if first else f"(?:{here})?")
+        first = [own_text + behind, *(() if name in required else first)]
         behind = f"(?:{gap},{gap}{own_text}){'' if name in required else '?'}{behind}"
-    return rf"\{{{gap}{first}{gap}\}}"
+    inner = f"(?:(?:{'|'.join(first)}){gap}){'' if required else '?'}" if first else ""
+    return rf"\{{{gap}{inner}\}}"
 
 
 KINDS: dict[str, Callable[[dict[str, Any], str], str]] = {

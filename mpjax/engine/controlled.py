@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.constraints.matcher import WORD, mask_words
+from mpjax.constraints.automaton import SmallTable
+from mpjax.constraints.kinds import Constraint
+from mpjax.constraints.matcher import WORD, Matcher, mask_words
+from mpjax.engine.sizes import Sizes
 from mpjax.generation.state import State
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.controls import changes_logits, controls
@@ -74,6 +77,30 @@ def with_masks(attached: Attachment, masks: jax.Array | None) -> Attachment:
         return dataclasses.replace(one, memory=(new, jnp.zeros_like(place)))
 
     return tuple(map(masked, attached))
+
+
+def constraint_places(lm: LanguageModel, sizes: Sizes) -> tuple[Processor, ...]:
+    """The processors by which an engine follows constraints: masks, and tables if it has any."""
+    states, masked = sizes.table_states, Masked(1 + sizes.proposed)
+    return (masked, SmallTable.place(lm.model.columns, states)) if states else (masked,)
+
+
+def read_constraint(
+    lm: LanguageModel,
+    constraint: Constraint,
+    stop_ids: Sequence[int],
+    processors: Sequence[Processor],
+) -> tuple[Processor, Matcher | None]:
+    """The processor of a request's constraint, and what follows it on the host; None for a table.
+
+    stop_ids: that end the row. processors: of the engine. Raises ValueError as Matcher does.
+    """
+    places = (one for one in processors if isinstance(one, SmallTable))
+    tables = (place.of_constraint(lm, constraint, stop_ids) for place in places)
+    if (table := next(tables, None)) is not None:
+        return table, None
+    masked = next(one for one in processors if isinstance(one, Masked))
+    return masked, Matcher(lm, constraint, stop_ids)
 
 
 def create_control(lm: LanguageModel, slots: int, processors: Sequence[Processor]) -> Attachment:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mpjax.arguments import positive_whole
+from mpjax.constraints.automaton import SMALL_STATES
 from mpjax.constraints.kinds import Constraint, Constraints
 from mpjax.engine import options as checks
 from mpjax.engine import request as requests
@@ -65,6 +65,7 @@ class Engine:
         recurrent layers up to where a copy of their states was kept.
     speculate: such as an Ngram, which proposes tokens that decoding steps verify.
     processors: that requests may have, each with any arrays of these shapes; see `submit`.
+    table_states: of constraints that are tables on the device, if quickly made; 0: none are.
 
     Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
     results don't depend on when requests come, on sharing, and on whether a request had to make
@@ -93,23 +94,23 @@ class Engine:
         share_prefixes: bool = True,
         speculate: Proposer | None = None,
         processors: Sequence[Processor] = (),
+        table_states: int = SMALL_STATES,
     ) -> None:
         checks.require_gap(max_gap)
+        checks.require_table_states(table_states)
         require_type("share_prefixes", share_prefixes, bool)
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         slots, chunk = checks.read_sizes(slots, chunk_tokens)
-        steps = positive_whole("steps", steps)
+        steps = checks.read_steps(steps, lm.page_size)
         most = checks.read_max_tokens(max_tokens, lm.config.max_position_embeddings)
-        if steps > lm.page_size:
-            raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
         chunk = min(chunk, -(-slots * most // CHUNK_UNIT) * CHUNK_UNIT)
         proposer = require_fit(read_speculate(speculate), lm, most)
         sizes = Sizes(
-            slots=slots,
-            pages=(),  # until the others tell how much memory is left
-            windows=lm.config.page_groups,
-            page_size=lm.page_size,
-            block=lm.kv_format.block,
+            slots,
+            (),  # until the others tell how much memory is left
+            lm.page_size,
+            lm.config.page_groups,
+            lm.kv_format.block,
             chunk=chunk,
             max_gap=max_gap,
             sequences=min(slots, SEQUENCES),
@@ -117,6 +118,7 @@ class Engine:
             proposed=0 if proposer is None else proposer.k,
             fine=not device.on_gpu(),
             snapshots=SNAPSHOTS * slots if share_prefixes else 0,
+            table_states=table_states,
         )
         beside = state_bytes(proposer, slots, most)
         sizes = count_pages(lm, sizes, most, cache_memory, beside)

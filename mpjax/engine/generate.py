@@ -219,4 +219,5 @@ class _Job:
             stop_ids=self.options.stop_ids,
             speculate=self.speculate,
             processors=self.options.processors,
+            constrained=any(self.options.constraints),
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax.constraints.automaton import SMALL_CLASSES
 from mpjax.engine.pages import WINDOW_SLACK
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import cache_bytes, snapshot_bytes
@@ -24,7 +25,8 @@ USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
 PROGRAMS = 2  # that read, with pages of their own: one is under way while the next is planned
 SNAPSHOTS = 4  # for each slot, at most
 SNAPSHOT_SHARE = 0.25  # of the memory for pages and snapshots, at most
-CONTROL = 5  # bytes of a slot and token id: whether it is allowed, and how often it was drawn
+# Bytes of a slot and token id: whether it is allowed, how often it was drawn, and its class.
+CONTROL = 7
 
 
 def count_pages(
@@ -45,7 +47,7 @@ def count_pages(
     DeviceMemoryError for more bytes than are free.
     """
     slots = sizes.slots
-    each, fixed = _state_bytes(lm, slots, beside)
+    each, fixed = _state_bytes(lm, sizes, beside)
     most = [most_pages(sizes, max_tokens, window) for window in sizes.windows]
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
@@ -107,14 +109,15 @@ def needed_bytes(lm: LanguageModel, sizes: Sizes, max_tokens: int, beside: int) 
     sizes, beside: as for `count_pages`.
     """
     pages = (most_pages(sizes, max_tokens, window) + 1 for window in sizes.windows)
-    each, fixed = _state_bytes(lm, sizes.slots, beside)
+    each, fixed = _state_bytes(lm, sizes, beside)
     return (fixed + sum(map(operator.mul, pages, each)) + _working_bytes(lm, sizes)) * lm.devices
 
 
-def _state_bytes(lm: LanguageModel, slots: int, beside: int) -> tuple[list[int], int]:
+def _state_bytes(lm: LanguageModel, sizes: Sizes, beside: int) -> tuple[list[int], int]:
     """Bytes of a page of each group, and of an engine's state without pages, on each device."""
-    each, fixed = cache_bytes(lm, slots)
-    return each, fixed + slots * CONTROL * lm.config.vocab_size + beside
+    each, fixed = cache_bytes(lm, sizes.slots)
+    table = 2 * sizes.table_states * SMALL_CLASSES
+    return each, fixed + sizes.slots * (CONTROL * lm.config.vocab_size + table) + beside
 
 
 def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:

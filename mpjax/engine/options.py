@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 from mpjax.arguments import positive_whole
+from mpjax.constraints.byte_automaton import MOST_STATES
 from mpjax.kernels import device
 from mpjax.sampling.draw import TOP_LOGPROBS
 
@@ -29,6 +30,23 @@ def read_sizes(slots: Any, chunk_tokens: Any) -> tuple[int, int]:
 
 class TooLongError(ValueError):
     """A request has more tokens than an engine's requests may have, or than its cache can hold."""
+
+
+def read_steps(steps: Any, page_size: int) -> int:
+    """The decoding steps of a program. Raises ValueError for more than a page's tokens."""
+    steps = positive_whole("steps", steps)
+    if steps > page_size:
+        raise ValueError(f"steps is {steps}: expected at most {page_size}, a page's tokens")
+    return steps
+
+
+def require_table_states(table_states: Any) -> None:
+    """Raises ValueError for a number of states that no table has."""
+    if type(table_states) is not int or not 0 <= table_states <= MOST_STATES:
+        raise ValueError(
+            f"table_states is {table_states!r}: expected the most states of a table, 0 to "
+            f"{MOST_STATES}"
+        )
 
 
 def require_gap(max_gap: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
 from mpjax.constraints.kinds import Constraint, read_constraints
 from mpjax.constraints.matcher import Matcher
-from mpjax.engine.controlled import Control, Masked, read_control
+from mpjax.engine.controlled import Control, read_constraint, read_control
 from mpjax.engine.handle import Handle, Scores
 from mpjax.engine.row import Row
 from mpjax.kernels.checks import shown
@@ -168,18 +168,17 @@ class RowsOptions:
     def controlled(
         self, row: int, settings: Settings, lm: LanguageModel, processors: Sequence[Processor]
     ) -> Settings:
-        """The settings of one request with its processors and the matcher of its constraint.
+        """The settings of one request with its processors and what follows its constraint.
 
         processors: of the engine, beside those of Samplings. Raises ValueError as `read_control`
-        and `Matcher` say.
+        and `read_constraint` say.
         """
-        sampling, constraint = self.samplings[row], self.constraints[row]
+        sampling, constraint, wanted = self.samplings[row], self.constraints[row], self.processors
         if constraint is not None:
             ids = settings.row.stop_ids[0]
-            matcher = Matcher(lm, constraint, ids[ids != NO_ID].tolist())
-            settings = dataclasses.replace(settings, matcher=matcher)
-        masked = [one for one in processors if isinstance(one, Masked)]
-        wanted = (*([] if constraint is None else masked), *self.processors)
+            ids = ids[ids != NO_ID].tolist()
+            own, matcher = read_constraint(lm, constraint, ids, processors)
+            settings, wanted = dataclasses.replace(settings, matcher=matcher), (own, *wanted)
         if not changes_logits(sampling) and not wanted:
             return settings
         control = read_control(lm, sampling, wanted, processors)

@@ -14,7 +14,7 @@ from mpjax.engine import filling
 from mpjax.engine.choosing import Forwarded
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
-from mpjax.engine.controlled import Masked, create_control, no_control
+from mpjax.engine.controlled import constraint_places, create_control, no_control
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.planner import Decode, Extend, Piece, Planner
 from mpjax.engine.program_run import ProgramRun
@@ -54,7 +54,7 @@ class Runner:
         self._adapters = lm.adapters
         self.clock = Clock()
         self.observer: Callable[[ProgramRun], None] | None = None
-        self.processors = (Masked(1 + sizes.proposed), *processors)
+        self.processors = (*constraint_places(lm, sizes), *processors)
         self._lm = lm
         # Of the slots, from the first request on that has any; and the slots with such a request.
         self._attached: Attachment = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from mpjax.constraints.automaton import SMALL_STATES
 from mpjax.generation.buckets import ladder
 
 LEAST_TOKENS = 16  # readings of fewer tokens take as long
@@ -44,6 +45,7 @@ class Sizes:
     stop_ids: the most stop ids of a row.
     scores: whether requests may have their prompts scored.
     snapshots: places for copies of what recurrent layers keep for a row, behind those of slots.
+    table_states: the most states of a constraint's own table on the device; 0 for none.
     """
 
     slots: int
@@ -62,6 +64,7 @@ class Sizes:
     stop_ids: int = MOST_STOP_IDS
     scores: bool = True
     snapshots: int = 0
+    table_states: int = SMALL_STATES
 
     def most_drawn(self, steps: int) -> int:
         """The most tokens that so many decoding steps draw of a row: at most a page of them."""

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from mpjax.constraints.automaton import SMALL_STATES
 from mpjax.engine.engine import CHUNK_UNIT, SEQUENCES, Engine
 from mpjax.engine.histories import require_fit, state_bytes
 from mpjax.engine.memory import most_pages, needed_bytes
@@ -31,10 +32,12 @@ def temporary_engine(
     stop_ids: int = 0,
     speculate: Proposer | None = None,
     processors: tuple[Processor, ...] = (),
+    constrained: bool = False,
 ) -> Engine:
     """An engine in which prompts of so many tokens run at once; it scores none of them.
 
     new_tokens, stop_ids: the most that a prompt has of them. processors: that prompts may have.
+    constrained: whether any has a constraint.
 
     The number of prompts, the longest prompt and new_tokens are rounded up as `buckets` says. If
     memory lacks for that many prompts, there are no more slots than prompts.
@@ -53,6 +56,7 @@ def temporary_engine(
         proposed=0 if proposer is None else proposer.k,
         stop_ids=stop_ids,
         scores=False,
+        table_states=SMALL_STATES if constrained else 0,
     )
     return _fitting(lm, sizes, room, len(lengths), proposer, processors)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.arguments import most_new_tokens
+from mpjax.constraints.automaton import Automaton, read_constraint
 from mpjax.generation.loop import Loop, repeat
 from mpjax.generation.prefill import read_prompts
 from mpjax.generation.speculation import steps
@@ -209,6 +210,7 @@ def generate_tokens(
     speculate: Proposer | None = None,
     adapters: Any = None,
     processors: Sequence[Processor] = (),
+    constraint: Automaton | None = None,
 ) -> GeneratedTokens:
     """Continues a batch of prompts, as a pure function of arrays.
 
@@ -233,6 +235,8 @@ def generate_tokens(
     adapters: int [batch], of each row the place of its adapter in the model, which is `lm.adapted`
         then: `lm.adapters[name].place`, or 0 for none. None: no row has one.
     processors: of the logits of all rows, in their order, behind those of the sampling.
+    constraint: what all texts may be, as tables: `Automaton.of(lm, mpjax.Regex(...))`. A text ends
+        with one of the model's stop ids, so these should be those of the sampling.
 
     A row's output does not depend on its neighbours, except for rounding: kernels choose their
     tiles, and so the order of sums, by the size of the batch.
@@ -245,7 +249,7 @@ def generate_tokens(
     batch, padded = tokens.shape
     samplings, speculate = read_samplings(sampling, batch), read_speculate(speculate)
     own = controls(samplings, batch, model.config.vocab_size, model.columns)
-    shared = read_processors(processors)
+    shared = (*read_constraint(constraint), *read_processors(processors))
     for one in samplings:
         max_new_tokens = most_new_tokens(max_new_tokens, one.min_new_tokens)
     _require_positions(model, lengths, max_new_tokens)

@@ -64,12 +64,12 @@ class Processor:
         return memory
 
     def draw(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        """The next token, an integer scalar, if `draws`.
+        """The next token, an integer scalar, if `draws`; one by the logits' probabilities here.
 
         logits: float32 [vocabulary], behind all processors, the temperature and the filters. key: a
         typed PRNG key, of the row's seed and the number of the token.
         """
-        raise NotImplementedError
+        return jax.random.categorical(key, logits)
 
 
 @functools.partial(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpjax.constraints.automaton import SMALL_CLASSES
 from mpjax.engine import memory
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import cache_bytes
@@ -20,7 +21,7 @@ def lm(tiny):
     return dataclasses.replace(tiny, kv_format=KVFormat("4cg32"), page_size=32)
 
 
-SIZES = Sizes(2, (), 32, chunk=64, sequences=2)
+SIZES = Sizes(2, (), 32, chunk=64, sequences=2, table_states=8)
 
 
 def pages(lm, given, slots=2, tokens=100):
@@ -31,7 +32,7 @@ def pages(lm, given, slots=2, tokens=100):
 
 def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
     [each], fixed = cache_bytes(lm, 2)
-    fixed += 2 * memory.CONTROL * lm.config.vocab_size
+    fixed += 2 * (memory.CONTROL * lm.config.vocab_size + 2 * 8 * SMALL_CLASSES)
     assert pages(lm, fixed + 3 * each + each // 2) == 1 + 3
     assert pages(lm, 10**9) == pages(lm, None) == 1 + 8
     working = memory._working_bytes(lm, SIZES)

@@ -9,6 +9,7 @@ from mpjax.engine.options import (
     require_gap,
     require_observer,
     require_priority,
+    require_table_states,
     require_top_logprobs,
 )
 
@@ -28,6 +29,7 @@ def test_options_that_fit_are_taken():
     ("require", "value", "message"),
     [
         (require_gap, True, "max_gap is True: expected seconds above 0"),
+        (require_table_states, -1, "table_states is -1: expected the most states of a table, 0 to"),
         (require_gap, 0, "max_gap is 0: expected seconds above 0"),
         (require_gap, math.nan, "max_gap is nan: expected seconds above 0"),
         (require_priority, True, "priority is True: expected a whole number"),

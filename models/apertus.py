@@ -24,7 +24,7 @@ ROPE = {
 
 
 class Apertus(Decoder):
-    """Apertus: norms of query and key heads, and an MLP with xIELU instead of a gate."""
+    """Apertus: QK-norm, and an MLP without a gate whose activation is xIELU."""
 
     names: ClassVar[Names] = {
         **NAMES,

@@ -48,7 +48,7 @@ from mpjax.models.state import Room, StepContext
 class Mixer(Protocol):
     """Interface that a DecoderLayer uses of the module that a MixerSpec builds.
 
-    A mixer lets tokens read the tokens before them. It alone knows what its state is.
+    A mixer passes information between tokens. Only the mixer knows the contents of its state.
     """
 
     @property
@@ -56,16 +56,16 @@ class Mixer(Protocol):
         """How the input of the first map is rounded."""
 
     def mix(self, x: Activations, context: StepContext, state: Any) -> tuple[Activations, Any]:
-        """Everything but the last map.
+        """The mixer without its last linear map.
 
-        x: [batch, tokens, hidden], or varlen [tokens, hidden]. state: of the tokens before these,
-        as the spec's `state` creates it; None without a cache.
+        x: [batch, tokens, hidden], or varlen [tokens, hidden]. state: of the earlier tokens, as
+        created by the spec's `state`; None without a cache.
 
         Returns the input of the last map, [..., channels], and the state with these tokens.
         """
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the last map's output for what `mix` gave."""
+        """Terms [splits, ..., hidden] whose sum is the output of the last map for `mixed`."""
 
     def inputs(self, x: jax.Array, mixed: Any) -> dict[str, jax.Array]:
         """The input of each linear map, by its path, from the arguments of `mix` and `terms`."""
@@ -76,19 +76,19 @@ class Mixer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedQuerySpec(AttentionSpec):
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention with RoPE.
 
     qkv_bias: whether the query, key and value maps have biases. output_bias: whether the output
-    map has one. qk_norm: whether an RMSNorm maps each query and key head before its rotation.
+    map has one. qk_norm: whether an RMSNorm is applied to each query and key head before RoPE.
     joint_norm: whether that norm is one over the channels of all heads (OLMo 2).
     scale, softcap: of the scores; see Masks.
     sinks: whether each query head has a learned score without a value in its softmax (gpt-oss).
-    interleaved: whether neighbouring channels are rotated together (GLM-4), instead of one of each
-        half of the rotated channels.
-    norm_after: whether the norms of heads follow the rotation, which has all channels (Hunyuan).
+    interleaved: whether RoPE rotates pairs of neighbouring channels (GLM-4) instead of pairs that
+        are half of the rotated channels apart.
+    norm_after: whether QK-norm follows RoPE, which then rotates all channels (Hunyuan).
     growth, growth_context: queries at position p are multiplied by
         1 + growth · ln(1 + ⌊p / growth_context⌋) (Ministral 3); growth None: they are not.
-    bidirectional: whether tokens also read those after them; see `whole_attention`.
+    bidirectional: whether tokens also attend to later tokens; see `whole_attention`.
     factors: of queries, keys and values, biases included; () for none.
     output_gate: whether each query head's output is multiplied by the sigmoid of a gate, whose map
         is the second half of the head's query map (Qwen3-Next).
@@ -142,7 +142,7 @@ class GroupedQuerySpec(AttentionSpec):
         return found | ({"sinks": (config.num_heads,)} if self.sinks else {})
 
     def norm_sizes(self, config: DecoderConfig) -> tuple[int, int]:
-        """The channels that the query norm and the key norm take together."""
+        """The number of channels that one query norm, and one key norm, normalises."""
         dim = config.head_dim
         if self.joint_norm:
             return config.num_heads * dim, config.num_kv_heads * dim
@@ -159,19 +159,19 @@ class GroupedQuerySpec(AttentionSpec):
         return f"factors is {self.factors!r:.80}: expected three, of queries, keys and values"
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From the values to the output map: attention takes weighted means of each channel."""
+        """The fold of values and output map: attention averages each value channel over tokens."""
         copies = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, copies, config.head_dim
         return (Fold("output", "qkv", 2, heads, is_mixable=not self.output_gate),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
-        """The same spec: the configuration has the number of heads."""
+        """The same spec: the numbers of heads are in the configuration."""
         return self
 
     def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
-        """The outputs of a share's heads, their sinks, and as many inputs of the output map.
+        """The outputs and sinks of a share's heads, and the matching inputs of the output map.
 
-        Of a joint norm, a share has the weights of its heads.
+        A joint norm is cut to the weights of the share's heads.
         """
         heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
         own = heads.runs(share.number)
@@ -199,7 +199,7 @@ class KVState:
     keeps_sequences: ClassVar[bool] = False
 
     def create(self, room: Room, scales: jax.Array | None) -> KVPages:
-        """Empty pages. scales: as for `create_pages`, of one layer; None for its default."""
+        """Empty pages. scales: as `create_pages` takes them, of one layer; None for its default."""
         layout = KVLayout(
             *(self.kv_heads, self.head_dim, room.format, room.page_size), dtype=self.dtype
         )
@@ -211,28 +211,28 @@ class KVState:
     def largest(
         self, state: KVPages, table: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The largest magnitudes of each channel, and whether all numbers are finite.
+        """The largest magnitude of each channel in the cache, and whether all values are finite.
 
-        table: int32 [1, pages], of a sequence, of which `count` tokens are read.
+        table: int32 [1, pages], the block table of a sequence. count: its number of tokens.
 
         Returns float32 [2 (keys, values), KV heads, head dim] and a bool scalar.
         """
         sides = jnp.stack(gather(state, table))
         real = (jnp.arange(sides.shape[2]) < count)[None, None, :, None, None]
         sides = jnp.where(real, jnp.abs(sides), 0.0)
-        # On a CPU, a maximum ignores NaN, so that only this check finds them.
+        # On a CPU, a maximum ignores NaN: only this check finds it.
         return sides.max((1, 2)), jnp.isfinite(sides).all()
 
     def copy(self, state: KVPages, source: jax.Array, target: jax.Array) -> KVPages:
-        """The state as it is: the residual of a sequence begins empty behind whole blocks."""
+        """The same state: a copied prefix ends at a whole block, so its residual is empty."""
         return state
 
     def forget(self, state: KVPages, before: KVPages) -> KVPages:
-        """The state as it is: keys and values behind a sequence's length are overwritten."""
+        """The same state: later tokens overwrite keys and values after a sequence's length."""
         return state
 
     def clear(self, state: KVPages, pages: jax.Array, slots: jax.Array) -> KVPages:
-        """Zeros in pages, and in the residuals of sequences."""
+        """The state with zeros in these pages, and in the residuals of these slots."""
 
         def cleared(name: str, at: jax.Array, of: KVPages = state) -> jax.Array:
             array: jax.Array = getattr(of, name)
@@ -250,7 +250,7 @@ class KVState:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; optional biases and query/key norms."""
+    """Grouped-query attention with RoPE, optional biases and QK-norm; see GroupedQuerySpec."""
 
     def __init__(self, config: DecoderConfig, spec: GroupedQuerySpec, rngs: nnx.Rngs):
         qkv, output = spec.linear_maps(config)
@@ -263,30 +263,30 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm.of(config, key) if spec.qk_norm else None
         self.joint_norm = spec.qk_norm and spec.joint_norm
         self.output_gate = spec.output_gate
-        self.joint_axis: str | None = None  # of devices that have some heads each
-        self.joint_channels = query, key  # of all devices
+        self.joint_axis: str | None = None  # mesh axis that divides the heads
+        self.joint_channels = query, key  # that a joint norm covers, on all devices
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.masks = spec.scale, spec.window, spec.softcap
         self.rope, self.group = spec.rope, config.page_groups.index(spec.window)
         self.rotary_dim = config.rotary_dim or config.head_dim
-        # A norm after the rotation divides by the factor.
+        # A norm after RoPE removes any factor of queries and keys.
         factor = rotary.attention_factor(config, spec.rope)
         self.norm_after = spec.qk_norm and spec.norm_after
         self.attention_factor = 1.0 if self.norm_after else factor
         self.growth = spec.growth, spec.growth_context
         self.bidirectional = spec.bidirectional
         order = rotary.channel_order(self.rotary_dim, self.head_dim, spec.interleaved)
-        self.order = None if order is None else tuple(order.tolist())  # an array has no hash
+        self.order = None if order is None else tuple(order.tolist())  # arrays are not hashable
         zeros = jnp.zeros(config.num_heads, config.dtype) if spec.sinks else None
         self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
 
     def __call__(
         self, x: Activations, context: StepContext, state: KVPages | None = None
     ) -> tuple[jax.Array, KVPages | None]:
-        """Attention and its output map: x [batch, tokens, hidden] to the same shape, and the state.
+        """Attention with its output map, for x [batch, tokens, hidden]; arguments as for `mix`.
 
-        The arguments are those of `mix`.
+        Returns an array of x's shape, and the state.
         """
         mixed, state = self.mix(x, context, state)
         return self.output(mixed, context), state
@@ -294,7 +294,7 @@ class Attention(nnx.Module):
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
         """Makes joint norms cover the heads of all devices of a mesh axis.
 
-        A key head counts as often as there are devices with a copy of it.
+        A key head is counted once for each device with a copy of it.
         """
         self.joint_axis = axis
         keys = heads.kv_heads * heads.holders
@@ -306,7 +306,7 @@ class Attention(nnx.Module):
         return self.qkv.activations
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the output map of what `mix` returns."""
+        """Terms [splits, ..., hidden] whose sum is the output map of the result of `mix`."""
         return self.output.terms(mixed, context)
 
     def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
@@ -318,9 +318,9 @@ class Attention(nnx.Module):
     ) -> tuple[Activations, KVPages | None]:
         """Attends without the output map; returns [..., heads · head dim] and the state.
 
-        x: [batch, tokens, hidden], or varlen [tokens, hidden]. Where earlier tokens are in the
-        cache, the result is rounded to the output map's blocks, if it has any and reads channels in
-        the order of heads.
+        x: [batch, tokens, hidden], or varlen [tokens, hidden]. With earlier tokens in the cache,
+        the result is rounded to the output map's activation blocks, if that map has any and no
+        permutation of its input channels.
         """
         require_type("Attention: context", context, StepContext)
         x = as_activations("Attention: x", x)
@@ -334,7 +334,7 @@ class Attention(nnx.Module):
         if state is not None and span is not None and not span.fresh:
             terms, gate = self._without_gate(self._normed_terms(x, context))
             terms = self._ordered(terms)
-            # Weights of the norms after the rotation multiply queries that are not transformed.
+            # With norms after RoPE, `_scaled` multiplies queries that are not yet transformed.
             now = not self.norm_after
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=now)
             query, state = rotate_and_append(terms, state, span, rotation, dtype=x.dtype)
@@ -371,14 +371,14 @@ class Attention(nnx.Module):
     def _blocks(self) -> ActivationBlocks | None:
         """The blocks to which attention rounds its outputs; None leaves that to the output map."""
         found = self.output.activations
-        if self.output_gate:  # which multiplies the outputs first
+        if self.output_gate:  # the gate multiplies the unrounded outputs
             return None
         if isinstance(found, ActivationBlocks) and found.permutation is None:
             return found
         return None
 
     def _projections(self, x: Activations, context: StepContext) -> list[jax.Array]:
-        """Queries, keys and values, [..., heads · head dim] each, after a joint norm."""
+        """Queries, keys and values, [..., heads · head dim] each, after a joint norm, if any."""
         query, key, value = self.qkv(x, context)
         if self.joint_norm:
             assert self.query_norm is not None
@@ -391,16 +391,18 @@ class Attention(nnx.Module):
         return [query, key, value]
 
     def _normed_terms(self, x: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., channels of all heads], whose sum is what `_projections` gives."""
+        """Terms [splits, ..., channels of all heads] whose sum is `_projections`, concatenated."""
         if not self.joint_norm:
             return self.qkv.terms(x, context)
         return jnp.concatenate(self._projections(x, context), axis=-1)[None]
 
     def _without_gate(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The outputs of the query map without its gates, and the gates [..., heads · head dim].
+        """Separates the gates from the outputs of the query map.
 
-        x: [..., channels], whose first ones are the query map's; others stay behind the queries.
-        The gates are None where the spec has no output_gate.
+        x: [..., channels], the outputs of the query map first; the channels after them stay.
+
+        Returns x with the queries alone, and the gates [..., heads · head dim]; x and None without
+        output_gate.
         """
         if not self.output_gate:
             return x, None
@@ -410,9 +412,9 @@ class Attention(nnx.Module):
         return jnp.concatenate([query, x[..., 2 * heads * dim :]], -1), gate
 
     def _ordered(self, x: jax.Array) -> jax.Array:
-        """Heads with their channels in the order of the kernels' pairs.
+        """Heads with RoPE's pairs of channels reordered to where the kernels expect them.
 
-        x: query or key heads [..., head dim], or the channels [..., all] of all heads.
+        x: query or key heads [..., head dim], or the concatenated channels [..., all] of all heads.
         """
         order = self.order
         if order is None:
@@ -425,9 +427,10 @@ class Attention(nnx.Module):
         return jnp.take(x, np.asarray(order), axis=-1)
 
     def _norms(self) -> HeadNorms | None:
-        """The norms of heads before the rotation, in the order of the kernels' pairs.
+        """QK-norm as the kernels apply it before RoPE, in the kernels' channel order; None without.
 
-        Norms after the rotation are here, too, without their weights: a rotation changes no length.
+        For norms after RoPE the weights are ones here: RoPE doesn't change a head's length, so only
+        the multiplication by weights has to wait (`_scaled`).
         """
         if self.query_norm is None or self.key_norm is None or self.joint_norm:
             return None
@@ -440,8 +443,8 @@ class Attention(nnx.Module):
     def _scaled(self, query: jax.Array, context: StepContext) -> jax.Array:
         """Rotated queries [..., heads, head dim] times the factors of their scores.
 
-        These are the growth with positions and, with norms after the rotation, the weights of both
-        norms: keys in the cache are normed without weights.
+        The factors are the growth with positions and, with norms after RoPE, the weights of both
+        norms: the query takes the key norm's weight too, since cached keys are stored without it.
         """
         rate, length = self.growth
         if rate is None and not self.norm_after:
@@ -460,9 +463,9 @@ class Attention(nnx.Module):
 def _means_of_squares(
     parts: tuple[jax.Array, ...], channels: tuple[int, ...], axis: str
 ) -> list[jax.Array]:
-    """The means float32 [..., 1] of the squares of arrays of which each device has a part.
+    """The mean squares, float32 [..., 1], of arrays whose channels are divided among devices.
 
-    parts: [..., own channels]. channels: those of all devices.
+    parts: [..., this device's channels]. channels: the number of channels on all devices.
     """
     sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in parts]
     return [total / count for total, count in zip(jax.lax.psum(sums, axis), channels, strict=True)]
@@ -478,7 +481,7 @@ def _gated(x: Activations, gate: jax.Array | None) -> Activations:
 
 
 def _joined_heads(x: Activations) -> Activations:
-    """Outputs of heads [..., heads, head dim] side by side; rounded ones are already."""
+    """Concatenates heads [..., heads, head dim]; quantised outputs are concatenated already."""
     if isinstance(x, QuantizedActivations):
         return x
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

@@ -1,4 +1,4 @@
-"""Attention in which tokens read all tokens of their sequence, as embedding models have it."""
+"""Bidirectional attention, as embedding models have it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpjax.kernels import Masks
 def whole_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, masks: Masks, counts: jax.Array | None
 ) -> jax.Array:
-    """Attends to the tokens before and after each, in plain jnp.
+    """Bidirectional attention over whole sequences, in plain jnp.
 
     query: [batch, tokens, heads, head dim]. key, value: [batch, tokens, KV heads, head dim].
     counts: int32 [batch], the tokens of each sequence before its padding; None for all.
@@ -30,7 +30,7 @@ def whole_attention(
     distance = jnp.abs(place[:, None] - place[None])
     seen = distance < (tokens if masks.window is None else masks.window)
     seen = jnp.broadcast_to(seen, (batch, tokens, tokens))
-    if counts is not None:  # padding reads itself, so that its softmax has a sum
+    if counts is not None:  # a padded query attends to itself, so its softmax is finite
         seen &= (place[None] < counts[:, None])[:, None, :] | (distance == 0)[None]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
     found = jnp.einsum("bkgqs,bskd->bqkgd", weights, values, precision="highest")

@@ -1,4 +1,4 @@
-"""Scales of keys and values for a cache, which a checkpoint or a calibration gives a model."""
+"""Static scales of a model's KV cache, from a checkpoint or a calibration."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpjax.kernels.checks import as_array
 
 
 class CacheScales(nnx.Variable):
-    """Scales of keys and values for a cache, measured once; not a parameter to train."""
+    """Static scales of keys and values in a cache; not trainable."""
 
 
 def scales_for(scales: CacheScales | None, format: KVFormat) -> jax.Array | None:
-    """A model's cache scales if the format uses them, and else None."""
+    """The model's cache scales if the KV format uses static scales, else None."""
     if scales is None:
         return None
     found = as_array("cache_scales", scales.get_value())

@@ -28,7 +28,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Cohere(Decoder):
-    """Command R: attention and MLP read one norm, which subtracts the mean; neighbours rotate."""
+    """Command R: parallel attention and MLP after one shared LayerNorm; interleaved RoPE."""
 
     defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_qk_norm": (None, False)}
@@ -40,7 +40,7 @@ class Cohere(Decoder):
 
 
 class Cohere2(Decoder):
-    """Command R7B and A: Command R with windows, and no rotation in layers without one."""
+    """Command R7B and A: Command R with sliding windows; full-attention layers have no RoPE."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **_DEFAULTS,
@@ -61,7 +61,7 @@ def _config(
     theta: float = 1e4,
     unrotated: int | None = 0,
 ) -> DecoderConfig:
-    """The configuration; unrotated: the window of layers without a rotation, None for none."""
+    """The configuration. unrotated: the window of layers without RoPE (0: no layer)."""
     bias, mlp = flag(hf, "attention_bias"), GatedMLPSpec(integer(hf, "intermediate_size"))
     layers = tuple(
         LayerSpec(

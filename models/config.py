@@ -18,29 +18,29 @@ from mpjax.models.state import SequenceState, StateSpec
 
 
 class ConfigError(ValueError):
-    """A configuration that no class here can build; the message names the key."""
+    """A configuration from which no decoder can be built; the message names the key."""
 
 
-# Kinds of rotary scaling that depend on how many tokens a sequence has.
+# Kinds of rotary scaling that depend on the length of a sequence.
 SCALINGS_BY_LENGTH = ("longrope", "dynamic")
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to longer contexts than were trained.
+    """How rotary frequencies are stretched to longer contexts than the model was trained with.
 
     kind: `linear` divides every frequency by `factor`; `llama3` (Llama 3.1 and later) divides the
     low ones, keeps the high ones, and blends between the two wavelengths
     original_context / low_frequency_factor and original_context / high_frequency_factor; `yarn`
     blends between the channels that turn `fast_turns` and `slow_turns` times within the original
     context, which are rounded outwards with `whole_channels`; `longrope` divides each frequency by
-    its number in short_factors, or in long_factors if the rotary length is above original_context;
+    its factor in short_factors, or in long_factors if the rotary length is above original_context;
     `dynamic` raises theta with the rotary length.
 
-    The rotary length of a token is a number of its own sequence's tokens: those up to it, or those
-    of the prompt if they are more, since a prompt is rotated as a whole. LongRoPE has the same
-    factors for all tokens of a sequence, so a sequence that passes original_context is read again
-    with the long factors, while `dynamic` leaves keys in the cache as they are.
+    The rotary length of a token is the number of tokens in its sequence up to it, or the length of
+    the prompt if that is more, since a prompt is rotated as a whole. LongRoPE has the same factors
+    for all tokens of a sequence, so a sequence that passes original_context is prefilled again with
+    the long factors, while `dynamic` leaves keys in the cache as they are.
 
     attention_factor: the factor of rotated queries and keys (YaRN's and LongRoPE's).
     """
@@ -58,7 +58,7 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("short_factors", "long_factors"):  # tuples: a list has no hash
+        for name in ("short_factors", "long_factors"):  # tuples are hashable
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
                 raise ConfigError(f"RopeScaling: {name} is {shown(value)}: expected a list")
@@ -66,14 +66,15 @@ class RopeScaling:
 
     @property
     def rereads_after(self) -> int | None:
-        """The most tokens in the cache of a sequence before it is read again; None: never."""
+        """The most cached tokens of a sequence before it must be prefilled again; None: never."""
         return self.original_context if self.kind == "longrope" else None
 
     def rotary_length(self, prompt: int, tokens: int) -> int:
-        """The rotary length with which a sequence is read from its first token on.
+        """The rotary length with which a sequence is prefilled from its first token on.
 
-        Sequences have the same one where their tokens have the same frequencies: 0 within the
-        original context. prompt: tokens of the prompt. tokens: those, and new ones read with them.
+        It is equal for sequences with equal frequencies: 0 within the original context, and with
+        LongRoPE original_context + 1 beyond. prompt: tokens of the prompt. tokens: of the prompt
+        and of generated tokens that are prefilled with it.
         """
         length = prompt if self.rereads_after is None else tokens
         if length <= self.original_context:
@@ -83,7 +84,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class SublayerSpec(abc.ABC):
-    """Base class of MixerSpec and MLPSpec, the specs of a layer's two halves; hashable.
+    """Base class of MixerSpec and MLPSpec, the specs of a layer's two sublayers; hashable.
 
     A subclass is a frozen dataclass whose fields are numbers, booleans, strings, tuples of
     numbers and specs, so that a saved model can hold them in JSON; config_checks checks them by
@@ -103,34 +104,34 @@ class SublayerSpec(abc.ABC):
 
     @abc.abstractmethod
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """Linear maps of the module, in the order of the computation."""
+        """The module's linear maps, in the order of computation."""
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the module's other parameters, which are never quantised, by path."""
+        """The shapes of all other parameters of the module, by path; they are never quantised."""
         return {}
 
     def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of those arrays that are float32, whatever dtype the model has."""
+        """The paths of the `arrays` that are float32, whatever dtype the model has."""
         return ()
 
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of all that reads the module's input, a linear map first.
+        """The paths of all parameters that multiply the module's input, a linear map first.
 
-        They are linear maps, and arrays [outputs, channels]. A module that reads its input in any
-        other way has none, and its norm takes part in no fold.
+        They are linear maps, and arrays [outputs, channels]. A module that uses its input in any
+        other way returns none, and the norm before it takes part in no fold.
         """
         return (self.linear_maps(config)[0].path,)
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of the linear maps whose outputs are the module's, or are added up to it."""
+        """The paths of the linear maps whose outputs add up to the module's output."""
         return (self.linear_maps(config)[-1].path,)
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """The places inside of the module where scales of channels can move; see Fold."""
+        """The folds inside the module: between which parameters scales can move; see Fold."""
         return ()
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of tokens' arrays inside the module, at most, where they are many; else 0."""
+        """Peak bytes of the arrays inside the module for `tokens` tokens; 0 if negligible."""
         return 0
 
     def why_unsound(self) -> str | None:
@@ -138,27 +139,27 @@ class SublayerSpec(abc.ABC):
         return None
 
     def divide(self, count: int, units: Mapping[str, int]) -> Self:
-        """The spec of one of `count` devices' shares of the module.
+        """The spec of the module's share on one of `count` devices.
 
-        units: by the path of a linear map, the number of input channels at multiples of which its
-        format is cut. Raises ValueError for a module that can't be divided.
+        units: by the path of a linear map, the number of input channels by which its format can be
+        divided. Raises ValueError for a module that can't be divided.
         """
         raise ValueError(
             f"{self.kind} layers can't be divided among devices: load the model on one device"
         )
 
     def cuts(self, config: DecoderConfig, local: Self, share: Share) -> dict[str, Cut]:
-        """The channels of a share, by the paths of linear maps and of other arrays.
+        """The channels of one share, by the paths of linear maps and other arrays.
 
-        config: of the whole decoder. local: what `divide` returned. Each share has the
-        whole of an array without a cut.
+        config: of the whole decoder. local: the result of `divide`. An array without a cut is whole
+        in every share.
         """
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class MixerSpec(SublayerSpec):
-    """Base class of the specs of mixers, in which tokens read the tokens before them."""
+    """Base class of the specs of mixers: attention and recurrent layers."""
 
     @abc.abstractmethod
     def state(self, config: DecoderConfig) -> StateSpec:
@@ -166,7 +167,7 @@ class MixerSpec(SublayerSpec):
 
     @property
     def ropes(self) -> tuple[str, ...]:
-        """The kinds of rotary embedding whose angles the module reads."""
+        """The kinds of rotary embedding that the module uses."""
         return ()
 
 
@@ -193,23 +194,23 @@ class MLPSpec(SublayerSpec):
     """Base class of MLP specs.
 
     intermediate_size: channels of the hidden layer inside the MLP.
-    hadamard: the channels of each block that Hadamard's transform mixes before down projections,
-        which are made for that (QuaRot's R4); None: no transform. See `mpjax.kernels.hadamard`.
+    hadamard: block size of the online Hadamard transform before the down projection, whose weight
+        contains the inverse (QuaRot's R4); None: no transform. See `mpjax.kernels.hadamard`.
     """
 
     intermediate_size: int
     hadamard: int | None = dataclasses.field(default=None, kw_only=True)
 
     def mixers(self) -> dict[str, int]:
-        """The channels that a transform can mix before each `down`.
+        """The number of channels that a Hadamard transform can mix before each `down`.
 
-        The keys are paths, in the module, of the modules that have the map `down` and the attribute
-        `hadamard`, "" for itself. A kind of MLP without a place for the transform has none.
+        The keys are the paths of the submodules with a map `down` and the attribute `hadamard`; ""
+        is the module itself. Empty for an MLP that supports no transform.
         """
         return {}
 
     def why_unmixable(self) -> str | None:
-        """The reason why `hadamard` is no block of the channels, or None if it is one."""
+        """The reason why `hadamard` is no valid block size for the channels, or None if it is."""
         if self.hadamard is None:
             return None
         for channels in self.mixers().values():
@@ -218,14 +219,14 @@ class MLPSpec(SublayerSpec):
         return None if self.mixers() else "hadamard is set, and the MLP has no place for it"
 
     def spread(self, count: int, units: Mapping[str, int]) -> MLPSpec:
-        """The spec of one of `count` shares that have whole experts, if the module has any.
+        """The spec of one of `count` shares with whole experts (expert-parallel), if there are any.
 
         Arguments and errors are as for `divide`.
         """
         return self.divide(count, units)
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of tokens' arrays inside the module, at most: gate, up, and their product."""
+        """Peak bytes of the arrays inside the module: gate, up, and their product."""
         return tokens * 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
 
 
@@ -233,11 +234,11 @@ class MLPSpec(SublayerSpec):
 class LayerSpec:
     """The specs of one layer's mixer and MLP. Layers of a decoder may differ.
 
-    attention: the mixer, which is attention in most layers. mlp: the MLP. A layer without one of
-        these halves has None there (Nemotron-H).
-    norms: where the two halves have norms: `pre`, before each; `post`, after each and before its
-    output is added to the residual stream (OLMo 2); `both` (Gemma 2); or `shared`, where both
-    halves read one norm and are added to the stream together (Cohere).
+    attention: the mixer, which is attention in most layers. mlp: the MLP. Either may be None
+        (Nemotron-H).
+    norms: where the norms are: `pre`, before each sublayer; `post`, after each sublayer and before
+        its output is added to the residual stream (OLMo 2); `both` (Gemma 2); or `shared`, one norm
+        before two parallel sublayers (Cohere).
     """
 
     attention: MixerSpec | None
@@ -246,25 +247,25 @@ class LayerSpec:
 
     @property
     def halves(self) -> dict[str, SublayerSpec]:
-        """The halves that the layer has, by name."""
+        """The specs of the layer's sublayers, by name (`attention`, `mlp`)."""
         both = {"attention": self.attention, "mlp": self.mlp}
         return {half: spec for half, spec in both.items() if spec is not None}
 
     @property
     def has_post_norms(self) -> bool:
-        """Whether there are norms after the halves."""
+        """Whether there are norms after the sublayers."""
         return self.norms in ("post", "both")
 
     @property
     def pre_norms(self) -> dict[str, str]:
-        """The norm that each half reads, for halves that read one."""
+        """The name of the norm before each sublayer, for sublayers that have one."""
         if self.norms == "post":
             return {}
         shared = self.norms == "shared"
         return {half: "attention_norm" if shared else f"{half}_norm" for half in self.halves}
 
     def linear_paths(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of all linear maps in the layer, in the order of the computation."""
+        """The paths of all linear maps in the layer, in the order of computation."""
         return tuple(
             f"{half}.{maps.path}"
             for half, spec in self.halves.items()
@@ -278,9 +279,10 @@ class LayerSpec:
         )
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """The folds of the layer, in the order of the computation.
+        """The folds of the layer, in the order of computation.
 
-        All that reads a norm before a half has a fold with it.
+        Each pre-norm forms one fold with everything that reads it (linear maps, and arrays
+        [outputs, channels]). A norm with any other reader has no fold.
         """
         found, read = [], {half: spec.readers(config) for half, spec in self.halves.items()}
         for half, spec in self.halves.items():
@@ -302,21 +304,21 @@ class DecoderConfig:
     layers: a spec for each layer.
     max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
         parameter's shape depends on it.
-    rotary_dim: the first channels of a head, which are rotated; None: all.
+    rotary_dim: the number of rotated channels at the start of each head (partial RoPE); None: all.
     local_rope_theta, local_rope_scaling: of the layers whose rope is `local`.
-    offset_norms: whether files hold the weights of norms minus 1 (Gemma).
-    predicts: whether hidden states become logits of the vocabulary. Classifiers and models
-        without a head don't predict tokens; their table is tied, so that there is one.
-    labels: the number of scores of a classifier, which are a linear map of a text's last hidden
-        state; None for other models.
+    offset_norms: whether files store the weights of norms minus 1 (Gemma).
+    predicts: whether the model has logits of the vocabulary. Classifiers and models without a head
+        have none; they count as tied, so that there is no table `head`.
+    labels: the number of scores of a classifier, a linear map of the last token's hidden state;
+        None for other models.
     centered_norms: whether norms subtract the mean of the channels (LayerNorm). norm_bias: whether
-        they then add a bias.
+        LayerNorm has a bias.
     embedding_scale, logit_scale: factors of the embedded tokens and of the logits; None: 1.
     logit_softcap: a logit l becomes softcap · tanh(l / softcap) (Gemma 2); None: no cap.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
-    packed_tables: those of `embedding` and `head` that are linear maps with a packed kernel
-        [hidden size, vocabulary], instead of arrays [vocabulary, hidden size]. A tied table is
-        `embedding`.
+    packed_tables: the names of the tables, `embedding` or `head`, that are linear maps with a
+        packed kernel [hidden size, vocabulary] instead of arrays [vocabulary, hidden size]. A tied
+        table is `embedding`.
     stop_ids: token ids that end a text; the model itself does not use them.
     """
 
@@ -352,7 +354,7 @@ class DecoderConfig:
             object.__setattr__(self, "dtype", as_dtype("DecoderConfig: dtype", self.dtype).name)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for name in ("layers", "stop_ids", "packed_tables"):  # tuples: a list has no hash
+        for name in ("layers", "stop_ids", "packed_tables"):  # tuples are hashable
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
                 raise ConfigError(f"DecoderConfig: {name} is {shown(value)}: expected a list")
@@ -383,28 +385,28 @@ class DecoderConfig:
 
     @property
     def keeps_sequences(self) -> bool:
-        """Whether some of the states is of one size for each sequence; see StateSpec."""
+        """Whether any layer's state has a fixed size for each sequence; see StateSpec."""
         return any(state.keeps_sequences for state in self.states)
 
     @property
     def page_groups(self) -> tuple[int | None, ...]:
-        """The window of each group of layers in pages: layers with one window share block tables.
+        """The sliding window of each group of paged layers; layers with equal windows form a group.
 
-        None is the group of layers that attend to all tokens.
+        None is the group of layers that attend to all tokens. A group shares block tables.
         """
         return tuple(dict.fromkeys(state.window for state in self.states if state.is_paged))
 
     @property
     def groups(self) -> tuple[int | None, ...]:
-        """The place of each layer's group in page_groups; None for layers without pages."""
+        """The index of each layer's group in page_groups; None for layers without pages."""
         places = {window: place for place, window in enumerate(self.page_groups)}
         return tuple(places[it.window] if it.is_paged else None for it in self.states)
 
     @property
     def scaling_by_length(self) -> RopeScaling | None:
-        """The rotary scaling that depends on how many tokens a sequence has; None without one.
+        """The rotary scaling that depends on the length of a sequence; None without one.
 
-        Where layers of two kinds have one each, both change at the same length.
+        If global and local layers both have one, both change at the same length.
         """
         for scaling in (self.rope_scaling, self.local_rope_scaling):
             if scaling is None or scaling.kind not in SCALINGS_BY_LENGTH:
@@ -415,13 +417,13 @@ class DecoderConfig:
 
     @property
     def rereads_after(self) -> int | None:
-        """See RopeScaling; None also where no sequence gets so long."""
+        """See RopeScaling; None also if no sequence can get that long."""
         scaling = self.scaling_by_length
         return None if scaling is None else scaling.rereads_after
 
     @property
     def hadamard_blocks(self) -> tuple[int | None, ...]:
-        """Channels of each block that layers mix before their down projections; None for none."""
+        """Block size of each layer's Hadamard transform before down projections; None: without."""
         return tuple(None if layer.mlp is None else layer.mlp.hadamard for layer in self.layers)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks of a configuration's values: types, ranges, and values that must fit together.
+"""Checks of a configuration's values: types, ranges, and consistency between values.
 
 Every message has one form: `where: name is value: expected ...`. Readers of config.json check
 single values with the same functions before they compute with them.
@@ -54,9 +54,9 @@ def whole(
 
 
 def positive(where: str, name: str, value: Any) -> float:
-    """The value, if it is a positive number of float32's range; else raises ConfigError.
+    """The value, if it is a positive number in float32's range; else raises ConfigError.
 
-    Models compute in float32, where a smaller number is 0 and a larger one infinite.
+    Models compute in float32, where a smaller number underflows to 0 and a larger one to infinity.
     """
     if type(value) not in (int, float) or not value > 0:
         refuse(where, name, value, "a positive number")
@@ -80,9 +80,10 @@ def choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def token_ids(where: str, name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
-    """Token ids as a tuple, from a list of them or a single one.
+    """Token ids as a tuple, from a list or a single id.
 
-    vocabulary: the number of token ids. Raises ConfigError for anything but integers below it.
+    vocabulary: the number of token ids. Raises ConfigError for a value that is not an integer
+    from 0 to vocabulary − 1.
     """
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(i) is int and 0 <= i < vocabulary for i in ids):
@@ -95,7 +96,7 @@ def require_sound(
     where: str = "DecoderConfig",
     names: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Raises ConfigError for a value that no decoder can be built from.
+    """Raises ConfigError for a value with which no decoder can be built.
 
     where: the source of the configuration, for messages, such as `config.json`.
     names: the source's names of fields, where they differ from DecoderConfig's.
@@ -129,7 +130,7 @@ def require_sound(
 
 
 def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[str, str]) -> None:
-    """Checks a rotary scaling. kind: what its fields of the configuration begin with."""
+    """Checks a rotary scaling. kind: the prefix of its fields in the configuration."""
 
     def name(field: str) -> str:
         return names.get(field, field)
@@ -139,10 +140,10 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
         return
     if not isinstance(scaling, RopeScaling):
         refuse(where, name(f"{kind}rope_scaling"), scaling, "a RopeScaling, or None")
-    if scaling.kind == "yarn" and theta == 1:  # all pairs would turn equally often
+    if scaling.kind == "yarn" and theta == 1:  # all pairs would have one frequency
         refuse(where, name(f"{kind}rope_theta"), theta, "another number than 1 with YaRN")
     rotated = config.rotary_dim or config.head_dim
-    if scaling.kind == "dynamic" and rotated == 2:  # theta has no part in a single pair
+    if scaling.kind == "dynamic" and rotated == 2:  # a single pair doesn't depend on theta
         field = "rotary_dim" if config.rotary_dim else "head_dim"
         refuse(where, name(field), rotated, "4 or more with dynamic scaling")
     where = f"{where}, {name(f'{kind}rope_scaling')}"
@@ -161,7 +162,7 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
 
 
 def _check_lengths(config: DecoderConfig, where: str, names: Mapping[str, str]) -> None:
-    """Checks that scalings by length change at one length: a row is read again once."""
+    """Checks that both scalings change at one length: sequences are prefilled again only once."""
     both = config.rope_scaling, config.local_rope_scaling
     found = [(s.kind, s.original_context) for s in both if s and s.kind in SCALINGS_BY_LENGTH]
     if len({*found}) > 1:
@@ -200,8 +201,8 @@ def _check_spec(spec: SublayerSpec, where: str) -> None:
 def _check_fields(
     config: DecoderConfig | SublayerSpec | RopeScaling, where: str, names: Mapping[str, str]
 ) -> None:
-    """Checks the numbers (all must be positive), booleans and strings of a dataclass."""
-    kind: Any = type(config)  # Any, because mypy takes the type for one without a hash
+    """Checks the numbers, which must be positive, booleans and strings of a dataclass."""
+    kind: Any = type(config)  # Any: mypy believes the type to be unhashable
     for field, kinds in _field_types(kind).items():
         value, name = getattr(config, field), names.get(field, field)
         if value is not None or type(None) not in kinds:
@@ -209,7 +210,7 @@ def _check_fields(
 
 
 def _check_value(kinds: tuple[Any, ...], where: str, name: str, value: Any) -> None:
-    """Checks a value by the types that its field may have."""
+    """Checks a value against the types that its field may have."""
     if tuple[float, ...] in kinds:
         if not isinstance(value, tuple):
             refuse(where, name, value, "a list of numbers")

@@ -16,17 +16,17 @@ from mpjax.models.rotary import yarn_attention_factor
 
 ROTARY = f"{WHERE}, rotary scaling"
 # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. A file
-# with both is a newer one to which somebody added rope_scaling, so rope_scaling comes first.
+# with both is a newer one to which somebody added rope_scaling, so rope_scaling has precedence.
 ROTARY_KEYS = ("rope_scaling", "rope_parameters")
 KINDS = ("full_attention", "sliding_attention")  # of layers
 ORIGINAL = "original_max_position_embeddings"
-# Kinds of scaling in files, and here: Phi-3's first files call LongRoPE `su`.
+# Kind of rotary scaling in a file → its name here. Phi-3's first files call LongRoPE `su`.
 SCALINGS = {kind: kind for kind in config_checks.ROPE_SCALINGS} | {"su": "longrope"}
-# More layers than any model has. A config.json alone, without tensors, can't make mpjax build specs
-# and shapes for more.
+# More layers than any model has: bounds the specs and shapes that a bad config.json makes mpjax
+# build.
 MAXIMUM_LAYERS = 10_000
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-# Keys in config.json of the fields of DecoderConfig and RopeScaling that have other names there.
+# Fields of DecoderConfig and RopeScaling → their keys in config.json, where the names differ.
 NAMES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -53,12 +53,11 @@ def common_fields(
     theta: float = 1e4,
     epsilon: str = "rms_norm_eps",
 ) -> dict[str, Any]:
-    """DecoderConfig's fields except `layers`: all families read them alike from `config.json`.
+    """DecoderConfig's fields, except `layers`, that all families read alike from `config.json`.
 
-    hf: with the keys that the file leaves out; see `config_keys.complete`.
-    activation: of the family's MLPs, as files name it. partial_rotary: whether the family's heads
-    may have channels that are not rotated. theta: where the file has no `rope_theta`. epsilon: the
-    key of the norms' epsilon.
+    hf: with defaults for the keys that the file leaves out; see `config_keys.complete`.
+    activation: of the family's MLPs, as files name it. partial_rotary: whether the family supports
+    partial RoPE. theta: the default of `rope_theta`. epsilon: the key of the norms' epsilon.
 
     Raises ConfigError for a missing key, another activation, a rotary scaling that is not
     implemented, and a value of a wrong type or outside its range. `Decoder.config_from_hf`
@@ -92,14 +91,14 @@ def common_fields(
 
 
 def field_names(hf: Mapping[str, Any]) -> dict[str, str]:
-    """Keys in this config.json of DecoderConfig's fields, for `config_checks.require_sound`."""
+    """DecoderConfig's fields → their keys in this file, for `config_checks.require_sound`."""
     if hf.get("head_dim") is not None:
         return NAMES
     return NAMES | {"head_dim": "head_dim (hidden_size / num_attention_heads)"}
 
 
 def require(hf: Mapping[str, Any], key: str) -> Any:
-    """hf[key], or ConfigError where the key is missing."""
+    """hf[key]. Raises ConfigError if the key is missing."""
     if hf.get(key) is None:
         raise ConfigError(f"config.json has no {key!r}, which this architecture needs")
     return hf[key]
@@ -112,9 +111,9 @@ def integer(
     minimum: int = 1,
     maximum: int = MAXIMUM_INTEGER,
 ) -> int:
-    """hf[key], an integer from minimum to maximum, or the default where the key is missing.
+    """hf[key], an integer from minimum to maximum, or the default if the key is missing.
 
-    Raises ConfigError for another value, and for a missing key without a default.
+    Raises ConfigError for any other value, and for a missing key without a default.
     """
     value = hf.get(key)
     if value is None:
@@ -123,26 +122,26 @@ def integer(
 
 
 def flag(hf: Mapping[str, Any], key: str) -> bool:
-    """hf[key], a boolean; False where the key is missing. Raises ConfigError for another value."""
+    """hf[key], a boolean; False if the key is missing. Raises ConfigError for any other value."""
     value = hf.get(key)
     return False if value is None else config_checks.switch(WHERE, key, value)
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
-    """The number of layers, at most MAXIMUM_LAYERS. Raises ConfigError for another value."""
+    """The number of layers. Raises ConfigError unless it is from 1 to MAXIMUM_LAYERS."""
     return integer(hf, "num_hidden_layers", maximum=MAXIMUM_LAYERS)
 
 
 def expert_count(hf: Mapping[str, Any]) -> int:
-    """The number of experts, which files have under one of two names. Raises ConfigError.
+    """The number of experts, for which files use one of two keys. Raises ConfigError.
 
-    Defaults have the second name, so that the first counts wherever a file has it.
+    Defaults use the second key, so that the first one takes precedence if a file has it.
     """
     return integer(hf, "num_local_experts" if hf.get("num_experts") is None else "num_experts")
 
 
 def sliding_window(hf: Mapping[str, Any]) -> int | None:
-    """The sliding window in keys; None for none, or null. Raises ConfigError."""
+    """The sliding window in keys; None if it is missing or null. Raises ConfigError."""
     value = hf.get("sliding_window")
     if value is not None and (type(value) is not int or value < 1):
         expected = "a positive integer, or null where there is no window"
@@ -153,9 +152,9 @@ def sliding_window(hf: Mapping[str, Any]) -> int | None:
 def number(
     values: Mapping[str, Any], key: str, default: float | None = None, where: str = WHERE
 ) -> float:
-    """values[key], a positive number, or the default where the key is missing.
+    """values[key], a positive number, or the default if the key is missing.
 
-    Raises ConfigError for another value, and for a missing key without a default.
+    Raises ConfigError for any other value, and for a missing key without a default.
     """
     value: Any = values.get(key)
     value = default if value is None else value
@@ -165,7 +164,7 @@ def number(
 
 
 def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer: by `layer_types` where the file lists them, else the same for all.
+    """The window of each layer: by `layer_types` if the file has that list, else the same for all.
 
     window: the window of layers of type `sliding_attention`. Raises ConfigError for a list of
     another length, and for other types of layers.
@@ -178,7 +177,7 @@ def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None
 
 
 def layer_kinds(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """`layer_types`, the kind of each layer. Raises ConfigError for a list of others.
+    """`layer_types`, the kind of each layer. Raises ConfigError for a kind outside `known`.
 
     known: the kinds that the family has.
     """
@@ -191,7 +190,7 @@ def layer_kinds(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def layer_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
-    """hf[key], numbers of layers; none where the key is missing. Raises ConfigError for others."""
+    """hf[key], indices of layers; [] if the key is missing. Raises ConfigError for other values."""
     count, listed = layer_count(hf), hf.get(key) or []
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
         config_checks.refuse(WHERE, key, listed, f"a list of layers from 0 to {count - 1}")
@@ -199,7 +198,7 @@ def layer_numbers(hf: Mapping[str, Any], key: str) -> list[int]:
 
 
 def patterned_windows(hf: Mapping[str, Any], every: int | None = None) -> tuple[int | None, ...]:
-    """The window of each layer: none in every n-th, unless the file lists the types of layers.
+    """The window of each layer: none in every n-th, unless the file has `layer_types`.
 
     every: n; None for the file's `sliding_window_pattern`. Raises ConfigError.
     """
@@ -211,7 +210,7 @@ def patterned_windows(hf: Mapping[str, Any], every: int | None = None) -> tuple[
 
 
 def later_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer: from layer `max_window_layers` on, unless the file lists types."""
+    """The window of each layer: from layer `max_window_layers` on, or by `layer_types` if given."""
     if hf.get("layer_types"):
         return layer_windows(hf, window)
     full = integer(hf, "max_window_layers", minimum=0)
@@ -219,9 +218,9 @@ def later_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None
 
 
 def grouped_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the ExpertsSpec of layers whose experts have corrected sigmoid scores, in groups.
+    """Fields of the ExpertsSpec of a DeepSeek-V3 router: sigmoid scores, a selection bias, groups.
 
-    They are DeepSeek-V3's, with one MLP for all tokens in the place of `n_shared_experts`.
+    The `n_shared_experts` become one shared expert of their total size.
     """
     inner, groups = integer(hf, "moe_intermediate_size"), integer(hf, "n_group")
     best = integer(hf, "topk_group")
@@ -259,7 +258,7 @@ def _stop_ids(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
 def rotary(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """The theta and the scaling of the rotary embedding. Raises ConfigError.
 
-    theta: where the file has none.
+    theta: the default.
     """
     places = _rotary_places(hf)
     given = next((values for values in places if values.get("rope_theta") is not None), hf)
@@ -268,10 +267,11 @@ def rotary(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | No
 
 
 def ropes_by_kind(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The keys of a file with those of one kind of layer's rotary embedding alone, by KINDS.
+    """For each kind of layer in KINDS, the file's keys with the rotary keys of that kind alone.
 
     Newer files have an object for each kind in `rope_parameters`. In older ones, `rope_scaling` and
-    `rope_theta` are of full attention, and `rope_local_base_freq` is the theta of the other.
+    `rope_theta` belong to full attention, and `rope_local_base_freq` is the theta of sliding
+    windows.
     """
     nested = hf.get("rope_parameters") or {}
     if not isinstance(nested, Mapping) or not {*nested} <= {*KINDS}:
@@ -291,16 +291,16 @@ def ropes_by_kind(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rotary_places(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The objects in which keys of the rotary embedding may stand, the one that counts first.
+    """The objects in which rotary keys may be, in order of precedence.
 
-    That one has the kind of scaling and its numbers.
+    The first one has the kind of scaling and its parameters.
     """
     added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
     return (added, hf, newer) if added else (newer, hf)
 
 
 def rotary_object(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object in which the kind of rotary scaling and its numbers stand. Raises ConfigError."""
+    """The object with the kind of rotary scaling and its parameters. Raises ConfigError."""
     added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
     return added or newer
 
@@ -327,9 +327,9 @@ def _scaling(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScalin
 
 
 def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """The positions before scaling; by default those of the model, as in transformers.
+    """The number of positions before scaling; by default the model's, as in transformers.
 
-    A number beside the object counts before that inside.
+    The value in config.json itself has precedence over the one in the rotary object.
     """
     for values in (hf, parameters):
         if values.get(ORIGINAL) is not None:
@@ -338,7 +338,7 @@ def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> i
 
 
 def _longrope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling:
-    """LongRoPE's scaling; its attention factor follows from how much the context grows."""
+    """LongRoPE's scaling; the attention factor is computed from the growth of the context."""
     context = config_checks.whole(ROTARY, ORIGINAL, _original_context(hf, parameters), minimum=2)
     growth = integer(hf, "max_position_embeddings") / context
     factor = float(number(parameters, "factor", growth, where=ROTARY))
@@ -361,7 +361,7 @@ def _factors(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 
 def _rotary_dim(hf: Mapping[str, Any], head_dim: int, *, is_allowed: bool) -> int | None:
-    """The channels of a head that are rotated; None for all of them."""
+    """The number of rotated channels of a head (partial RoPE); None for all of them."""
     key = "partial_rotary_factor"
     given = [places[key] for places in _rotary_places(hf) if places.get(key) is not None]
     if not is_allowed and (found := [share for share in given if share != 1]):
@@ -374,9 +374,9 @@ def _rotary_dim(hf: Mapping[str, Any], head_dim: int, *, is_allowed: bool) -> in
 
 
 def _yarn(hf: Mapping[str, Any], parameters: Mapping[str, Any], factor: float) -> RopeScaling:
-    """YaRN's scaling; a file without the original context means its max_position_embeddings."""
+    """YaRN's scaling. The original context defaults to max_position_embeddings."""
     usual = yarn_attention_factor(factor)
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):  # of DeepSeek
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):  # DeepSeek's keys
         one, other = (
             yarn_attention_factor(factor, number(parameters, key, where=ROTARY))
             for key in ("mscale", "mscale_all_dim")
@@ -399,9 +399,9 @@ def _yarn(hf: Mapping[str, Any], parameters: Mapping[str, Any], factor: float) -
 
 
 def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object hf[key], empty where it is missing: rotary scaling as `_rope` reads it.
+    """hf[key], an object with the rotary scaling; empty if the key is missing.
 
-    Raises ConfigError for anything but an object, and for a kind of scaling not implemented here.
+    Raises ConfigError for any other value, and for a kind of scaling not implemented here.
     """
     written = hf.get(key) or {}
     if not isinstance(written, Mapping):

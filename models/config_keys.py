@@ -1,7 +1,7 @@
-"""Keys of config.json that files may leave out, and keys of which few values are supported.
+"""Defaults of config.json's optional keys, and keys of which few values are supported.
 
-Families name what differs from here. The values are those of transformers' configuration classes.
-A key that is neither here, nor named or read by a family, is ignored, as transformers ignores it.
+Families state their differences from these. The values are those of transformers' configuration
+classes. A key that is neither here nor known to a family is ignored, as transformers ignores it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
     }
 )
 NEUTRAL: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"per_layer_config": (None, {})})
-# Keys in which null has a meaning; in others it stands for the default.
+# Keys in which null has a meaning; in all other keys null stands for the default.
 NULLABLE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     *("eos_token_id", "num_key_value_heads", "mamba_d_ssm", "block_ffn_dim_multiplier"),
@@ -37,14 +37,14 @@ def complete(
     neutral: Mapping[str, tuple[Any, ...]],
     aliases: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The keys of a config.json with those that it leaves out.
+    """The keys of a config.json, with defaults for those that it leaves out.
 
-    defaults: of the family, which replace DEFAULTS. A default of `eos_token_id` counts only if the
+    defaults: of the family, which override DEFAULTS. A default of `eos_token_id` counts only if the
         vocabulary has that token.
-    neutral: by key, the values that the family's decoder supports.
-    aliases: by key, the key in whose place it stands, and before which it counts.
+    neutral: by key, the only values that the family's decoder supports.
+    aliases: alternative key → the key that it replaces, over which it has precedence.
 
-    Raises ConfigError for a key with another value than a neutral one.
+    Raises ConfigError for a key whose value is not among its neutral ones.
     """
     for key, supported in {**NEUTRAL, **neutral}.items():
         if (value := hf.get(key)) not in supported:

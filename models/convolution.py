@@ -1,4 +1,4 @@
-"""The causal convolution inside of mixers, with its state among those of all sequences."""
+"""The causal convolution inside recurrent mixers, on the fixed-size states of all sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpjax.models.state import StepContext
 
 
 def is_step(x: jax.Array) -> bool:
-    """Whether x is one token of each row, [batch, 1, channels]."""
+    """Whether x has one token of each sequence, [batch, 1, channels]."""
     return x.ndim == 3 and x.shape[1] == 1
 
 
@@ -24,7 +24,7 @@ def convolve(
     bias: jax.Array | None = None,
     activation: Literal["silu"] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The causal convolution of a step's tokens, and the states with them.
+    """The causal convolution of a step's tokens, and the states with these tokens.
 
     x: [batch, tokens, channels], or varlen [tokens, channels]. states: of all sequences, [...,
         width − 1, channels]; None without a cache.

@@ -1,7 +1,7 @@
-"""A model whose weights are decoded once, for a CPU.
+"""Copies of models for a CPU, with weights that are dequantised once.
 
-On a CPU a product decodes its packed weight whenever a program runs, which takes longer than the
-product of a few rows. Weights that are decoded ahead cost memory instead.
+On a CPU, a product with a packed weight dequantises it in every program, which takes longer than
+multiplying a few rows. Dequantising ahead costs memory instead.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mpjax.models.layers import Linear
 
 
 def decoded_bytes(model: Decoder) -> int:
-    """The bytes of the arrays that `decoded` makes."""
+    """The bytes of the arrays that `decoded` creates."""
     arrays = [linear.kernel.get_value() for linear in _linears(model)]
     arrays += [table.get_value() for table in _tables(model).values()]
     return sum(4 * array.shape[0] * array.shape[1] for array in arrays)
 
 
 def decoded(model: Decoder) -> Decoder:
-    """The same model with matrices in float32, which gives the same logits but for rounding.
+    """The model with float32 matrices, which gives the same logits except for rounding.
 
-    Packed matrices that are multiplied by 16-bit activations are decoded, and plain ones in 16 bits
-    are converted. Stacks of experts and matrices that are multiplied by 8-bit activations stay as
-    they are. The other arrays are those of the model, which does not change.
+    Packed matrices for 16-bit activations are dequantised, and plain 16-bit ones are converted.
+    Stacks of experts and matrices for 8-bit activations stay packed. All other arrays are shared
+    with the model, which does not change.
     """
     model = nnx.clone(model)
     for linear in _linears(model):

@@ -41,10 +41,10 @@ from mpjax.models.window import Window
 def _apply(
     plans: Hashable, layer: DecoderLayer, *arguments: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Applies a layer. JAX traces and lowers alike layers once: with kernels, that is slow.
+    """Applies a layer. JAX traces and lowers equal layers once: with kernels, that is slow.
 
     plans: the conditions that plans depend on besides the arguments, such as the device and the
-    tables of plans; `jit` traces anew when they change.
+    tables of plans; `jit` traces again when they change.
     """
     return layer(*arguments)
 
@@ -57,15 +57,17 @@ class Decoder(Keeper):
 
     names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
     specs: the classes of the specs of mixers and MLPs that a family's layers may have.
-    spare: begins and endings of names of tensors in files that the decoder has no place for.
-    has_spare_layers: whether files may hold layers behind the decoder's, as drafts have.
-    defaults, neutral, aliases: values of keys that config.json may leave out, the only supported
-        values of others, and keys with another's meaning; see `config_keys.complete`.
+    spare: prefixes and suffixes of the names of tensors that files may have and the decoder
+    ignores.
+    has_spare_layers: whether files may hold more layers than the decoder, such as MTP layers.
+    defaults, neutral, aliases: the defaults of optional keys in config.json, the only supported
+        values of some keys, and alternative names of keys; see `config_keys.complete`.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
-    mesh: the devices among which the model is divided (`sharded.py`); None where it is not.
+    mesh: the devices among which the model is divided (`sharded.py`); None for a model that is
+    whole.
     axis: in one device's share of a divided model, the mesh axis of the devices; else None.
-    embedding_adapter, head_adapter: changes of the tables, as those of linear maps; None without.
+    embedding_adapter, head_adapter: adapters' changes of the tables; None without.
     """
 
     embedding_adapter: LowRank | None = None
@@ -107,7 +109,7 @@ class Decoder(Keeper):
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
-        """Reads the family's `config.json`, completed; `config_from_hf` checks that values fit.
+        """Reads the family's `config.json`, with defaults added; `config_from_hf` checks it.
 
         Raises ConfigError, which names the key.
         """
@@ -124,20 +126,20 @@ class Decoder(Keeper):
         return parameters.linear_places(config, cls.names)
 
     def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
-        """Puts an array into its place; rows: those that it has of a table, None for all."""
+        """Assigns an array to its place. rows: the window of a table that it has; None: all."""
         place.assign(self, array)
 
     def put_linears(
         self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
     ) -> None:
-        """Puts linear maps into their place.
+        """Assigns linear maps to their place.
 
-        windows: the channels that they have of each map in the files; None for all.
+        windows: the range of channels that they have of each map in the files; None for all.
         """
         place.assign(self, parts)
 
     def windows(self, place: LinearPlace) -> list[Window] | None:
-        """The channels of each map in the files of a place that this process needs; None: all."""
+        """The channels that this process needs of each map of a place in the files; None: all."""
         return None
 
     def rows(self, place: ArrayPlace) -> Window | None:
@@ -145,15 +147,15 @@ class Decoder(Keeper):
         return None
 
     def place_change(self, path: str, change: LowRank) -> LowRank:
-        """An adapter's changes of the maps at a path, or a stack, on the devices of the model."""
+        """Puts an adapter's change of the maps at a path, or a stack, on the model's devices."""
         return change.map(lambda array: jnp.asarray(array, self.config.dtype))
 
     def put_cache_scales(self, scales: Any) -> None:
-        """Puts the scales of a cache, whole, into the model."""
+        """Assigns the scales of the whole model's cache."""
         self.cache_scales = CacheScales(scales)
 
     def limit_positions(self, positions: int) -> None:
-        """Sets the most tokens that a sequence may have; nothing else of the model changes."""
+        """Sets the most tokens that a sequence may have."""
         self.config = dataclasses.replace(self.config, max_position_embeddings=positions)
 
     @property
@@ -182,14 +184,14 @@ class Decoder(Keeper):
         adapters: int [batch], the adapter of each sequence, as in StepContext; None for none.
 
         Raises ValueError for another shape or dtype and for more tokens than the model has
-        positions, also under `jit`; outside `jit` also for token ids that the vocabulary lacks.
+        positions, also under `jit`; outside `jit` also for token ids outside the vocabulary.
         """
         context = self._whole(tokens, adapters)
         logits, _ = self.forward(as_array("tokens", tokens), context, (), every_position=True)
         return logits[..., : self.config.vocab_size]
 
     def hidden(self, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-        """Hidden states [batch, tokens, hidden] after the final norm; errors are as of calls.
+        """Hidden states [batch, tokens, hidden] after the final norm; errors are as for calls.
 
         counts: int32 [batch], the tokens of each row before its padding; None for all.
         """
@@ -197,7 +199,7 @@ class Decoder(Keeper):
         return self._hidden(as_array("tokens", tokens), whole, ())[0]
 
     def _whole(self, tokens: Any, adapters: jax.Array | None) -> StepContext:
-        """The context of whole sequences. Raises ValueError for tokens that are none."""
+        """The context of whole sequences. Raises ValueError for arrays that are not token ids."""
         tokens = step_checks.read_tokens(self.config, tokens)
         step_checks.require_positions(self.config, tokens.shape[1])
         positions = jnp.cumsum(jnp.ones(tokens.shape, jnp.int32), 1) - 1
@@ -218,26 +220,25 @@ class Decoder(Keeper):
 
         tokens: int [batch, tokens], padded on the right. counts: int32 [batch], each row's number
         of tokens without the padding.
-        fresh: whether the cache is known to be empty (static); attention then reads the prompt's
+        fresh: whether the cache is known to be empty (static); attention then uses the prompt's
         keys and values before they are quantised.
         every_position: whether to return logits after each token, not only the last (static).
-        tentative: whether tokens may be taken back: `settle` makes the next cache then (static).
+        tentative: whether tokens may be removed again; then `settle` completes the cache (static).
 
         Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each row's
         last token, or with every_position [batch, tokens, vocabulary].
 
-        In KV formats with blocks (`KVFormat.block`) a new token reads earlier keys and values from
-        codes once their block is complete, and in 16 bits until then. A step of several tokens
-        therefore gives the logits of steps of single tokens only if it does not pass the end of a
-        block.
+        In KV formats with blocks (`KVFormat.block`) a new token attends to quantised earlier keys
+        and values once their block is complete, and to 16-bit ones until then. A step of several
+        tokens therefore gives the logits of steps of single tokens only if it does not cross the
+        end of a block.
 
         With LongRoPE and dynamic scaling, a fresh step raises the cache's rotary lengths to counts.
 
         Raises ValueError for shapes and dtypes that don't fit. Outside `jit` it also raises for
-        token ids that the vocabulary lacks, more tokens than the cache has room for or the model
-        has positions, counts above the number of tokens, and a cache that is not empty though
-        `fresh`. Under `jit` the caller answers for these; tokens without room in the cache are not
-        written.
+        token ids outside the vocabulary, more tokens than the cache has room for or the model has
+        positions, counts above the number of tokens, and a cache that is not empty despite `fresh`.
+        Under `jit` the caller must ensure these; tokens without room in the cache are not written.
         """
         tokens, counts = self._read_step(tokens, counts, cache, fresh)
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
@@ -266,11 +267,11 @@ class Decoder(Keeper):
         *,
         every_position: bool,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """All layers and the head: the function behind calls and steps; nothing is checked.
+        """All layers and the head: the function behind calls and steps. Nothing is checked.
 
-        tokens: int [batch, tokens], or varlen [tokens]. context: their places. states: of each
-        layer; () without a cache. every_position: whether logits are those after each token, or
-        after the last one of each sequence alone (static).
+        tokens: int [batch, tokens], or varlen [tokens]. context: their positions and sequences.
+        states: of each layer; () without a cache. every_position: whether to return logits after
+        each token, or only after the last one of each sequence (static).
 
         Returns logits float32 [..., columns], and the states with these tokens.
         """
@@ -286,7 +287,7 @@ class Decoder(Keeper):
     def _read_step(
         self, tokens: Any, counts: Any, cache: DecoderCache, fresh: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens and counts of a step as arrays. Raises ValueError as `step` says."""
+        """The tokens and counts of a step as arrays. Raises ValueError as `step` documents."""
         tokens = step_checks.read_tokens(self.config, tokens)
         counts = as_array("counts", counts)
         step_checks.require_cache(self.config, cache)
@@ -310,17 +311,17 @@ class Decoder(Keeper):
     ) -> tuple[jax.Array, DecoderCache]:
         """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
 
-        tokens: int32 [tokens], those of all sequences one after another, and padding after them.
+        tokens: int32 [tokens], the sequences' tokens one after another, then padding.
         counts: int32 [batch], the number of each sequence's new tokens.
         encoded: as in Span, for sequences that begin after a shared prefix.
         every_position: whether to return logits after each token (static).
 
-        New tokens read earlier keys and values, and their own, from the cache in its format. In
+        New tokens attend to earlier tokens, and to one another, through the cache in its format. In
         formats with blocks they have the logits of steps of single tokens if no sequence's tokens
-        pass the end of a block.
+        cross the end of a block.
 
         Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each
-        sequence's last token, without meaning for sequences without new tokens; or with
+        sequence's last token and undefined for sequences without new tokens; or with
         every_position [tokens, vocabulary]. Nothing is checked.
         """
         found, lengths = tokens_of(counts, len(tokens)), cache.rotary_lengths
@@ -336,9 +337,9 @@ class Decoder(Keeper):
     ) -> jax.Array:
         """Angles of the rotary embedding, float32 [..., head dim / 2].
 
-        positions: int32 [batch, tokens], or varlen [tokens]. rope: of the layers that they are for.
-        lengths: on which some scalings depend: rotary lengths with which sequences are read, int32
-            that broadcast to the positions; by default the number of tokens.
+        positions: int32 [batch, tokens], or varlen [tokens]. rope: the kind of the layers.
+        lengths: the rotary lengths with which sequences were prefilled, for scalings by length:
+            int32 that broadcasts to the positions; by default the number of tokens.
         """
         if self.config.scaling_by_length is not None:
             read = positions.shape[-1] if lengths is None else lengths
@@ -350,7 +351,7 @@ class Decoder(Keeper):
     def angles_by_rope(
         self, positions: jax.Array, lengths: jax.Array | None = None
     ) -> dict[str, jax.Array]:
-        """The angles of each rotary embedding that layers have, by its kind; see `angles`."""
+        """The angles of each kind of rotary embedding that the layers have; see `angles`."""
         ropes = dict.fromkeys(
             rope
             for layer in self.config.layers
@@ -377,7 +378,7 @@ class Decoder(Keeper):
         """Rounds a table, the `embedding` or the `head`, to nearest in a packed format, in place.
 
         A tied table is the `embedding`. Raises ValueError for another path, for a table that is
-        packed already, and for weights that the format can't hold.
+        packed already, and for weights that the format can't represent.
         """
         format = WeightFormat.of(format)
         plain = [table for table in self.config.tables if table not in self.config.packed_tables]
@@ -391,7 +392,7 @@ class Decoder(Keeper):
             packed = tables.pack(getattr(self, path), format)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        setattr(self, path, nnx.data(None))  # a Param can't become a module at once
+        setattr(self, path, nnx.data(None))  # NNX can't replace a Param by a module directly
         setattr(self, path, packed)
         both = *self.config.packed_tables, path
         self.config = dataclasses.replace(self.config, packed_tables=tuple(sorted(both)))
@@ -404,12 +405,12 @@ class Decoder(Keeper):
     def _hidden(
         self, tokens: jax.Array, context: StepContext, states: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Embeds tokens, runs all layers and the final norm; the arguments are those of `forward`.
+        """Embeds tokens, and runs all layers and the final norm; arguments as for `forward`.
 
-        Returns the hidden states [..., hidden], and the next states, which are () without a cache.
+        Returns the hidden states [..., hidden] and the next states, which are () without a cache.
         """
-        # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
-        # stream. Before the first layer, the embedding is the only term, and there is no residual.
+        # A layer takes its predecessor's output as terms, whose sum it adds to the residual stream.
+        # Before the first layer, the embedding is the only term, and there is no residual stream.
         terms = self._look_up(tokens, context)[None]
         residual = None
         written = []

@@ -1,4 +1,4 @@
-"""Cuts the parameters of a decoder into the shares of devices, and joins the shares again."""
+"""Cuts the parameters of a decoder into shares, one for each device, and joins the shares."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Part:
 class Division:
     """The division of a decoder among devices; static and hashable.
 
-    decoder: the family's class. config: of the whole model, local: of each share.
+    decoder: the family's class. config: of the whole model. local: of each share.
     count: the number of shares.
     """
 
@@ -65,11 +65,11 @@ class Division:
     ) -> Division:
         """The division of a decoder whose linear maps have these formats.
 
-        formats: for the path of each place of linear maps, such as `layers.0.mlp.down`, the
-            formats of its kernels; None for plain ones.
-        experts: as `divide_config` takes it.
+        formats: by the path of each place of linear maps, such as `layers.0.mlp.down`, the formats
+            of its kernels; None for plain ones.
+        experts: as for `divide_config`.
 
-        Raises ValueError for a model that can't be divided so.
+        Raises ValueError for a model that can't be divided this way.
         """
         _require_experts(config, experts)
         units: list[dict[str, int]] = [{} for _ in config.layers]
@@ -85,7 +85,7 @@ class Division:
         return division
 
     def _require_cuttable(self, path: str, formats: Sequence[WeightFormat]) -> None:
-        """Raises ValueError where the input channels of a linear map can't be cut as they must."""
+        """Raises ValueError if a format can't be cut at the shares' input channels."""
         for format in formats if (runs := self._inputs(path)) else ():
             try:
                 require_cuttable(format, runs)
@@ -93,7 +93,7 @@ class Division:
                 raise ValueError(f"{path} for {self.count} devices: {error}") from error
 
     def _require_whole_arrays(self) -> None:
-        """Raises ValueError for an array that shares would need parts of without a rule for it."""
+        """Raises ValueError for an array whose shape differs in a share but that has no cut."""
         places = zip(
             self.decoder.array_places(self.config),
             self.decoder.array_places(self.local),
@@ -112,14 +112,14 @@ class Division:
         return [[share.run(self.config.vocab_size, size)] for share in self._shares]
 
     def rows(self, place: ArrayPlace, numbers: Sequence[int]) -> Window | None:
-        """The union of the rows of a table that these shares need; None for another array."""
+        """The smallest window of a table with the rows of these shares; None for other arrays."""
         if place.path not in TABLES:
             return None
         runs = self.runs_of_table()
         return Window.around(False, [run for number in numbers for run in runs[number]])
 
     def cut_array(self, place: ArrayPlace, array: Any, number: int, begin: int = 0) -> Any:
-        """The share of an array that is no linear map; begin: the first row of a table in it."""
+        """One share of an array outside linear maps. begin: of a table, the array's first row."""
         if place.path in TABLES:
             return take_runs(array, [run.moved(-begin) for run in self.runs_of_table()[number]], 0)
         if (runs := self._runs_of_array(place)) is None:
@@ -128,7 +128,7 @@ class Division:
         return take_runs(array, each[number], axis)
 
     def join_array(self, place: ArrayPlace, shares: Sequence[Any]) -> Any:
-        """The array from which `cut_array` took the shares."""
+        """The array of which `shares` are the results of `cut_array`."""
         if place.path in TABLES:
             return put_runs(shares, self.runs_of_table(), 0)
         if (runs := self._runs_of_array(place)) is None:
@@ -136,16 +136,16 @@ class Division:
         return put_runs(shares, *runs)
 
     def _runs_of_array(self, place: ArrayPlace) -> tuple[list[tuple[Run, ...]], int] | None:
-        """The runs of each share along one axis of an array, and the axis; None: no axis is cut."""
+        """Each share's runs along the axis along which an array is cut, and the axis; or None."""
         cuts = [self._cut(place.path, number) for number in range(self.count)]
         if rows := [cut.rows for cut in cuts if cut is not None and cut.rows is not None]:
             return rows, 0
         return (outputs, -1) if (outputs := self._outputs(place.path)) else None
 
     def windows(self, place: LinearPlace, numbers: Sequence[int]) -> list[Window]:
-        """For each map of a place in the files, the union of the channels that these shares need.
+        """For each map of a place in the files, the smallest window with what these shares need.
 
-        Of experts that are whole, there is a window of experts for each map of an expert.
+        With whole experts, each map of an expert has a window of experts.
         """
         count = place.joined_maps
         if spread := self._experts(place.path):
@@ -161,7 +161,7 @@ class Division:
         return of_maps * (len(place.names) // count)
 
     def is_divided_along_inputs(self, place: LinearPlace) -> bool:
-        """Whether shares of a place's maps have some of the input channels."""
+        """Whether each share of a place's maps has only some of the input channels."""
         cut = self._cut(place.path, 0)
         return cut is not None and cut.inputs is not None
 
@@ -172,16 +172,16 @@ class Division:
         number: int,
         windows: Sequence[Window] | None = None,
     ) -> list[Part]:
-        """The share of the linear maps of a place, as many parts as there are.
+        """One share of the linear maps of a place, with as many parts as `parts`.
 
-        windows: the channels that each map in the files has here; None for all.
+        windows: the range of channels that `parts` have of each map in the files; None for all.
         """
         if spread := self._experts(place.path):
             mine = [spread[number].moved(-windows[0].begin if windows else 0)]
             return [jax.tree.map(lambda array: take_runs(array, mine, 0), part) for part in parts]
         if self.is_divided_along_inputs(place):
             runs, begin = self._inputs(place.path), windows[0].begin if windows else 0
-            # The products of experts have their biases before they are added: one device's.
+            # An expert's bias is added before the sum over devices: only the first device has it.
             is_mine = number == 0 or not isinstance(place, ExpertPlace)
             return [
                 Part(
@@ -200,10 +200,10 @@ class Division:
         ]
 
     def cut_change(self, path: str, change: LowRank, number: int, axis: str) -> LowRank:
-        """The share of an adapter's changes of the maps at a path, or of a stack of them.
+        """One share of an adapter's change of the maps at a path, or of a stack of changes.
 
-        axis: of the mesh, along which first products are added where the inputs are divided. Those
-        of experts are added with the experts' own.
+        axis: the mesh axis along which the products with `down` are summed if the inputs are
+        divided. For experts, the sum over devices of the experts' outputs includes them.
 
         Raises ValueError for experts that are spread over the devices.
         """
@@ -234,7 +234,7 @@ class Division:
         shares: Sequence[Sequence[Part]],
         formats: Sequence[WeightFormat | None],
     ) -> list[Part]:
-        """The linear maps from which `cut_linears` took the shares.
+        """The linear maps of which `shares` are the results of `cut_linears`.
 
         shares: the parts of each device. formats: of the whole kernels.
         """
@@ -260,14 +260,14 @@ class Division:
         return joined
 
     def cut_cache_scales(self, scales: Any, number: int) -> Any:
-        """The share of a cache's scales [layers, 2, KV heads, ...], with ones after it."""
+        """One share of a cache's scales [layers, 2, KV heads, ...], padded with ones."""
         [run] = self._runs_of_kv_heads()[number]
         found = np.ones((*scales.shape[:2], run.size, *scales.shape[3:]), np.float32)
         found[:, :, : run.length] = scales[:, :, run.begin : run.end]
-        return found  # heads of zeros have a scale too, as 0 / 0 is no number
+        return found  # padded heads have scale 1, since 0 / 0 is NaN
 
     def join_cache_scales(self, shares: Sequence[Any]) -> Any:
-        """The scales from which `cut_cache_scales` took the shares."""
+        """The scales of which `shares` are the results of `cut_cache_scales`."""
         return put_runs(shares, self._runs_of_kv_heads(), 2)
 
     def _runs_of_kv_heads(self) -> list[list[Run]]:
@@ -279,7 +279,7 @@ class Division:
         return [Share(number, self.count) for number in range(self.count)]
 
     def _cut(self, path: str, number: int) -> Cut | None:
-        """The cut of a parameter inside a layer; None for one that every device has whole."""
+        """The cut of a parameter in a layer; None for a parameter that is whole on every device."""
         if not path.startswith("layers."):
             return None
         _, layer, half, inner = path.split(".", 3)
@@ -290,11 +290,11 @@ class Division:
         return [cut.inputs for cut in cuts if cut is not None and cut.inputs is not None]
 
     def is_spread(self, place: LinearPlace) -> bool:
-        """Whether shares of a place's maps have some of the experts."""
+        """Whether each share of a place's maps has only some of the experts."""
         return bool(self._experts(place.path))
 
     def experts(self, place: ExpertPlace) -> list[Run]:
-        """The experts of which each share has all channels, or some."""
+        """The experts in each share: some of them if they are spread, else all (divided or not)."""
         everything = Run(0, place.experts, place.experts)
         return self._experts(place.path) or [everything] * self.count
 
@@ -311,13 +311,13 @@ class Division:
     def _runs_of_parts(
         self, place: LinearPlace, count: int, windows: Sequence[Window] | None = None
     ) -> list[list[tuple[Run, ...]]]:
-        """For each of `count` parts, the output channels of each share, in channels of the part.
+        """For each of `count` parts, each share's output channels as runs of that part.
 
-        windows: the channels that each map in the files has in the parts; None for all.
+        windows: the range of channels that the parts have of each map in the files; None for all.
         """
         shares, files = self._outputs(place.path), [n for _, n in place.shapes[: place.joined_maps]]
         in_files = [Window(False, 0, size) for size in files] if windows is None else windows
-        begins = [0] * len(files)  # of the maps in the files, in the part that each is in
+        begins = [0] * len(files)  # the first channel of each map of the files in its part
         if count == 1:
             begins = [0, *itertools.accumulate(window.length for window in in_files)]
         found: list[list[list[Run]]] = [[[] for _ in shares] for _ in range(count)]
@@ -332,7 +332,7 @@ class Division:
         return [[tuple(runs) for runs in part] for part in found]
 
     def _sizes_of_maps(self, place: LinearPlace) -> list[int]:
-        """The output channels of each map of a place, also where files hold the maps as one."""
+        """The output channels of each map of a place, even if files store the maps as one."""
         if place.is_table:
             return [outputs for _, outputs in place.shapes]
         _, layer, half, inner = place.path.split(".", 3)
@@ -342,7 +342,7 @@ class Division:
 
 
 def _require_experts(config: DecoderConfig, experts: ExpertDivision) -> None:
-    """Raises ValueError where whole experts are asked for, and the model has no experts."""
+    """Raises ValueError if whole experts are requested for a model without experts."""
     mlps = (layer.mlp for layer in config.layers if layer.mlp)
     maps = (maps for mlp in mlps for maps in mlp.linear_maps(config))
     if experts == "whole" and all(each.experts is None for each in maps):
@@ -351,7 +351,7 @@ def _require_experts(config: DecoderConfig, experts: ExpertDivision) -> None:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _cuts(division: Division, layer: int, half: str, number: int) -> dict[str, Cut]:
-    """The cuts of a layer's mixer or MLP; none for a norm between them."""
+    """The cuts of a layer's mixer or MLP, by path; {} for a norm between them."""
     spec = getattr(division.config.layers[layer], half, None)
     if spec is None:
         return {}

@@ -22,7 +22,7 @@ from mpjax.models.parameters import NAMES, Names, expert_names
 
 
 class Dots1(Decoder):
-    """dots.llm1: Qwen3 with experts that are chosen by corrected sigmoids, in groups."""
+    """dots.llm1: Qwen3 with experts; sigmoid router with a selection bias, group-limited."""
 
     names: ClassVar[Names] = {**NAMES, **expert_names()}
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}

@@ -23,7 +23,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Ernie45(Decoder):
-    """ERNIE 4.5: Llama whose neighbouring channels are rotated together."""
+    """ERNIE 4.5: Llama with interleaved RoPE."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **_DEFAULTS,
@@ -41,14 +41,14 @@ class Ernie45(Decoder):
 
 
 class Ernie45MoE(Decoder):
-    """ERNIE 4.5 with experts that are chosen by a corrected softmax, in some layers."""
+    """ERNIE 4.5 with experts in some layers; softmax router with a selection bias."""
 
     names: ClassVar[Names] = {
         **NAMES,
         **expert_names(),
         "mlp.router_correction": "model.layers.{layer}.mlp.moe_statics.e_score_correction_bias",
     }
-    # The layer that predicts a second token, and its maps and norms.
+    # The MTP layer, and its maps and norms.
     spare: ClassVar[tuple[str, ...]] = ("model.mtp_",)
     aliases: ClassVar[Mapping[str, str]] = {
         "num_experts": "moe_num_experts",
@@ -66,13 +66,13 @@ class Ernie45MoE(Decoder):
         "moe_layer_interval": 1,
     }
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "moe_norm_min": (None, 1e-12),  # the smallest sum of weights, which no softmax comes near
-        "use_bias": (None, False),  # which the head would have, too
+        "moe_norm_min": (None, 1e-12),  # a clamp that the sum of softmax weights never reaches
+        "use_bias": (None, False),  # with biases, the head has one, too
     }
 
     @classmethod
     def array_places(cls, config: DecoderConfig) -> list[ArrayPlace]:
-        """Places of all parameters outside linear maps; files have corrections as [1, experts]."""
+        """Places of parameters outside linear maps; selection biases have a leading axis of 1."""
         return [
             dataclasses.replace(place, leading=int(place.path.endswith("router_correction")))
             for place in super().array_places(config)

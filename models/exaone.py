@@ -16,7 +16,7 @@ from mpjax.models.parameters import Names
 
 
 class Exaone4(Decoder):
-    """EXAONE 4: norms after each half and of heads; with windows, full layers don't rotate."""
+    """EXAONE 4: post-norms and QK-norm; with windows, full-attention layers have no RoPE."""
 
     names: ClassVar[Names] = POST_NORMS
     defaults: ClassVar[Mapping[str, Any]] = {

@@ -1,6 +1,6 @@
-"""The shares of a stack of experts, which grow as experts are read.
+"""Builds each device's share of a stack of experts while experts are loaded.
 
-Neither a host nor a device ever holds the stack of all experts, which has gigabytes.
+The stack of all experts, which takes gigabytes, never exists on one host or device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mpjax.models.window import Window
 
 
 class ExpertShares:
-    """The shares of some devices in the experts of a place, some of which are put at a time.
+    """The shares of some devices in the experts of a place; `put` adds some experts at a time.
 
-    division: the rules. devices: by the numbers of their shares. windows: the channels or experts
-    that are put, as `Division.cut_linears` has them; None for all.
+    division: the rules. devices: by the indices of their shares. windows: the channels or experts
+    that `put` gets, as in `Division.cut_linears`; None for all.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ExpertShares:
         self.format: WeightFormat | None = None
 
     def put(self, part: Part) -> None:
-        """Gives each device its share of the experts [experts, ...] that come next.
+        """Copies each device's share of the next experts [experts, ...] into its stack.
 
-        Raises ValueError where their format is not that of the experts before them.
+        Raises ValueError if their format is not that of the earlier experts.
         """
         begin, count = self._next, part.kernel.shape[0]
         name = self._place.names[begin * self._place.joined_maps]
@@ -56,19 +56,19 @@ class ExpertShares:
             share = jax.device_put(self._cut(part, number, slice(first, last)), device)
             place = max(begin - run.begin, 0)
             self._stacks[number].put((share.kernel, share.bias), place, name)
-            # Waiting keeps memory for one share beside the part.
+            # Without waiting, several shares could be in memory at once.
             jax.block_until_ready(self._stacks[number].arrays)
         if isinstance(part.kernel, QuantizedTensor):
             self.format = shared_symmetry([part.kernel.format, self.format or part.kernel.format])
         self._next = begin + count
 
     def part(self, number: int, format: WeightFormat | None) -> Part:
-        """The share of a device, when all experts are put; as symmetric as a format."""
+        """The share of a device, after all experts are put. format: its symmetry is taken over."""
         kernel, bias = self._stacks[number].arrays
         return Part(with_symmetry(kernel, format), bias)
 
     def _cut(self, part: Part, number: int, mine: slice) -> Part:
-        """A device's share of a part; mine: its experts, where devices have them whole."""
+        """A device's share of a part. mine: its experts in the part, if experts are whole."""
         if self._division.is_spread(self._place):
             return jax.tree.map(lambda array: array[mine], part)
         [share] = self._division.cut_linears(self._place, [part], number, self._windows)

@@ -1,4 +1,4 @@
-"""The mixture of experts of a layer: a router, experts that are MLPs, a shared MLP."""
+"""The mixture of experts of a layer: a router, experts that are MLPs, a shared expert."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from mpjax.models.state import WHOLE, StepContext
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsSpec(MLPSpec):
-    """Spec of a mixture of experts: the weighted sum of a token's experts, and a shared MLP.
+    """Spec of a mixture of experts: the weighted sum of a token's experts, and a shared expert.
 
     intermediate_size: channels of the hidden layer inside each expert.
-    num_experts: of a layer. experts_per_token: how many of them a token is sent to.
-    scoring, renormalize, scale, groups, groups_per_token, group_score: as Routing has them.
-    router_bias: whether the router adds a bias to its logits. router_correction: whether it has
-        numbers that are added to scores when experts are chosen (DeepSeek-V3).
+    num_experts: of a layer. experts_per_token: the number of experts that compute each token.
+    scoring, renormalize, scale, groups, groups_per_token, group_score: as in Routing.
+    router_bias: whether the router's logits have a bias. router_correction: whether the router has
+        a selection bias, which is added to scores only when experts are chosen (DeepSeek-V3).
     bias: whether the maps of experts have biases.
     gate_limit, gate_alpha: `limit` and `alpha` of the experts' Gate.
-    joint_files: whether files hold gate and up as one map with alternating outputs, and 16-bit
+    joint_files: whether files store gate and up as one map with alternating outputs, and 16-bit
         weights as [input, output channels] (gpt-oss).
-    ungated: the activation of experts and of a shared MLP that have no gate, as UngatedMLPSpec has
-        it; None: they have gates.
-    shared_size: channels of the hidden layer inside the MLP that all tokens share; None for none.
-    shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a linear map.
+    ungated: the activation of experts and shared expert if they have no gate, as in
+        UngatedMLPSpec; None: they have gates.
+    shared_size: intermediate channels of the shared expert; None without one.
+    shared_gate: whether the shared expert's output is multiplied by the sigmoid of a linear map.
     """
 
     kind: ClassVar[str] = "experts"
@@ -80,18 +80,18 @@ class ExpertsSpec(MLPSpec):
 
     @property
     def routing(self) -> Routing:
-        """How tokens are routed. Raises ValueError for values that don't fit together."""
+        """The rules of routing. Raises ValueError for values that don't fit together."""
         fields = {field.name for field in dataclasses.fields(Routing)} - {"per_token"}
         values: Any = {name: getattr(self, name) for name in fields}
         return Routing(self.experts_per_token, **values)
 
     @property
     def gate(self) -> Gate:
-        """The activation inside of experts."""
+        """The gated activation inside experts."""
         return Gate(self.gate_limit, self.gate_alpha)
 
     def why_unsound(self) -> str | None:
-        """The reason why there is no such routing or transform, or None if there is."""
+        """The reason why the activation, the routing or the transform is invalid, or None."""
         known = [name for name, (_, learned) in ACTIVATIONS.items() if not learned]
         if self.ungated not in (None, *known):
             return f"ungated is {self.ungated!r:.80}: expected {' or '.join(known)}, or None"
@@ -102,7 +102,7 @@ class ExpertsSpec(MLPSpec):
 
     @property
     def shared(self) -> GatedMLPSpec | None:
-        """The spec of the shared MLP, or None if there is none."""
+        """The spec of the shared expert, or None if there is none."""
         if (size := self.shared_size) is None:
             return None
         if self.ungated is not None:
@@ -110,7 +110,7 @@ class ExpertsSpec(MLPSpec):
         return GatedMLPSpec(size, hadamard=self.hadamard)
 
     def mixers(self) -> dict[str, int]:
-        """The stack of experts, and the shared MLP."""
+        """The channels before `down` of the stack of experts, and of the shared expert."""
         shared = {} if self.shared_size is None else {"shared": self.shared_size}
         return {"experts": self.intermediate_size} | shared
 
@@ -119,9 +119,9 @@ class ExpertsSpec(MLPSpec):
         return Experts(config, self, rngs)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's.
+        """Grouped products `gate_up` and `down` of all experts, and the shared expert's maps.
 
-        `gate_up` is up alone where there is no gate.
+        `gate_up` is up alone if experts have no gate.
         """
         hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
         joint, inwards = self.joint_files, ((hidden, inner),) * (1 if self.ungated else 2)
@@ -135,7 +135,7 @@ class ExpertsSpec(MLPSpec):
         return tuple(maps)
 
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The experts, the router, the shared MLP and its gate."""
+        """The experts' `gate_up`, the router, and the shared expert's readers and gate."""
         found = ["experts.gate_up", "router"]
         if self.shared is not None:
             read = [f"shared.{path}" for path in self.shared.readers(config)]
@@ -143,14 +143,15 @@ class ExpertsSpec(MLPSpec):
         return tuple(found)
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The experts, and the shared MLP."""
+        """The last maps of the experts and of the shared expert."""
         return ("experts.down", *["shared.down"] * (self.shared_size is not None))
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From up to down in each expert and in the shared MLP.
+        """The folds of up and down in each expert and in the shared expert.
 
-        A gate that limits up, or adds 1 to it, is not linear in up, nor is an activation of up.
-        Experts whose channels are mixed before down have no fold.
+        Scales can't move if the gate clamps up or adds 1 to it, or if up has an activation; the
+        order of channels can change even then. Experts with a Hadamard transform before down have
+        no fold.
         """
         found = []
         if self.hadamard is None:
@@ -168,12 +169,12 @@ class ExpertsSpec(MLPSpec):
         return tuple(found)
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of tokens' arrays inside their experts and the shared MLP, and of their terms.
+        """Peak bytes of the arrays inside the experts and the shared expert, and of their terms.
 
-        Terms are float32 [experts_per_token, hidden]; with the shared MLP's they are joined, which
-        is a copy. Or warpgroups multiply rows in the order of experts, among which an expert may
-        have all but one row of a tile too many: hidden channels and those inside, and float32
-        products, whose sums are one term.
+        Terms are float32 [experts_per_token, hidden] for each token; joining them with the shared
+        expert's copies them. The warpgroup kernels instead sort rows by expert and pad each expert
+        to whole tiles: input, intermediate channels, and float32 products, which are summed to one
+        term.
         """
         term, pairs = config.hidden_size * 4, tokens * self.experts_per_token
         item = as_dtype("dtype", config.dtype).itemsize
@@ -187,9 +188,9 @@ class ExpertsSpec(MLPSpec):
         return inner + shared + (pairs + 2 * tokens) * term
 
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
-        """The spec with a share of each expert's intermediate channels, and of the shared MLP's.
+        """The spec with a share of the intermediate channels of each expert and the shared expert.
 
-        Blocks that a transform mixes stay whole.
+        Blocks of a Hadamard transform stay whole.
         """
         unit = math.lcm(units["experts.down"], self.hadamard or 1)
         size = share_size(self.intermediate_size, count, unit)
@@ -197,22 +198,22 @@ class ExpertsSpec(MLPSpec):
         return dataclasses.replace(self, intermediate_size=size, shared_size=shared)
 
     def spread(self, count: int, units: Mapping[str, int]) -> SpreadExpertsSpec:
-        """The spec with a share of the experts, and of the shared MLP's channels.
+        """The spec with a share of the experts, and of the shared expert's channels.
 
-        If the number of experts does not divide, the last shares are padded with experts of zeros.
+        If the number of experts is not a multiple of `count`, zero experts pad the last shares.
         """
         whole = dataclasses.replace(self, shared_size=self._shared_share(count, units))
         fields = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
         return SpreadExpertsSpec(**fields, held_experts=share_size(self.num_experts, count))
 
     def _shared_share(self, count: int, units: Mapping[str, int]) -> int | None:
-        """The channels of a share of the shared MLP."""
+        """The intermediate channels of a share of the shared expert."""
         if self.shared is None:
             return None
         return self.shared.divide(count, {"down": units["shared.down"]}).intermediate_size
 
     def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
-        """The intermediate channels of a share, or its experts; each share has the whole router."""
+        """The share's intermediate channels, or its experts; the router is whole in each share."""
         if isinstance(local, SpreadExpertsSpec):
             mine = Cut(experts=share.run(self.num_experts, local.held_experts))
             found = {"experts.gate_up": mine, "experts.down": mine}
@@ -228,7 +229,7 @@ class ExpertsSpec(MLPSpec):
         return found
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the router's parameters and of the shared MLP's gate, by path."""
+        """Shapes of the router's parameters and of the shared expert's gate, by path."""
         found: dict[str, tuple[int, ...]] = {
             "router": (self.num_experts, config.hidden_size),
         }
@@ -241,21 +242,21 @@ class ExpertsSpec(MLPSpec):
         return found
 
     def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The router's correction: 16 bits would choose other experts."""
+        """The router's selection bias: in 16 bits it would choose other experts."""
         return ("router_correction",) if self.router_correction else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class SpreadExpertsSpec(ExpertsSpec):
-    """Spec of a share with some of the experts, beside the router of all of them.
+    """Spec of an expert-parallel share: some of the experts, and the whole router.
 
-    num_experts: of all shares. held_experts: of this one.
+    num_experts: of all shares. held_experts: of this share.
     """
 
     held_experts: int = 1
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """The maps of ExpertsSpec, of this share's experts."""
+        """The maps of ExpertsSpec, with this share's experts alone."""
         return tuple(
             maps if maps.experts is None else maps._replace(experts=self.held_experts)
             for maps in super().linear_maps(config)
@@ -280,16 +281,16 @@ class ExpertStack(nnx.Module):
 
     @property
     def mlp(self) -> ExpertMLP:
-        """The maps of experts with gates, as the kernels take them."""
+        """The maps as the kernels of gated experts take them."""
         gate_up: Any = self.gate_up.kernel.get_value()
         down: Any = self.down.kernel.get_value()
         biases = _bias(self.gate_up), _bias(self.down)
         return ExpertMLP(gate_up, down, self.gate, *biases, self.hadamard)
 
     def gated(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """The inputs of `down` of a token's experts, [..., k, intermediate_size].
+        """The inputs of `down` of each token's experts, [..., k, intermediate_size].
 
-        x: [..., hidden]. experts: int32 [..., k], their numbers.
+        x: [..., hidden]. experts: int32 [..., k], the experts' indices.
         """
         mlp, own = self.mlp, self.gate_up.own(experts)
         gate = None if self.ungated else mlp.gate
@@ -300,18 +301,19 @@ class ExpertStack(nnx.Module):
         return mlp.mixed(inner)
 
     def terms(self, x: jax.Array, logits: RouterLogits, context: StepContext) -> jax.Array:
-        """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
+        """Terms [terms, ..., hidden] whose sum is the weighted sum of each token's experts."""
         mlp, rows, down = self.mlp, self.down.divided_rows, self.mlp.down
         if self.gate_up.adapter is not None or self.down.adapter is not None:
             return self._adapted_terms(x, *logits.route(), context)
         is_ordered = isinstance(down, QuantizedTensor) and down.permutation is not None
         is_apart = is_ordered or self.ungated is not None
-        if down.shape[0] == logits.logits.shape[-1] and not is_apart:  # all experts are here
+        if down.shape[0] == logits.logits.shape[-1] and not is_apart:  # this device has all experts
             return self.down.add_shares(expert_mlp_terms(x, mlp, logits, activations=rows), x.dtype)
         experts, weights = logits.route()
         own = self.down.own(experts)
         if is_apart:
-            # Each expert reads the channels in its own order, also those of other devices.
+            # Act-order gives each expert its own order of all devices' channels; `routed` applies
+            # it. Experts without a gate take this path, too, since `expert_mlp_terms` needs one.
             inner, kernel = self.down.routed(self.gated(x, experts), experts)
             terms = grouped_matmul_terms(
                 inner, kernel, own, weights, bias=mlp.down_bias, activations=rows
@@ -323,7 +325,7 @@ class ExpertStack(nnx.Module):
     def _adapted_terms(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, context: StepContext
     ) -> jax.Array:
-        """The terms with the changes of adapters, by products apart: one for each expert."""
+        """The terms with adapters, in unfused grouped products: one term for each chosen expert."""
         mlp, changes = self.mlp, (self.gate_up.adapter, self.down.adapter)
         own = self.gate_up.own(experts)
         numbers = own.numbers if isinstance(own, LocalExperts) else own
@@ -344,9 +346,9 @@ class ExpertStack(nnx.Module):
         return self.down.add_shares(jnp.moveaxis(found, -2, 0), x.dtype)
 
     def runs_by_warpgroups(self, tokens: int, routing: Routing, experts: int) -> bool:
-        """Whether warpgroups compute either product of tokens, on the default device, as planned.
+        """Whether either product of these tokens is planned for warpgroups on the default device.
 
-        routing: of the tokens. experts: the number of those that they are routed to.
+        routing: of the tokens. experts: the number of experts that tokens can be routed to.
         """
         chosen = tokens, routing.per_token
         kernels: Any = (linear.kernel.get_value() for linear in (self.gate_up, self.down))
@@ -357,7 +359,7 @@ class ExpertStack(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A mixture of experts: Σ weight · expert(x) over a token's experts, and a shared MLP."""
+    """A mixture of experts: Σ weight · expert(x) over a token's experts, and a shared expert."""
 
     def __init__(self, config: DecoderConfig, spec: ExpertsSpec, rngs: nnx.Rngs):
         initial, dtype = nnx.initializers.normal(0.02), jnp.dtype(config.dtype)
@@ -382,16 +384,16 @@ class Experts(nnx.Module):
 
     @property
     def activations(self) -> Projection:
-        """The router, whose products are read beside x; experts round x if they have to."""
+        """The router, by which a norm also multiplies its result; experts round x themselves."""
         return Projection(self.router.get_value())
 
     def runs_by_warpgroups(self, tokens: int) -> bool:
-        """Whether warpgroups compute experts of `tokens` tokens, on the default device."""
+        """Whether experts of so many tokens are planned for warpgroups on the default device."""
         experts = self.router.get_value().shape[0]
         return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
 
     def read(self, x: Activations | Projected) -> tuple[jax.Array, RouterLogits]:
-        """The array x [..., hidden], and the logits by which its tokens are routed."""
+        """The array x [..., hidden], and its router logits, computed unless a norm has done so."""
         if not isinstance(x, Projected):
             x = as_array("Experts: x", x)
             x = Projected(x, project(x, self.router.get_value()))
@@ -408,8 +410,8 @@ class Experts(nnx.Module):
     def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
 
-        There is a term for each of a token's experts, and those of the shared MLP. x is an array,
-        or has the products of the router beside it.
+        There is a term for each of a token's experts, and the shared expert's terms. x is an array,
+        or Projected with the router's products.
         """
         x, logits = self.read(x)
         terms = self.experts.terms(x, logits, context)

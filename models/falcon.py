@@ -22,7 +22,8 @@ _FACTORS = (
     *("lm_head_multiplier", "embedding_multiplier", "key_multiplier", "attention_in_multiplier"),
     *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
 )
-# By a key: biases that transformers adds behind the factor, which are scaled with it here.
+# Key of a bias → factors that transformers applies before it adds the bias. Here the factor
+# would also scale the bias.
 _BEFORE_BIASES = {
     "attention_bias": ("attention_in_multiplier", "attention_out_multiplier"),
     "mamba_proj_bias": ("ssm_in_multiplier",),
@@ -31,7 +32,7 @@ _BEFORE_BIASES = {
 
 
 class FalconH1(Decoder):
-    """Falcon-H1: attention and Mamba2 side by side in each layer, and factors of many outputs."""
+    """Falcon-H1: parallel attention and Mamba2 in each layer, and fixed multipliers (muP)."""
 
     names: ClassVar[Names] = {
         **{
@@ -113,5 +114,5 @@ def _factors(hf: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
 
 
 def _unless_ones(factors: tuple[float, ...]) -> tuple[float, ...]:
-    """The factors; () where all are 1, which is what no factors mean."""
+    """The factors, or () if all are 1."""
     return () if set(factors) == {1} else tuple(float(each) for each in factors)

@@ -1,6 +1,6 @@
-"""Gated DeltaNet: a mixer with a convolution and a matrix of each head, which forgets and corrects.
+"""Gated DeltaNet: a mixer with a depthwise convolution and the gated delta rule in each head.
 
-Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it.
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mpjax.models.state import SequenceState, StepContext
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaSpec(MixerSpec):
-    """Gated DeltaNet. Each key head serves as many value heads, one after another.
+    """Spec of Gated DeltaNet. Each key head serves a group of consecutive value heads.
 
-    key_heads, value_heads, key_dim, value_dim: the heads and their channels.
-    width: the tokens that the convolution of queries, keys and values reads.
-    by_key_head: whether files hold query, key, value and gate as one map with the outputs of one
-        key head after another (Qwen3-Next), and so the rate and the decay.
+    key_heads, value_heads, key_dim, value_dim: the numbers of heads and of their channels.
+    width: the kernel size, in tokens, of the convolution of queries, keys and values.
+    by_key_head: whether files interleave the outputs by key head: one map has query, key, value and
+        gate, another β and decay, one key head after another (Qwen3-Next).
     """
 
     kind: ClassVar[str] = "gated_delta"
@@ -51,7 +51,7 @@ class GatedDeltaSpec(MixerSpec):
 
     @property
     def group(self) -> int:
-        """The value heads of each key head."""
+        """The number of value heads of each key head."""
         return self.value_heads // self.key_heads
 
     @property
@@ -62,7 +62,7 @@ class GatedDeltaSpec(MixerSpec):
 
     @property
     def channels(self) -> int:
-        """The channels of the convolution."""
+        """The number of channels of the convolution."""
         return self.key_heads * sum(self.sizes[:3])
 
     def why_unsound(self) -> str | None:
@@ -79,12 +79,12 @@ class GatedDeltaSpec(MixerSpec):
         return GatedDelta(config, self, rngs)
 
     def state(self, config: DecoderConfig) -> SequenceState:
-        """The matrix of each value head, and the inputs of the convolution, in float32."""
+        """Float32 arrays: the matrix of each value head, and the convolution's last inputs."""
         matrices = self.value_heads, self.key_dim, self.value_dim
         return SequenceState((matrices, (self.width - 1, self.channels)))
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """Query, key, value and gate (`qkvz`); rate and decay (`ba`); and `out`."""
+        """Query, key, value and gate (`qkvz`); β and decay (`ba`); and `out`."""
         hidden, inner = config.hidden_size, self.value_heads * self.value_dim
         qkvz = [self.key_heads * size for size in self.sizes]
         ba = [self.value_heads] * 2
@@ -107,17 +107,17 @@ class GatedDeltaSpec(MixerSpec):
         return "decay", "shift", "scale"
 
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Both maps of the module's input."""
+        """The two maps of the module's input."""
         return "qkvz", "ba"
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of qkvz's outputs, and in float32 of the convolution's, of gates and of outputs."""
+        """Peak bytes: qkvz's outputs, and in float32 the convolution's, gates and outputs."""
         item = as_dtype("dtype", config.dtype).itemsize
         read, values = self.key_heads * sum(self.sizes), self.value_heads * self.value_dim
         return tokens * (2 * read * item + 4 * (self.channels + 2 * values))
 
     def divide(self, count: int, units: Mapping[str, int]) -> GatedDeltaSpec:
-        """A share of the key heads, and the value heads that they serve."""
+        """The spec with a share of the key heads, and the value heads that they serve."""
         values, unit = self.group * self.value_dim, units.get("out", 1)
         heads = share_size(
             self.key_heads, count, next(n for n in range(1, unit + 1) if not n * values % unit)
@@ -125,7 +125,7 @@ class GatedDeltaSpec(MixerSpec):
         return dataclasses.replace(self, key_heads=heads, value_heads=heads * self.group)
 
     def cuts(self, config: DecoderConfig, local: GatedDeltaSpec, share: Share) -> dict[str, Cut]:
-        """The outputs of a share's heads, their arrays, and as many inputs of the output map."""
+        """The outputs and arrays of a share's heads, and the matching inputs of the output map."""
         run = share.run(self.key_heads, local.key_heads)
         parts = tuple(run.times(size) for size in self.sizes)
         gates, values = run.times(self.group), parts[2]
@@ -146,7 +146,7 @@ class GatedDeltaSpec(MixerSpec):
 
 
 class GatedDelta(RecurrentMixer):
-    """The mixer of Gated DeltaNet: convolution, delta rule, and a norm with a gate."""
+    """The mixer of Gated DeltaNet: convolution, delta rule, and a gated norm."""
 
     def __init__(self, config: DecoderConfig, spec: GatedDeltaSpec, rngs: nnx.Rngs):
         qkvz, ba, out = spec.linear_maps(config)
@@ -166,10 +166,10 @@ class GatedDelta(RecurrentMixer):
         return shared([self.qkvz.activations, self.ba.activations])
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """The norm is one of each head, and needs no others."""
+        """Changes nothing: the norm covers one head at a time."""
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the output map of what `mix` returns."""
+        """Terms [splits, ..., hidden] whose sum is the output map of the result of `mix`."""
         return self.out.terms(mixed, context)
 
     def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
@@ -179,7 +179,7 @@ class GatedDelta(RecurrentMixer):
     def advance(
         self, inputs: Any, context: StepContext, state: tuple[jax.Array, ...] | None
     ) -> tuple[jax.Array, tuple[jax.Array, ...] | None]:
-        """Everything between the maps: [..., value heads · channels], and the state."""
+        """Convolution, delta rule and norm: [..., value heads · channels], and the state."""
         channels, gate, rate, decay = inputs
         places, dtype = channels.shape[:-1], channels.dtype
         matrices, before = (None, None) if state is None else state
@@ -213,12 +213,12 @@ class GatedDelta(RecurrentMixer):
         return outputs, rows.put(states, after)
 
     def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
-        """The convolution's input [..., channels], gates, rates and decays.
+        """The convolution's input [..., channels], gates, β and decays.
 
         x: [batch, tokens, hidden], or varlen [tokens, hidden].
 
-        Gates are [..., value heads, channels]; rates and decays [..., value heads]; all of them
-        before their functions.
+        Gates are [..., value heads, channels], β and decays [..., value heads], all before their
+        activations.
         """
         x = as_activations("GatedDelta: x", x)
         spec, places = self.spec, x.shape[:-1]
@@ -232,7 +232,7 @@ class GatedDelta(RecurrentMixer):
         return jnp.concatenate([query, key, value], -1), gate, rate, decay
 
     def _heads(self, channels: jax.Array) -> list[jax.Array]:
-        """Queries, keys and values [..., heads, channels of a head]."""
+        """Queries, keys and values, [..., heads, head channels] each."""
         spec = self.spec
         parts = _parts(channels, [spec.key_heads * size for size in spec.sizes[:3]])
         sizes = spec.key_dim, spec.key_dim, spec.value_dim
@@ -243,6 +243,6 @@ class GatedDelta(RecurrentMixer):
 
 
 def _parts(x: jax.Array, sizes: Any) -> list[jax.Array]:
-    """Parts of the last axis, of these sizes."""
+    """Splits the last axis into parts of these sizes."""
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes) - 1)]
     return jnp.split(x, ends, axis=-1)

@@ -1,4 +1,4 @@
-"""Arrays that are divided among devices, and joined when NumPy reads them."""
+"""Arrays that are divided among devices, and joined when NumPy needs them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 
 class Gathered:
-    """An array whose shares are read and joined when NumPy reads it.
+    """An array whose shares are fetched and joined on conversion to NumPy.
 
-    like: its shape and dtype. join: makes it.
+    like: its shape and dtype. join: returns the joined array.
     """
 
     def __init__(self, like: jax.ShapeDtypeStruct, join: Callable[[], Any]) -> None:
@@ -22,12 +22,12 @@ class Gathered:
         self._join = join
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, on the host."""
+        """The joined array, on the host."""
         return np.asarray(self._join(), dtype)
 
 
 def gather(tree: Any) -> Any:
-    """The tree with JAX arrays, on the default device, instead of Gathered ones."""
+    """The tree with each Gathered array joined to a JAX array on the default device."""
     return _replace(tree, lambda leaf: jnp.asarray(np.asarray(leaf)))
 
 

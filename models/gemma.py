@@ -32,13 +32,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Gemma(Decoder):
-    """Gemma: a scaled embedding, GELU, and weights of norms that files hold minus 1."""
+    """Gemma: a scaled embedding, GELU, and RMSNorm weights that files store minus 1."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **_DEFAULTS,
         "num_key_value_heads": 16,
     }
-    # Files with `gelu` mean its approximation by tanh, too.
+    # Files with `gelu` mean the tanh approximation, too.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_NEUTRAL,
         "hidden_act": (None, "gelu", ACTIVATION),
@@ -52,7 +52,7 @@ class Gemma(Decoder):
 
 
 class Gemma2(Decoder):
-    """Gemma 2: norms before and after each half, softcaps, a window in every other layer."""
+    """Gemma 2: pre- and post-norms, softcaps, a sliding window in every other layer."""
 
     names: ClassVar[Names] = {
         **NAMES,
@@ -75,9 +75,9 @@ class Gemma2(Decoder):
 
 
 class Gemma3(Gemma2):
-    """Gemma 3: norms of query and key heads, and two rotary embeddings.
+    """Gemma 3: QK-norm, sliding windows in five of six layers, and two rotary embeddings.
 
-    Five of six layers have a window and a rotary embedding with a theta of their own.
+    Layers with a window have a rotary embedding with another theta.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -110,7 +110,7 @@ class Gemma3(Gemma2):
         config = _config(
             whole, specs, theta=1e6, local_rope_theta=theta, local_rope_scaling=scaling
         )
-        # Linear scaling has made room for the positions that these files have.
+        # Linear scaling is already included in the max_position_embeddings of these files.
         positions = integer(hf, "max_position_embeddings")
         return dataclasses.replace(
             config, max_position_embeddings=positions, predicts=not reads_all
@@ -118,7 +118,7 @@ class Gemma3(Gemma2):
 
 
 def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the attention specs: biases, the scale and the softcap of scores."""
+    """Fields of all attention specs: biases, and the scale and softcap of scores."""
     bias, cap = flag(hf, "attention_bias"), hf.get("attn_logit_softcapping")
     return {
         "qkv_bias": bias,
@@ -136,7 +136,7 @@ def _config(
     theta: float = 1e4,
     **fields: Any,
 ) -> DecoderConfig:
-    # No implementation of Gemma 2 and 3 reads `hidden_act`, which their first files have, too.
+    # No implementation of Gemma 2 and 3 uses `hidden_act`, which their first files also have.
     hf = {**hf, "hidden_act": ACTIVATION}
     common = common_fields(hf, activation=ACTIVATION, theta=theta)
     mlp, cap = GatedMLPSpec(integer(hf, "intermediate_size"), activation="gelu"), None

@@ -21,7 +21,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Glm4(Decoder):
-    """GLM-4: norms around both halves, and a half of each head's channels rotated in pairs."""
+    """GLM-4: pre- and post-norms; interleaved RoPE on half of each head."""
 
     names: ClassVar[Names] = {
         **NAMES,
@@ -49,7 +49,7 @@ class Glm4(Decoder):
 
 
 class Glm4MoE(Decoder):
-    """GLM-4.5: a half of each head's channels rotated, and experts chosen by corrected sigmoids."""
+    """GLM-4.5: partial RoPE (half of each head); group-limited sigmoid router, selection bias."""
 
     names: ClassVar[Names] = {**NAMES, **expert_names()}
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}

@@ -33,7 +33,7 @@ _MLP = "model.layers.{layer}.mlp"
 
 
 class GptOss(Decoder):
-    """gpt-oss: experts with biases and a clamped gate, sinks, and windows in every other layer."""
+    """gpt-oss: experts with biases and a clamped gate, sinks, windows in every other layer."""
 
     names: ClassVar[Names] = {
         **NAMES,
@@ -54,7 +54,7 @@ class GptOss(Decoder):
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
         "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,  # of the gate's sigmoid
+        "swiglu_alpha": 1.702,  # factor inside the gate's sigmoid
     }
 
     @classmethod
@@ -80,5 +80,5 @@ class GptOss(Decoder):
 
 
 def _alternating(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
-    """The window in every other layer, from the first on: what files without a list mean."""
+    """The default of `layer_types`: a window in every other layer, beginning with the first."""
     return tuple(None if layer % 2 else window for layer in range(layer_count(hf)))

@@ -15,9 +15,8 @@ from mpjax.models.mlp import GatedMLPSpec
 class Granite(Decoder):
     """Granite: Llama with factors of the embedding, the scores, the residual sums and the logits.
 
-    The outputs of both halves are multiplied by residual_multiplier before they are added to the
-    residual stream. Here the stream is divided by it instead, which changes a norm only by its
-    epsilon.
+    transformers multiplies the outputs of both sublayers by residual_multiplier. Here the residual
+    stream is divided by it instead, which changes norms only by their epsilon.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -40,7 +39,7 @@ class Granite(Decoder):
 
 
 def granite_config(hf: Mapping[str, Any], layers: Sequence[LayerSpec]) -> DecoderConfig:
-    """The configuration of these layers, with Granite's factors."""
+    """The configuration with these layers and Granite's factors."""
     residual, common = number(hf, "residual_multiplier"), common_fields(hf)
     common["rms_norm_eps"] /= residual**2
     return DecoderConfig(

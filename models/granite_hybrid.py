@@ -26,7 +26,7 @@ from mpjax.models.parameters import NAMES, Names
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.block_sparse_moe"
-# The keys of Mamba2 layers, and their values in transformers' classes.
+# Keys of Mamba2 layers and their defaults in transformers' classes.
 MAMBA_DEFAULTS: Mapping[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -41,7 +41,7 @@ MAMBA_DEFAULTS: Mapping[str, Any] = {
 
 
 def mamba_names(block: str, path: str = "attention") -> dict[str, str | tuple[str, ...]]:
-    """Names of a Mamba2 mixer whose module is `block` in files, and `path` in the layer."""
+    """Tensor names of a Mamba2 mixer. block: its module in files. path: its path in the layer."""
     return {
         f"{path}.in_proj": f"{block}.in_proj",
         f"{path}.conv": f"{block}.conv1d.weight",
@@ -55,7 +55,7 @@ def mamba_names(block: str, path: str = "attention") -> dict[str, str | tuple[st
 
 
 class GraniteHybrid(Decoder):
-    """Granite 4: Granite with Mamba2 in most layers, and an MLP of all tokens beside experts."""
+    """Granite 4: Granite with Mamba2 in most layers, and a shared expert beside experts."""
 
     names: ClassVar[Names] = {
         **NAMES,
@@ -117,9 +117,9 @@ def _mlp(hf: Mapping[str, Any]) -> MLPSpec:
 
 
 def mamba_spec(hf: Mapping[str, Any], inner: int, **fields: Any) -> Mamba2Spec:
-    """The spec of Mamba2 layers by the keys that begin with `mamba_`.
+    """The spec of Mamba2 layers, from the keys that begin with `mamba_`.
 
-    inner: channels of all heads. fields: further ones of the spec. Raises ConfigError.
+    inner: channels of all heads. fields: further fields of the spec. Raises ConfigError.
     """
     heads = integer(hf, "mamba_n_heads")
     dim = inner // heads if hf["mamba_d_head"] == "auto" else integer(hf, "mamba_d_head")
@@ -144,9 +144,9 @@ def mamba_spec(hf: Mapping[str, Any], inner: int, **fields: Any) -> Mamba2Spec:
 
 
 def step_limits(hf: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
-    """The limits of steps, of which 0 and infinity are none. Raises ConfigError.
+    """The lower and upper limits of steps; None for 0 and for infinity. Raises ConfigError.
 
-    transformers writes infinity as an object, since JSON has none.
+    transformers writes infinity as an object, since JSON has no infinity.
     """
     found, infinity = hf[key], float("inf")
     pair = found if isinstance(found, list | tuple) else []

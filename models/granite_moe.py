@@ -16,7 +16,7 @@ from mpjax.models.parameters import Names
 
 
 class GraniteMoE(Decoder):
-    """Granite 3 with experts: Granite's factors, and an MLP of all tokens in some models."""
+    """Granite 3 with experts: Granite's factors, and a shared expert in some models."""
 
     names: ClassVar[Names] = GraniteHybrid.names
     defaults: ClassVar[Mapping[str, Any]] = {

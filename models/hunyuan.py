@@ -33,7 +33,7 @@ _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 2}
 
 
 class HunYuan(Decoder):
-    """Hunyuan: Llama with norms of query and key heads behind the rotation."""
+    """Hunyuan: Llama with QK-norm after RoPE."""
 
     names: ClassVar[Names] = _NAMES
     defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
@@ -46,7 +46,7 @@ class HunYuan(Decoder):
 
 
 class HunYuanMoE(Decoder):
-    """Hunyuan with experts, beside an MLP for all tokens of the same size."""
+    """Hunyuan with experts, and a shared expert of the same size."""
 
     names: ClassVar[Names] = {
         **_NAMES,
@@ -79,7 +79,7 @@ def _attention(hf: Mapping[str, Any]) -> GroupedQuerySpec:
 
 
 def _chosen(hf: Mapping[str, Any]) -> list[int]:
-    """The experts of a token in each layer: `moe_topk` is one number, or a list of them."""
+    """The number of experts per token in each layer: `moe_topk` is one number, or a list."""
     listed, layers = hf["moe_topk"], layer_count(hf)
     if not isinstance(listed, list):
         return [integer(hf, "moe_topk")] * layers
@@ -89,7 +89,7 @@ def _chosen(hf: Mapping[str, Any]) -> list[int]:
 
 
 def _common(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The common fields; a rotary scaling with `alpha` is another theta for all lengths."""
+    """The common fields. `alpha` in the rotary scaling changes theta, for all lengths."""
     written = rotary_object(hf)
     if written.get("alpha") is None:
         return common_fields(hf)

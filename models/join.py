@@ -1,4 +1,4 @@
-"""Joins linear maps of one input into one product, where their formats allow it, and splits it."""
+"""Joins linear maps of one input into one product, if their formats allow it, and splits it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kernel = jax.Array | QuantizedTensor
 def join(maps: Sequence[Linear]) -> list[Linear]:
     """Joins maps along their output channels, in their order, into one Linear.
 
-    Where their formats differ, the result is a list of the separate maps.
+    If their formats differ, the result is a list of the separate maps.
     """
     kernels = _with_one_symmetry([linear.kernel.get_value() for linear in maps])
     biases = [None if linear.bias is None else linear.bias.get_value() for linear in maps]
@@ -32,7 +32,7 @@ def join(maps: Sequence[Linear]) -> list[Linear]:
 
 
 def split(linear: Linear, sizes: Sequence[int]) -> list[Linear]:
-    """Maps of so many outputs each: what `join` made one map of, in the format that it has."""
+    """Splits a joined map into maps with these numbers of outputs, in the same format."""
     kernel: Kernel = linear.kernel.get_value()
     ends = list(itertools.accumulate(sizes))[:-1]
     kernels: Sequence[Kernel] = (
@@ -47,9 +47,9 @@ def split(linear: Linear, sizes: Sequence[int]) -> list[Linear]:
 
 
 def _with_one_symmetry(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """Declares symmetric kernels asymmetric where any kernel is, so that one product serves all.
+    """Declares symmetric kernels asymmetric if any kernel is, so that they can be joined.
 
-    The numbers stay the same: a symmetric format is an asymmetric one whose zero points are equal.
+    The weights stay the same: their zero points are all the middle of the codes.
     """
     packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
     if all(kernel.format.symmetric for kernel in packed):
@@ -63,7 +63,7 @@ def _with_one_symmetry(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
 
 
 def _join(kernels: Sequence[Kernel]) -> Kernel | None:
-    """One kernel with all output channels, or None where the kernels' formats differ."""
+    """One kernel with all output channels, or None if the kernels' formats differ."""
     if len(kernels) == 1:
         return kernels[0]
     packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]

@@ -1,4 +1,4 @@
-"""The part of a decoder that creates, clears and copies the states of its layers."""
+"""Creates, clears and copies the states of a decoder's layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpjax.models.state import DecoderCache, Room, StepContext
 
 
 class Keeper(nnx.Module):
-    """Creates, clears and copies the states of a decoder's layers.
+    """Base class of Decoder that creates, clears and copies the states of its layers.
 
     config, layers, cache_scales: as in Decoder.
     """
@@ -31,13 +31,13 @@ class Keeper(nnx.Module):
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
     ) -> DecoderCache:
-        """An empty cache for this model, with the model's cache_scales where the format uses them.
+        """An empty cache for this model, with the model's cache_scales if the format uses them.
 
-        batch: number of sequences. max_tokens: the room of each, rounded up to whole pages.
+        batch: number of sequences. max_tokens: room of each sequence, rounded up to whole pages.
         format: a KV format, such as `KV8`. page_size: tokens in a page: 16, 32, 64, 128 or 256.
 
-        Warns where the format has a scale for each head and cache_scales are for each channel: the
-        cache's scales are 1 then.
+        Warns if the format has a scale for each head but cache_scales are for each channel: then
+        the cache's scales are 1.
         """
         format = KVFormat.of(format)
         page_size = read_page_size(page_size, format)
@@ -47,7 +47,7 @@ class Keeper(nnx.Module):
         by_length = self.config.scaling_by_length is not None
         return DecoderCache(
             self.create_states((batch * entries,) * groups, batch, format, page_size),
-            # Each array is a buffer of its own: a buffer that appears twice can't be donated.
+            # Each table is a buffer of its own: a buffer that appears twice can't be donated.
             tuple(
                 jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
                 for _ in range(groups)
@@ -66,10 +66,11 @@ class Keeper(nnx.Module):
         page_size: int = 128,
         snapshots: int = 0,
     ) -> tuple[Any, ...]:
-        """The empty state of each layer, as in `create_cache`, that belongs to no sequence yet.
+        """The empty state of each layer, as in `create_cache`, not yet assigned to sequences.
 
-        pages: the pages of each group of layers. sequences: that may have a state at once.
-        snapshots: places behind those of sequences, for copies of what is kept for one.
+        pages: the number of pages of each group of layers. sequences: the most sequences with a
+        state at once. snapshots: room, after the sequences', for copies of a sequence's fixed-size
+        states.
         """
         config, format = self.config, KVFormat.of(format)
         scales = scales_for(self.cache_scales, format)
@@ -85,10 +86,10 @@ class Keeper(nnx.Module):
     def clear_states(
         self, states: tuple[Any, ...], pages: Sequence[jax.Array], slots: jax.Array
     ) -> tuple[Any, ...]:
-        """The states with zeros in some pages, and in what is kept for some sequences.
+        """The states with zeros in some pages, and in the fixed-size states of some slots.
 
-        pages: int32 [any number] for each group of layers. slots: int32 [any number]. Those too
-        high are left out.
+        pages: int32 [any number] for each group of layers. slots: int32 [any number]. Numbers out
+        of range are ignored.
         """
         nothing = jnp.zeros(0, jnp.int32)
         return tuple(
@@ -99,17 +100,17 @@ class Keeper(nnx.Module):
         )
 
     def settle_states(self, states: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
-        """The states after a tentative step, of which the context counts the tokens to keep."""
+        """The states after a tentative step, with the first `context.counts` tokens of the step."""
         return tuple(
             layer.attention.settle(state, context) if spec.keeps_sequences else state
             for layer, spec, state in zip(self.layers, self.config.states, states, strict=True)
         )
 
     def settle(self, cache: DecoderCache, before: DecoderCache, counts: jax.Array) -> DecoderCache:
-        """The cache after a tentative step, with the first tokens of each sequence alone.
+        """The cache after a tentative step, with only the first tokens of each sequence.
 
-        before: the cache before the step, of which the lengths count. counts: int32 [batch], the
-        tokens of the step to keep; the next step overwrites keys and values of the others.
+        before: the cache before the step, whose lengths are used. counts: int32 [batch], the number
+        of the step's tokens to keep; the next step overwrites the keys and values of the others.
         """
         lengths, layers = before.lengths + counts, cache.layers
         if self.config.keeps_sequences:
@@ -118,7 +119,7 @@ class Keeper(nnx.Module):
         return dataclasses.replace(cache, layers=layers, lengths=lengths)
 
     def forget(self, cache: DecoderCache, before: DecoderCache) -> DecoderCache:
-        """The cache without the tokens that were read since `before`."""
+        """The cache without the tokens that were added since `before`."""
         layers = tuple(
             spec.forget(state, old)
             for spec, state, old in zip(
@@ -130,10 +131,10 @@ class Keeper(nnx.Module):
     def copy_states(
         self, states: tuple[Any, ...], source: jax.Array, target: jax.Array
     ) -> tuple[Any, ...]:
-        """The states with what is kept at one place for a sequence copied to another.
+        """The states with a sequence's fixed-size states copied from one index to another.
 
-        source, target: int32 scalars, a slot or behind all slots a snapshot; with a target too high
-        nothing changes.
+        source, target: int32 scalars: a slot, or after all slots a snapshot. A target out of range
+        changes nothing.
         """
         return tuple(
             spec.copy(state, source, target)

@@ -1,4 +1,4 @@
-"""A layer of a decoder: attention and MLP with their norms, and the residual stream."""
+"""A layer of a decoder: mixer and MLP with their norms, and the residual stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpjax.models.state import StepContext
 class DecoderLayer(nnx.Module):
     """A mixer and an MLP, each added to the residual stream, with norms before or after them.
 
-    attention: the mixer; None for a layer without one. mlp: None for a layer without one.
+    attention: the mixer, or None. mlp: the MLP, or None.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
@@ -43,11 +43,11 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Runs the layer; returns the next terms, the next residual stream, and the state.
 
-        terms: [splits, batch, tokens, hidden], partial sums of the previous layer's output, which
-        the norm adds to the residual stream as it reads it: one pass over the stream instead of
-        two. residual: [batch, tokens, hidden], or None before the first layer.
-        context, state: as for `Mixer.mix`. With a cache no gradient is wanted, so norms also round
-        activations to the 8-bit format that the next weight asks for.
+        terms: [splits, batch, tokens, hidden], partial sums of the previous layer's output; the
+        norm adds them to the residual stream, which saves a second pass over the stream.
+        residual: [batch, tokens, hidden], or None before the first layer.
+        context, state: as for `Mixer.mix`. With a cache no gradient is needed, so norms also round
+        activations to the 8-bit format of the next weight.
         """
         mixer: Mixer | None = self.attention
         if mixer is None:
@@ -58,7 +58,7 @@ class DecoderLayer(nnx.Module):
         mlp: MLP | None = self.mlp
         reads_alike = is_plain and mlp is not None and format == mlp.activations
         if self.shares_norm and not reads_alike:
-            format = None  # each half rounds x as its own weights ask for
+            format = None  # each sublayer rounds x for its own weights
         residual, x = _read(self.attention_norm, terms, residual, format)
         mixed, state = mixer.mix(x, context, state)
         shared = x if self.shares_norm else None
@@ -66,7 +66,7 @@ class DecoderLayer(nnx.Module):
         return terms, residual, state
 
     def inputs(self, hidden: jax.Array, angles: dict[str, jax.Array]) -> tuple[jax.Array, Inputs]:
-        """The next residual stream, and the input of each linear map, by its path.
+        """The next residual stream, and the input of each linear map, by path.
 
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
         angles: as in StepContext.
@@ -95,7 +95,7 @@ def _read(
     residual: jax.Array | None,
     format: Rounding | Projection | None,
 ) -> tuple[jax.Array, Any]:
-    """Adds terms to the residual stream; returns the stream, and what the next map reads of it."""
+    """Adds terms to the residual stream; returns the stream, and the sublayer's rounded input."""
     if norm is not None:
         if isinstance(format, Projection):
             return norm.project(terms, residual, format)
@@ -103,13 +103,13 @@ def _read(
     wide = terms.astype(jnp.float32).sum(0)
     if residual is not None:
         wide += residual.astype(jnp.float32)
-        terms = residual  # whose dtype the stream has
+        terms = residual  # for the stream's dtype
     stream = wide.astype(terms.dtype)
     return stream, rounded(stream, None if isinstance(format, Projection) else format)
 
 
 def _written(norm: RMSNorm | None, terms: jax.Array) -> jax.Array:
-    """The terms that a half adds to the residual stream: its output after a norm, if it has one."""
+    """The terms that a sublayer adds to the residual stream: its output, or the post-norm of it."""
     if norm is None:
         return terms
     _, normed = norm.add(terms, None, None)
@@ -126,11 +126,11 @@ def _after_mixer(
     residual: jax.Array,
     context: StepContext,
 ) -> tuple[jax.Array, jax.Array]:
-    """The part of a layer behind its mixer: the next terms and residual stream.
+    """The part of a layer after its mixer: the next terms and residual stream.
 
-    plans: the conditions that plans depend on. mixed: what the mixer gives; without one, the terms
-    that the layer takes. shared: what the mixer has read, if the MLP reads it, too; else None. The
-    others are as in the layer's call.
+    plans: the conditions that plans depend on. mixed: the result of `Mixer.mix`, or in a layer
+    without a mixer the layer's input terms. shared: the input of both sublayers if they are
+    parallel, else None. residual, context: as for the layer.
     """
     mixer: Mixer | None = layer.attention
     mlp: MLP | None = layer.mlp

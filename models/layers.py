@@ -1,4 +1,4 @@
-"""Layers that decoders are made of. None holds state: calling one changes nothing."""
+"""Layers that decoders are made of. Calling a layer never changes it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from mpjax.models.maps import LinearMaps
 from mpjax.models.state import WHOLE, StepContext
 
 Activations = jax.Array | QuantizedActivations
-# How activations are rounded: to a format, also where rows are divided, to a weight's blocks, or
-# with a weight's static scale.
+# How activations are rounded: to a format; to a format by devices that have parts of each row;
+# to a weight's blocks; or with a weight's static scale.
 Rounding = ActivationFormat | ActivationBlocks | DividedRows | StaticRows
 
 
 class Projection(NamedTuple):
-    """Asks a norm to also multiply its result by a matrix, such as a router's.
+    """Requests that a norm also multiplies its result by a matrix, such as a router's.
 
     matrix: [outputs, hidden].
     """
@@ -49,7 +49,7 @@ class Projection(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Activations [..., hidden] in 16 bits, and their products float32 [..., outputs]."""
+    """Activations [..., hidden] in 16 bits, and their products with a Projection, float32."""
 
     values: jax.Array
     products: jax.Array
@@ -64,7 +64,7 @@ def as_activations(name: str, x: Any) -> Activations:
 
 
 def rounded(x: jax.Array, format: Rounding | None) -> Activations:
-    """X [..., K] rounded to a format with one scale for each row, or to blocks; else x itself."""
+    """X [..., K] rounded to the format, with row scales or in blocks; x if format is None."""
     if format is None or (isinstance(format, ActivationFormat) and not format.scales_rows):
         return x
     return quantize_rows(x, format)
@@ -76,14 +76,14 @@ def _as_array_or_shape(name: str, value: Any) -> Any:
 
 
 class Packed(nnx.Variable):
-    """A QuantizedTensor in a module. Codes have no derivative, so it is not an nnx.Param."""
+    """A QuantizedTensor in a module: not an nnx.Param, since codes have no derivative."""
 
 
 class Linear(nnx.Module):
     """Linear map x · kernel + bias, with a kernel [in, out] in any weight format.
 
-    A packed kernel is a Packed variable, a plain array an nnx.Param. Calls take the context of the
-    step, by which the adapter of a token's sequence is chosen.
+    A packed kernel is a Packed variable, a plain array an nnx.Param. The context of a call selects
+    the adapter of each token's sequence.
 
     adapter: changes of the map, beside the kernel; None without adapters.
     """
@@ -100,7 +100,7 @@ class Linear(nnx.Module):
 
     @classmethod
     def create(cls, shape: tuple[int, int], *, bias: bool, dtype: str, rngs: nnx.Rngs) -> Linear:
-        """A randomly initialised map (normal, 0.02) of `shape` [in, out]."""
+        """A randomly initialised map (normal, σ = 0.02) of `shape` [in, out]."""
         require_type("Linear: rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
         parameter_dtype = as_dtype("Linear: dtype", dtype)
         if not isinstance(shape, tuple | list) or len(shape) != 2:
@@ -138,25 +138,25 @@ class Linear(nnx.Module):
         return self(x, context)[None]
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The same terms [splits, ..., out], since this map is not divided among devices."""
+        """The same terms [splits, ..., out]: this map is not divided among devices."""
         return terms
 
     def own(self, experts: jax.Array) -> jax.Array | LocalExperts:
-        """The same experts int32 [..., k], since this map has all experts."""
+        """The same experts int32 [..., k]: this map has all experts."""
         return experts
 
     def routed(
         self, x: jax.Array, experts: jax.Array
     ) -> tuple[jax.Array, QuantizedTensor | jax.Array]:
-        """The input [..., k, in] of k experts, and the stack of kernels that multiplies it.
+        """The inputs [..., k, in] of k experts, permuted if needed, and the stack of kernels.
 
-        experts: int32 [..., k], their numbers.
+        experts: int32 [..., k], the experts' indices.
         """
         return x, self.kernel.get_value()
 
     @property
     def divided_rows(self) -> DividedRows | None:
-        """How parts of rows are rounded; None, since the input has whole rows here."""
+        """None: each input has whole rows here; see RowLinear."""
         return None
 
     @property
@@ -169,8 +169,9 @@ class Linear(nnx.Module):
     def activations(self) -> Rounding:
         """How the kernel's input is rounded.
 
-        16 bits for a plain kernel, and for one with a permutation whose channels move first; those
-        of blocks move when they are rounded. Also 16 bits beside an adapter, which reads x.
+        To 16 bits for a plain kernel, beside an adapter, which needs x unrounded, and for a
+        permuted kernel, since channels move first (except with activation blocks: rounding moves
+        them).
         """
         kernel: Any = self.kernel.get_value()
         if not isinstance(kernel, QuantizedTensor) or self.adapter is not None:
@@ -181,7 +182,7 @@ class Linear(nnx.Module):
 
 
 def shared(roundings: Sequence[Rounding]) -> Rounding:
-    """How the input of several maps is rounded; 16 bits where they differ, also in arrays."""
+    """How the input of several maps is rounded: 16 bits unless all have one ActivationFormat."""
     if len(roundings) == 1:
         return roundings[0]
     formats = [each for each in roundings if isinstance(each, ActivationFormat)]
@@ -190,11 +191,11 @@ def shared(roundings: Sequence[Rounding]) -> Rounding:
 
 
 class FusedLinear(nnx.Module):
-    """Linear maps of one input, computed as one product where their formats allow it.
+    """Linear maps of one input, computed as one product if their formats allow it.
 
-    parts: one Linear over the output channels of all maps; where formats forbid that, a Linear for
-    each map. sizes: output channels of each map. factors: as LinearMaps has them. adapter: changes
-    of all maps, before the factors; None without.
+    parts: one Linear over the output channels of all maps, or one Linear for each map if formats
+    differ. sizes: output channels of each map. factors: as in LinearMaps. adapter: changes of all
+    maps, before the factors; None without.
     """
 
     adapter: LowRank | None = None
@@ -215,16 +216,16 @@ class FusedLinear(nnx.Module):
 
     @property
     def activations(self) -> Rounding:
-        """How the input of all parts is rounded; 16 bits where they differ, also in arrays.
+        """How the input of all parts is rounded: 16 bits unless all have one ActivationFormat.
 
-        Also 16 bits beside an adapter, which reads x as it is.
+        Also 16 bits beside an adapter, which needs x unrounded.
         """
         if self.adapter is not None:
             return ActivationFormat()
         return shared([part.activations for part in self.parts])
 
     def terms(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
-        """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""
+        """Terms [splits, ..., sum of sizes] whose sum is the concatenated outputs of all maps."""
         if len(self.parts) == 1:
             terms = self.parts[0].terms(x, context)
         else:
@@ -235,7 +236,7 @@ class FusedLinear(nnx.Module):
 
     @property
     def _bias(self) -> jax.Array | None:
-        """The biases of all maps, which have them all or not at all."""
+        """The concatenated biases of all maps; None if they have none."""
         biases = [part.bias.get_value() for part in self.parts if part.bias is not None]
         return jnp.concatenate(biases) if biases else None
 
@@ -267,8 +268,8 @@ class FusedLinear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Norm x / √(mean(x²) + ε) · weight over the last axis, computed in float32.
 
-    is_offset: whether files hold the weight minus 1 (Gemma); the weight is float32 then, which
-    holds the sum exactly.
+    is_offset: whether files store the weight minus 1 (Gemma); the module's weight is then float32,
+    which represents the sum exactly.
     """
 
     def __init__(self, size: int, epsilon: float, dtype: str, *, is_offset: bool = False):
@@ -280,7 +281,7 @@ class RMSNorm(nnx.Module):
 
     @classmethod
     def of(cls, config: DecoderConfig, size: int) -> RMSNorm:
-        """A norm over `size` channels, as all norms of a model are."""
+        """A norm over `size` channels, of the kind that the model has."""
         if config.centered_norms:
             return LayerNorm(size, config.rms_norm_eps, config.dtype, has_bias=config.norm_bias)
         offset = config.offset_norms
@@ -292,7 +293,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def scaled(self, x: jax.Array, mean: jax.Array) -> jax.Array:
-        """The norm of a part of the channels of x; mean: float32 [..., 1], of all x²."""
+        """Normalises a part x of the channels. mean: float32 [..., 1], the mean square of all."""
         weight = self.weight.get_value().astype(jnp.float32)
         wide = x.astype(jnp.float32) * jax.lax.rsqrt(mean + self.epsilon)
         return (wide * jax.lax.broadcast_to_rank(weight, wide.ndim)).astype(x.dtype)
@@ -302,7 +303,7 @@ class RMSNorm(nnx.Module):
     ) -> tuple[jax.Array, Activations]:
         """Adds the sum of terms [splits, ..., size] to the residual stream [..., size].
 
-        Returns the new residual stream and its norm. format: how the norm is rounded, None for 16
+        Returns the new residual stream and its norm. format: how the norm is rounded; None for 16
         bits. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
@@ -313,7 +314,7 @@ class RMSNorm(nnx.Module):
     def project(
         self, terms: jax.Array, residual: jax.Array | None, projection: Projection
     ) -> tuple[jax.Array, Projected]:
-        """The same as `add` in 16 bits, with the products of a projection."""
+        """As `add` in 16 bits, and also multiplies the norm by a projection's matrix."""
         weight = self.weight.get_value()
         stream, *found = project_rms_norm(
             *(terms, residual, weight, projection.matrix),
@@ -323,7 +324,7 @@ class RMSNorm(nnx.Module):
         return stream, Projected(*found)
 
     def _dtype(self, weight: jax.Array) -> str | None:
-        """The dtype of results where it is not the weight's own, as with an offset."""
+        """The dtype of results if it differs from the weight's, as with an offset; else None."""
         return self.dtype if self.is_offset and weight.dtype == jnp.float32 else None
 
 
@@ -347,7 +348,7 @@ class LayerNorm(RMSNorm):
     def add(
         self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None
     ) -> tuple[jax.Array, Activations]:
-        """The new residual stream and its norm, as of RMSNorm; XLA's fusions compute both."""
+        """The new residual stream and its norm, as RMSNorm returns them, computed by XLA."""
         wide = terms.astype(jnp.float32).sum(0)
         if residual is not None:
             wide += residual.astype(jnp.float32)
@@ -358,7 +359,7 @@ class LayerNorm(RMSNorm):
     def project(
         self, terms: jax.Array, residual: jax.Array | None, projection: Projection
     ) -> tuple[jax.Array, Projected]:
-        """The same as `add` in 16 bits, with the products of a projection."""
+        """As `add` in 16 bits, and also multiplies the norm by a projection's matrix."""
         stream, x = self.add(terms, residual, None)
         assert isinstance(x, jax.Array)
         return stream, Projected(x, project(x, projection.matrix))

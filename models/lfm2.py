@@ -35,7 +35,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Lfm2(Decoder):
-    """LFM2: short convolutions in most layers, and attention with norms of heads in the others."""
+    """LFM2: short convolutions in most layers, and attention with QK-norm in the others."""
 
     names: ClassVar[Names] = {
         **NAMES,
@@ -114,9 +114,9 @@ class Lfm2MoE(Lfm2):
 
 
 def _inner_size(hf: Mapping[str, Any], written: int) -> int:
-    """The inner channels of an MLP: 2 / 3 of those that are written, times a factor, rounded up.
+    """The intermediate size of an MLP: `written`, or with block_auto_adjust_ff_dim 2/3 of it.
 
-    Without a factor they are not rounded.
+    Times the factor, if there is one, that is rounded up to a multiple of block_multiple_of.
     """
     if not flag(hf, "block_auto_adjust_ff_dim"):
         return written
@@ -134,7 +134,7 @@ def _config(hf: Mapping[str, Any], mlps: Sequence[MLPSpec]) -> DecoderConfig:
         integer(hf, "hidden_size"), integer(hf, "conv_L_cache"), flag(hf, "conv_bias")
     )
     mixers = {"conv": conv, "full_attention": GroupedQuerySpec(qk_norm=True)}
-    # No implementation reads the activation's name, and the epsilon has another one.
+    # No implementation uses the activation's name; the epsilon and the tying have other keys.
     common = {"hidden_act": "silu", "rms_norm_eps": hf["norm_eps"], "tie_word_embeddings": hf[tied]}
     return DecoderConfig(
         **common_fields({**hf, **common}, theta=1e6),

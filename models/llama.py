@@ -23,7 +23,8 @@ def llama_layers(
 ) -> tuple[LayerSpec, ...]:
     """Specs of layers with grouped-query attention and a gated MLP that differ only in windows.
 
-    windows: for each layer, how many keys a query attends to, its own included (None: all).
+    windows: for each layer, the number of keys that a query attends to, its own included (None:
+    all).
     """
     mlp = GatedMLPSpec(intermediate_size, mlp_bias)
     return tuple(

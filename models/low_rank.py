@@ -1,8 +1,8 @@
-"""Changes of linear maps: those of one adapter for all tokens, or a stack from which rows choose.
+"""Adapters' changes of linear maps: one adapter for all tokens, or a stack to choose from by row.
 
-A change is x · down · up (LoRA), beside a base map that stays as it is, packed or not. Those of a
-stack are added to the base's products in place, by kernels that group rows by their adapters
-(`add_low_rank`). What they don't know (experts, whole tables) is experts' grouped product.
+A change is x · down · up (LoRA), beside a base map that is packed or not and stays as it is. For a
+stack, kernels that group rows by adapter add the changes to the base's products in place
+(`add_low_rank`). Experts and whole tables, which these kernels lack, use the grouped product.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Activations = jax.Array | QuantizedActivations
 
 
 class LowRank(nnx.Module):
-    """What adapters add to the linear maps of one input.
+    """The changes of one adapter, or of a stack of adapters, of the linear maps of one input.
 
     down: [*adapters, *experts, in, maps · rank], the first factors of all maps side by side.
-    ups: of each map [*adapters, *experts, rank, out]; none for a change of full rank, which is
-        x · down. Scales are in them.
+    ups: for each map [*adapters, *experts, rank, out], with LoRA's scale in it; [] for a change of
+        full rank, which is x · down.
     gain: [*adapters, out of all maps], the relative change of the base map's own product (DoRA), or
         None.
     is_stack: whether there is an axis of adapters, from which `StepContext.adapters` chooses; else
-        there is one adapter, which all tokens have (static).
+        all tokens have the one adapter (static).
     axis: in one device's share of a map whose inputs are divided, the mesh axis, else None
         (static).
     """
@@ -53,12 +53,12 @@ class LowRank(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank of each map's change."""
+        """The rank of each map's change; of a change of full rank, the number of outputs."""
         return int(self.ups[0].get_value().shape[-2] if self.ups else self.outputs)
 
     @property
     def outputs(self) -> int:
-        """The output channels of all maps."""
+        """The total number of output channels of all maps."""
         lasts = self.ups or [self.down]
         return sum(int(last.get_value().shape[-1]) for last in lasts)
 
@@ -69,7 +69,7 @@ class LowRank(nnx.Module):
         return self.down.get_value(), [up.get_value() for up in self.ups], gain
 
     def map(self, function: Any, **static: Any) -> LowRank:
-        """A change with a function of each array, and other static fields."""
+        """The change with `function` applied to each array. static: static fields to replace."""
         down, ups, gain = self.arrays
         fields = {"is_stack": self.is_stack, "axis": self.axis} | static
         new_gain = None if gain is None else function(gain)
@@ -78,9 +78,9 @@ class LowRank(nnx.Module):
     def add(
         self, y: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None = None
     ) -> jax.Array:
-        """The base maps' outputs y [..., out], with the change for x [..., in]; in y's dtype.
+        """The base maps' outputs y [..., out] plus the change for x [..., in], in y's dtype.
 
-        bias: of the base maps, which y has already.
+        bias: of the base maps, contained in y; DoRA's gain does not apply to it.
         """
         if self.gain is None and self.is_stack and self.ups:
             return self._added(y[None], x, context)[0]
@@ -90,7 +90,7 @@ class LowRank(nnx.Module):
     def add_terms(
         self, terms: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None = None
     ) -> jax.Array:
-        """The same for terms [splits, ..., out], one of which gets it, or to which one is added."""
+        """As `add` for terms [splits, ..., out]: changes one term in place, or appends one."""
         if self.gain is None and self.is_stack and self.ups:
             return self._added(terms, x, context)
         wide = terms.astype(jnp.float32)
@@ -109,8 +109,9 @@ class LowRank(nnx.Module):
     def products(self, x: jax.Array, numbers: jax.Array | None) -> jax.Array:
         """Changes float32 [..., k, out] by k entries of a stack for each token.
 
-        x: [..., in] or [..., k, in]. numbers: int32 [..., k], entries [adapters · experts] from 1,
-        0 for none; or None for one adapter without experts, whose changes are [..., out].
+        x: [..., in] or [..., k, in]. numbers: int32 [..., k], indices from 1 of the entries
+        [adapters · experts], 0 for none; or None for one adapter without experts, whose changes are
+        [..., out].
         """
         down, ups, _ = self.arrays
         inner = _product(x, down, numbers)
@@ -139,7 +140,7 @@ class LowRank(nnx.Module):
     def look_up(self, tokens: jax.Array, context: StepContext) -> jax.Array:
         """The change float32 [..., hidden] of an embedding at token ids int [...].
 
-        down has the tokens as its input channels.
+        The input channels of `down` are the token ids.
         """
         down, ups, _ = self.arrays
         if not self.is_stack:
@@ -152,8 +153,8 @@ class LowRank(nnx.Module):
     def _rest(
         self, y: jax.Array, x: Activations, context: StepContext, bias: jax.Array | None
     ) -> jax.Array:
-        """What is added to outputs y float32 [..., out] that have the bias."""
-        assert isinstance(x, jax.Array)  # nothing is rounded beside an adapter
+        """The change including the gain, for base outputs y float32 [..., out] with bias."""
+        assert isinstance(x, jax.Array)  # `activations` asks for 16 bits beside an adapter
         change = self.change(x, context)
         if self.gain is None:
             return change
@@ -167,8 +168,8 @@ class LowRank(nnx.Module):
         return change + gain * y
 
     def _added(self, terms: jax.Array, x: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., out] with the change of a stack, without the gain."""
-        assert isinstance(x, jax.Array)  # nothing is rounded beside an adapter
+        """Adds a stack's changes, without the gain, to one of the terms [splits, ..., out]."""
+        assert isinstance(x, jax.Array)  # `activations` asks for 16 bits beside an adapter
         if context.adapters is None:
             return terms
         down, ups, _ = self.arrays
@@ -177,27 +178,27 @@ class LowRank(nnx.Module):
         return add_low_rank(terms, x, down, ups, rows, axis=self.axis)
 
     def _numbers(self, shape: tuple[int, ...], context: StepContext) -> jax.Array:
-        """The entry of the stack for each token, int32 [*shape, 1], from 1; 0 for none."""
+        """The adapter of each token, int32 [*shape, 1], from 1; 0 for none."""
         chosen = context.adapters_of(shape)
         none = jnp.zeros(shape, jnp.int32)
         return (none if chosen is None else chosen.astype(jnp.int32))[..., None]
 
 
 def _product(x: jax.Array, factor: jax.Array, numbers: jax.Array | None) -> jax.Array:
-    """The product float32 of x and a factor, or the entries of a stack of them."""
+    """The float32 product of x and a factor, or of x and the chosen entries of stacked factors."""
     if numbers is None:
         return jnp.matmul(x.astype(factor.dtype), factor, preferred_element_type=jnp.float32)
     return product(x, factor.reshape(-1, *factor.shape[-2:]), numbers)
 
 
 def attach(model: Any, changes: Mapping[str, LowRank]) -> Any:
-    """A model with changes at the paths of its linear maps and tables; it shares the arrays.
+    """The model with changes at the paths of its linear maps and tables; arrays are shared.
 
     A path is that of a LinearPlace, such as `layers.0.attention.qkv`, or `embedding`, or `head`.
     """
     model = jax.tree.map(lambda array: array, model)
     for path, change in changes.items():
-        node: Any = getattr(model, "share", model)  # what each device has of a divided model
+        node: Any = getattr(model, "share", model)  # of a divided model, one device's share
         *parents, name = path.split(".")
         for part in parents:
             node = node[int(part)] if part.isdigit() else getattr(node, part)
@@ -210,10 +211,10 @@ def attach(model: Any, changes: Mapping[str, LowRank]) -> Any:
 
 
 def read_numbers(model: Any, adapters: Any, batch: int) -> jax.Array:
-    """The adapters of `batch` sequences, int32 [batch], for a model to which some are attached.
+    """The adapter indices of `batch` sequences, int32 [batch], for a model with stacked adapters.
 
-    Raises ValueError for another shape or dtype, for a model without adapters, and where values are
-    known for numbers that it does not have.
+    Raises ValueError for another shape or dtype, for a model without a stack, and, if values are
+    known, for indices out of range.
     """
     found = (module for _, module in nnx.iter_modules(model) if isinstance(module, LowRank))
     most = max((len(each.down.get_value()) for each in found if each.is_stack), default=None)
@@ -230,9 +231,9 @@ def read_numbers(model: Any, adapters: Any, batch: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A model and the changes beside it, as the arguments of a program.
+    """A model and its adapters' changes, as arguments of a program.
 
-    changes: by the paths of linear maps, as `attach` takes them.
+    changes: by the paths of linear maps, as for `attach`.
     """
 
     model: Any
@@ -240,5 +241,5 @@ class Adapted:
 
     @property
     def joined(self) -> Any:
-        """The model with the changes."""
+        """The model with the changes attached."""
         return attach(self.model, self.changes)

@@ -1,4 +1,4 @@
-"""Mamba2: a mixer with a convolution and a state of each head, which decays from token to token.
+"""Mamba2: a mixer with a depthwise convolution and a selective state space in each head.
 
 Source: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060).
 """
@@ -29,18 +29,19 @@ NORMS = ("after_gate", "before_gate", "none")
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Spec(MixerSpec):
-    """Spec of Mamba2, whose in_proj gives the gate z, x, b, c and the steps of heads.
+    """Spec of Mamba2, whose in_proj outputs the gate z, x, B, C and each head's time step.
 
-    heads, head_dim: of x and z, and their channels. groups: of heads that share b and c.
-    states: the channels of b and c. width: the tokens that the convolution of x, b and c reads.
-    epsilon: of the norm of each group's channels. norm: whether it comes after the product with the
-        gate's silu (`after_gate`), before it (`before_gate`), or not at all (`none`).
+    heads, head_dim: the number of heads of x and z, and of their channels. groups: the number of
+        groups of heads that share B and C.
+    states: channels of B and C. width: kernel size, in tokens, of the convolution of x, B and C.
+    epsilon: of the RMSNorm over each group's channels. norm: whether it follows the product with
+        silu(z) (`after_gate`), precedes it (`before_gate`), or is missing (`none`).
     bias, output_bias, conv_bias: whether in_proj, out_proj and the convolution have biases.
-    least_step, most_step: limits of steps; None for none.
-    factors: of in_proj's five outputs, biases included; () for none. output_factor: of what
-        out_proj reads.
-    joint_channels: in a device's share, the channels of all devices that the norm covers together;
-        None where it covers this share's alone.
+    least_step, most_step: limits of time steps; None for none.
+    factors: of in_proj's five outputs, biases included; () for none. output_factor: of the input of
+        out_proj.
+    joint_channels: in one device's share, the number of channels of all devices that the norm
+        covers together; None if the norm covers only this share's channels.
     """
 
     kind: ClassVar[str] = "mamba2"
@@ -62,13 +63,13 @@ class Mamba2Spec(MixerSpec):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """The channels of z, x, b, c and steps."""
+        """The channels of z, x, B, C and time steps."""
         inner, shared = self.heads * self.head_dim, self.groups * self.states
         return inner, inner, shared, shared, self.heads
 
     @property
     def channels(self) -> int:
-        """The channels of the convolution: those of x, b and c."""
+        """The channels of the convolution: of x, B and C."""
         return sum(self.sizes[1:4])
 
     def why_unsound(self) -> str | None:
@@ -86,12 +87,12 @@ class Mamba2Spec(MixerSpec):
         return Mamba2(config, self, rngs)
 
     def state(self, config: DecoderConfig) -> SequenceState:
-        """The state of each head, and the last inputs of the convolution, in float32."""
+        """Float32 arrays: the state of each head, and the convolution's last inputs."""
         of_heads = self.heads, self.head_dim, self.states
         return SequenceState((of_heads, (self.width - 1, self.channels)))
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """Two products: z, x, b, c and steps together (`in_proj`), and `out_proj`."""
+        """Two products: z, x, B, C and time steps together (`in_proj`), and `out_proj`."""
         shapes = tuple((config.hidden_size, size) for size in self.sizes)
         return (
             LinearMaps("in_proj", shapes, self.bias, factors=self.factors),
@@ -99,7 +100,7 @@ class Mamba2Spec(MixerSpec):
         )
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the other parameters, by path: `skip` is a factor of x beside the state."""
+        """Shapes of the other parameters, by path. `skip` is Mamba2's D, which adds skip · x."""
         heads = (self.heads,)
         found: dict[str, tuple[int, ...]] = {"conv": (self.channels, 1, self.width)}
         if self.conv_bias:
@@ -108,23 +109,23 @@ class Mamba2Spec(MixerSpec):
         return found if self.norm == "none" else found | {"norm.weight": self.sizes[:1]}
 
     def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
-        """What decays and steps depend on: their errors add up over tokens."""
+        """The parameters of decays and time steps, whose errors would add up over tokens."""
         return "log_rate", "step_bias", "skip"
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From the norm to `out_proj`; a gate behind the norm multiplies each channel."""
+        """The fold of the norm and `out_proj`; a gate after the norm multiplies each channel."""
         return () if self.norm == "none" else (Fold("out_proj", "norm"),)
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of in_proj's outputs, and of x, b, c, and the outputs of heads in float32."""
+        """Peak bytes: in_proj's outputs, and in float32 x, B, C and the outputs of heads."""
         item = as_dtype("dtype", config.dtype).itemsize
         return tokens * (2 * sum(self.sizes) * item + 4 * (self.channels + 2 * self.sizes[0]))
 
     def divide(self, count: int, units: Mapping[str, int]) -> Mamba2Spec:
-        """The spec with a share of the groups, or of the heads where all share b and c.
+        """The spec with a share of the groups, or of the heads if there is a single group.
 
-        `out_proj` is cut at multiples of its unit. Raises ValueError for fewer groups than devices,
-        unless there is one.
+        `out_proj` is cut at multiples of its unit. Raises ValueError for more than one group, but
+        fewer groups than devices.
         """
         if 1 < self.groups < count:
             raise ValueError(
@@ -141,7 +142,7 @@ class Mamba2Spec(MixerSpec):
         return dataclasses.replace(self, heads=size * each, **own)
 
     def cuts(self, config: DecoderConfig, local: Mamba2Spec, share: Share) -> dict[str, Cut]:
-        """The channels of a share's heads and groups; all of b and c where there is one group."""
+        """The channels of a share's heads and groups; B and C are whole if there is one group."""
         heads = share.run(self.heads, local.heads)
         inner, shared = heads.times(self.head_dim), Run(0, self.states, self.states)
         if self.groups > 1:
@@ -162,7 +163,7 @@ class Mamba2Spec(MixerSpec):
 
 
 class Mamba2(RecurrentMixer):
-    """The mixer of Mamba2: a convolution, a scan of states, and a norm with a gate."""
+    """The mixer of Mamba2: a convolution, a scan over states, and a gated norm."""
 
     def __init__(self, config: DecoderConfig, spec: Mamba2Spec, rngs: nnx.Rngs):
         into, out = spec.linear_maps(config)
@@ -178,7 +179,7 @@ class Mamba2(RecurrentMixer):
         has_norm, inner = spec.norm != "none", spec.sizes[0]
         self.norm = nnx.data(RMSNorm(inner, spec.epsilon, config.dtype) if has_norm else None)
         self.spec = spec
-        self.joint_axis: str | None = None  # of devices that have some heads each
+        self.joint_axis: str | None = None  # mesh axis that divides the heads
 
     @property
     def activations(self) -> Rounding:
@@ -186,11 +187,11 @@ class Mamba2(RecurrentMixer):
         return self.in_proj.activations
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """Makes the norm of a single group cover the heads of all devices of a mesh axis."""
+        """Makes the norm of a single group cover the heads on all devices of a mesh axis."""
         self.joint_axis = axis
 
     def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
-        """The gate, what the convolution reads, and steps before their function."""
+        """The gate z, the convolution's input, and time steps before bias and softplus."""
         gate, *read, steps = self.in_proj(x, context)
         return gate, jnp.concatenate(read, -1), steps
 
@@ -245,7 +246,7 @@ class Mamba2(RecurrentMixer):
         return y, None if states is None or rows is None else rows.put(states, after)
 
     def _gated(self, y: jax.Array, gate: jax.Array) -> jax.Array:
-        """The norm of each group of y, float32, and the product with the gate's silu."""
+        """Multiplies y, float32, by silu(gate) and normalises each group, in the spec's order."""
         gate = jax.nn.silu(gate.astype(jnp.float32))
         if self.spec.norm == "after_gate":
             y = self._normed(y * gate)
@@ -267,7 +268,7 @@ class Mamba2(RecurrentMixer):
         return normed.reshape(y.shape) * weight.astype(jnp.float32)
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is `out_proj` of what `mix` returns."""
+        """Terms [splits, ..., hidden] whose sum is `out_proj` of the result of `mix`."""
         return self.out_proj.terms(mixed, context)
 
     def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:

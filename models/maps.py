@@ -1,4 +1,4 @@
-"""Linear maps of a layer, and the places between them where scales of channels can move."""
+"""Linear maps of a layer, and folds: pairs of parameters between which scales can move."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 
 class LinearMaps(NamedTuple):
-    """Linear maps of one input, which a layer computes as one product where it can.
+    """Linear maps of one input, which a layer computes as one product if formats allow it.
 
-    path: the attribute of the layer's attention or MLP that holds the Linear or FusedLinear, such
-        as `gate_up`.
+    path: of the Linear or FusedLinear inside the layer's mixer or MLP, such as `gate_up`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
-    experts: the number of experts, each of which has such maps; None for maps of the layer itself.
-    is_alternating: whether the outputs of an expert's map alternate between gate and up in files,
-        and come one after the other in the module. is_transposed: whether files hold 16-bit weights
-        as [input, output channels] (gpt-oss).
+    experts: the number of experts, each of which has such maps; None outside experts.
+    is_alternating: whether files alternate an expert's gate and up outputs, which the module keeps
+        one after the other. is_transposed: whether files store 16-bit weights as [input, output
+        channels] (gpt-oss).
     factors: of the outputs of each map, biases included; () for none.
     is_precise: whether the maps stay in 16 bits unless a recipe names them: they are small, and
         errors of their outputs add up over many tokens.
@@ -33,26 +32,25 @@ class LinearMaps(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A place where scales of channels can move from one parameter to the linear map behind it.
+    """A parameter and the linear map that reads its outputs, between which scales can move.
 
-    Dividing the outputs of the source by scales, and multiplying the rows of the target by them,
-    leaves a layer's outputs as they are, if all that lies between is linear in each channel. So
-    does another order of channels, where all that lies between treats each channel alike.
+    Dividing the source's outputs by scales, and multiplying the target's rows by them, leaves a
+    layer's outputs unchanged if everything between them is linear in each channel. So does
+    reordering channels if everything between them treats all channels alike.
 
     target: the path of the linear map whose rows are multiplied, such as `attention.qkv`.
-    source: the path of the norm or the linear map whose outputs are divided. If it is a stack of
-        experts' maps, as the target then is, each expert has scales of its own.
-    part: which outputs of a source that is several maps joined; None for all.
-    repeats: (heads, copies, channels) where the target reads each head of the source several times,
-        as query heads that share values do; None where it reads each channel once.
-    is_mixable: whether the channels of a head, which `repeats` gives, may also be multiplied by a
-        matrix that the target's rows undo, or put in another order: all that lies between treats
-        them alike.
-    is_elementwise: whether each channel that the target reads depends on that channel of every part
-        of the source, and on no other, so that channels can be put in another order.
-    is_linear: whether scales can move; False where all that can change is the order of channels.
-    others: the paths of all others that read the source's outputs and are multiplied, too: linear
-        maps, and arrays [outputs, channels] such as a router.
+    source: the path of the norm or linear map whose outputs are divided. If source and target are
+        stacks of experts' maps, each expert has its own scales.
+    part: which of several joined maps the source is; None for all outputs.
+    repeats: (heads, copies, channels) if the target reads each head of the source several times, as
+        query heads share values; None if it reads each channel once.
+    is_mixable: whether the channels of a head, given by `repeats`, may also be multiplied by a
+        matrix that the target's rows undo, or be reordered: everything between treats them alike.
+    is_elementwise: whether each channel that the target reads depends only on that channel of each
+        part of the source, so that channels can be reordered.
+    is_linear: whether scales can move; False if channels can only be reordered.
+    others: the paths of the other readers of the source's outputs, which are multiplied, too:
+        linear maps, and arrays [outputs, channels] such as a router.
     """
 
     target: str
@@ -66,11 +64,11 @@ class Fold:
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """The paths of all that reads the source's outputs, the target first."""
+        """The paths of all readers of the source's outputs, the target first."""
         return (self.target, *self.others)
 
     def below(self, parent: str) -> Fold:
-        """The fold with paths that begin at the parent of the module that they began at."""
+        """The fold with paths that begin at the parent of its module."""
         source, target, *others = (
             f"{parent}.{path}" for path in (self.source, self.target, *self.others)
         )

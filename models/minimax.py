@@ -16,7 +16,7 @@ _BLOCK = "model.layers.{layer}.block_sparse_moe"
 
 
 class MiniMaxM2(Decoder):
-    """MiniMax M2: Mixtral with norms of all query and key heads, and corrected sigmoid scores."""
+    """MiniMax M2: Mixtral with QK-norm over all heads jointly; sigmoid router, selection bias."""
 
     names: ClassVar[Names] = {
         **NAMES,

@@ -23,7 +23,7 @@ from mpjax.models.mlp import GatedMLPSpec
 
 
 class Mistral(Decoder):
-    """Mistral: Llama with a sliding window over the keys in every layer (null: none)."""
+    """Mistral: Llama with a sliding window in every layer (null: none)."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
@@ -41,7 +41,7 @@ class Mistral(Decoder):
 
 
 class Ministral3(Decoder):
-    """Ministral 3: Mistral whose queries grow with their positions, with YaRN."""
+    """Ministral 3: Mistral with YaRN and position-dependent query scaling (as in Llama 4)."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,

@@ -22,7 +22,7 @@ _BLOCK = "model.layers.{layer}.block_sparse_moe"
 
 
 class Mixtral(Decoder):
-    """Mixtral: Mistral with a mixture of experts, whose weights are a softmax over the chosen."""
+    """Mixtral: Mistral with a mixture of experts; a softmax over a token's experts weights them."""
 
     names: ClassVar[Names] = {
         **NAMES,

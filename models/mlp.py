@@ -1,4 +1,4 @@
-"""The MLPs of a layer, with a gate and without. Another kind of MLP is another file like this."""
+"""The MLPs of a layer, with and without a gate. Another kind of MLP would be another such file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from mpjax.models.state import WHOLE, StepContext
 class RoutedInputs(NamedTuple):
     """The inputs of the linear maps of experts.
 
-    x: [..., K], read by all of a token's experts, or [..., k, K], an input for each. experts: int32
-    [..., k], the numbers of each token's experts. total: the number of all experts.
+    x: [..., K], one input for all of a token's experts, or [..., k, K], an input for each. experts:
+    int32 [..., k], the indices of each token's experts. total: the number of all experts.
     """
 
     x: jax.Array
@@ -40,7 +40,7 @@ class RoutedInputs(NamedTuple):
     total: int
 
 
-Inputs = dict[str, jax.Array | RoutedInputs]  # of linear maps, by their paths
+Inputs = dict[str, jax.Array | RoutedInputs]  # of linear maps, by path
 
 
 class MLP(Protocol):
@@ -48,7 +48,7 @@ class MLP(Protocol):
 
     @property
     def activations(self) -> Rounding | Projection:
-        """How the input of the first map is rounded, or which products are read beside it."""
+        """How the input of the first map is rounded, or a Projection of it."""
 
     def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output for x [..., hidden].
@@ -77,7 +77,7 @@ class GatedMLPSpec(MLPSpec):
     factors: tuple[float, ...] = ()
 
     def why_unsound(self) -> str | None:
-        """The reason why there is no such activation or transform, or None if there is."""
+        """The reason why the activation, the factors or the transform are invalid, or None."""
         if self.activation not in self.activations:
             expected = " or ".join(self.activations)
             return f"activation is {self.activation!r:.80}: expected {expected}"
@@ -86,7 +86,7 @@ class GatedMLPSpec(MLPSpec):
         return self.why_unmixable()
 
     def mixers(self) -> dict[str, int]:
-        """The MLP itself."""
+        """The MLP itself ("") and its channels before `down`."""
         return {"": self.intermediate_size}
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP | UngatedMLP:
@@ -102,26 +102,26 @@ class GatedMLPSpec(MLPSpec):
         )
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From up to down, unless channels are mixed there: the gate multiplies each channel."""
+        """The fold of up and down, unless there is a transform; the gate scales each channel."""
         return () if self.hadamard else (Fold("down", "gate_up", 1, is_elementwise=True),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GatedMLPSpec:
-        """The spec with a share of the intermediate channels, cut where `down` can be.
+        """The spec with a share of the intermediate channels, cut at multiples of `down`'s unit.
 
-        Blocks that a transform mixes stay whole.
+        Blocks of a Hadamard transform stay whole.
         """
         unit = math.lcm(units["down"], self.hadamard or 1)
         size = share_size(self.intermediate_size, count, unit)
         return dataclasses.replace(self, intermediate_size=size)
 
     def cuts(self, config: DecoderConfig, local: GatedMLPSpec, share: Share) -> dict[str, Cut]:
-        """The intermediate channels of a share."""
+        """The share's intermediate channels."""
         inner = share.run(self.intermediate_size, local.intermediate_size)
         return {"gate_up": Cut(outputs=(inner, inner)), "down": Cut(inputs=inner)}
 
 
 class GatedMLP(nnx.Module):
-    """The MLP down(activation(gate(x)) · up(x)), which may mix channels before `down`."""
+    """The MLP down(activation(gate(x)) · up(x)), optionally with a transform before `down`."""
 
     def __init__(self, config: DecoderConfig, spec: GatedMLPSpec, rngs: nnx.Rngs):
         gate_up, down = spec.linear_maps(config)
@@ -136,7 +136,7 @@ class GatedMLP(nnx.Module):
         return self.gate_up.activations
 
     def gated(self, x: Activations | Projected, context: StepContext = WHOLE) -> Activations:
-        """The input of `down` [..., intermediate_size], rounded as `down` asks beside a cache."""
+        """The input of `down` [..., intermediate_size], rounded for `down` if there is a cache."""
         x = as_activations("GatedMLP: x", x)
         terms = self.gate_up.terms(x, context)
         format = self.down.activations if context.is_cached else None
@@ -149,7 +149,7 @@ class GatedMLP(nnx.Module):
     def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         gated = self.gated(x)
-        assert isinstance(gated, jax.Array)  # it is rounded beside a cache alone
+        assert isinstance(gated, jax.Array)  # only rounded with a cache
         return {"gate_up": x, "down": gated}
 
     def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
@@ -158,13 +158,13 @@ class GatedMLP(nnx.Module):
 
 
 def _xielu(x: jax.Array, positive: jax.Array, negative: jax.Array) -> jax.Array:
-    """XIELU (arXiv 2411.13010) with learned numbers float32 [1] of both sides."""
+    """The activation xIELU (arXiv 2411.13010), with a learned float32 [1] for each sign of x."""
     rising = jax.nn.softplus(positive) * x * x
     falling = (0.5 + jax.nn.softplus(negative)) * (jnp.expm1(jnp.minimum(x, -1e-6)) - x)
     return jnp.where(x > 0, rising, falling) + 0.5 * x
 
 
-# By the activation's name: its function of x and of learned numbers, and the paths of these.
+# Name → the activation as a function of x and its learned parameters, and their paths.
 ACTIVATIONS: dict[str, tuple[Callable[..., jax.Array], tuple[str, ...]]] = {
     "gelu": (jax.nn.gelu, ()),
     "relu2": (lambda x: jnp.square(jax.nn.relu(x)), ()),
@@ -177,7 +177,7 @@ class UngatedMLPSpec(GatedMLPSpec):
     """Spec of the MLP down(activation(up(x))).
 
     bias: whether both maps have biases. activation: `gelu` (its tanh approximation), `relu2` (the
-    square of ReLU), or `xielu`, which has two learned numbers.
+    square of ReLU), or `xielu`, which has two learned parameters.
     """
 
     kind: ClassVar[str] = "ungated"
@@ -198,22 +198,22 @@ class UngatedMLPSpec(GatedMLPSpec):
         )
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the activation's learned numbers, by path."""
+        """Shapes of the activation's learned parameters, by path."""
         return {path: (1,) for path in ACTIVATIONS[self.activation][1]}
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """Another order of the inner channels: no activation here is linear."""
+        """The fold of up and down: channels can only be reordered, as activations aren't linear."""
         fold = Fold("down", "up", is_elementwise=True, is_linear=False)
         return () if self.hadamard else (fold,)
 
     def cuts(self, config: DecoderConfig, local: GatedMLPSpec, share: Share) -> dict[str, Cut]:
-        """The intermediate channels of a share."""
+        """The share's intermediate channels."""
         inner = share.run(self.intermediate_size, local.intermediate_size)
         return {"up": Cut(outputs=(inner,)), "down": Cut(inputs=inner)}
 
 
 class UngatedMLP(nnx.Module):
-    """The MLP down(activation(up(x))), which may mix channels before `down`."""
+    """The MLP down(activation(up(x))), optionally with a transform before `down`."""
 
     def __init__(self, config: DecoderConfig, spec: UngatedMLPSpec, rngs: nnx.Rngs):
         self.up, self.down = (
@@ -230,7 +230,7 @@ class UngatedMLP(nnx.Module):
         return self.up.activations
 
     def activated(self, x: Activations | Projected, context: StepContext = WHOLE) -> Activations:
-        """The input of `down` [..., intermediate_size], rounded as `down` asks beside a cache."""
+        """The input of `down` [..., intermediate_size], rounded for `down` if there is a cache."""
         x = as_activations("UngatedMLP: x", x)
         function, learned = ACTIVATIONS[self.activation]
         numbers = (getattr(self, path).get_value()[0].astype(jnp.float32) for path in learned)
@@ -247,7 +247,7 @@ class UngatedMLP(nnx.Module):
     def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         activated = self.activated(x)
-        assert isinstance(activated, jax.Array)  # it is rounded beside a cache alone
+        assert isinstance(activated, jax.Array)  # only rounded with a cache
         return {"up": x, "down": activated}
 
     def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:

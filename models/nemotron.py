@@ -27,7 +27,7 @@ from mpjax.models.parameters import Names
 _LAYER = "backbone.layers.{layer}"
 _MIXER = f"{_LAYER}.mixer"
 ACTIVATION = "relu2"
-# The letters of older files, and the kinds of layers in newer ones.
+# Letter of a layer in older files → its kind in newer ones.
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {
     **{kind: kind for kind in _LETTERS.values()},
@@ -36,9 +36,9 @@ _KINDS = {
 
 
 class NemotronH(Decoder):
-    """Nemotron-H: each layer has Mamba2, attention, an MLP or experts alone; no positions.
+    """Nemotron-H: each layer is Mamba2, attention, an MLP or experts; no positional embedding.
 
-    The MLPs have no gate, and square what is positive.
+    The MLPs have no gate; their activation is the square of ReLU.
     """
 
     names: ClassVar[Names] = {
@@ -61,7 +61,7 @@ class NemotronH(Decoder):
         "mlp.shared.down": f"{_MIXER}.shared_experts.down_proj",
     }
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (*Decoder.specs, Mamba2Spec)
-    # The layers that predict a second token, which nothing here asks for.
+    # MTP layers, which mpjax does not use.
     spare: ClassVar[tuple[str, ...]] = ("mtp.",)
     aliases: ClassVar[Mapping[str, str]] = {
         "mamba_n_groups": "n_groups",
@@ -147,7 +147,7 @@ def _experts(hf: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def _kinds(hf: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer: of a list, of a text of letters, or transformers' four."""
+    """The kind of each layer, from a list or a string of letters; by default transformers' four."""
     if (written := hf.get("layers_block_type")) is not None:
         found = written if isinstance(written, list) else [None]
         kinds = [_KINDS.get(kind) if isinstance(kind, str) else None for kind in found]

@@ -26,12 +26,12 @@ POST_NORMS: Names = {
     "attention_post_norm.weight": f"{_LAYER}post_attention_layernorm.weight",
     "mlp_post_norm.weight": f"{_LAYER}post_feedforward_layernorm.weight",
 }
-THETA = 5e5  # of OLMo 3's rotary embeddings
+THETA = 5e5  # OLMo 3's default rope_theta
 _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 
 
 class Olmo2(Decoder):
-    """OLMo 2: norms after each half instead of before, and of the queries and keys of all heads."""
+    """OLMo 2: post-norms instead of pre-norms; QK-norm over all heads jointly."""
 
     names: ClassVar[Names] = POST_NORMS
     defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
@@ -43,7 +43,7 @@ class Olmo2(Decoder):
 
 
 class Olmo3(Decoder):
-    """OLMo 3: OLMo 2 with windows in three of four layers, which no scaling of angles concerns."""
+    """OLMo 3: OLMo 2 with windows in 3 of 4 layers; RoPE scaling in full-attention layers only."""
 
     names: ClassVar[Names] = POST_NORMS
     defaults: ClassVar[Mapping[str, Any]] = {**_DEFAULTS, "sliding_window": 4096}
@@ -62,7 +62,7 @@ class Olmo3(Decoder):
 
 
 def _layers(hf: Mapping[str, Any], windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """The layers; those with a window have the local rotary embedding."""
+    """The layers' specs; layers with a window have the local rotary embedding."""
     bias, mlp = flag(hf, "attention_bias"), GatedMLPSpec(integer(hf, "intermediate_size"))
     return tuple(
         LayerSpec(

@@ -23,7 +23,7 @@ PARTS = ("attention", "recurrent")  # paths in the module
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSpec(MixerSpec):
-    """Spec of two mixers that read one input, and whose outputs are added."""
+    """Spec of two parallel mixers: both read one input, and their outputs are added."""
 
     kind: ClassVar[str] = "parallel"
     attention: MixerSpec
@@ -36,7 +36,7 @@ class ParallelSpec(MixerSpec):
 
     @property
     def ropes(self) -> tuple[str, ...]:
-        """The rotary embeddings of both mixers."""
+        """The kinds of rotary embedding of both mixers."""
         return (*self.attention.ropes, *self.recurrent.ropes)
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Parallel:
@@ -68,24 +68,24 @@ class ParallelSpec(MixerSpec):
         return self._paths((part, spec.wide_arrays(config)) for part, spec in self.parts.items())
 
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """All that reads the input of either mixer."""
+        """The paths of all readers of the input, of both mixers."""
         return self._paths((part, spec.readers(config)) for part, spec in self.parts.items())
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The linear maps whose outputs are added up: the last ones of both mixers."""
+        """The paths of both mixers' last linear maps, whose outputs are added."""
         return self._paths((part, spec.writers(config)) for part, spec in self.parts.items())
 
     def _paths(self, found: Iterable[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
         return tuple(f"{part}.{path}" for part, paths in found for path in paths)
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """The folds inside of each mixer."""
+        """The folds inside each mixer."""
         return tuple(
             fold.below(part) for part, spec in self.parts.items() for fold in spec.folds(config)
         )
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of tokens' arrays inside of both mixers."""
+        """Peak bytes of the arrays inside both mixers."""
         return sum(spec.working_bytes(config, tokens) for spec in self.parts.values())
 
     def divide(self, count: int, units: Mapping[str, int]) -> ParallelSpec:
@@ -109,23 +109,23 @@ class ParallelSpec(MixerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class JointState:
-    """The states of mixers that a layer has side by side; see StateSpec."""
+    """The states of parallel mixers; see StateSpec."""
 
     states: tuple[StateSpec, ...]
 
     @property
     def is_paged(self) -> bool:
-        """Whether some of it is in pages."""
+        """Whether any of the states is in pages."""
         return any(state.is_paged for state in self.states)
 
     @property
     def keeps_sequences(self) -> bool:
-        """Whether some of it is of one size for each sequence."""
+        """Whether any of the states has a fixed size for each sequence."""
         return any(state.keeps_sequences for state in self.states)
 
     @property
     def window(self) -> int | None:
-        """The window of the state in pages."""
+        """The window of the paged state."""
         return next((state.window for state in self.states if state.is_paged), None)
 
     def create(self, room: Room, scales: jax.Array | None) -> tuple[Any, ...]:
@@ -133,27 +133,27 @@ class JointState:
         return tuple(state.create(room, scales) for state in self.states)
 
     def copy(self, state: tuple[Any, ...], source: jax.Array, target: jax.Array) -> tuple[Any, ...]:
-        """The states with what both mixers keep for one sequence copied to another place."""
+        """Both states with a sequence's fixed-size states copied to another index."""
         return tuple(
             spec.copy(each, source, target) for spec, each in zip(self.states, state, strict=True)
         )
 
     def forget(self, state: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The states with what both mixers keep for sequences as it was before."""
+        """The states with the fixed-size states of `before`."""
         return tuple(
             spec.forget(each, old)
             for spec, each, old in zip(self.states, state, before, strict=True)
         )
 
     def clear(self, state: tuple[Any, ...], pages: jax.Array, slots: jax.Array) -> tuple[Any, ...]:
-        """The states with zeros in some pages, and in what is kept for some sequences."""
+        """The states with zeros in some pages, and in the fixed-size states of some slots."""
         return tuple(
             spec.clear(each, pages, slots) for spec, each in zip(self.states, state, strict=True)
         )
 
 
 class Parallel(nnx.Module):
-    """Two mixers that read one input, and whose outputs are added."""
+    """Two parallel mixers: both read one input, and their outputs are added."""
 
     def __init__(self, config: DecoderConfig, spec: ParallelSpec, rngs: nnx.Rngs):
         self.attention = spec.attention.build(config, rngs)
@@ -186,7 +186,7 @@ class Parallel(nnx.Module):
         return mixed, None if state is None else states
 
     def settle(self, state: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
-        """The states after a tentative step; attention's are what they are."""
+        """The states after a tentative step; only the recurrent state changes."""
         return tuple(
             mixer.settle(own, context) if isinstance(mixer, RecurrentMixer) else own
             for mixer, own in zip(self.parts.values(), state, strict=True)

@@ -17,10 +17,10 @@ from mpjax.models.maps import LinearMaps
 from mpjax.models.stack import alternating, halves_of, stack, unstack
 from mpjax.models.window import Window
 
-# For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
-# names are of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer leave
-# out `layers.<number>.`, and `{layer}` in a name stands for the number, as `{expert}` stands for
-# that of an expert. Maps one after another whose names are equal are one in the files.
+# Path in the Decoder → name of the tensor in Hugging Face's files. For linear maps, the names are
+# of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer omit
+# `layers.<number>.`; in a name, `{layer}` stands for the layer's number and `{expert}` for the
+# expert's. Consecutive maps with equal names are one tensor in the files.
 Names = Mapping[str, str | tuple[str, ...]]
 
 NAMES: Names = {
@@ -44,7 +44,7 @@ NAMES: Names = {
         "model.layers.{layer}.mlp.up_proj",
     ),
     "mlp.down": "model.layers.{layer}.mlp.down_proj",
-    # Scales of an FP8 cache, for keys and for values, where a checkpoint was calibrated for one.
+    # Scales of an FP8 cache, for keys and for values, in checkpoints that were calibrated for one.
     "cache_scales": (
         "model.layers.{layer}.self_attn.k_scale",
         "model.layers.{layer}.self_attn.v_scale",
@@ -60,9 +60,9 @@ def expert_names(
     maps: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_experts",
 ) -> dict[str, str | tuple[str, ...]]:
-    """Names of a mixture whose module is `block`, beside those of NAMES.
+    """Tensor names of a mixture whose module in files is `block`, to be added to NAMES.
 
-    maps: of each expert. shared: the name of the MLP of all tokens inside of the block.
+    maps: of each expert. shared: the name of the shared expert inside the block.
     """
     gate, up, down = (f"{block}.experts.{{expert}}.{name}" for name in maps)
     return {
@@ -77,13 +77,13 @@ def expert_names(
 
 @dataclasses.dataclass(frozen=True)
 class ArrayPlace:
-    """A parameter that is not quantised: the weight of a norm, a table that is not packed.
+    """A parameter that is not quantised, such as a norm's weight or a table that is not packed.
 
     path: of the nnx.Param in the Decoder, such as `layers.0.mlp_norm.weight`.
-    name: of the tensor in Hugging Face's files. shape: of both, without the axes of 1 that the
-    tensor may have in front: `leading` is their number.
-    offset: what the parameter has more than the tensor; 0 for none.
-    dtype: of the parameter; None for that of the model.
+    name: of the tensor in Hugging Face's files. shape: of the parameter. leading: the number of
+    leading axes of size 1 that the tensor has in addition.
+    offset: parameter minus tensor; 0 if they are equal.
+    dtype: of the parameter; None for the model's dtype.
     """
 
     path: str
@@ -99,26 +99,26 @@ class ArrayPlace:
         return (1,) * self.leading + self.shape
 
     def read(self, model: nnx.Module) -> jax.Array:
-        """The parameter's array."""
+        """The parameter's array in the model."""
         return find(model, self.path).get_value()
 
     def assign(self, model: nnx.Module, value: Any) -> None:
-        """Replaces the parameter's array."""
+        """Replaces the parameter's array in the model."""
         _replace(model, self.path, nnx.Param(value))
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearPlace:
-    """Place of linear maps of one input, which the module computes as one product where it can.
+    """Place of linear maps of one input, which the module computes as one product if it can.
 
-    A packed table is one, too: the head maps hidden states to logits, and the embedding is such a
-    map's transpose. A module that holds its maps in another way, such as experts in a stack, has a
-    subclass.
+    A packed table is a LinearPlace, too: the head maps hidden states to logits, and the embedding
+    is the transpose of such a map. Modules that store their maps differently, such as stacks of
+    experts, have a subclass.
 
     path: of the Linear or FusedLinear in the Decoder, such as `layers.0.attention.qkv`.
     names: of the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
-    is_precise: as LinearMaps has it.
+    is_precise: as in LinearMaps.
     """
 
     path: str
@@ -129,7 +129,7 @@ class LinearPlace:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is a packed table, the embedding or the head, and in no layer."""
+        """Whether this is a packed table, which is outside of the layers."""
         return self.path in TABLES
 
     def parts(self, model: nnx.Module) -> list[Linear]:
@@ -143,32 +143,32 @@ class LinearPlace:
 
     @property
     def joined_maps(self) -> int:
-        """The number of maps that `join` holds at a time, beside what it joins them to."""
+        """The number of maps that `join` has in memory at a time, besides its result."""
         return len(self.names)
 
     def join(self, maps: Iterable[Linear]) -> list[Linear]:
-        """Joins one Linear for each of `names` into parts: one, or as many where formats differ."""
+        """Joins one Linear for each of `names` to one part; returns them all if formats differ."""
         return join(list(maps))
 
     def maps(self, model: nnx.Module) -> list[Linear]:
-        """One Linear for each name."""
+        """One Linear for each of `names`."""
         return self.maps_of(self.parts(model))
 
     def maps_of(self, parts: Sequence[Linear]) -> list[Linear]:
-        """One Linear for each name: undoes `join`."""
+        """One Linear for each of `names`: undoes `join`."""
         if len(parts) == len(self.names):
             return list(parts)
         [joint] = parts
         return split(joint, [outputs for _, outputs in self.shapes])
 
     def within(self, windows: Sequence[Window] | None) -> LinearPlace:
-        """The place with the maps alone of which some windows are; None for all."""
+        """The place itself; an ExpertPlace keeps only the experts of the windows."""
         return self
 
     def part_shapes(self, count: int) -> list[tuple[int, ...]]:
         """Kernel shapes (in, out) of `count` parts: one part for all maps, or a part for each.
 
-        Raises ValueError for another count.
+        Raises ValueError for any other count.
         """
         if count == len(self.shapes):
             return list(self.shapes)
@@ -187,11 +187,11 @@ class LinearPlace:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlace(LinearPlace):
-    """Place of the linear maps of all experts, which the module holds as one stack.
+    """Place of the linear maps of all experts, which the module stores as one stack.
 
     path: of a Linear with a kernel [experts, in, out]. names, shapes: of all maps of the first
-    expert, then of the next. experts: their number. is_alternating, is_transposed: as LinearMaps
-    has them.
+    expert, then of the next. experts: their number. is_alternating, is_transposed: as in
+    LinearMaps.
     """
 
     experts: int
@@ -200,27 +200,27 @@ class ExpertPlace(LinearPlace):
 
     @property
     def joined_maps(self) -> int:
-        """The number of maps of an expert: `join` takes one expert after another."""
+        """The number of maps of one expert: `join` processes one expert after another."""
         return len(self.names) // self.experts
 
     def join(self, maps: Iterable[Linear]) -> list[Linear]:
-        """Joins the maps of each expert, and stacks the experts: a list of one Linear.
+        """Joins the maps of each expert and stacks the experts: a list of one Linear.
 
-        Raises ValueError where formats differ.
+        Raises ValueError if formats differ.
         """
         if self.is_alternating:
             maps = (halves_of(each) for each in maps)
         return [stack(maps, self.names, self.joined_maps)]
 
     def maps_of(self, parts: Sequence[Linear]) -> list[Linear]:
-        """One Linear for each name: undoes `join`."""
+        """One Linear for each of `names`: undoes `join`."""
         [stacked] = parts
         sizes = [outputs for _, outputs in self.shapes[: self.joined_maps]]
         maps = [each for one in unstack(stacked, self.experts) for each in split(one, sizes)]
         return [alternating(each) for each in maps] if self.is_alternating else maps
 
     def within(self, windows: Sequence[Window] | None) -> ExpertPlace:
-        """The place of the experts of a window."""
+        """The place with only the experts of these windows; None: all experts."""
         if not windows or not windows[0].is_of_experts:
             return self
         window, each = windows[0], self.joined_maps
@@ -230,7 +230,7 @@ class ExpertPlace(LinearPlace):
         )
 
     def pieces(self, bytes: int) -> list[Window]:
-        """Windows of about equally many experts, with at most so many bytes in 16 bits, or one."""
+        """Windows of equally many experts, with at most `bytes` in 16 bits or one expert each."""
         inputs, outputs = self.shapes[0][0], sum(n for _, n in self.shapes[: self.joined_maps])
         count = -(-self.experts // max(bytes // (2 * inputs * outputs), 1))
         size = -(-self.experts // count)
@@ -246,9 +246,9 @@ class ExpertPlace(LinearPlace):
 
 
 def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
-    """Places of all parameters outside linear maps, in the order of the computation.
+    """Places of all parameters outside linear maps, in the order of computation.
 
-    Tables that are packed are linear maps.
+    Packed tables are not included: they are linear maps.
     """
     hidden = (config.hidden_size,)
     table = (config.vocab_size, config.hidden_size)
@@ -286,7 +286,7 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
 
 
 def _with_bias(place: ArrayPlace) -> list[ArrayPlace]:
-    """The place, and that of the bias of a norm whose weight it is."""
+    """The place, and if it is a norm's weight the place of the norm's bias."""
     if not place.path.endswith("norm.weight"):
         return [place]
     path, name = (f"{x.removesuffix('weight')}bias" for x in (place.path, place.name))
@@ -294,13 +294,13 @@ def _with_bias(place: ArrayPlace) -> list[ArrayPlace]:
 
 
 def _with_offset(place: ArrayPlace) -> ArrayPlace:
-    """The place, with the offset of a norm's weight if it is one; float32 holds the sum exactly."""
+    """The place, with offset 1 if it is a norm's weight; float32 represents the sum exactly."""
     is_norm = place.path.endswith("norm.weight")
     return dataclasses.replace(place, offset=1.0, dtype="float32") if is_norm else place
 
 
 def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
-    """Places of all linear maps in the order of the computation: of layers, and packed tables."""
+    """Places of all linear maps, in the order of computation: of layers, and packed tables."""
     shape = config.hidden_size, config.vocab_size
     tables = [
         LinearPlace(path, (name_of(names, path).removesuffix(".weight"),), (shape,), False)
@@ -318,7 +318,7 @@ def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
 
 def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlace:
     of_maps, at = names_of(names, path, number), f"layers.{number}.{path}"
-    if len(of_maps) == 1:  # a file that holds the maps as one
+    if len(of_maps) == 1:  # files store all maps as one tensor
         of_maps *= len(maps.shapes)
     pairs = zip(of_maps, maps.shapes, strict=True)
     alike = [[*each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])]
@@ -335,9 +335,9 @@ def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlac
 
 
 def names_of(names: Names, path: str, layer: int = 0) -> tuple[str, ...]:
-    """Names in Hugging Face's files of the parameter or the maps at a path.
+    """The names in Hugging Face's files of the parameter or the maps at a path.
 
-    path: a key of `names`. Raises ValueError for a path that the family gives no name.
+    path: a key of `names`. Raises ValueError for a path to which the family gives no name.
     """
     if path not in names:
         raise ValueError(
@@ -351,7 +351,7 @@ def names_of(names: Names, path: str, layer: int = 0) -> tuple[str, ...]:
 
 
 def name_of(names: Names, path: str, layer: int = 0) -> str:
-    """Name in Hugging Face's files of the parameter at a path; see `names_of`."""
+    """The name in Hugging Face's files of the parameter at a path; see `names_of`."""
     [name] = names_of(names, path, layer)
     return name
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4, whose files hold query, key and value as one map, and gate and up."""
+"""Phi-3, Phi-3.5 and Phi-4, whose files have fused QKV and fused gate/up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.models.parameters import NAMES, Names
 
 
 class Phi3(Decoder):
-    """Phi-3: Llama with joined maps, and with LongRoPE and a part of each head rotated in some."""
+    """Phi-3: Llama with fused QKV and gate/up; some models have LongRoPE or partial RoPE."""
 
     names: ClassVar[Names] = {
         **NAMES,
@@ -45,7 +45,7 @@ class Phi3(Decoder):
 
 
 def _as_longrope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file in which LongRoPE has its own name: Phi-3's first files call it `yarn`."""
+    """The config's keys with LongRoPE under its own name: Phi-3's first files call it `yarn`."""
     renamed = dict(hf)
     for key in ROTARY_KEYS:
         if isinstance(written := hf.get(key), Mapping):

@@ -166,7 +166,7 @@ QWEN3_6_35B_A3B = DecoderConfig(
     stop_ids=(248046,),
 )
 
-# The class and the configuration of each model, by the name that commands take.
+# Name in commands → class and configuration of the model.
 PUBLISHED: dict[str, tuple[type[Decoder], DecoderConfig]] = {
     "qwen3-8b": (Qwen3, QWEN3_8B),
     "llama3.1-8b": (Llama, LLAMA3_1_8B),

@@ -26,7 +26,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer: by `layer_types` where the file lists them.
+    """The window of each layer: by `layer_types` if the file has that list.
 
     Otherwise the window applies from layer `max_window_layers` on, if `use_sliding_window` is true.
     """
@@ -49,7 +49,7 @@ class Qwen2(Decoder):
 
 
 class Qwen3(Decoder):
-    """Qwen3: Llama with an RMSNorm on every query and key head, before the rotary embedding."""
+    """Qwen3: Llama with QK-norm before RoPE."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**_DEFAULTS, "head_dim": 128}
 

@@ -48,7 +48,7 @@ class _Hybrid(Decoder):
 
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (*Decoder.specs, GatedDeltaSpec)
     names: ClassVar[Names] = _NAMES
-    # The head that predicts a second token, which nothing here asks for.
+    # The MTP module, which mpjax does not use.
     spare: ClassVar[tuple[str, ...]] = ("mtp.",)
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_output_gate": (None, True),
@@ -58,7 +58,7 @@ class _Hybrid(Decoder):
 
 
 class Qwen3Next(_Hybrid):
-    """Qwen3-Next: experts in most layers, and files with the maps of one key head after another."""
+    """Qwen3-Next: Gated DeltaNet, whose projections files interleave by key head, and experts."""
 
     names: ClassVar[Names] = {
         **_NAMES,

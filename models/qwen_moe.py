@@ -43,7 +43,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Qwen2MoE(Decoder):
-    """Qwen2-MoE: Qwen2 with experts, and an MLP for all tokens with a gate of its own."""
+    """Qwen2-MoE: Qwen2 with experts, and a shared expert with a gate."""
 
     names: ClassVar[Names] = MIXTURE_NAMES
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -96,13 +96,13 @@ def _experts(hf: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def experts_with_shared(hf: Mapping[str, Any]) -> ExpertsSpec:
-    """The spec of a layer's experts beside an MLP for all tokens, which has a gate."""
+    """The spec of a layer's experts, with a gated shared expert."""
     shared = integer(hf, "shared_expert_intermediate_size")
     return dataclasses.replace(_experts(hf), shared_size=shared, shared_gate=True)
 
 
 def _alternating_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Windows by `layer_types`; without, in every other of the first `max_window_layers` layers."""
+    """Windows: by `layer_types`, else in every other of the first `max_window_layers` layers."""
     layers = layer_count(hf)
     if not flag(hf, "use_sliding_window"):
         return (None,) * layers
@@ -118,7 +118,7 @@ def mixture_layers(
 ) -> tuple[LayerSpec, ...]:
     """The specs of layers, with experts in every `decoder_sparse_step`-th layer.
 
-    Layers that `mlp_only_layers` lists, and all others, have a gated MLP.
+    Layers in `mlp_only_layers`, and all remaining layers, have a gated MLP.
     """
     step, listed = integer(hf, "decoder_sparse_step"), layer_numbers(hf, "mlp_only_layers")
     layers = []

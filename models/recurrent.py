@@ -1,4 +1,4 @@
-"""What mixers with a state of each sequence have in common: tokens may be taken back."""
+"""Base class of mixers with a fixed-size state for each sequence, and removal of tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpjax.models.state import StepContext
 )
 @dataclasses.dataclass(frozen=True)
 class Tentative:
-    """A state before tokens that may be taken back, and what they are to the recurrence.
+    """A state before tokens that may be removed, and the recurrence's inputs of these tokens.
 
-    state: of a SequenceState. inputs: as `RecurrentMixer.project` gives them.
+    state: of a SequenceState. inputs: the result of `RecurrentMixer.project`.
     """
 
     state: tuple[jax.Array, ...]
@@ -28,7 +28,7 @@ class Tentative:
 
 
 def part(states: Any) -> tuple[Any, Any]:
-    """States without what is in their Tentatives beside states, and that: see `join`."""
+    """Separates a tree of states into plain states and the inputs of Tentatives; see `join`."""
 
     def only(x: Any, *, state: bool) -> Any:
         if not isinstance(x, Tentative):
@@ -43,7 +43,7 @@ def part(states: Any) -> tuple[Any, Any]:
 
 
 def join(states: Any, rest: Any) -> Any:
-    """What `part` has parted."""
+    """Undoes `part`: one tree of states, with Tentatives."""
 
     def joined(x: Any, state: Any) -> Any:
         return Tentative(state, x.inputs) if isinstance(x, Tentative) else state
@@ -56,15 +56,15 @@ def _is_tentative(x: Any) -> bool:
 
 
 class RecurrentMixer(nnx.Module):
-    """A mixer whose state is a SequenceState: projections of each token, and a recurrence of them.
+    """A mixer whose state is a SequenceState: projections of each token, and a recurrence.
 
-    A state holds all tokens that were read, so none can be taken out of it. After a tentative step
-    it stays as it was, beside the projections of the step's tokens; once it is known how many of
-    them are kept, the recurrence alone reads these: the state once more, and no weights.
+    No token can be removed from an updated state. So a tentative step returns the state as it was,
+    with the projections of the step's tokens. Once it is known how many tokens are kept, only the
+    recurrence runs again, which needs no weights of linear maps.
     """
 
     def project(self, x: Activations, context: StepContext) -> Any:
-        """What the recurrence reads of each token: a tree of arrays [batch, tokens, ...]."""
+        """The recurrence's inputs of each token: a tree of arrays [batch, tokens, ...]."""
         raise NotImplementedError
 
     def advance(
@@ -76,7 +76,7 @@ class RecurrentMixer(nnx.Module):
     def mix(
         self, x: Activations, context: StepContext, state: tuple[jax.Array, ...] | None = None
     ) -> tuple[jax.Array, Any]:
-        """Everything but the last map, and the state, which is a Tentative in such a step."""
+        """The mixer without its last map, and the state: a Tentative if the step is tentative."""
         inputs = self.project(x, context)
         mixed, after = self.advance(inputs, context, state)
         if context.tentative and state is not None:
@@ -84,6 +84,6 @@ class RecurrentMixer(nnx.Module):
         return mixed, after
 
     def settle(self, state: Any, context: StepContext) -> Any:
-        """The state with the first tokens of a tentative step, as many as the context counts."""
+        """The state with the first `context.counts` tokens of a tentative step."""
         assert isinstance(state, Tentative)
         return self.advance(state.inputs, context, state.state)[1]

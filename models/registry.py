@@ -1,4 +1,4 @@
-"""Registry of families: the class that implements each architecture of a config.json."""
+"""Registry of families: architecture in config.json → class that implements it."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Qwen3_5MoeForCausalLM": Qwen35MoE,
 }
 
-CHECKED_WITH = "5.24"  # the version of transformers with which all families were compared
-# Keys of many families, and those that change no computation.
+CHECKED_WITH = "5.24"  # the version of transformers whose logits the families match
+# Keys that many families have, or that change no computation.
 COMMON = (
     *("architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype"),
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
@@ -94,10 +94,10 @@ COMMON = (
     *("eos_token_id", "bos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp"),
     *("_name_or_path", "id2label", "label2id"),
 )
-# What the names of architectures with a family's layers end with, if not with `ForCausalLM`.
+# Suffixes of architectures with a family's layers, besides `ForCausalLM`.
 CLASSIFIER, BARE = "ForSequenceClassification", "Model"
 _PARALLEL = "two norms that both read a layer's input"
-# Architectures that people ask for, and the part of each that the decoders here lack.
+# Architectures that people ask for → what the decoders here lack for them.
 LACKING = {
     **dict.fromkeys(("PhiForCausalLM", "GPTNeoXForCausalLM"), _PARALLEL),
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "latent attention"),
@@ -106,10 +106,10 @@ LACKING = {
 
 
 def causal(name: str) -> str:
-    """The causal language model with the layers of an architecture: a classifier, or a bare model.
+    """The architecture of the causal language model with the layers of a classifier or bare model.
 
     Of `Qwen3ForSequenceClassification` and `Qwen3Model` it is `Qwen3ForCausalLM`; any other name is
-    returned as it is.
+    returned unchanged.
     """
     for ending in (CLASSIFIER, BARE):
         if name.endswith(ending):
@@ -118,12 +118,12 @@ def causal(name: str) -> str:
 
 
 def families() -> dict[str, type[Decoder]]:
-    """The class of each family by its name in lower letters, which `mpjax.load` takes."""
+    """The families' classes by their names in lower case, which `mpjax.load` takes."""
     return {kind.__name__.lower(): kind for kind in FAMILIES.values()}
 
 
 def table_lines() -> Iterator[str]:
-    """The lines of the table of all families in docs/families.md, which is Markdown."""
+    """The Markdown lines of the table of families in docs/families.md."""
     yield "| family | `architectures` in config.json | what it is |"
     yield "| --- | --- | --- |"
     for name, kind in sorted(families().items()):
@@ -133,9 +133,9 @@ def table_lines() -> Iterator[str]:
 
 
 def taken_for(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The `config.json` of an unknown architecture as one of a family: its name, or architecture.
+    """The `config.json` with its architecture replaced by a family's.
 
-    Raises ValueError for a name that no family has.
+    name: of the family or of one of its architectures. Raises ValueError for an unknown name.
     """
     found = families().get(name.lower(), FAMILIES.get(name)) if isinstance(name, str) else None
     if found is None:
@@ -148,9 +148,9 @@ def taken_for(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def unknown_keys(hf: Mapping[str, Any], decoder: type[Decoder]) -> list[str]:
-    """Keys of a `config.json` that the family doesn't have, and that are no common ones.
+    """The keys of a `config.json` that are unknown to the family and not common to all, sorted.
 
-    The family reads a key if it refuses a value of it that no key may have.
+    A key is known if the family refuses an invalid value of it.
     """
     known = {*COMMON, *DEFAULTS, *decoder.defaults, *decoder.neutral, *decoder.aliases}
 
@@ -166,9 +166,9 @@ def unknown_keys(hf: Mapping[str, Any], decoder: type[Decoder]) -> list[str]:
 
 
 def read_config(hf: Mapping[str, Any]) -> tuple[type[Decoder], DecoderConfig]:
-    """The class and the configuration of a `config.json`; see `family` and `config_from_hf`.
+    """The class and the configuration for a `config.json`; see `family` and `config_from_hf`.
 
-    A classifier has as many labels as `id2label` names, by default 2.
+    The number of a classifier's labels is that of names in `id2label`, else num_labels or 2.
     """
     decoder = family(hf)
     config = decoder.config_from_hf(hf)

@@ -1,4 +1,4 @@
-"""Reads sequences again that pass the context up to which their rotary factors hold (LongRoPE)."""
+"""Prefills sequences again that outgrow the context of LongRoPE's short factors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpjax.models.state import DecoderCache
 
 
 def reads_again(config: DecoderConfig, tokens: int) -> bool:
-    """Whether sequences of up to so many tokens in a cache are ever read again."""
+    """Whether any sequence of up to `tokens` cached tokens is ever prefilled again."""
     return (most := config.rereads_after) is not None and tokens > most
 
 
@@ -24,20 +24,22 @@ def read_again(
     upcoming: jax.Array,
     text: Callable[[jax.Array], jax.Array],
 ) -> DecoderCache:
-    """The cache before a step, in which all tokens of a sequence have the factors of its length.
+    """The cache before a step, with each sequence rotated by the factors for its length.
 
-    upcoming: int32 [batch], the most tokens that the next steps add to each sequence. Those that
-        pass the original context with them are read again, one after another, with the long
-        factors: the keys and values that are in the cache are replaced.
-    text: returns the tokens of a sequence, int32 [tokens], those in the cache first, for its number
-        (int32 scalar).
+    upcoming: int32 [batch], the most tokens that the next steps add to each sequence. Sequences
+        that outgrow the original context with them are prefilled again, one after another, with the
+        long
+        factors: their keys and values in the cache are replaced.
+    text: returns the tokens of the sequence with a given index (int32 scalar), int32 [tokens], the
+        cached ones first.
     """
     most = model.config.rereads_after
     if most is None or not reads_again(model.config, cache.capacity):
         return cache
 
-    # Tokens attend to what the cache stores, as when they were first read. A fresh step does so
-    # where nothing is quantised, and is the nearest in formats with blocks, which it reads at once.
+    # Tokens should attend to what the cache stores, as in the first prefill. A fresh step does so
+    # if nothing is quantised, and comes closest in formats with blocks, as it appends all tokens at
+    # once.
     fresh = cache.format == KVFormat(16) or cache.format.block is not None
 
     def passes(cache: DecoderCache) -> jax.Array:
@@ -52,5 +54,5 @@ def read_again(
         _, again = model.step(tokens, own.lengths, own.begin(jnp.full(1, most + 1)), fresh=fresh)
         return cache.with_rows(row[None], again)
 
-    # A loop updates the pages in place, where a `cond` would copy them for its branches.
+    # A loop updates the pages in place; `cond` would copy them for its branches.
     return jax.lax.while_loop(lambda cache: passes(cache).any(), read, cache)

@@ -1,6 +1,6 @@
-"""The rotary embedding: frequencies with every scaling, and channels that are not rotated.
+"""The rotary embedding: frequencies with every kind of scaling, and partial RoPE.
 
-The formula is RoFormer's. Pairs of channels that are not rotated have the frequency 0, so that all
+The formula is RoFormer's. Pairs of channels that are not rotated have frequency 0, so that all
 kernels rotate whole heads.
 """
 
@@ -21,8 +21,8 @@ def frequencies(
 ) -> jax.Array:
     """Radians per position of each pair of a head's channels, float32 [..., head dim / 2].
 
-    rope: the kind of a layer, as `AttentionSpec.rope` has it. lengths: the rotary lengths of
-    tokens, int [...]; without `scaling_by_length` one frequency of a pair is for all of them.
+    rope: the kind of a layer's rotary embedding, as in `AttentionSpec.rope`. lengths: the rotary
+    lengths of tokens, int [...]; unused without `scaling_by_length`.
     """
     if rope == "none":
         return jnp.zeros(config.head_dim // 2, jnp.float32)
@@ -42,7 +42,7 @@ def scaled_frequencies(
 ) -> jax.Array:
     """Radians per position of each pair of `dim` channels, float32 [dim / 2].
 
-    With `longrope` and `dynamic` they are float32 [..., dim / 2] for rotary lengths int [...].
+    With `longrope` and `dynamic`: float32 [..., dim / 2] for rotary lengths int [...].
     """
     plain = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if scaling is None:
@@ -70,7 +70,7 @@ def scaled_frequencies(
 
 
 def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
-    # Share of the original frequency: 1 above the high-frequency bound, 0 below the low one.
+    # Weight of the original frequency: 1 above the high-frequency bound, 0 below the low one.
     turns = scaling.original_context * plain / (2 * jnp.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -78,17 +78,17 @@ def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
 
 
 def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
-    """Frequencies float32 [pairs], of which those that turn often are kept, and others divided.
+    """Frequencies float32 [pairs]: high ones as in `plain`, low ones divided by the factor.
 
     YaRN (arXiv 2309.00071, section 3.2).
 
-    plain: the frequencies before the scaling. Between the pairs of channels that turn `fast_turns`
-    and `slow_turns` times within the original context, shares of both change linearly.
+    plain: the frequencies before scaling. Between the pairs that turn `fast_turns` and `slow_turns`
+    times within the original context, the result is blended linearly.
     """
     dim = 2 * len(plain)
 
     def channel(turns: float) -> float:
-        """The pair that turns so often within the original context."""
+        """The pair that turns this often within the original context."""
         wavelength = scaling.original_context / (turns * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -102,15 +102,15 @@ def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
 
 
 def attention_factor(config: DecoderConfig, rope: str) -> float:
-    """The factor of rotated queries and keys in layers of a kind."""
+    """The factor of rotated queries and keys in layers with this kind of rotary embedding."""
     scaling = {"global": config.rope_scaling, "local": config.local_rope_scaling}.get(rope)
     return 1.0 if scaling is None else scaling.attention_factor
 
 
 def yarn_attention_factor(factor: float, share: float = 1.0) -> float:
-    """The factor of queries and keys for a context that is `factor` times as long.
+    """YaRN's factor of queries and keys for a context that is `factor` times as long.
 
-    share: how much of YaRN's growth with the context there is (`mscale`).
+    share: the weight of its growth with the logarithm of `factor` (`mscale`).
     """
     return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
 
@@ -118,7 +118,7 @@ def yarn_attention_factor(factor: float, share: float = 1.0) -> float:
 def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of angles [..., head dim / 2], times a factor.
 
-    rotated: the number of channels of a head that are rotated; the others keep their numbers.
+    rotated: the number of rotated channels of a head; the factor doesn't apply to the others.
     """
     cosines, sines = jnp.cos(angles), jnp.sin(angles)
     if factor == 1:
@@ -130,11 +130,11 @@ def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Arra
 
 
 def channel_order(rotated: int, whole: int, interleaved: bool = False) -> np.ndarray | None:
-    """The order of a head's channels in which pairs are half a head apart; None for their own.
+    """An order of a head's channels in which RoPE's pairs are half a head apart; None: unchanged.
 
-    rotated: the first channels of a head, which Hugging Face's models pair half with half, or
-    neighbours where interleaved, as kernels pair the halves of a whole head. whole: all channels
-    of a head. Queries and keys have the same scores in any order that they share.
+    rotated: the number of rotated channels. Hugging Face's models pair their two halves, or
+    neighbours if interleaved; kernels pair the halves of a whole head. whole: the number of
+    channels of a head. Scores don't change if queries and keys have the same order.
     """
     if rotated == whole and not interleaved:
         return None

@@ -27,10 +27,10 @@ from mpjax.models.state import WHOLE, StepContext
 
 
 class RowLinear(Linear):
-    """One device's share of a Linear: its kernel has some input channels, its bias is the whole.
+    """One device's share of a Linear: some of the kernel's input channels, and the whole bias.
 
-    It is called under `shard_map`, and adds the products of all devices of the mesh axis `axis`.
-    With a permutation, whose channels are places in the x of all devices, x is gathered first.
+    It is called under `shard_map`, and sums the products over the mesh axis `axis`. A permutation
+    covers the channels of all devices, so with one x is gathered first.
 
     whole_format: the format of the whole kernel, whose groups may be larger; None for a plain one.
     """
@@ -54,7 +54,7 @@ class RowLinear(Linear):
     def activations(self) -> Rounding:
         """How the kernel's input is rounded; 16 bits with a permutation, as x is gathered first.
 
-        One scale for each row is that of the rows of all devices.
+        A row's scale covers its channels on all devices.
         """
         kernel: Any = self.kernel.get_value()
         is_permuted = isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
@@ -64,7 +64,7 @@ class RowLinear(Linear):
 
     @property
     def divided_rows(self) -> DividedRows | None:
-        """How parts of rows are rounded with a scale of the whole row; None for another kernel."""
+        """How parts of rows are rounded with one scale per whole row; None without row scales."""
         kernel: Any = self.kernel.get_value()
         found = kernel.activations if isinstance(kernel, QuantizedTensor) else ActivationFormat()
         if isinstance(found, ActivationFormat) and found.scales_rows:
@@ -72,7 +72,7 @@ class RowLinear(Linear):
         return None
 
     def __call__(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
-        """Maps a share of x [..., in] to the whole [..., out]."""
+        """Maps this device's channels of x [..., in] to the whole output [..., out]."""
         y = self.product(x)
         if self.adapter is not None:
             y = self.adapter.add(y, x, context)
@@ -83,9 +83,9 @@ class RowLinear(Linear):
     def product(self, x: Activations) -> jax.Array:
         """The sum of all devices' products of x [..., in] and the kernel, without the bias.
 
-        In x's dtype, or in float32 where that takes no longer. There, sums of int8 products are
-        scaled after they are complete: for the same x, the result is bit for bit that of one device
-        as long as the sums stay below 2**24.
+        In x's dtype, or in float32 if the sum takes no longer. With float32, sums of int8 products
+        are scaled after the all-reduce: the result equals one device's bit for bit, as long as the
+        sums stay below 2**24.
         """
         kernel: Any = self.kernel.get_value()
         shape, outputs = _shape(x), kernel.shape[-1]
@@ -104,7 +104,7 @@ class RowLinear(Linear):
         return total
 
     def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
-        """The input of k experts in the order of their kernels, which have none of their own."""
+        """The inputs of k experts, permuted if needed, and the kernels without permutation."""
         kernel: Any = self.kernel.get_value()
         if not isinstance(kernel, QuantizedTensor) or kernel.permutation is None:
             return x, kernel
@@ -113,26 +113,26 @@ class RowLinear(Linear):
         return x, dataclasses.replace(kernel, permutation=None)
 
     def _of_all_devices(self, x: jax.Array) -> jax.Array:
-        """The channels of x [..., in] of all devices, one after the other."""
+        """All devices' channels of x [..., in], concatenated."""
         return jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The one term [1, ..., out] that is the sum of terms [splits, ..., out] of all devices.
+        """All-reduces the sum of terms [splits, ..., out] to one term [1, ..., out].
 
         dtype: of activations.
         """
         return add_terms(terms, dtype, self.axis)
 
     def terms(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
-        """The one term [1, ..., out], x · kernel + bias."""
+        """One term [1, ..., out]: x · kernel + bias, summed over devices."""
         return self(x, context)[None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exact_product(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> jax.Array:
-    """The sum of all devices' products in x's dtype, scaled after it is complete.
+    """The sum of all devices' products in x's dtype, scaled after the all-reduce.
 
-    Float32 holds sums of int8 products below 2**24 exactly, in whatever order they are added up.
+    Float32 represents sums of int8 products below 2**24 exactly, so their order doesn't matter.
     """
     if not isinstance(x, QuantizedActivations):
         x = quantize_rows(x, rows)
@@ -152,7 +152,7 @@ def _forward(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> tupl
 
 
 def _backward(rows: DividedRows, saved: Any, gradient: jax.Array) -> Any:
-    """The derivative of the sum of scaled products, for which rounding is the identity."""
+    """The derivative of the sum of scaled products, with rounding as the identity."""
 
     def scaled(x: Activations, kernel: QuantizedTensor) -> jax.Array:
         product = matmul(x, kernel, out_dtype=jnp.float32, activations=rows)

@@ -12,7 +12,7 @@ from mpjax.models.llama import llama_layers
 
 
 class SeedOss(Decoder):
-    """Seed-OSS: Llama with biases on query, key and value, and heads of a size of their own."""
+    """Seed-OSS: Llama with biases on query, key and value; head_dim independent of hidden_size."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,

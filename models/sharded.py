@@ -1,9 +1,9 @@
 """A decoder that is divided among devices: one `shard_map` around each step.
 
 Each device has a share of the model: a Decoder of the same family, whose configuration has fewer
-heads, channels and token ids (`share.py`). The products that follow attention and MLP, and the
-embedding, are sums over devices: two for each layer. All else is local. Every array of the shares,
-the pages of the cache included, is one global array whose first axis the devices divide.
+heads, channels and token ids (`share.py`). The products after attention and MLP, two in each layer,
+and the embedding are all-reduced. All else is local. Every array of the shares, the cache's pages
+included, is one global array whose first axis the devices divide.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
-WHOLE = PartitionSpec()  # of arrays that each device has
+WHOLE = PartitionSpec()  # the spec of arrays that every device has whole
 
 
 class ShardedDecoder(Decoder):
     """A decoder whose parameters are divided among the devices of a mesh with one axis.
 
-    `of` makes one without numbers; `put_array`, `put_linears` and `put_cache_scales` take whole
-    parameters and leave each device its share. It is called like any decoder, also inside `jit`.
-    Logits have a column for each token id, and, where devices don't divide the vocabulary, columns
-    of -inf after them; each device computes a part of the columns.
+    `of` creates one with uninitialised arrays; `put_array`, `put_linears` and `put_cache_scales`
+    take whole parameters and give each device its share. It is called like any decoder, also inside
+    `jit`. Logits have a column for each token id, then columns of -inf that pad the vocabulary to a
+    multiple of the devices; each device computes a part of the columns.
 
     config: of the whole model. division: the rules. mesh: the devices.
-    share: a Decoder of the configuration of one device, whose arrays are those of all devices, one
-    after the other along their first axis.
+    share: a Decoder with one device's configuration, whose arrays are the devices' arrays
+    concatenated along their first axis.
     """
 
     def __init__(self, division: Division, mesh: jax.sharding.Mesh) -> None:
@@ -72,7 +72,7 @@ class ShardedDecoder(Decoder):
 
     @classmethod
     def of(cls, division: Division, mesh: jax.sharding.Mesh) -> ShardedDecoder:
-        """A divided decoder of the division's family, without numbers in its arrays."""
+        """A divided decoder of the division's family, with uninitialised arrays."""
         return _family(division.decoder)(division, mesh)
 
     @property
@@ -81,18 +81,18 @@ class ShardedDecoder(Decoder):
         return self.division.decoder.__name__
 
     def __getattr__(self, name: str) -> Any:
-        """Parts of the share, so that paths of parameters lead into it."""
+        """An attribute of the share, so that paths of parameters lead into it."""
         if name in PARTS:
             return getattr(self.share, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def limit_positions(self, positions: int) -> None:
-        """Sets the most tokens that a sequence may have, also in the share; see `Decoder`."""
+        """Sets the most tokens that a sequence may have, also in the share."""
         super().limit_positions(positions)
         self.share.limit_positions(positions)
 
     def windows(self, place: LinearPlace) -> list[Window] | None:
-        """The channels of each map in the files of a place that this process needs; None: all."""
+        """The channels that this process needs of each map of a place in the files; None: all."""
         alternates = isinstance(place, ExpertPlace) and place.is_alternating
         is_cut = not alternates or self.division.is_spread(place)
         if len(self._own_numbers) == self.shards or not is_cut:
@@ -106,7 +106,7 @@ class ShardedDecoder(Decoder):
         return self.division.rows(place, self._own_numbers)
 
     def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
-        """Gives each device its share of an array, of which a table may have some rows alone."""
+        """Gives each device its share of an array. rows: the window of a table that it has."""
         array, begin = _on_host_of_cpu(array), rows.begin if rows else 0
         cut = functools.partial(self.division.cut_array, place, array, begin=begin)
         place.assign(self.share, self._distribute(cut))
@@ -114,7 +114,7 @@ class ShardedDecoder(Decoder):
     def put_linears(
         self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
     ) -> None:
-        """Gives each device its share of linear maps, of which there may be windows alone."""
+        """Gives each device its share of linear maps. windows: the channels that they have."""
         formats = [linear.format for linear in parts]
         if windows is not None:
             formats = formats_of_all(formats)
@@ -131,16 +131,16 @@ class ShardedDecoder(Decoder):
         stacks: Iterable[Linear],
         windows: Sequence[Window] | None = None,
     ) -> None:
-        """Gives each device its share of all experts, some of whom are taken at a time.
+        """Gives each device its share of all experts, a few experts at a time.
 
-        stacks: the place's experts in their order, or those of the windows, some in each.
+        stacks: the place's experts in order, or only those of the windows, some in each stack.
 
-        Raises ValueError where the experts have several formats.
+        Raises ValueError if the experts have different formats.
         """
         shares = ExpertShares(self.division, place, self._own_devices, windows)
         for linear in stacks:
             shares.put(_on_host_of_cpu(_part(linear)))
-            del linear  # before the next is made
+            del linear  # frees it before the next stack is loaded
         [format] = [shares.format] if windows is None else formats_of_all([shares.format])
         found = self._distribute(lambda number: shares.part(number, format))
         self._assign(place, [found], [format])
@@ -148,7 +148,7 @@ class ShardedDecoder(Decoder):
     def _assign(
         self, place: LinearPlace, shares: Sequence[Part], formats: Sequence[WeightFormat | None]
     ) -> None:
-        """Puts the parts of all devices into their place; formats: of the whole kernels."""
+        """Puts the parts of all devices into their place. formats: of the whole kernels."""
         axis = str(self.share.axis)
         if self.division.is_spread(place):
             place.assign(self.share, [SpreadLinear(p.kernel, p.bias, axis) for p in shares])
@@ -165,7 +165,7 @@ class ShardedDecoder(Decoder):
         )
 
     def place_change(self, path: str, change: LowRank) -> LowRank:
-        """An adapter's changes with the share of each device, of NumPy's arrays; see `Decoder`."""
+        """An adapter's change as NumPy arrays, divided among the devices; see `Decoder`."""
         cut = functools.partial(self.division.cut_change, path, change, axis=str(self.share.axis))
         dtype = self.config.dtype
         found: LowRank = self._distribute(
@@ -179,12 +179,12 @@ class ShardedDecoder(Decoder):
         self.share.cache_scales = CacheScales(self._distribute(cut))
 
     def whole(self) -> Decoder:
-        """The decoder of the family whose arrays are read from all devices when they are needed.
+        """A Decoder of the family whose arrays are fetched from the devices when they are needed.
 
-        Its arrays have a shape and a dtype, and `np.asarray` joins the shares of one of them. They
-        are no JAX arrays: such a model can be saved, and not called.
+        Its arrays have a shape and a dtype, and `np.asarray` joins the shares of an array. They are
+        not JAX arrays: such a model can be saved, but not called.
 
-        Raises ValueError where other processes have some of the shares.
+        Raises ValueError if other processes have some of the shares.
         """
         if jax.process_count() > 1:
             raise ValueError(
@@ -234,7 +234,7 @@ class ShardedDecoder(Decoder):
         return [Linear(part.kernel, part.bias) for part in jax.tree.unflatten(tree, lazy)]
 
     def _join(self, shares: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
-        """Joins a tree of arrays that `_distribute` made, on the default device."""
+        """Joins a tree of arrays, a result of `_distribute`, on the default device."""
         device = default_device()
         numbers = {device: number for number, device in enumerate(self._devices)}
 
@@ -260,14 +260,14 @@ class ShardedDecoder(Decoder):
 
     @functools.cached_property
     def _own_numbers(self) -> list[int]:
-        """The numbers of the shares on devices of this process."""
+        """The indices of the shares on this process's devices."""
         here = jax.process_index()
         return [
             number for number, device in enumerate(self._devices) if device.process_index == here
         ]
 
     def _distribute(self, cut: Callable[[int], Any]) -> Any:
-        """The shares `cut(number)` of all devices, each a tree of arrays, as one tree."""
+        """One tree of global arrays with the shares `cut(index)` of all devices."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
         shares = [jax.device_put(cut(number), its) for number, its in self._own_devices.items()]
@@ -280,7 +280,7 @@ class ShardedDecoder(Decoder):
         return jax.tree.map(joined, *shares)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """The residual stream before the first layer, of which each device has all."""
+        """The residual stream before the first layer, whole on each device."""
         tokens = read_tokens(self.config, tokens)
         found: jax.Array = self._on_shares(Decoder.embed, (WHOLE,), WHOLE, tokens)
         return found
@@ -310,7 +310,7 @@ class ShardedDecoder(Decoder):
         page_size: int = 128,
         snapshots: int = 0,
     ) -> tuple[Any, ...]:
-        """The empty state of each layer, of which each device has its heads; see `Decoder`."""
+        """The empty state of each layer, divided by heads among the devices; see `Decoder`."""
         room = pages, sequences, KVFormat.of(format), page_size, snapshots
 
         def create(share: Decoder) -> tuple[Any, ...]:
@@ -322,7 +322,7 @@ class ShardedDecoder(Decoder):
     def clear_states(
         self, states: tuple[Any, ...], pages: Sequence[jax.Array], slots: jax.Array
     ) -> tuple[Any, ...]:
-        """The states with zeros in some places; see `Decoder`."""
+        """The states with zeros in some pages and slots; see `Decoder`."""
         found: tuple[Any, ...] = self._map(
             Decoder.clear_states,
             (self._divided, WHOLE, WHOLE),
@@ -334,7 +334,7 @@ class ShardedDecoder(Decoder):
         return found
 
     def settle_states(self, states: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
-        """The states with the tokens that are kept; see `Decoder`."""
+        """The states after a tentative step; see `Decoder`."""
         taken, arguments = (self._divided, WHOLE), (states, context)
         found: tuple[Any, ...] = self._on_shares(
             Decoder.settle_states, taken, self._divided, *arguments
@@ -344,7 +344,7 @@ class ShardedDecoder(Decoder):
     def copy_states(
         self, states: tuple[Any, ...], source: jax.Array, target: jax.Array
     ) -> tuple[Any, ...]:
-        """The states with a sequence's copied to another place; see `Decoder`."""
+        """The states with a sequence's fixed-size states copied to another index; see `Decoder`."""
         taken = self._divided, WHOLE, WHOLE
         arguments = states, source, target
         found: tuple[Any, ...] = self._map(Decoder.copy_states, taken, self._divided, *arguments)
@@ -358,10 +358,11 @@ class ShardedDecoder(Decoder):
         )
 
     def map_heads(self, function: HeadFunction, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What a function computes of each share's KV heads, of all of them; inside `jit`, too.
+        """Applies a function to each device's share, and joins the results for all KV heads.
 
-        function: of a share and the arrays; returns an array [layers, 2, KV heads, ...] and whether
-        all is well, a bool scalar. Returns the array for all KV heads, and whether all are well.
+        function: takes a share and the arrays; returns an array [layers, 2, KV heads, ...] and
+        whether it is valid, a bool scalar. Returns the array of all KV heads, and whether all are
+        valid. Can be called inside `jit`.
         """
         axis = str(self.share.axis)
 
@@ -375,7 +376,7 @@ class ShardedDecoder(Decoder):
 
     @property
     def _divided(self) -> PartitionSpec:
-        """The spec of arrays whose first axis the devices divide."""
+        """The PartitionSpec of arrays whose first axis is divided among the devices."""
         return PartitionSpec(self.share.axis)
 
     def _map(
@@ -385,9 +386,9 @@ class ShardedDecoder(Decoder):
         given: Any,
         *arrays: Any,
     ) -> Any:
-        """Calls a function of each device's share and arrays, inside `shard_map`.
+        """Calls a function with each device's share and arrays, inside `shard_map`.
 
-        taken, given: the specs of the arrays, and of what the function returns.
+        taken, given: the PartitionSpecs of the arrays, and of the function's results.
         """
         specs = self._divided, *taken
         run = jax.shard_map(
@@ -402,7 +403,7 @@ class ShardedDecoder(Decoder):
         given: Any,
         *arrays: Any,
     ) -> Any:
-        """Calls a function as `_map` does, traced once for alike arrays."""
+        """As `_map`, but calls with equal shapes are traced once."""
         return _on_shares(plan_conditions(), function, taken, given, self, *arrays)
 
     def share_shapes(self) -> Decoder:
@@ -417,7 +418,7 @@ class ShardedDecoder(Decoder):
 
 @functools.cache
 def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
-    """The divided decoders of a family, which have its names of tensors."""
+    """The class of divided decoders of a family, which has the family's tensor names."""
     return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
 
 
@@ -444,7 +445,7 @@ def _part(linear: Linear) -> Part:
 
 
 def _on_host_of_cpu(tree: Any) -> Any:
-    """Arrays of a CPU as NumPy's, which share their memory and are cut without compilation."""
+    """Arrays on a CPU as NumPy arrays, which share memory and are sliced without compilation."""
 
     def convert(array: Any) -> Any:
         on_cpu = {device.platform for device in array.devices()} == {"cpu"}
@@ -470,7 +471,7 @@ def _on_shares(
     model: ShardedDecoder,
     *arrays: Any,
 ) -> Any:
-    """Calls `ShardedDecoder._map` under `jit`, which traces alike calls once.
+    """Calls `ShardedDecoder._map` under `jit`, which traces calls with equal shapes once.
 
     plans: the conditions that plans depend on.
     """

@@ -1,8 +1,8 @@
-"""The division of a decoder among devices: the shares of heads, of channels and of the vocabulary.
+"""The division of a decoder among devices: shares of heads, channels and the vocabulary.
 
 Attention is divided by heads, the MLP by its intermediate channels, and embedding and head by token
-ids. Each share has whole norms. Uneven sizes are padded with heads,
-channels and ids of zeros, which don't change results.
+ids. Norms are whole in each share. Uneven sizes are padded with zeros (heads, channels and ids),
+which don't change results.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ ExpertDivision = Literal["divided", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One of `count` shares of a model; number: from 0."""
+    """One of `count` shares of a model. number: its index."""
 
     number: int
     count: int
 
     def run(self, total: int, size: int) -> Run:
-        """This share of an axis of `total` places, of which each share has `size` at most."""
+        """This share's range of an axis of length `total`; each share has at most `size` of it."""
         return Run(min(self.number * size, total), min((self.number + 1) * size, total), size)
 
 
 class Cut(NamedTuple):
-    """A share's part of linear maps of one input, or of an array that is no linear map.
+    """A share's part of linear maps of one input, or of an array outside linear maps.
 
-    inputs: the input channels; None for all. The products of all shares are then added.
-    outputs: the output channels of each map, or of an array's last axis; None for all.
+    inputs: the input channels; None for all. The products of all shares are then summed.
+    outputs: the output channels of each map, or the range of an array's last axis; None for all.
     experts: the experts, with all of their channels; None for all experts.
-    rows: the places of an array's first axis; None for all.
+    rows: the ranges of an array's first axis; None for all.
     """
 
     inputs: Run | None = None
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
 
 def share_size(total: int, count: int, unit: int = 1) -> int:
-    """The places of each of `count` shares of `total`, a multiple of `unit`."""
+    """The size of each of `count` shares of `total`, a multiple of `unit`."""
     return -(-total // (count * unit)) * unit
 
 
@@ -55,8 +55,8 @@ def share_size(total: int, count: int, unit: int = 1) -> int:
 class HeadShares:
     """The division of attention heads among `count` devices.
 
-    With fewer KV heads than devices, several devices have a copy of a KV head, its keys and values
-    included, and each of them some of the query heads that read it.
+    With fewer KV heads than devices, several devices have a copy of a KV head and of its cache, and
+    each of them has some of the query heads that use it.
 
     heads, kv_heads: of the whole model.
     """
@@ -67,19 +67,19 @@ class HeadShares:
 
     @property
     def group(self) -> int:
-        """The number of query heads that read one KV head."""
+        """The number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     @property
     def copies(self) -> int:
-        """The number of devices that have the same KV head."""
+        """The number of devices among which one KV head's query heads are divided."""
         return max(self.count // self.kv_heads, 1)
 
     @property
     def local(self) -> tuple[int, int]:
-        """The numbers of query heads and of KV heads of each share.
+        """The numbers of query heads and of KV heads in each share.
 
-        Raises ValueError where devices with the same KV head would have unequal parts of its query
+        Raises ValueError if devices with the same KV head would have unequal numbers of query
         heads.
         """
         if self.count <= self.kv_heads:
@@ -97,7 +97,7 @@ class HeadShares:
 
     @property
     def holders(self) -> int:
-        """The number of devices that have query heads of the same KV head, and so a copy of it."""
+        """The number of devices that have query heads of one KV head, and so a copy of it."""
         return 1 if self.count <= self.kv_heads else self.group // self.local[0]
 
     def runs(self, number: int) -> tuple[Run, Run]:
@@ -123,10 +123,10 @@ def divide_config(
     """The configuration of one device's share of a decoder.
 
     units: for each layer, by the path of a linear map (such as `mlp.down`), the number of input
-    channels at multiples of which its format is cut. The vocabulary keeps its size.
+    channels at multiples of which its format can be cut. The vocabulary keeps its size.
     experts: whether a share has a part of each expert (`divided`), or some experts (`whole`).
 
-    Raises ValueError for a layer that can't be divided so.
+    Raises ValueError for a layer that can't be divided this way.
     """
     heads, kv_heads = HeadShares(config.num_heads, config.num_kv_heads, count).local
     layers = tuple(
@@ -146,7 +146,7 @@ def _divide_mlp(spec: MLPSpec, experts: ExpertDivision) -> Callable[..., MLPSpec
 
 
 def _of_half(units: Mapping[str, int], half: str) -> dict[str, int]:
-    """The units of a layer's attention or MLP, by the paths inside of it."""
+    """The units of a layer's mixer or MLP, by the paths inside it."""
     return {
         path.removeprefix(f"{half}."): unit
         for path, unit in units.items()

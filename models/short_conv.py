@@ -1,4 +1,4 @@
-"""The short convolution of a layer: a mixer that gates a causal convolution of a few tokens."""
+"""The gated short convolution: a mixer with a depthwise causal convolution over a few tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mpjax.models.state import SequenceState, StepContext
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
-    """Spec of the mixer out_proj(c · convolution(b · x)), where in_proj gives b, c and x.
+    """Spec of the mixer out_proj(c · convolution(b · x)), where in_proj outputs b, c and x.
 
-    channels: of b, c and x. width: the tokens that the convolution reads. bias: whether both maps
-    and the convolution have biases.
+    channels: of b, c and x. width: kernel size of the convolution, in tokens. bias: whether both
+    maps and the convolution have biases.
     """
 
     kind: ClassVar[str] = "short_conv"
@@ -37,7 +37,7 @@ class ShortConvSpec(MixerSpec):
         return ShortConv(config, self, rngs)
 
     def state(self, config: DecoderConfig) -> SequenceState:
-        """The last inputs of the convolution."""
+        """The last inputs of the convolution, in the model's dtype."""
         return SequenceState(((self.width - 1, self.channels),), config.dtype)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
@@ -54,16 +54,16 @@ class ShortConvSpec(MixerSpec):
         return found | ({"conv_bias": (self.channels,)} if self.bias else {})
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From c to `out_proj`: c multiplies each channel."""
+        """The fold of c and `out_proj`: c multiplies each channel."""
         return (Fold("out_proj", "in_proj", 1),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> ShortConvSpec:
-        """The spec with a share of the channels, cut where `out_proj` can be."""
+        """The spec with a share of the channels, cut at multiples of `out_proj`'s unit."""
         size = share_size(self.channels, count, units["out_proj"])
         return dataclasses.replace(self, channels=size)
 
     def cuts(self, config: DecoderConfig, local: ShortConvSpec, share: Share) -> dict[str, Cut]:
-        """The channels of a share."""
+        """The share's channels."""
         own = share.run(self.channels, local.channels)
         return {
             "in_proj": Cut(outputs=(own,) * 3),
@@ -87,11 +87,11 @@ class ShortConv(RecurrentMixer):
 
     @property
     def activations(self) -> Rounding:
-        """How the input of b, c and x is rounded."""
+        """How the input of in_proj is rounded."""
         return self.in_proj.activations
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """Changes nothing, since there are no norms; see `Mixer`."""
+        """Changes nothing: the mixer has no norms."""
 
     def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
         """What the convolution reads, and what its result is multiplied by."""
@@ -113,7 +113,7 @@ class ShortConv(RecurrentMixer):
         return after * y, None if last is None else (last,)
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is `out_proj` of what `mix` returns."""
+        """Terms [splits, ..., hidden] whose sum is `out_proj` of the result of `mix`."""
         return self.out_proj.terms(mixed, context)
 
     def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:

@@ -22,7 +22,7 @@ from mpjax.models.llama import llama_layers
 
 
 class SmolLM3(Decoder):
-    """SmolLM3: Llama whose every fourth layer has no rotary embedding."""
+    """SmolLM3: Llama without RoPE in every fourth layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 4,
@@ -53,7 +53,7 @@ class SmolLM3(Decoder):
 
 
 def _windows(hf: Mapping[str, Any], ropes: Sequence[str]) -> tuple[int | None, ...]:
-    """The window of each layer: by `layer_types`; without it, layers that have no rotation.
+    """The window of each layer: by `layer_types`, else in the layers without RoPE.
 
     Raises ConfigError for layers with a window in a file whose use_sliding_window is not true.
     """
@@ -69,7 +69,7 @@ def _windows(hf: Mapping[str, Any], ropes: Sequence[str]) -> tuple[int | None, .
 
 
 def _ropes(hf: Mapping[str, Any]) -> list[str]:
-    """The rotary embedding of each layer: `no_rope_layers` has 0 for those without one."""
+    """The kind of each layer's RoPE: `none` where `no_rope_layers` has 0."""
     layers, every = layer_count(hf), integer(hf, "no_rope_layer_interval")
     listed = hf.get("no_rope_layers")
     if listed is None:

@@ -1,4 +1,4 @@
-"""Linear maps of a device's experts, where experts are spread over devices (expert-parallel)."""
+"""Linear maps of the experts of one device, when experts are spread (expert-parallel)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mpjax.models.layers import Linear
 
 
 class SpreadLinear(Linear):
-    """One device's experts [experts, in, out] of a stack, all of each of them.
+    """One device's whole experts [experts, in, out] of a stack.
 
-    It is called under `shard_map`, where each device of the mesh axis `axis` has as many experts,
-    in the order of the devices.
+    It is called under `shard_map`, where each device of the mesh axis `axis` has equally many
+    experts, in the order of the devices.
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class SpreadLinear(Linear):
         self.axis = axis
 
     def own(self, experts: jax.Array) -> LocalExperts:
-        """The experts int32 [..., k] of tokens, by their places in this stack."""
+        """The experts int32 [..., k] of tokens as indices of this device's stack."""
         count = self.kernel.get_value().shape[0]
         first, total = jax.lax.axis_index(self.axis) * count, jax.lax.axis_size(self.axis) * count
         return LocalExperts.of(experts, first, count, total)
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The one term [1, ..., out] that is the sum of terms [splits, ..., out] of all devices.
+        """All-reduces the sum of terms [splits, ..., out] to one term [1, ..., out].
 
         dtype: of activations.
         """

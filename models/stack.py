@@ -1,4 +1,4 @@
-"""Stacks the linear maps of experts into one Linear, expert by expert, and takes them apart."""
+"""Stacks the linear maps of experts into one Linear, expert by expert, and unstacks them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Arrays = tuple[jax.Array | QuantizedTensor, jax.Array | None]  # a kernel and a 
 
 
 def stack(maps: Iterable[Linear], names: Sequence[str], count: int) -> Linear:
-    """One Linear with a kernel [experts, in, out] and a bias [experts, out] or none.
+    """One Linear with a kernel [experts, in, out] and a bias [experts, out] or None.
 
     maps: of one expert after another, `count` of each, which are joined along their outputs. Each
     expert's maps are copied into the stack before the next expert's are taken from `maps`, so that
-    memory holds the stack and one expert. names: of all maps, for messages.
+    memory has the stack and one expert. names: of all maps, for messages.
 
-    Raises ValueError where the maps of one expert, or those of two experts, have formats that one
-    product can't multiply.
+    Raises ValueError if the formats of one expert's maps, or of two experts, can't be multiplied by
+    one product.
     """
     taken, stacked = iter(maps), Stack(len(names) // count)
     for expert in range(len(names) // count):
@@ -45,9 +45,9 @@ def stack(maps: Iterable[Linear], names: Sequence[str], count: int) -> Linear:
 
 
 class Stack:
-    """A stack of the arrays of experts, some of which are put into it at a time.
+    """The stacked arrays of experts; `put` adds some experts at a time.
 
-    size: the number of experts; those that are not put are zeros. device: that has the stack; None
+    size: the number of experts; experts that are never put are zeros. device: of the stack; None
     for the default device.
     """
 
@@ -63,11 +63,11 @@ class Stack:
         return self._total
 
     def put(self, some: Arrays, begin: int, name: str) -> None:
-        """Copies a kernel and a bias [experts, ...] of some experts to the places from `begin` on.
+        """Copies a kernel and a bias [experts, ...] of some experts into the stack from `begin` on.
 
-        name: of the first of them, for messages.
+        name: of the first of these experts, for messages.
 
-        Raises ValueError where their format is not that of the experts before them.
+        Raises ValueError if their format is not that of the earlier experts.
         """
         if self._total is None:
             self._name = name
@@ -87,7 +87,7 @@ class Stack:
 
 
 def unstack(stacked: Linear, experts: int) -> list[Linear]:
-    """One Linear for each expert: undoes `stack`, except for the joining."""
+    """One Linear for each expert: undoes `stack`, but doesn't split joined maps."""
     arrays = _arrays(stacked)
     return [
         Linear(*jax.tree.map(lambda leaf, i=expert: leaf[i], arrays)) for expert in range(experts)
@@ -95,7 +95,7 @@ def unstack(stacked: Linear, experts: int) -> list[Linear]:
 
 
 def halves_of(linear: Linear) -> Linear:
-    """A map whose even outputs come first, and then its odd ones."""
+    """A map with its outputs reordered: those of even index first, then those of odd index."""
     return _reorder(linear, lambda count: np.arange(count).reshape(-1, 2).T.reshape(-1))
 
 
@@ -105,7 +105,7 @@ def alternating(linear: Linear) -> Linear:
 
 
 def _reorder(linear: Linear, order_of: Callable[[int], np.ndarray]) -> Linear:
-    """A map with its outputs in the order that `order_of` gives for their number."""
+    """A map with its outputs in the order `order_of(number of outputs)`."""
     kernel, bias = _arrays(linear)
     order = jnp.asarray(order_of(kernel.shape[-1]))
     if not isinstance(kernel, QuantizedTensor):
@@ -127,7 +127,7 @@ def _arrays(linear: Linear) -> Arrays:
 
 
 def _with_one_symmetry(total: Arrays, some: Arrays) -> tuple[Arrays, Arrays]:
-    """Declares both formats asymmetric if one is: the numbers stay the same (see `join`)."""
+    """Declares both formats asymmetric if one is; weights stay the same (see `join`)."""
     first, second = total[0], some[0]
     if not isinstance(first, QuantizedTensor) or not isinstance(second, QuantizedTensor):
         return total, some
@@ -141,7 +141,7 @@ def _with_one_symmetry(total: Arrays, some: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def _are_alike(total: Arrays, some: Arrays) -> bool:
-    """Whether the arrays and static fields of some experts are those of the stack."""
+    """Whether the shapes, dtypes and static fields of some experts match those of the stack."""
     structures: list[Any] = [jax.tree.structure(arrays) for arrays in (total, some)]
     leaves = zip(jax.tree.leaves(total), jax.tree.leaves(some), strict=False)
     return structures[0] == structures[1] and all(

@@ -16,7 +16,7 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 
 class Starcoder2(Decoder):
-    """StarCoder 2: norms that subtract the mean, an MLP without a gate, and biases everywhere."""
+    """StarCoder 2: Llama with LayerNorm, an MLP without a gate, and biases everywhere."""
 
     names: ClassVar[Names] = {
         **NAMES,

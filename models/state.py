@@ -1,7 +1,7 @@
-"""The states of a decoder's layers, the cache that joins them, and the context of a step.
+"""The states of a decoder's layers, the cache that contains them, and the context of a step.
 
-A `StateSpec` describes the state of a layer's mixer, which alone knows what is in it; the decoder,
-sharding and the engine pass states on. Layers in pages with one window share block tables.
+A `StateSpec` describes the state of a layer's mixer. Only the mixer knows what is in it; decoder,
+sharding and engine pass states on. Paged layers with equal windows share block tables.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from mpjax.kernels.kv_cache.varlen import tokens_of
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The room for the state of a layer.
+    """The size of a layer's state.
 
-    pages: of the layer's group. sequences: that may have a state at once. format: of keys and
-    values. page_size: tokens in a page. snapshots: copies of what is kept for a sequence.
+    pages: of the layer's group. sequences: the most sequences with a state at once. format: of keys
+    and values. page_size: tokens in a page. snapshots: room for copies of a sequence's fixed-size
+    state.
     """
 
     pages: int
@@ -34,14 +35,14 @@ class Room:
 
 
 class StateSpec(Protocol):
-    """The kind and size of a mixer's state: what it needs of earlier tokens, such as their keys.
+    """The kind and size of a mixer's state: what it keeps of earlier tokens, such as their keys.
 
-    is_paged: whether it is in pages of tokens, some of it at least, which block tables assign to
-        sequences.
-    keeps_sequences: whether some of it is of one size for each sequence: then sequences share
-        beginnings only where a snapshot of it was kept, and tokens are taken back from a
-        `tentative` step alone.
-    window: how many tokens read a token's page, its own included; None: all later ones.
+    is_paged: whether the state, or a part of it, is in pages of tokens, which block tables assign
+        to sequences.
+    keeps_sequences: whether the state, or a part of it, has a fixed size for each sequence. Then
+        prefixes are shared only at snapshots of that state, and tokens can be removed only after
+        a `tentative` step.
+    window: the number of tokens that attend to a token, itself included; None: all later ones.
     """
 
     @property
@@ -57,32 +58,32 @@ class StateSpec(Protocol):
         """See StateSpec."""
 
     def create(self, room: Room, scales: jax.Array | None) -> Any:
-        """An empty state, a pytree of arrays whose first axis devices divide.
+        """An empty state: a pytree of arrays whose first axis is divided among devices.
 
-        scales: of the layer's cache, from a checkpoint or a calibration; None without them.
+        scales: of the layer's cache, from a checkpoint or a calibration; None without.
         """
 
     def clear(self, state: Any, pages: jax.Array, slots: jax.Array) -> Any:
-        """The state with zeros in some pages, and in what is kept for some sequences.
+        """The state with zeros in some pages, and in the fixed-size states of some slots.
 
-        pages, slots: int32 [any number]; those too high are left out.
+        pages, slots: int32 [any number]; indices out of range are ignored.
         """
 
     def forget(self, state: Any, before: Any) -> Any:
-        """The state with what is kept for sequences as it was in the state `before`."""
+        """The state with the fixed-size states of `before`."""
 
     def copy(self, state: Any, source: jax.Array, target: jax.Array) -> Any:
-        """The state with what is kept at one place for a sequence copied to another.
+        """The state with a sequence's fixed-size state copied from one index to another.
 
-        source, target: int32 scalars, below sequences + snapshots; a target too high is left out.
+        source, target: int32 scalars below sequences + snapshots; a target out of range is ignored.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceState:
-    """A state of one size for each sequence: zeros before its first token.
+    """A state with a fixed size for each sequence: zeros before its first token.
 
-    shapes: of each array, without the axis of sequences. dtype: of all.
+    shapes: of each array, without the axis of sequences. dtype: of all arrays.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -96,26 +97,26 @@ class SequenceState:
         return bool(self.shapes)
 
     def create(self, room: Room, scales: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Zeros [sequences + snapshots, ...] of each shape. scales: of a cache, not used."""
+        """Zeros [sequences + snapshots, ...] of each shape. scales: unused."""
         places = room.sequences + room.snapshots
         return tuple(jnp.zeros((places, *shape), self.dtype) for shape in self.shapes)
 
     def clear(
         self, state: tuple[jax.Array, ...], pages: jax.Array, slots: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Zeros for some sequences. pages: of which there are none."""
+        """The state with zeros for some sequences. pages: unused."""
         return tuple(array.at[slots].set(0, mode="drop") for array in state)
 
     def forget(
         self, state: tuple[jax.Array, ...], before: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """The arrays of `before`."""
+        """The state `before`."""
         return before
 
     def copy(
         self, state: tuple[jax.Array, ...], source: jax.Array, target: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The arrays of one place at another, too."""
+        """The state with the entry at `source` copied to `target`."""
         return tuple(array.at[target].set(array[source], mode="drop") for array in state)
 
 
@@ -128,21 +129,21 @@ class SequenceState:
 class DecoderCache:
     """The states of a batch of sequences in all layers.
 
-    layers: what the mixer of each layer keeps.
-    tables: for each group of layers in pages (`DecoderConfig.page_groups`), block tables int32
+    layers: the state of each layer's mixer.
+    tables: for each group of paged layers (`DecoderConfig.page_groups`), block tables int32
         [batch, pages per sequence]: entry p of a sequence is the page of its tokens from position
         p · page_size on.
-    lengths: int32 [batch], the number of tokens that each sequence holds.
+    lengths: int32 [batch], the number of cached tokens of each sequence.
     format, page_size: of keys and values (static).
-    slots: int32 [batch], the place of each sequence among the states that are kept for each
-        sequence; None where they are in the order of the batch.
-    rotary_lengths: int32 [batch], for models whose rotary frequencies depend on a sequence's number
-        of tokens: that with which the first of its tokens were rotated. None for other models.
+    slots: int32 [batch], the index of each sequence in fixed-size states; None if they are in the
+        order of the batch.
+    rotary_lengths: int32 [batch], the rotary length with which each sequence was prefilled, for
+        models whose rotary frequencies depend on the length. None for other models.
     adapters: int32 [batch], the adapter of each sequence, on which its keys and values depend, as
-        in StepContext; None where no sequence has one.
+        in StepContext; None if no sequence has one.
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
-    cache takes over its buffers.
+    cache reuses its buffers.
     """
 
     layers: tuple[Any, ...]
@@ -155,7 +156,7 @@ class DecoderCache:
     adapters: jax.Array | None = None
 
     def rows(self, sequences: jax.Array) -> DecoderCache:
-        """The cache of some sequences, int32 [rows], whose layers are those of all."""
+        """The cache of some sequences, int32 [rows]; `layers` are those of all sequences."""
         return dataclasses.replace(
             self,
             tables=tuple(table[sequences] for table in self.tables),
@@ -166,9 +167,9 @@ class DecoderCache:
         )
 
     def with_rows(self, sequences: jax.Array, rows: DecoderCache) -> DecoderCache:
-        """The cache after some sequences have gone on in the cache that `rows` gave.
+        """The cache with some sequences replaced by `rows`, from `self.rows(sequences)` and steps.
 
-        sequences: int32 [rows]; too high for those that are left out.
+        sequences: int32 [rows]; rows with an index out of range are ignored.
         """
 
         def put(target: jax.Array, new: jax.Array) -> jax.Array:
@@ -181,7 +182,7 @@ class DecoderCache:
         return dataclasses.replace(own, rotary_lengths=lengths)
 
     def begin(self, tokens: jax.Array) -> DecoderCache:
-        """The cache without tokens, before so many are read of each sequence, int32 [batch]."""
+        """The cache with all lengths 0, before a prefill of int32 [batch] tokens per sequence."""
         lengths = None if self.rotary_lengths is None else tokens
         return dataclasses.replace(
             self, lengths=jnp.zeros(len(self.lengths), jnp.int32), rotary_lengths=lengths
@@ -189,13 +190,13 @@ class DecoderCache:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that each sequence can hold."""
+        """The most tokens that each sequence can have."""
         entries = (table.shape[1] for table in self.tables)
         return min((count * self.page_size for count in entries), default=sys.maxsize)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays, in device memory."""
+        """The total bytes of all arrays, in device memory."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
@@ -206,21 +207,21 @@ class DecoderCache:
 )
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """Where the tokens of a step are, for all layers and the linear maps in them.
+    """Which tokens a step computes, for all layers and the linear maps in them.
 
-    The tokens are [batch, tokens], of which the first counts[b] of row b are real and the others
-    padding. Or they are varlen, [tokens]: those of all sequences, one sequence after another.
+    Tokens are [batch, tokens], of which the first counts[b] of row b are real and the others are
+    padding. Or they are varlen, [tokens]: the sequences' tokens one after another.
 
     angles: of each token, by the kind of rotary embedding: float32 [..., head dim / 2].
-    starts: int32 [batch], the position of each sequence's first token. None without a cache, for
-        whole sequences; all fields after it but counts are None then.
+    starts: int32 [batch], the position of each sequence's first token in the step. None without a
+        cache, for whole sequences; then all later fields but counts are None.
     counts: int32 [batch], the number of each sequence's tokens.
     tables, slots: as in DecoderCache. encoded: as in Span. fresh: whether all starts are known to
         be 0 (static).
-    adapters: int32 [batch], the adapter of each sequence among those of the model, the first of
-        which is 1; 0 for none. None where no sequence has one.
-    tentative: whether some of the tokens may be taken back, so that the states that are kept for
-        sequences wait for `Decoder.settle` (static).
+    adapters: int32 [batch], the index of each sequence's adapter, from 1; 0 for none. None if no
+        sequence has one.
+    tentative: whether tokens may be removed again, so that fixed-size states are not updated until
+        `Decoder.settle` (static).
     """
 
     angles: dict[str, jax.Array]
@@ -243,19 +244,19 @@ class StepContext:
         encoded: jax.Array | None = None,
         fresh: bool = False,
     ) -> StepContext:
-        """The context of new tokens behind those that a cache holds."""
+        """The context of new tokens that follow the cached ones."""
         places = cache.tables, cache.slots
         return cls(angles, cache.lengths, counts, *places, encoded, fresh, cache.adapters)
 
     @property
     def is_cached(self) -> bool:
-        """Whether there is a cache. Without one, gradients may be wanted: nothing is rounded."""
+        """Whether there is a cache. Without one, gradients may be needed, so nothing is rounded."""
         return self.starts is not None
 
     def span(self, group: int, *, has_blocks: bool) -> Span:
-        """The place of the tokens in the pages of a group.
+        """The positions of the tokens in the pages of a group of layers.
 
-        has_blocks: whether the KV format has blocks, which begin in pages of a sequence's own.
+        has_blocks: whether the KV format has blocks, whose incomplete tokens are kept by slot.
         """
         assert self.starts is not None
         assert self.counts is not None
@@ -270,9 +271,9 @@ class StepContext:
         )
 
     def positions(self, shape: tuple[int, ...]) -> jax.Array:
-        """The position of each token in its sequence, int32 of the shape.
+        """The position of each token in its sequence, int32 of `shape`.
 
-        shape: [batch, tokens], or [tokens] of varlen ones.
+        shape: [batch, tokens], or [tokens] of varlen tokens.
         """
         if len(shape) == 2:
             starts = jnp.zeros(shape[:1], jnp.int32) if self.starts is None else self.starts
@@ -283,9 +284,9 @@ class StepContext:
         return self.starts[found.sequence] + found.number
 
     def places(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """The sequence of each token, int32, and whether it is no padding, bool: [all tokens].
+        """The sequence of each token, int32, and whether it is real, bool: both [all tokens].
 
-        shape: [batch, tokens], or [tokens] of varlen ones.
+        shape: [batch, tokens], or [tokens] of varlen tokens.
         """
         if len(shape) == 1:
             assert self.counts is not None
@@ -298,9 +299,9 @@ class StepContext:
         return sequence, (jnp.arange(tokens)[None] < self.counts[:, None]).reshape(-1)
 
     def adapters_of(self, shape: tuple[int, ...]) -> jax.Array | None:
-        """The adapter of each token, int32 of `shape`, or None where no sequence has one.
+        """The adapter of each token, int32 of `shape`, or None if no sequence has one.
 
-        shape: [batch, tokens], or [tokens] of varlen ones.
+        shape: [batch, tokens], or [tokens] of varlen tokens.
         """
         if self.adapters is None:
             return None
@@ -308,15 +309,16 @@ class StepContext:
 
     @property
     def of_last(self) -> StepContext:
-        """The context of each sequence's last token alone, as varlen ones: those of `last`."""
+        """The context of only each sequence's last token, as in `last`, as varlen tokens."""
         if self.adapters is None:
             return self
         return dataclasses.replace(self, counts=jnp.ones_like(self.adapters))
 
     def rows(self, states: jax.Array) -> StateRows:
-        """The places of the step's sequences in an array of a SequenceState, [sequences, ...].
+        """The indices of the step's sequences in an array [sequences, ...] of a SequenceState.
 
-        A sequence without tokens in the step has no place, and one at its first token begins anew.
+        A sequence without tokens in the step has no index; one at its first token begins with
+        zeros.
         """
         assert self.starts is not None
         assert self.counts is not None
@@ -334,4 +336,4 @@ class StepContext:
         return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
-WHOLE = StepContext({})  # of whole sequences, for modules that read no positions
+WHOLE = StepContext({})  # whole sequences, for modules that need no positions

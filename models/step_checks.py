@@ -1,4 +1,4 @@
-"""Checks of the arguments of a decoder's step, where their values are known."""
+"""Checks of the arguments of a decoder's step; values are checked only if they are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_positions(config: DecoderConfig, tokens: int) -> None:
 
 
 def require_cache(config: DecoderConfig, cache: DecoderCache) -> None:
-    """Raises ValueError for a cache that is not one of the model."""
+    """Raises ValueError for a cache that doesn't fit the model."""
     require_type("cache", cache, DecoderCache, hint=", as model.create_cache makes it")
     if len(cache.layers) != config.num_layers:
         raise ValueError(
@@ -37,7 +37,7 @@ def require_cache(config: DecoderConfig, cache: DecoderCache) -> None:
 
 
 def require_counts(counts: jax.Array, tokens: jax.Array) -> None:
-    """Raises ValueError unless each row of tokens [batch, tokens] has its count, if known."""
+    """Raises ValueError for counts of a wrong shape, and known ones that exceed the tokens."""
     batch, most = tokens.shape
     if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(
@@ -52,7 +52,7 @@ def require_counts(counts: jax.Array, tokens: jax.Array) -> None:
 
 
 def require_empty(cache: DecoderCache) -> None:
-    """Raises ValueError for a cache that is known to hold tokens."""
+    """Raises ValueError for a cache that is known not to be empty."""
     if not are_between(cache.lengths, 0, 0):
         found = np.asarray(cache.lengths).tolist()
         raise ValueError(
@@ -64,7 +64,7 @@ def require_empty(cache: DecoderCache) -> None:
 def read_tokens(config: DecoderConfig, tokens: Any) -> jax.Array:
     """Token ids [batch, tokens] as an array.
 
-    Raises ValueError for another shape or dtype, and for known ids that the vocabulary lacks.
+    Raises ValueError for another shape or dtype, and for known ids outside the vocabulary.
     """
     tokens, vocabulary = as_array("tokens", tokens), config.vocab_size
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):

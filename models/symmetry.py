@@ -1,7 +1,7 @@
-"""Symmetry of formats: if any map of a joint product has zero points, all get them.
+"""Symmetry of formats: if any map of a joint product is asymmetric, all are declared so.
 
-A symmetric format is an asymmetric one whose zero points are all the middle of the codes, so that a
-kernel that is declared asymmetric keeps its numbers.
+A symmetric kernel has zero points that are all the middle of the codes, so declaring it asymmetric
+doesn't change its weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Formats = Sequence[WeightFormat | None]
 
 
 def with_symmetry(kernel: Any, format: WeightFormat | None) -> Any:
-    """A kernel that is declared as symmetric as a format; a plain kernel stays as it is."""
+    """The kernel, declared to be as symmetric as `format`; a plain kernel is returned unchanged."""
     if format is None or not isinstance(kernel, QuantizedTensor):
         return kernel
     declared = dataclasses.replace(kernel.format, symmetric=format.symmetric)
@@ -28,7 +28,7 @@ def with_symmetry(kernel: Any, format: WeightFormat | None) -> Any:
 
 
 def shared_symmetry(formats: Formats) -> WeightFormat | None:
-    """The first of some formats that differ in symmetry alone; symmetric if all are."""
+    """The format shared by formats that differ only in symmetry; symmetric if all of them are."""
     first = formats[0]
     if first is None:
         return None
@@ -38,9 +38,9 @@ def shared_symmetry(formats: Formats) -> WeightFormat | None:
 
 
 def formats_of_all(formats: Formats) -> list[WeightFormat | None]:
-    """The formats of linear maps, symmetric if those of all processes are.
+    """The formats of linear maps, each symmetric only if it is symmetric in all processes.
 
-    Zero points decide whether a map is symmetric, and each process has read some of them.
+    A map is symmetric if its zero points are; each process has loaded only some of them.
     """
     mine = np.array([format is None or format.symmetric for format in formats])
     every = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(formats)).all(0)

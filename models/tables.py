@@ -1,8 +1,7 @@
 """The tables of a vocabulary: the embedding, which is looked up, and the head, which is multiplied.
 
 Both are arrays [vocabulary, hidden], or linear maps with a packed kernel [hidden, vocabulary]. In
-such a kernel the codes of one token lie together, so that one table serves both where they are
-tied.
+such a kernel the codes of one token are contiguous, so that a tied table can serve both purposes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from mpjax.kernels.quantize import why_out_of_range
 from mpjax.kernels.quantized_tensor import concatenate, take_outputs
 from mpjax.models.layers import Linear
 
-CHUNK = 1 << 14  # tokens whose codes are computed at a time, which takes several copies
+CHUNK = 1 << 14  # tokens per step of `pack`, which needs several copies of them
 Table = nnx.Param | Linear
 
 
 def create(is_packed: bool, shape: tuple[int, int], dtype: str, rngs: nnx.Rngs) -> Table:
-    """A random table (normal, 0.02) of `shape` [vocabulary, hidden].
+    """A random table (normal, σ = 0.02) of `shape` [vocabulary, hidden].
 
-    is_packed: whether it is a Linear, whose plain kernel is to be replaced by a packed one.
+    is_packed: whether to create a Linear, whose plain kernel is later replaced by a packed one.
     """
     if is_packed:
         return Linear.create(shape[::-1], bias=False, dtype=dtype, rngs=rngs)
@@ -34,10 +33,10 @@ def create(is_packed: bool, shape: tuple[int, int], dtype: str, rngs: nnx.Rngs) 
 
 
 def pack(table: nnx.Param, format: WeightFormat) -> Linear:
-    """A table as a packed linear map, rounded to nearest, CHUNK tokens at a time.
+    """The table as a packed linear map, rounded to nearest, CHUNK tokens at a time.
 
     Raises ValueError for weights that are too large or too small for the format, and for a hidden
-    size that can't be split into its groups.
+    size that is not a multiple of its group.
     """
     weight = table.get_value()
     format.require_matrix(weight.shape[::-1], "the table")

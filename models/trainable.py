@@ -1,4 +1,4 @@
-"""A filter for the part of a model that gradients reach."""
+"""A filter for the trainable part of a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flax import nnx
 def trainable(path: tuple[Any, ...], value: Any) -> bool:
     """Whether a variable can be trained: a filter for `nnx.split`, `nnx.state`, `nnx.DiffState`.
 
-    True for every nnx.Param of floating-point arrays, adapters and learned scales among them. False
-    for an nnx.Param that holds a packed weight, because codes have no derivative, and for other
+    True for every nnx.Param of floating-point arrays, including adapters and learned scales. False
+    for an nnx.Param with a packed weight, because codes have no derivative, and for other
     variables, such as Packed and CacheScales.
 
         gradients = nnx.grad(loss, argnums=nnx.DiffState(0, trainable))(model, tokens)

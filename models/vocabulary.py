@@ -13,19 +13,19 @@ from mpjax.models.device_sums import add_over_devices
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The token ids of a model, and how they are divided.
+    """The token ids of a model, and their division among devices.
 
-    size: their number. axis: the mesh axis along which each device has equal shares of them, under
-    `shard_map`; None where each device has all.
+    size: the number of ids. axis: the mesh axis that divides them evenly, under `shard_map`; None
+    if each device has all.
     """
 
     size: int
     axis: str | None = None
 
     def embed(self, look_up: Callable[..., jax.Array], tokens: jax.Array) -> jax.Array:
-        """The rows [..., hidden] of tokens [...] in a table of which each device has some.
+        """The rows [..., hidden] of token ids [...] in a table that is divided among devices.
 
-        look_up: gives rows of this device's table, `tokens=` their numbers in it.
+        look_up: returns rows of this device's table for `tokens=`, indices of that table.
         """
         if self.axis is None:
             return look_up(tokens=tokens)
@@ -34,11 +34,11 @@ class Vocabulary:
         is_mine = (own >= 0) & (own < rows)
         found = look_up(tokens=jnp.clip(own, 0, rows - 1))
         found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
-        # All devices but one add zeros, so that no number is rounded.
+        # All devices but one add zeros, so the sum is exact.
         return add_over_devices(found, self.axis)
 
     def mask(self, logits: jax.Array) -> jax.Array:
-        """Logits [..., columns] of this device, with -inf for columns beyond the vocabulary."""
+        """This device's logits [..., columns], with -inf in columns beyond the vocabulary."""
         if self.axis is None:
             return logits
         columns = logits.shape[-1]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import hybrids, known_keys, mixtures, rotary
+from mpjax.checkpoint.gguf import delta, hybrids, known_keys, mixtures, rotary
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -51,6 +51,8 @@ class Architecture:
     is_rotated: whether attention has a rotary embedding: without one, files may have any number of
         rotated channels.
     more: further keys of config.json, from the metadata and the names of the tensors.
+    delta: of linear layers, how files order value heads: `tiled`, or `joint` for Hugging Face's
+        order with rates and decays in one map; None for architectures without such layers.
     """
 
     hugging_face: str
@@ -64,6 +66,7 @@ class Architecture:
     is_mixed: bool = False
     is_rotated: bool = True
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
+    delta: Literal["tiled", "joint"] | None = None
 
     def translate(self, name: str) -> str:
         """The name of a module in Hugging Face's files; its own for one that is unknown.
@@ -91,13 +94,19 @@ class Architecture:
 
         name: in the GGUF file. The function takes and returns an array whose first axis is rows.
         """
-        kind = name.rpartition(".")[2]
+        kind = name.split(".", 2)[-1]
         if kind == "ssm_a":
-            return hybrids.log_rates
+            order = delta.change(kind, config) if self.delta == "tiled" else None
+            return lambda rates: hybrids.log_rates(rates if order is None else order(rates))
+        if self.delta == "tiled" and (order := delta.change(kind, config)):
+            return order
+        if self.delta == "joint" and kind in ("ssm_beta", "ssm_alpha"):
+            heads, number = delta.Heads.of(config), int(kind == "ssm_alpha")
+            return lambda rows: heads.half(rows, number)
         if self.interleaved and kind in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
             return lambda rows: _separate(rows, heads)
-        if self.offset_norms and kind.endswith("norm"):
+        if self.offset_norms and kind.endswith("norm") and kind != "ssm_norm":
             return lambda weight: weight - np.float32(1)
         return None
 
@@ -221,6 +230,13 @@ NEMOTRON = Architecture(
     is_rotated=False,
     more=hybrids.nemotron_keys,
 )
+QWEN_DELTA_MOE = Architecture(
+    *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", delta.EXPERT_NAMES),
+    offset_norms=True,
+    arrays=delta.ARRAYS,
+    more=delta.expert_keys,
+    delta="tiled",
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, more=_biases),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
@@ -255,6 +271,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         more=hybrids.falcon_keys,
     ),
     "nemotron_h": NEMOTRON,
+    "qwen35": Architecture(
+        *("Qwen3_5ForCausalLM", "qwen3_5_text", delta.DENSE_NAMES),
+        offset_norms=True,
+        arrays=delta.ARRAYS,
+        more=delta.keys,
+        delta="tiled",
+    ),
 }
 
 
@@ -281,6 +304,8 @@ MIXTURES: Mapping[str, Architecture] = {
         more=hybrids.lfm2_moe_keys,
     ),
     "nemotron_h_moe": NEMOTRON,
+    "qwen35moe": QWEN_DELTA_MOE,
+    "qwen3next": dataclasses.replace(QWEN_DELTA_MOE, delta="joint"),
 }
 
 
@@ -321,7 +346,12 @@ def read_config(
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.whole(f"{name}.embedding_length"),
         "num_hidden_layers": layers,
-        "intermediate_size": _one_for_all(metadata, architecture, "feed_forward_length"),
+        "intermediate_size": _one_for_all(
+            metadata,
+            architecture,
+            "feed_forward_length",
+            ... if architecture.delta is None or "ffn_up" in architecture.names else 0,
+        ),
         "num_attention_heads": heads,
         "num_key_value_heads": _one_for_all(
             metadata, architecture, "attention.head_count_kv", heads

@@ -7,6 +7,7 @@ gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/llama-graph.cpp.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ MIXTRAL_NAMES: Mapping[str, str] = {
 LEAST_BYTES = 1024
 _OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
 _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
+_GATE_UP = "ffn_gate_up_exps"  # of which each expert's gate comes first
 _VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix of one row in Hugging Face's files
 
 
@@ -59,10 +61,15 @@ def split_experts(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
 def _split(name: str, tensor: Tensor) -> Iterator[Tensor]:
     if (all_of := _OF_ALL.fullmatch(name)) and _is_stack(tensor):
         count, *shape = tensor.shape
-        size = (tensor.end - tensor.begin) // count
-        for index in range(count):
-            own, begin = f"{all_of[1]}.{index}.{all_of[2]}", tensor.begin + index * size
-            yield tensor._replace(name=own, shape=tuple(shape), begin=begin, end=begin + size)
+        parts = [all_of[1]]
+        if all_of[1].endswith(_GATE_UP) and shape[0] % 2 == 0:
+            parts = [all_of[1].replace("gate_up", half) for half in ("gate", "up")]
+            shape[0] //= 2
+        size, begin = (tensor.end - tensor.begin) // count // len(parts), tensor.begin
+        for index, part in itertools.product(range(count), parts):
+            own, end = f"{part}.{index}.{all_of[2]}", begin + size
+            yield tensor._replace(name=own, shape=tuple(shape), begin=begin, end=end)
+            begin = end
     elif one := _OF_ONE.fullmatch(name):
         yield tensor._replace(name=f"{one[1]}_exps.{one[2]}.{one[3]}")
     elif name.endswith(_VECTOR) and len(tensor.shape) == 1:
@@ -89,12 +96,12 @@ def mixtral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def qwen_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The keys of the config.json of Qwen2-MoE and Qwen3-MoE.
+    """The keys of the config.json of Qwen's mixtures.
 
-    llama.cpp divides the weights of a token's experts by their sum in the latter alone.
+    llama.cpp divides the weights of a token's experts by their sum in all but Qwen2-MoE.
     """
     name = metadata.text("general.architecture")
-    key, is_divided = f"{name}.expert_weights_norm", name == "qwen3moe"
+    key, is_divided = f"{name}.expert_weights_norm", name != "qwen2moe"
     if metadata.flag(key, is_divided) != is_divided:
         raise CheckpointError(
             f"{metadata.path}: {key} is {not is_divided}: expected {is_divided}, with which "

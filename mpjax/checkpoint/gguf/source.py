@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import architectures, sampling, vocabulary
+from mpjax.checkpoint.gguf import architectures, delta, sampling, vocabulary
 from mpjax.checkpoint.gguf.header import Header, Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.checkpoint.gguf.mixtures import split_experts
@@ -37,14 +37,17 @@ class GGUFCheckpoint(Checkpoint):
     A plain tensor has its name there. Blocks have the name of their type for a suffix, as in
     `model.norm.q8_0`, and are bytes uint8 [rows, blocks, bytes of a block].
 
-    changes: by name, how `read` changes the numbers or the order of the rows.
+    changes: by name, how `read` changes the numbers or the order of the rows, or which it takes.
+    whole: by name, tensors of which only some rows are taken.
     """
 
     changes: Mapping[str, architectures.Change] = dataclasses.field(default_factory=dict)
+    whole: Mapping[str, TensorInfo] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as Hugging Face's files have it; see Checkpoint.read."""
-        array = super().read(name)
+        is_part = name in self.whole
+        array = Checkpoint(self.folder, self.whole).read(name) if is_part else super().read(name)
         if (change := self.changes.get(name)) is None:
             return array
         try:
@@ -70,7 +73,10 @@ class GGUFSource(Source):
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in the header, with one for each expert."""
-        return split_experts(self.header.tensors, self.path)
+        tensors = split_experts(self.header.tensors, self.path)
+        if architectures.of(self.metadata).delta is None:
+            return tensors
+        return delta.without_drafts(self.metadata, tensors)
 
     @property
     def metadata(self) -> Metadata:
@@ -100,6 +106,7 @@ class GGUFSource(Source):
         architecture, config = architectures.of(self.metadata), self.read_config()
         tensors: dict[str, TensorInfo] = {}
         changes: dict[str, architectures.Change] = {}
+        whole: dict[str, TensorInfo] = {}
         for tensor in self.tensors.values():
             if tensor.name in FACTORS:  # which are in config.json
                 continue
@@ -115,7 +122,11 @@ class GGUFSource(Source):
             tensors[name] = _info(tensor, name, self.parts[1])
             if (change := architecture.change(tensor.name if own else module, config)) is not None:
                 changes[name] = change
-        return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes)
+            if architecture.delta == "joint" and module.endswith(("ssm_beta", "ssm_alpha")):
+                whole[name] = tensors[name]
+                rows, *rest = tensors[name].shape
+                tensors[name] = dataclasses.replace(tensors[name], shape=(rows // 2, *rest))
+        return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes, whole)
 
     def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
         """A policy with the type of each module."""
@@ -125,7 +136,12 @@ class GGUFSource(Source):
             for tensor in self.tensors.values()
             if tensor.type.dtype is None
         }
-        return Policy("gguf", (Part(SCHEME, (Rule((LINEAR,), GGUFReader(types)),)),))
+        heads = {}
+        if architecture.delta == "tiled":
+            own = delta.Heads.of(config)
+            heads = {name: own for name in types if name.endswith("linear_attn.out_proj")}
+        reader = GGUFReader(types, heads=heads)
+        return Policy("gguf", (Part(SCHEME, (Rule((LINEAR,), reader),)),))
 
     def read_tokenizer(self) -> Tokenizer:
         """The tokenizer in the metadata, which is built once."""

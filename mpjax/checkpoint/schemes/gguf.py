@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, GROUP, TensorType
+from mpjax.checkpoint.gguf.delta import Heads
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.rounded import ROUNDED, RoundedReader, describe_rounding, round_to
 from mpjax.checkpoint.schemes.scheme import Scheme
@@ -37,11 +38,14 @@ class GGUFReader(RoundedReader):
     """The types of a file's modules. Without a target, codes stay where a format has them.
 
     types: by the module's name in Hugging Face's files, such as `Q8_0`.
+    heads: by name, the heads of modules whose input channels are those of value heads in the order
+        of Qwen3.5's files.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = tuple(TYPES)
 
     types: Mapping[str, str]
+    heads: Mapping[str, Heads] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
@@ -117,14 +121,32 @@ class GGUFReader(RoundedReader):
         channels, _ = self.check(tensors, name, shape)
         kind, blocks = _only(tensors, name)
         format = self.format(name, channels)
-        convert = _own_codes if self.keeps_codes(name) else _round
-        return convert(jnp.asarray(blocks), kind, format)
+        keeps, heads = self.keeps_codes(name), self.heads.get(name)
+        if heads is None:
+            convert = _own_codes if keeps else _round
+            return convert(jnp.asarray(blocks), kind, format)
+        if not keeps:
+            return round_to(self.dequantize(tensors, name, shape), format)
+        if heads.value_dim % GROUP:
+            raise CheckpointError(
+                f"{name} is in {kind.name}, with value heads of {heads.value_dim} channels: "
+                f"expected a multiple of {GROUP}, a group of which has one scale"
+            )
+        plain = _own_codes(jnp.asarray(blocks), kind, format)
+        scales, zeros = (
+            None if array is None else heads.grouped(array, heads.value_dim // GROUP)
+            for array in (plain.scales, plain.zeros)
+        )
+        codes = heads.grouped(plain.codes, heads.value_dim)
+        return dataclasses.replace(plain, codes=codes, scales=scales, zeros=zeros)
 
     def dequantize(self, tensors: Tensors, name: str, shape: Shape | None = None) -> jax.Array:
         """The weight float32 [K, N], bit for bit as ggml computes it."""
         self.check(tensors, name, shape)
         kind, blocks = _only(tensors, name)
-        return _values(jnp.asarray(blocks), kind)
+        values = _values(jnp.asarray(blocks), kind)
+        heads = self.heads.get(name)
+        return values if heads is None else heads.grouped(values, heads.value_dim)
 
 
 def read(config: Mapping[str, Any]) -> NoReturn:

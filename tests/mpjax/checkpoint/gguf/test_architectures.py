@@ -29,6 +29,11 @@ EXTRA = {
         "nemotron_h.attention.head_count_kv": np.array([0, 2]),
         "nemotron_h.feed_forward_length": np.array([96, 0]),
     },
+    "qwen35": {
+        **{f"qwen35.{key}": size for key, size in (SSM | {"ssm.group_count": 2}).items()},
+        **{"qwen35.attention.key_length": 16, "qwen35.rope.dimension_count": 4},
+        "qwen35.full_attention_interval": 2,
+    },
     "granite": {
         f"granite.{key}": 2.0
         for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")

@@ -13,12 +13,14 @@ from tests.mpjax.checkpoint.test_huggingface_parity import reference_logits
 from tests.mpjax.checkpoint.test_hybrid_families import FAMILIES, build
 
 pytest.importorskip("torch")
+gguf_package = pytest.importorskip("gguf")
 
 TOKENS = np.random.default_rng(0).integers(0, len(VOCABULARY), (2, 20))
 _MAMBA = {
     **{".in_proj": ".ssm_in", ".conv1d": ".ssm_conv1d", ".out_proj": ".ssm_out"},
     **{".A_log": ".ssm_a", ".dt_bias": ".ssm_dt.bias", ".D": ".ssm_d"},
 }
+_HALVES = ("gate", "up", "down")
 _ATTENTION = {f".self_attn.{which}_proj": f".attn_{which}" for which in "qkv"}
 _LFM2 = {
     **{"model.embed_tokens": "token_embd", "model.embedding_norm": "token_embd_norm"},
@@ -56,6 +58,22 @@ NAMES: dict[str, dict[str, str]] = {
         ".mixer.shared_experts.down_proj": ".ffn_down_shexp",
     },
 }
+_QWEN = {
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
+    **{**_ATTENTION, ".self_attn.o_proj": ".attn_output", ".self_attn.q_norm": ".attn_q_norm"},
+    **{".self_attn.k_norm": ".attn_k_norm", ".input_layernorm": ".attn_norm"},
+    **{".post_attention_layernorm": ".post_attention_norm", ".conv1d": ".ssm_conv1d"},
+    **{".linear_attn.in_proj_qkv.": ".attn_qkv.", ".linear_attn.in_proj_z": ".attn_gate"},
+    **{".linear_attn.in_proj_b.": ".ssm_beta.", ".linear_attn.in_proj_a": ".ssm_alpha"},
+    **{".linear_attn.in_proj_ba": ".ssm_ba", ".linear_attn.A_log": ".ssm_a"},
+    **{".linear_attn.norm": ".ssm_norm", ".linear_attn.out_proj": ".ssm_out"},
+    **{".linear_attn.dt_bias": ".ssm_dt.bias", ".linear_attn.ssm": ".ssm"},
+    **{".mlp.gate.": ".ffn_gate_inp.", ".mlp.shared_expert_gate": ".ffn_gate_inp_shexp"},
+    **{f".mlp.shared_expert.{which}_proj": f".ffn_{which}_shexp" for which in _HALVES},
+    **{f".mlp.{which}_proj": f".ffn_{which}" for which in _HALVES},
+    **{f".mlp.experts.{which}_proj": f".ffn_{which}_exps.weight" for which in ("gate_up", "down")},
+}
+NAMES |= dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _QWEN)
 SSM = {"ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.inner_size": 96, "ssm.group_count": 2}
 KEYS: dict[str, dict] = {
     "lfm2": {
@@ -81,6 +99,25 @@ KEYS: dict[str, dict] = {
         "rope.dimension_count": 12,  # hidden size / heads, of a rotation that there is not
     },
 }
+# Sizes of heads with whole blocks, and a head that predicts a second token.
+_DELTA = {
+    **{"ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.inner_size": 192},
+    **{"ssm.time_step_rank": 6, "attention.key_length": 32, "attention.value_length": 32},
+    **{"attention.head_count_kv": 2, "rope.dimension_count": 8, "full_attention_interval": 2},
+    "rope.dimension_sections": [2, 1, 1, 0],
+}
+_OF_EXPERTS = {
+    **{"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 32},
+    "expert_shared_feed_forward_length": 96,
+}
+KEYS |= {
+    "qwen35": {
+        **{**_DELTA, "feed_forward_length": 128, "block_count": 3, "nextn_predict_layers": 1},
+        "attention.recurrent_layers": [True, False, False],
+    },
+    "qwen35moe": {**_DELTA, **_OF_EXPERTS},
+    "qwen3next": {**_DELTA, **_OF_EXPERTS},
+}
 # Changes of the models of test_hybrid_families.py: what GGUF's files can say.
 CHANGES: dict[str, tuple[str, dict]] = {
     "lfm2": ("lfm2", {"conv_bias": False}),
@@ -104,7 +141,51 @@ CHANGES: dict[str, tuple[str, dict]] = {
 }
 
 
-def content(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+CHANGES |= {
+    "qwen35": ("qwen3.5", {"linear_value_head_dim": 32, "attention_bias": False}),
+    "qwen35moe": ("qwen3.5-moe", {"linear_value_head_dim": 32}),
+    "qwen3next": (
+        "qwen3-next",
+        {"linear_value_head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": []},
+    ),
+}
+
+
+def as_qwen(architecture: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor of Gated DeltaNet in the order of llama.cpp, before other changes, or several."""
+    heads, size = 6, 32
+
+    def tiled(rows: np.ndarray, size: int) -> np.ndarray:  # head h · 3 + j becomes j · 2 + h
+        order = [h * 3 + j for j in range(3) for h in range(2)]
+        return rows.reshape(heads, size, *rows.shape[1:])[order].reshape(rows.shape)
+
+    if name.endswith("norm.weight") and "ssm_norm" not in name:
+        return {name: array + 1}
+    if name.endswith("in_proj_qkvz.weight"):  # of each key head
+        parts = array.reshape(2, -1, array.shape[1])
+        split = np.split(parts, [8, 16, 16 + 3 * size], axis=1)
+        q, k, v, z = (part.reshape(-1, array.shape[1]) for part in split)
+        begin = name.partition(".linear_attn")[0]
+        return {
+            f"{begin}.attn_qkv.weight": np.concatenate([q, k, v]),
+            f"{begin}.attn_gate.weight": z,
+        }
+    if architecture == "qwen3next":
+        return {name: array}
+    if "attn_qkv" in name or "conv1d" in name:
+        return {name: np.concatenate([array[:32], tiled(array[32:], size)])}
+    if "attn_gate" in name:
+        return {name: tiled(array, size)}
+    if "ssm_out" in name:
+        return {name: tiled(array.T, size).T}
+    if any(kind in name for kind in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt")):
+        return {name: tiled(array, 1)}
+    return {name: array}
+
+
+def content(
+    name: str, array: np.ndarray, quantized: tuple[str, ...] = ()
+) -> tuple[str, tuple[int, ...], bytes]:
     """A tensor as llama.cpp's converter writes it."""
     if name.endswith("ssm_a"):
         array = -np.exp(array)
@@ -115,28 +196,37 @@ def content(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
     elif "ssm_norm" in name:
         array = array.reshape(2, -1)
     array = np.ascontiguousarray(array, np.float32)
+    if any(kind in name for kind in quantized):
+        blocks = gguf_package.quants.quantize(array, gguf_package.GGMLQuantizationType.Q8_0)
+        return "Q8_0", array.shape, blocks.tobytes()
     return "F32", array.shape, array.tobytes()
 
 
-def write(architecture: str, model) -> bytes:
+def parts(architecture: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors that files have for one of a model; none for numbers that it computes."""
+    if any(kind in name for kind in ("inv_freq", "mup_vector")):
+        return {}
+    for theirs, own in NAMES[architecture].items():
+        name = name.replace(theirs, own, 1)
+    name = name.replace("model.layers", "blk")
+    if "mixer.up_proj" in name or "mixer.down_proj" in name:
+        name = name.replace(".mixer.", ".ffn_").replace("_proj", "")
+    if name.endswith("feed_forward.experts.gate_up_proj"):  # a stack of both
+        begin = name.removesuffix("feed_forward.experts.gate_up_proj")
+        halves = zip(("gate", "up"), np.split(array, 2, 1), strict=True)
+        return {f"{begin}ffn_{half}_exps.weight": part for half, part in halves}
+    if name.endswith("feed_forward.experts.down_proj"):
+        return {name.replace("feed_forward.experts.down_proj", "ffn_down_exps.weight"): array}
+    return as_qwen(architecture, name, array) if "qwen" in architecture else {name: array}
+
+
+def write(architecture: str, model, quantized: tuple[str, ...] = ()) -> bytes:
     tensors = {}
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        array = tensor.detach().numpy()
-        name = path
-        for theirs, own in NAMES[architecture].items():
-            name = name.replace(theirs, own, 1)
-        name = name.replace("model.layers", "blk")
-        if "mixer.up_proj" in name or "mixer.down_proj" in name:
-            name = name.replace(".mixer.", ".ffn_").replace("_proj", "")
-        if name.endswith("feed_forward.experts.gate_up_proj"):  # a stack of both
-            for half, part in zip(("gate", "up"), np.split(array, 2, 1), strict=True):
-                own = name.replace("feed_forward.experts.gate_up_proj", f"ffn_{half}_exps.weight")
-                tensors[own] = content(own, part)
-        elif name.endswith("feed_forward.experts.down_proj"):
-            own = name.replace("feed_forward.experts.down_proj", "ffn_down_exps.weight")
-            tensors[own] = content(own, array)
-        elif "inv_freq" not in name and "mup_vector" not in name:
-            tensors[name] = content(name, array)
+        for name, array in parts(architecture, path, tensor.detach().numpy()).items():
+            tensors[name] = content(name, array, quantized)
+    if architecture == "qwen35":
+        tensors["blk.2.nextn.eh_proj.weight"] = content("eh_proj", np.zeros((64, 128)))
     config = model.config
     epsilon = next(
         float(getattr(config, key))
@@ -175,6 +265,24 @@ def test_logits_are_those_of_the_model(case, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("architecture", "precision"),
+    [("qwen35", None), ("qwen35", "W8gKA16KV16"), ("qwen3next", None)],
+)
+def test_heads_are_put_back_in_blocks(architecture, precision, tmp_path):
+    """Of maps in Q8_0, whose codes are kept, or rounded to those of other groups."""
+    name, changes = CHANGES[architecture]
+    family, base = FAMILIES[name]
+    model = build(family, base | changes | {"vocab_size": len(VOCABULARY)})
+    kinds = ("ssm_out", "attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha")
+    (tmp_path / "m.gguf").write_bytes(write(architecture, model, kinds))
+    lm = mpjax.load(tmp_path / "m.gguf", precision=precision, dtype="float32")
+    expected = reference_logits(model, TOKENS)
+    found = np.asarray(lm.model(TOKENS.astype(np.int32)))
+    # Of most numbers: a token may have other experts.
+    assert np.median(abs(found - expected)) < 0.01 * abs(expected).max()
+
+
+@pytest.mark.parametrize(
     ("architecture", "key", "given", "message"),
     [
         ("lfm2", "attention.head_count_kv", [1, 2, 0], r"head_count_kv is \[1, 2\]: expected one"),
@@ -185,6 +293,8 @@ def test_logits_are_those_of_the_model(case, tmp_path):
             "ndarray of 2: expected a list of 3 numbers",
         ),
         ("nemotron_h_moe", "moe_latent_size", 16, "moe_latent_size' is 16, which is not supported"),
+        ("qwen35", "ssm.time_step_rank", 5, "has 2 key heads, 5 value heads and 192 channels"),
+        ("qwen35", "nextn_predict_layers", 3, "is 3: expected fewer than the 3 layers"),
         ("lfm2moe", "expert_gating_func", 1, "expert_gating_func is 1: expected 2, the sigmoid"),
     ],
 )

@@ -1,0 +1,167 @@
+"""Gated DeltaNet in GGUF files: Qwen3-Next, and Qwen3.5, 3.6 and 3.8.
+
+Source: llama.cpp, gguf-py/gguf/constants.py, and its conversion of Hugging Face's files, which says
+how the tensors differ from those. Files of Qwen3.5 have value heads in another order: those that
+are the first of each key head, then all second ones. Files of Qwen3-Next keep Hugging Face's order,
+and have queries, keys and values in one map, gates in another, and rates and decays in one, key
+head after key head, so that they are read as files of Qwen3.5 with the latter taken apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax.checkpoint.gguf.header import Tensor
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.checkpoint.gguf.mixtures import QWEN_NAMES, qwen_keys
+from mpjax.errors import CheckpointError
+
+Change = Callable[[np.ndarray], np.ndarray]
+_MIXER = "linear_attn"
+# Names in GGUF's files, without `blk.<layer>.`, and in Hugging Face's.
+_ATTENTION: Mapping[str, str] = {
+    **{f"attn_{which}": f"self_attn.{which}_proj" for which in "qkv"},
+    **{"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
+    **{"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
+    "post_attention_norm": "post_attention_layernorm",
+    **{"attn_qkv": f"{_MIXER}.in_proj_qkv", "attn_gate": f"{_MIXER}.in_proj_z"},
+    **{"ssm_beta": f"{_MIXER}.in_proj_b", "ssm_alpha": f"{_MIXER}.in_proj_a"},
+    **{"ssm_conv1d": f"{_MIXER}.conv1d", "ssm_norm": f"{_MIXER}.norm"},
+    "ssm_out": f"{_MIXER}.out_proj",
+}
+DENSE_NAMES: Mapping[str, str] = {
+    **_ATTENTION,
+    **{f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")},
+}
+EXPERT_NAMES: Mapping[str, str] = {**_ATTENTION, **QWEN_NAMES}
+# Of whole tensors.
+ARRAYS: Mapping[str, str] = {"ssm_a": f"{_MIXER}.A_log", "ssm_dt.bias": f"{_MIXER}.dt_bias"}
+_JOINT = re.compile(r"(blk\.\d+)\.ssm_ba\.(\w+)")
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+class Heads(NamedTuple):
+    """The heads of the linear layers: their numbers, and the channels of a key and a value head."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Heads:
+        """Those of a config.json."""
+        kinds = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+        return cls(*(config[f"linear_{kind}"] for kind in kinds))
+
+    def grouped(self, rows: Any, size: int) -> Any:
+        """Parts of `size` rows for each value head, from the file's order in Hugging Face's.
+
+        rows: an array of any kind, as it is if it has another number of rows, which `make_plan`
+        refuses.
+        """
+        if rows.shape[0] != self.values * size:
+            return rows
+        parts = rows.reshape(self.values // self.keys, self.keys, size, *rows.shape[1:])
+        return parts.swapaxes(0, 1).reshape(rows.shape)
+
+    def behind_keys(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of queries and keys, and those of values in Hugging Face's order."""
+        begin = 2 * self.keys * self.key_dim
+        values = self.grouped(rows[begin:], self.value_dim)
+        return np.concatenate([rows[:begin], values])
+
+    def half(self, rows: np.ndarray, number: int) -> np.ndarray:
+        """The rates (0) or decays (1) of rows that are rates and decays of each key head."""
+        parts = rows.reshape(self.keys, 2, -1, *rows.shape[1:])
+        return parts[:, number].reshape(-1, *rows.shape[1:])
+
+
+def change(kind: str, config: Mapping[str, Any]) -> Change | None:
+    """How the rows of a tensor of a Qwen3.5 differ from Hugging Face's; None where they don't.
+
+    kind: its name without `blk.<layer>.`.
+    """
+    heads = Heads.of(config)
+    if heads.keys == heads.values:
+        return None
+    if kind in ("attn_qkv", "ssm_conv1d"):
+        return heads.behind_keys
+    if kind == "ssm_out":  # whose blocks GGUFReader decodes first, since they have several heads
+        return lambda rows: heads.grouped(rows.T, heads.value_dim).T if rows.ndim == 2 else rows
+    sizes = {"attn_gate": heads.value_dim, **dict.fromkeys(("ssm_beta", "ssm_alpha"), 1)}
+    sizes |= dict.fromkeys(("ssm_a", "ssm_dt.bias"), 1)
+    if (size := sizes.get(kind)) is None:
+        return None
+    return lambda rows: heads.grouped(rows, size)
+
+
+def without_drafts(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors but those of layers that predict a second token, which stand behind the others.
+
+    Rates and decays that are one tensor become two with the same bytes: see `Heads.half`.
+    """
+    name = metadata.text("general.architecture")
+    drafts = metadata.whole(f"{name}.nextn_predict_layers", 0)
+    layers = metadata.whole(f"{name}.block_count") - drafts
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        match = _OF_LAYER.fullmatch(key)
+        if match is not None and int(match[1]) >= layers and drafts:
+            continue
+        if (joint := _JOINT.fullmatch(key)) and tensor.shape and tensor.shape[0] % 2 == 0:
+            for own in ("ssm_beta", "ssm_alpha"):
+                written = f"{joint[1]}.{own}.{joint[2]}"
+                found[written] = tensor._replace(name=written)
+        else:
+            found[key] = tensor
+    return found
+
+
+def keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of Qwen3.5's config.json, also for Qwen3-Next. Raises CheckpointError."""
+    name = metadata.text("general.architecture")
+    count = metadata.whole(f"{name}.block_count")
+    names = ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
+    groups, values, state, inner, width = (metadata.whole(f"{name}.ssm.{key}") for key in names)
+    if groups < 1 or values < 1 or values % groups or inner % values:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.ssm has {groups} key heads, {values} value heads and {inner} "
+            "channels of these: expected each to be a multiple of the one before"
+        )
+    drafts = metadata.whole(f"{name}.nextn_predict_layers", 0)
+    if not 0 <= drafts < count:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.nextn_predict_layers is {drafts}: expected fewer than the "
+            f"{count} layers of {name}.block_count, which counts them"
+        )
+    rotated, whole = (
+        metadata.whole(f"{name}.{key}") for key in ("rope.dimension_count", "attention.key_length")
+    )
+    found: dict[str, Any] = {
+        "num_hidden_layers": count - drafts,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": state,
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": width,
+        "full_attention_interval": metadata.whole(f"{name}.full_attention_interval", 4),
+        "partial_rotary_factor": rotated / max(whole, 1),
+        "attention_bias": any(key.endswith("attn_q.bias") for key in tensors),
+    }
+    # Of images, whose text has the same position three times.
+    metadata.numbers(f"{name}.rope.dimension_sections", None)
+    flags = metadata.numbers(f"{name}.attention.recurrent_layers", None)
+    if flags is not None:
+        kinds = ["linear_attention" if flag else "full_attention" for flag in flags[:count]]
+        found["layer_types"] = kinds[: count - drafts]
+    return found
+
+
+def expert_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of a model with experts."""
+    return keys(metadata, tensors) | qwen_keys(metadata, tensors)

@@ -37,8 +37,11 @@ def _cpu(results: Results) -> tuple[Sequence[str], list[list[str]]]:
     rows = []
     for result in results:
         for name, system in result["systems"].items():
-            seconds = {batch: times["least_seconds"] for batch, times in system["batches"].items()}
-            rates = [f"{int(n) * result['tokens'] / least:,.1f}" for n, least in seconds.items()]
+            rates = [
+                f"{size * result['tokens'] / found['least_seconds']:,.1f}" if found else ""
+                for size in (1, 8)
+                for found in [system["batches"].get(str(size))]
+            ]
             times = system["load_seconds"], system["batches"]["1"]["first_seconds"]
             rows.append([name, *(f"{each:.1f} s" for each in times), *rates])
     return headers, rows

@@ -84,6 +84,7 @@ class Adapters:
     def __init__(self) -> None:
         self.stacks: dict[str, LowRank] = {}
         self.version = 0  # changes with the stacks
+        self._shapes: dict[str, LowRank] = {}  # of the stacks before devices divide them
         self._names: dict[str, Loaded] = {}
         self._held: dict[int, Loaded] = {}  # by places, removed ones too
         self._places = self._rank = 0
@@ -211,22 +212,31 @@ class Adapters:
 
     def _put(self, model: Decoder, new: Sequence[Loaded]) -> None:
         """Puts new adapters, which are among the held ones, into the stacks."""
-        stacks = dict(self.stacks)  # a program may read the old ones meanwhile
-        if model.mesh is not None or any(self._needs_more(each) for each in new):
+        stacks, shapes = (
+            dict(self.stacks),
+            self._shapes,
+        )  # a program may read the old ones meanwhile
+        if any(self._needs_more(each) for each in new):
             self._places = max(self._places, _power_of_two(max(self._held)))
             paths = {path for each in self._held.values() for path in each.adapter.changes}
-            stacks = {path: self._build(model, path) for path in sorted(paths)}
+            stacks, shapes = {}, {}
+            for path in sorted(paths):
+                stack = self._build(path)
+                shapes[path] = stack.map(_without_numbers)
+                stacks[path] = model.place_change(path, stack)
         else:
-            for each, (path, stack) in itertools.product(new, self.stacks.items()):
-                change = _fitted(each.adapter.changes.get(path), stack)
-                stacks[path] = _write(stacks[path], each.place - 1, change)
-        self.stacks = stacks
+            for each, path in itertools.product(new, stacks):
+                change = _fitted(each.adapter.changes.get(path), shapes[path])
+                one = model.place_change(path, change.map(lambda array: array[None], is_stack=True))
+                put = functools.partial(_put_at, model.mesh, jnp.int32(each.place - 1))
+                stacks[path] = jax.tree.map(put, stacks[path], one)
+        self.stacks, self._shapes = stacks, shapes
         self.version += 1
 
     def _needs_more(self, new: Loaded) -> bool:
         """Whether an adapter does not fit into the stacks."""
         for path, change in new.adapter.changes.items():
-            stack = self.stacks.get(path)
+            stack = self._shapes.get(path)
             if stack is None or len(stack.down.get_value()) < new.place:
                 return True
             is_less = bool(stack.ups) and (not change.ups or change.rank > stack.rank)
@@ -234,8 +244,8 @@ class Adapters:
                 return True
         return new.place > self._places
 
-    def _build(self, model: Decoder, path: str) -> LowRank:
-        """The stack of a path, of all adapters that are held."""
+    def _build(self, path: str) -> LowRank:
+        """The stack of a path, of all adapters that are held, of NumPy's arrays."""
         held = {place: each.adapter.changes.get(path) for place, each in self._held.items()}
         changes = {place: change for place, change in held.items() if change is not None}
         rank = max(self._rank, *(change.rank for change in changes.values()))
@@ -244,7 +254,7 @@ class Adapters:
             one = _fitted(change, stack)
             for target, source in zip(jax.tree.leaves(stack), jax.tree.leaves(one), strict=True):
                 target[place - 1] = source
-        return model.place_change(path, stack)
+        return stack
 
 
 def _power_of_two(number: int) -> int:
@@ -285,16 +295,25 @@ def _fitted(change: LowRank | None, stack: LowRank) -> LowRank:
     return target
 
 
-def _write(stack: LowRank, entry: int, change: LowRank) -> LowRank:
-    """The stack with a change at an entry; its arrays are new, since programs may read the old."""
-    put = functools.partial(_put_entry, entry)
-    return jax.tree.map(put, stack, change.map(lambda array: array, is_stack=True))
+def _without_numbers(array: np.ndarray) -> np.ndarray:
+    """An array of the same shape, which takes no memory."""
+    return np.broadcast_to(np.float32(0), array.shape)
 
 
-@jax.jit
-def _put_at(stack: jax.Array, entry: jax.Array, one: jax.Array) -> jax.Array:
-    return stack.at[entry].set(one.astype(stack.dtype))
+@functools.partial(jax.jit, static_argnums=0)
+def _put_at(
+    mesh: jax.sharding.Mesh | None, entry: jax.Array, stack: jax.Array, one: jax.Array
+) -> jax.Array:
+    """A new stack [places, ...] with an entry of `one` [1, ...], or so on each device of a mesh.
 
+    The old one is not donated: a program may read it.
+    """
 
-def _put_entry(entry: int, stack: jax.Array, one: np.ndarray) -> jax.Array:
-    return _put_at(stack, jnp.int32(entry), one)
+    def put(entry: jax.Array, stack: jax.Array, one: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, one[0].astype(stack.dtype), entry, 0)
+
+    if mesh is None:
+        return put(entry, stack, one)
+    whole, shares = jax.P(), jax.P(*mesh.axis_names)
+    run = jax.shard_map(put, mesh=mesh, in_specs=(whole, shares, shares), out_specs=shares)
+    return run(entry, stack, one)

@@ -291,7 +291,8 @@ def _beside_adapters(
     lm = dataclasses.replace(lm, model=model)
     for count in sweep.adapters:
         row = facts | {"adapters": count, "rank": sweep.rank}
-        row |= _measure(lm, case._replace(adapters=count))
+        is_read = case.is_read and not sweep.filled
+        row |= _measure(lm, case._replace(adapters=count, is_read=is_read))
         yield figures(of_adapters.compared(row, plain, places))
 
 

@@ -114,7 +114,7 @@ Examples:
       --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --speculate 2,4,8
   mpjax bench generate --adapters 0,1 --rank 16
-  mpjax bench generate --batch 64 --prompt-tokens 512 --filled --adapters 0,16,64
+  mpjax bench generate --batch 64 --filled --piece-tokens 128 --adapters 16,64
   mpjax bench generate --shapes qwen3-30b-a3b
   mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,32 --filled
   mpjax bench generate --shapes llama3-70b --devices 1,2 --layers 16 \\
@@ -155,6 +155,8 @@ them) over the time of a step.
 \b
 With --adapters there is a table of the same cases with random adapters
 beside all linear maps of the layers: the speed is that over the case without.
+With 0, rows without adapters are in a program for rows that may have some; an
+engine runs that of a model without where no row has one.
 
 \b
 The plot shows several contexts as lines below their rooflines, one context as

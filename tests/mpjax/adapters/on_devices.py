@@ -58,8 +58,12 @@ def check(architecture: str) -> None:
     found = []
     for each in (model, divided):
         held = Adapters()
+        held.reserve(2, 3)
         held.add(each, {"a": adapters["a"]})
-        held.add(each, {"b": adapters["b"]})
+        before = held.stacks
+        held.add(each, {"b": adapters["b"]})  # into the stacks that there are
+        for one, new in zip(*map(jax.tree.leaves, (before, held.stacks)), strict=True):
+            assert (one.shape, one.sharding) == (new.shape, new.sharding)
         adapted = attach(each, held.stacks)
         made = mpjax.generate_tokens(
             adapted,

@@ -25,6 +25,7 @@ from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.layout import KVLayout
 from mpjax.kernels.kv_cache.scales import cache_scales
+from mpjax.kernels.latent.api import latent_attention, latent_format
 from mpjax.kernels.low_rank.api import add_low_rank
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.partition import partition_specs
@@ -93,6 +94,8 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_terms",
     "hadamard",
+    "latent_attention",
+    "latent_format",
     "matmul",
     "matmul_terms",
     "pack",

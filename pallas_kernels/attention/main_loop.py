@@ -45,7 +45,7 @@ SINK_BITS = 24.0
 _LEAST_STEP = 1e-37  # smaller steps have no reciprocal
 # Bounds for the rounding error of an exponent: relative to its summands, and in bits.
 _ROUNDING, _MOST_ROUNDING = 2.0**-22, 14.0
-_LoadOperands = Callable[..., Iterator[list[jax.Array]]]  # `tiles.operands` of one tile
+LoadOperands = Callable[..., Iterator[list[jax.Array]]]  # `tiles.operands` of one tile
 
 
 class Operands(NamedTuple):
@@ -56,9 +56,10 @@ class Operands(NamedTuple):
     offsets: Any  # int32 [batch], each sequence's first token among varlen tokens; or None
     masks: Masks
     bits: Any = None  # of the blocks to which outputs are rounded
+    rotated: Any = None  # [tokens, query heads, channels], of queries beside latents alone
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """The scores of a tile: tile · factor + offset is the logarithm to base 2 of a weight."""
 
     tile: jax.Array
@@ -85,7 +86,14 @@ class MainLoop:
     sequence: the sequence and KV head.
     first_row: the number of the tile's first row in its sequence.
     after: the partial softmax over other keys, to continue from; only if values are in 16 bits.
+
+    name: of the kernel.
+    narrow_rows, few_rows: the most rows of a narrow tile, and of one whose rows lie along the
+        narrow side of the tensor cores' instruction.
     """
+
+    name = "attention"
+    narrow_rows, few_rows = NARROW_ROWS, 8
 
     def __init__(
         self,
@@ -101,12 +109,12 @@ class MainLoop:
         self.key_range, self.sequence, self.first_row = key_range, sequence, first_row
         self.config, self.window, self.softcap = config, masks.window, masks.softcap
         self.target = current_target()
-        self.keys, self.values = keys, values = key_range.pages.sides
+        self.keys, self.values = keys, values = self.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
         self.group = operands.queries.shape[1] // kv_heads  # query heads that share a KV head
         self.dtype = operands.queries.dtype  # of softmax weights and decoded values, too
-        self.is_narrow = config.tile_rows <= NARROW_ROWS
-        self.oriented = Orientation(few_rows=config.tile_rows <= 8)
+        self.is_narrow = config.tile_rows <= self.narrow_rows
+        self.oriented = Orientation(few_rows=config.tile_rows <= self.few_rows)
 
         # The parts of a head's channels, each of which is decoded to one operand of the tensor
         # cores. Sums that are continued from `after` keep its parts.
@@ -183,6 +191,11 @@ class MainLoop:
         if masks.sinks is not None:
             sink = load_masked(masks.sinks.at[self.rows.query_head], self.rows.mask)
             self.sink = jnp.maximum(sink.astype(jnp.float32) * LOG2_E, FLOOR)
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The keys and the values."""
+        return self.key_range.pages.sides
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
         """Loads and prepares the rows' queries, times the static scales of key channels, if any."""
@@ -285,13 +298,17 @@ class MainLoop:
         )
         group = tile * size % self.page_size // (key_range.pages.format.group or self.page_size)
         place = place._replace(group=group, head=self.sequence.head)
-        load_operands = functools.partial(tiles.operands, place=place)
+        load_operands = self._loader(place)
         scores = self._scores(place, load_operands)
         if not is_whole:
             scores = scores._replace(tile=self._hide(scores.tile, key_range.begin + tile * size))
         return self._add_values(carry, scores, place, load_operands)
 
-    def _scores(self, place: Place, load_operands: _LoadOperands) -> _Scores:
+    def _loader(self, place: Place) -> LoadOperands:
+        """The function that loads and decodes tiles of keys and of values at a place."""
+        return functools.partial(tiles.operands, place=place)
+
+    def _scores(self, place: Place, load_operands: LoadOperands) -> Scores:
         """The scores of a tile of keys, scaled and capped, without masks."""
         oriented, keys, target = self.oriented, self.keys, self.target
         scores, offset = self._zeros(self.key_range.tile_keys), None
@@ -323,13 +340,13 @@ class MainLoop:
             scores = target.multiply_add(scores, oriented.for_slots(step * factor), zeros)
             factor = 1.0
         if self.softcap is None:
-            return _Scores(scores, factor, offset)
+            return Scores(scores, factor, offset)
         scores *= oriented.for_rows(jnp.asarray(factor))
         if offset is not None:
             scores += oriented.for_rows(offset)
         bound = self.softcap * LOG2_E  # tanh(x) = 1 − 2 / (1 + exp(2x))
         scores = bound - 2 * bound * target.reciprocal(1 + target.exp2(scores))
-        return _Scores(scores)
+        return Scores(scores)
 
     def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
         """The scores, but −∞ where a row does not see a key.
@@ -352,7 +369,7 @@ class MainLoop:
         return jax.lax.cond(first_key + size <= self.seen_by_all, lambda x: x, hide, scores)
 
     def _add_values(
-        self, carry: _Carry, scores: _Scores, place: Place, load_operands: _LoadOperands
+        self, carry: _Carry, scores: Scores, place: Place, load_operands: LoadOperands
     ) -> _Carry:
         """Adds a tile's values, weighted by its scores, to the running softmax."""
         sums, zero_sum, peak, total = carry
@@ -367,7 +384,7 @@ class MainLoop:
         if weighs_steps:
             factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
             tile = target.multiply_add(scores.tile, factor, for_slots(target.log2(step)))
-            scores = _Scores(tile, offset=scores.offset)
+            scores = Scores(tile, offset=scores.offset)
         highest, base = scores.tile.max(oriented.slots) * scores.factor, jnp.float32(self.lift)
         if scores.offset is not None:
             highest, base = highest + scores.offset, base + scores.offset

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -25,11 +28,12 @@ def attention(
     """Causal softmax attention in float32: a query at position p sees keys at positions ≤ p.
 
     queries: [batch, tokens, query heads, head dim].
-    keys, values: [batch, keys, KV heads, head dim].
+    keys, values: [batch, keys, KV heads, head dim]; values may have other channels.
     positions: int32 [batch, tokens], of the queries.
     lengths: int32 [batch], how many keys of each sequence count.
 
-    Returns an array of the shape and dtype of the queries, with zeros for a query that sees no key.
+    Returns [batch, tokens, query heads, channels of a value] in the dtype of the queries, with
+    zeros for a query that sees no key.
     """
     batch, tokens, heads, dim = queries.shape
     grouped = queries.astype(jnp.float32).reshape(batch, tokens, keys.shape[2], -1, dim)
@@ -56,7 +60,7 @@ def attention(
         total += jnp.exp(sink - peak)
     weights /= jnp.where(total == 0, 1.0, total)
     out = jnp.einsum("bhgtk,bkhd->bthgd", weights, values.astype(jnp.float32), precision="highest")
-    return out.reshape(batch, tokens, heads, dim).astype(queries.dtype)
+    return out.reshape(batch, tokens, heads, values.shape[-1]).astype(queries.dtype)
 
 
 @optimized_once("transformed")
@@ -69,7 +73,27 @@ def paged_attention(
     transformed: bool = False,
 ) -> jax.Array:
     """Attention over the dequantised cache; arguments and result as for api.paged_attention."""
-    shape, lengths, rows = queries.shape, span.ends, span.residual_pages
+    dtype = queries.dtype
+    if transformed and pages.format.key_codes.hadamard:
+        queries = hadamard.transform(queries.astype(jnp.float32))  # its own inverse
+
+    def read(*places: Any) -> tuple[jax.Array, jax.Array]:
+        return kv_cache.gather(pages, *places)
+
+    return over_cache(queries, span, masks, read).astype(dtype)
+
+
+def over_cache(
+    queries: jax.Array, span: Span, masks: Masks, read: Callable[..., tuple[jax.Array, jax.Array]]
+) -> jax.Array:
+    """Attention of new tokens, padded or varlen, over keys and values that `read` returns.
+
+    read: called with the block tables, lengths and pages in the residual of sequences, as
+        `kv_cache.gather` is; returns keys and values [batch, capacity, KV heads, channels].
+
+    Returns [..., query heads, channels of a value] in the dtype of the queries.
+    """
+    leading, lengths, rows = queries.shape[:-1], span.ends, span.residual_pages
     rows = None if rows is None else rows[:, 0]
     block_tables, starts, counts = span.block_tables, span.starts, span.counts
     if queries.ndim == 3 and len(counts) == 1:  # the tokens of one sequence
@@ -82,10 +106,7 @@ def paged_attention(
         starts = starts[sequence] + tokens.number
         counts = tokens.is_real.astype(counts.dtype)
         queries = queries[:, None]
-    keys, values = kv_cache.gather(pages, block_tables, lengths, rows)
+    keys, values = read(block_tables, lengths, rows)
     positions = starts[:, None] + jnp.arange(queries.shape[1])[None]
-    dtype = queries.dtype
-    if transformed and pages.format.key_codes.hadamard:
-        queries = hadamard.transform(queries.astype(jnp.float32))  # its own inverse
     out = attention(queries, keys, values, positions, starts + counts, masks)
-    return out.reshape(shape).astype(dtype)
+    return out.reshape(*leading, values.shape[-1])

@@ -14,6 +14,7 @@ class AttentionShape:
     queries: new tokens of each sequence, which are its last ones.
     longest: keys of the first sequence if it is longer than the others (then `queries` is 1); None
         if all are equal.
+    rotary: of attention over latents, the channels beside those of a latent, which is head_dim.
     """
 
     batch: int
@@ -23,16 +24,20 @@ class AttentionShape:
     context: int
     queries: int = 1
     longest: int | None = None
+    rotary: int | None = None
 
     @classmethod
     def parse(cls, name: str) -> AttentionShape:
         """Reads a name such as `b8-h32/8-d128-c32768-q2048` or `b8-h32/8-d128-c1024-l65536`.
 
         The letters stand for the batch, query heads / KV heads, the head dimension, the context,
-        the queries, if more than 1, and the longest context. Raises ValueError for a text that is
-        no such name, and for sizes that are impossible together.
+        the queries, if more than 1, and the longest context. `b8-h16/1-d512+64-c8192` is attention
+        over latents of 512 channels beside 64 that are rotated.
+
+        Raises ValueError for a text that is no such name, and for sizes that are impossible
+        together.
         """
-        pattern = r"b(\d+)-h(\d+)/(\d+)-d(\d+)-c(\d+)(?:-q(\d+)|-l(\d+))?"
+        pattern = r"b(\d+)-h(\d+)/(\d+)-d(\d+)(?:\+(\d+))?-c(\d+)(?:-q(\d+)|-l(\d+))?"
         match = re.fullmatch(pattern, name)
         if match is None:
             raise ValueError(
@@ -40,9 +45,11 @@ class AttentionShape:
                 "context and, if more than 1, new tokens, as in b8-h32/8-d128-c32768-q2048, or the "
                 "longest context, as in b8-h32/8-d128-c1024-l65536"
             )
-        *numbers, longest = match.groups()
-        shape = cls(*(int(number or 1) for number in numbers))
-        shape = dataclasses.replace(shape, longest=None if longest is None else int(longest))
+        *sizes, rotary, context, tokens, longest = match.groups()
+        shape = cls(*(int(number or 1) for number in (*sizes, context, tokens)))
+        more = {"longest": longest, "rotary": rotary}
+        given = {name: int(number) for name, number in more.items() if number is not None}
+        shape = dataclasses.replace(shape, **given)
         if 0 in dataclasses.astuple(shape) or shape.query_heads % shape.kv_heads:
             raise ValueError(
                 f"the shape {name!r} can't be: its numbers are positive, and query heads a "
@@ -50,6 +57,8 @@ class AttentionShape:
             )
         if shape.queries > shape.context:
             raise ValueError(f"the shape {name!r} has more new tokens than its context holds")
+        if shape.rotary is not None and (shape.kv_heads != 1 or shape.longest is not None):
+            raise ValueError(f"the latents of {name!r} are of one KV head, and of one length")
         if shape.longest is not None and shape.longest <= shape.context:
             raise ValueError(f"the longest context of {name!r} is no longer than the others")
         return shape
@@ -63,11 +72,18 @@ class AttentionShape:
     def name(self) -> str:
         """The name that `parse` reads, for tables and test ids."""
         heads = f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}"
+        heads += "" if self.rotary is None else f"+{self.rotary}"
         name = f"{heads}-c{self.context}"
         name += f"-q{self.queries}" if self.queries > 1 else ""
         return name + ("" if self.longest is None else f"-l{self.longest}")
 
 
+LATENT = (
+    AttentionShape(8, 16, 1, 512, 8192, rotary=64),
+    AttentionShape(64, 16, 1, 512, 4096, rotary=64),
+    AttentionShape(8, 20, 1, 512, 8192, rotary=64),
+    AttentionShape(8, 128, 1, 512, 8192, rotary=64),
+)
 DECODE = (
     AttentionShape(1, 32, 8, 128, 4096),
     AttentionShape(1, 32, 8, 128, 32768),

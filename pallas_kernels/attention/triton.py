@@ -23,6 +23,7 @@ from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.attention import balance, main_loop
 from mpjax.kernels.attention.combine import Partials, combine, combine_balanced
 from mpjax.kernels.attention.key_range import KeyRange
+from mpjax.kernels.attention.latent_loop import LatentLoop, LatentQueries
 from mpjax.kernels.attention.plans import AttentionConfig
 from mpjax.kernels.attention.rounding import RoundedHeads
 from mpjax.kernels.attention.rows import SequenceHead, most_varlen_tiles, varlen_tile
@@ -35,7 +36,7 @@ from mpjax.kernels.masks import Masks
 
 
 def paged_attention(
-    queries: jax.Array,
+    queries: jax.Array | LatentQueries,
     pages: KVPages,
     span: Span,
     masks: Masks,
@@ -46,11 +47,16 @@ def paged_attention(
 ) -> jax.Array | QuantizedActivations:
     """Launches the kernel; arguments and result as for api.paged_attention.
 
+    queries: also those of attention over latents; the result is as for `latent_attention` then.
     span: the result of `Span.read`, so that its `longest` is known.
     blocks: to which the result is rounded, [..., heads · head dim]; see `rounding.can_round`. The
         kernel that joins programs rounds, or if there is none, a program with heads of one block.
         For larger heads of one program the result is an array nevertheless.
     """
+    rotated, loop = None, main_loop.MainLoop
+    if isinstance(queries, LatentQueries):
+        (queries, rotated), loop = queries, LatentLoop
+        rotated = rotated.reshape(-1, *rotated.shape[-2:])
     *leading, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
     is_varlen = len(leading) == 1
@@ -71,13 +77,13 @@ def paged_attention(
         tiles = pl.cdiv(span.most_tokens * group, config.tile_rows)
         grid = (tiles, batch * kv_heads, own)
     (partials,) = launch(
-        functools.partial(_kernel, config=config),
-        main_loop.Operands(flat, span, offsets, masks, bits),
+        functools.partial(_kernel, config=config, loop=loop),
+        main_loop.Operands(flat, span, offsets, masks, bits, rotated),
         pages,
         out_shape=(shapes,),
         grid=grid,
         settings=Settings(
-            f"attention_{pages.format}".lower(),
+            f"{loop.name}_{pages.format}".lower(),
             warps=config.warps,
             stages=config.stages,
             registers=config.registers,
@@ -121,11 +127,16 @@ def _balanced_shapes(queries: jax.Array, batch: int, config: AttentionConfig) ->
 
 
 def _kernel(
-    operands: main_loop.Operands, pages: KVPages, partials: Partials, *, config: AttentionConfig
+    operands: main_loop.Operands,
+    pages: KVPages,
+    partials: Partials,
+    *,
+    config: AttentionConfig,
+    loop: type[main_loop.MainLoop],
 ) -> None:
     batch, head, first_row = _place(operands, pages.keys.shape[1], config.tile_rows)
     split = pl.program_id(2)
-    program = _Program(operands, pages, config, head, first_row)
+    program = _Program(operands, pages, config, head, first_row, loop)
     if partials.first_pieces is None:
 
         def store_split(partial: SoftmaxPartial) -> None:
@@ -206,6 +217,7 @@ class _Program(NamedTuple):
     config: AttentionConfig
     head: jax.Array  # the KV head
     first_row: jax.Array  # the number of the tile's first row in a sequence
+    loop: type[main_loop.MainLoop]
 
     def attend(
         self,
@@ -230,10 +242,9 @@ class _Program(NamedTuple):
         residual = pages.residual
 
         def attend_to(key_range: KeyRange, after: SoftmaxPartial | None = None) -> SoftmaxPartial:
-            loop = main_loop.MainLoop(
+            return self.loop(
                 self.operands, sequence, key_range, self.first_row, config=config, after=after
-            )
-            return loop.run()
+            ).run()
 
         tables = span.block_tables
         pages_of_sequence = (pages, tables, jnp.int32(0), packed_end, config.tile_keys)

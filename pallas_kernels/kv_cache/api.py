@@ -17,6 +17,7 @@ from mpjax.kernels.kv_cache.codes import Float8
 from mpjax.kernels.kv_cache.varlen import as_single_tokens
 
 HEAD_DIMS = (64, 96, 128, 256)  # the head dimensions that the Triton kernels take
+WRITTEN_DIMS = (*HEAD_DIMS, 512)  # those that `append` takes, of keys and of values
 
 
 def append(
@@ -31,7 +32,8 @@ def append(
 
     pages: one layer of the cache.
     keys, values: [batch, tokens, KV heads, head dim], keys after the rotary embedding; or
-        varlen, [tokens, KV heads, head dim]. They must not be NaN: a NaN may be stored as a number,
+        varlen, [tokens, KV heads, head dim]. Values have a size of their own in pages whose layout
+        has a `value_dim`. They must not be NaN: a NaN may be stored as a number,
         since minima and maxima pass over it.
     span: where these tokens lie. Padding is not written, and neither are tokens past the end of a
         sequence's block table: make room first (PagedKVCache.require_room, outside `jit`).
@@ -46,12 +48,14 @@ def append(
     """
     require_pages("append", pages)
     keys, values = as_arrays("append", keys=keys, values=values)
-    expected = (pages.keys.shape[1], pages.head_dim)
-    if keys.shape != values.shape or keys.shape[-2:] != expected or keys.ndim not in (3, 4):
+    heads, dims = pages.keys.shape[1], (pages.head_dim, pages.value_dim)
+    sides = zip((keys, values), dims, strict=True)
+    fit = all(x.ndim in (3, 4) and x.shape[-2:] == (heads, dim) for x, dim in sides)
+    if not fit or keys.shape[:-1] != values.shape[:-1]:
         raise ValueError(
-            f"append: keys {keys.shape} and values {values.shape} must be [batch, tokens, "
-            f"{expected[0]}, {expected[1]}], the KV heads and head dimension of the pages, or "
-            "without the batch where tokens are varlen"
+            f"append: keys {keys.shape} and values {values.shape} must be [batch, tokens, {heads}, "
+            f"{' or '.join(str(dim) for dim in dict.fromkeys(dims))}], the KV heads and head "
+            "dimension of the pages, or without the batch where tokens are varlen"
         )
     require_floats("append", keys=keys, values=values)
     span = read_span("append", span, pages, keys.shape[:-2])
@@ -88,7 +92,7 @@ def make_room(
 
 
 def _module(pages: KVPages, wanted: str | None) -> Any:
-    reason, choices = why_not_triton(pages), ("triton", "reference")
+    reason, choices = why_not_written(pages), ("triton", "reference")
     name = implementations.choose("append", wanted, "triton", choices, lambda _: reason)
     return triton if name == "triton" else reference
 
@@ -116,7 +120,18 @@ def read_span(operation: str, span: Span, pages: KVPages, new: tuple[int, ...]) 
 
 
 def why_not_triton(pages: KVPages) -> str | None:
-    """Why Triton kernels can't work on these pages here, or None if they can."""
+    """Why the Triton kernels of attention can't work on these pages here, or None if they can."""
+    if reason := why_not_written(pages):
+        return reason
+    if pages.head_dim not in HEAD_DIMS:
+        return f"head dimension {pages.head_dim} is not one of {HEAD_DIMS}"
+    if pages.head_dim != pages.value_dim:
+        return f"keys have {pages.head_dim} channels and values {pages.value_dim}"
+    return None
+
+
+def why_not_written(pages: KVPages) -> str | None:
+    """Why a Triton kernel can't write to these pages here, or None if it can."""
     if reason := device.why_triton_cannot_run():
         return reason
     for side in pages.sides + (() if pages.residual is None else pages.residual.sides):
@@ -124,6 +139,7 @@ def why_not_triton(pages: KVPages) -> str | None:
             return f"pages of {side.words.dtype} are not 16 bits wide"
         if isinstance(side.codes, Float8) and (reason := device.why_not_float8()):
             return reason
-    if pages.head_dim not in HEAD_DIMS:
-        return f"head dimension {pages.head_dim} is not one of {HEAD_DIMS}"
+    for dim in (pages.head_dim, pages.value_dim):
+        if dim not in WRITTEN_DIMS:
+            return f"head dimension {dim} is not one of {WRITTEN_DIMS}"
     return None

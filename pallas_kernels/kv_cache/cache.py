@@ -89,8 +89,13 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
-        """The number of channels of a head."""
+        """The number of channels of a head, or of its keys alone."""
         return self.keys.shape[3] * self.format.key_codes.planes
+
+    @property
+    def value_dim(self) -> int:
+        """The number of channels of a head's values."""
+        return self.values.shape[3] * self.format.value_codes.planes
 
 
 @functools.partial(
@@ -225,26 +230,30 @@ def _empty_pages(
     format, shape = KVFormat.of(layout.format), (pages, layout.kv_heads, layout.page_size)
 
     # Every array is a buffer of its own: a buffer that appears twice can't be donated.
-    def stored(codes: KVCodes, scale: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array | None]:
+    def stored(
+        codes: KVCodes, dim: int, scale: jax.Array | np.ndarray
+    ) -> tuple[jax.Array, jax.Array | None]:
         storage = jnp.uint16 if codes.is_quantized else layout.dtype
         groups = layout.page_size // (codes.group or layout.page_size)
         parameters = {
             "token": lambda: jnp.zeros(shape, jnp.uint32),
-            "channel": lambda: jnp.zeros((*shape[:2], groups, layout.head_dim), jnp.uint32),
+            "channel": lambda: jnp.zeros((*shape[:2], groups, dim), jnp.uint32),
             "head": lambda: jnp.array(scale),
             "static": lambda: jnp.array(scale),
             None: lambda: None,
         }
-        words = jnp.zeros((*shape, layout.head_dim // codes.planes), storage)
+        words = jnp.zeros((*shape, dim // codes.planes), storage)
         return words, parameters[codes.scaling]()
 
     (keys, key_parameters), (values, value_parameters) = (
-        stored(codes, scales[i]) for i, codes in enumerate(layout.codes)
+        stored(codes, layout.dims[i], scales[i]) for i, codes in enumerate(layout.codes)
     )
     residual = None
     if format.block is not None:
-        block = (batch, layout.kv_heads, format.block, layout.head_dim)
-        keys_of_block, values_of_block = (jnp.zeros(block, layout.dtype) for _ in range(2))
+        block = (batch, layout.kv_heads, format.block)
+        keys_of_block, values_of_block = (
+            jnp.zeros((*block, dim), layout.dtype) for dim in layout.dims
+        )
         residual = KVPages(keys_of_block, values_of_block, None, None, KVFormat())
     return KVPages(
         *(keys, values, key_parameters, value_parameters),

@@ -31,6 +31,7 @@ class KVLayout:
     """The heads of a layer, and the pages that hold their keys and values.
 
     kv_heads, head_dim: the number of heads of keys and values, and of channels of each.
+    value_dim: the number of channels of each value, if it is another; None for head_dim.
     format: a KVFormat, or a text that KVFormat.parse reads, such as "K8V4".
     page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups of
         tokens if it has groups (KV4c, KV2). It changes results by rounding alone.
@@ -49,6 +50,7 @@ class KVLayout:
     format: KVFormat | str = "KV16"
     page_size: int = 128
     dtype: jax.typing.DTypeLike = jnp.bfloat16
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         format = KVFormat.of(self.format)
@@ -58,10 +60,17 @@ class KVLayout:
             ("page_size", read_page_size(self.page_size, format)),
             ("kv_heads", whole_number("kv_heads", self.kv_heads)),
             ("head_dim", whole_number("head_dim", self.head_dim)),
+            ("value_dim", self.value_dim and whole_number("value_dim", self.value_dim)),
         ):
             object.__setattr__(self, name, value)
-        if self.head_dim % (planes := max(codes.planes for codes in self.codes)):
-            raise ValueError(f"{format} needs a head dimension divisible by {planes}")
+        for codes, dim in zip(self.codes, self.dims, strict=True):
+            if dim % codes.planes:
+                raise ValueError(f"{format} needs a head dimension divisible by {codes.planes}")
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The number of channels of a key, and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
 
     @property
     def codes(self) -> tuple[KVCodes, KVCodes]:

@@ -125,7 +125,7 @@ class _Operands(NamedTuple):
 
 
 def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
-    batch, tokens, _, dim = operands.keys.shape
+    batch, tokens, *_ = operands.keys.shape
     program, head = first_program_id(), pl.program_id(1)
     is_only_one = batch * tokens == pl.num_programs(0)
 
@@ -135,7 +135,7 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
 
         def append_token() -> None:
             for side, source in zip(pages.sides, (operands.keys, operands.values), strict=True):
-                width = dim // side.codes.planes
+                width = source.shape[3] // side.codes.planes
                 pieces = [
                     load(source.at[sequence, token, head, plane * width + lanes(width)])
                     for plane in range(side.codes.planes)

@@ -25,6 +25,9 @@ PACKED = kernels.quantize(WEIGHT, "uint4:g32")
 CACHE = kernels.PagedKVCache.create(
     kernels.KVLayout(2, 32, "KV8", page_size=16), layers=1, batch=2, max_tokens=32
 )
+LATENTS = kernels.PagedKVCache.create(
+    kernels.KVLayout(1, 32, "KV8", page_size=16, value_dim=16), layers=1, batch=2, max_tokens=32
+).layers[0]
 HEADS = jnp.linspace(-1, 1, 2 * 8 * 2 * 32).reshape(2, 8, 2, 32)
 PLACES = {
     "block_tables": CACHE.block_tables,
@@ -186,6 +189,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         kernels.hadamard,
         {"x": X, "block": 32, "dtype": "f32", "implementation": "reference"},
     ),
+    "latent_attention": (
+        kernels.latent_attention,
+        {"queries": QUERIES, "rotated": QUERIES[..., :16], "pages": LATENTS, "span": SPAN}
+        | {"scale": 0.1, "implementation": "reference"},
+    ),
+    "latent_format": (kernels.latent_format, {"format": "KV8"}),
     "causal_convolution": (
         kernels.causal_convolution,
         {"x": HEADS[:, :, 0], "weight": jnp.ones((32, 4)), "state": jnp.ones((2, 3, 32))}

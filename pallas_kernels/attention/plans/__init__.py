@@ -7,7 +7,9 @@ ahead, and `register_rule` the registers. `configuration` says which configurati
 """
 
 from mpjax.kernels.attention.plans.configuration import (
+    MOST_ROWS,
     NARROW_ROWS,
+    OTHER_BYTES,
     AttentionConfig,
 )
 from mpjax.kernels.attention.plans.operation import (
@@ -23,8 +25,10 @@ from mpjax.kernels.attention.plans.rule import plan_by_rule
 from mpjax.kernels.plans import Entry, Plan
 
 __all__ = [
+    "MOST_ROWS",
     "NARROW_ROWS",
     "OPERATION",
+    "OTHER_BYTES",
     "PAGE_SIZE",
     "AttentionConfig",
     "CacheShape",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.bench import filled_pages, measure, tables
+from mpjax.bench import filled_pages, latent, measure, tables
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.kernels import (
     KVFormat,
@@ -23,7 +23,7 @@ from mpjax.kernels import (
     paged_attention,
     prefill_attention,
 )
-from mpjax.kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
+from mpjax.kernels.attention.shapes import DECODE, LATENT, PREFILL, RAGGED, AttentionShape
 
 # Stands for a format: prompts that attend to their own 16-bit keys and values, from their first
 # token on, as they do in a model.
@@ -35,7 +35,7 @@ AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
 PAGE_SIZE = 128
 CHECKED_TOKENS = 1 << 19  # with more tokens, the reference would not fit on smaller GPUs
 CHECKED_QUERIES = 32  # only the last queries of a sequence are checked, for the same reason
-SETS = {"decode": DECODE, "ragged": RAGGED, "prefill": PREFILL}
+SETS = {"decode": DECODE, "ragged": RAGGED, "prefill": PREFILL, "latent": LATENT}
 COLUMNS: tables.Columns = {
     "shape": "{shape}",
     "format": "{format}",
@@ -104,14 +104,15 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     derived = {
         "gigabytes_per_second": row["cache_bytes"] / time / 1e3,
         "times_floor": time / row["floor_microseconds"],
-        "speedup": row["cudnn_microseconds"] / time,
     }
+    if row["cudnn_microseconds"] is not None:  # it has no latents
+        derived["speedup"] = row["cudnn_microseconds"] / time
     if "context" in row:
         queries = row.get("queries", 1)
         seen = queries * row["context"] - queries * (queries - 1) // 2
         seen = row["batch"] * seen + (row.get("longest") or row["context"]) - row["context"]
-        products = row["query_heads"] * row["head_dim"] * seen
-        derived["teraflops"] = 2 * 2 * products / time / 1e6
+        channels = 2 * row["head_dim"] + (row.get("rotary") or 0)
+        derived["teraflops"] = 2 * row["query_heads"] * channels * seen / time / 1e6
     return dict(row) | derived
 
 
@@ -131,10 +132,12 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     Small caches are copied, and the copies read in turn, so that none is in the L2 cache.
     """
     for shape in sweep.shapes:
-        cudnn = cudnn_microseconds(shape)
+        cudnn = None if shape.rotary else cudnn_microseconds(shape)
         for text in sweep.of_shape(shape):
             if text == UNCACHED:
                 yield _uncached(shape, cudnn)
+            elif shape.rotary:
+                yield _latent(shape, KVFormat.parse(text))
             else:
                 yield _format(shape, KVFormat.parse(text), cudnn)
 
@@ -204,7 +207,14 @@ def queries(shape: AttentionShape) -> jax.Array:
     return jax.random.normal(jax.random.key(1), dims, jnp.bfloat16)
 
 
-def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, Any]:
+def _latent(shape: AttentionShape, format: KVFormat) -> dict[str, Any]:
+    call = latent.call_of(shape, format, PAGE_SIZE)
+    row, output = _measure(shape, str(format), latent.attend, call, slice(2, 3), None)
+    found = measure.relative_error(output, latent.expected(call)) if is_checked(shape) else None
+    return row | {"append_microseconds": _append(*call[2:]), "relative_error": found}
+
+
+def _format(shape: AttentionShape, format: KVFormat, cudnn: float | None) -> dict[str, Any]:
     pages, block_tables = fill(shape, format)
     counts = jnp.full(shape.batch, shape.queries, jnp.int32)
     span = Span(block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
@@ -215,7 +225,7 @@ def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, 
     return row | {"append_microseconds": _append(pages, span), "relative_error": error}
 
 
-def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
+def _uncached(shape: AttentionShape, cudnn: float | None) -> dict[str, Any]:
     dims = (shape.batch, shape.context, shape.kv_heads, shape.head_dim)
     keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
     call = (queries(shape), keys, values)
@@ -237,7 +247,7 @@ def _measure(
     attend: Callable[..., jax.Array],
     call: tuple[Any, ...],
     cached: slice,
-    cudnn: float,
+    cudnn: float | None,
 ) -> tuple[dict[str, Any], jax.Array]:
     """Measures `attend(*call)`: its row without the error, and its result.
 
@@ -276,8 +286,11 @@ def _append(pages: KVPages, span: Span) -> float | None:
     copied; here they are needed again for the next call.
     """
     tokens = int(span.counts.max())
-    dims = (len(span.counts), tokens, pages.keys.shape[1], pages.head_dim)
-    keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
+    heads = len(span.counts), tokens, pages.keys.shape[1]
+    keys, values = (
+        jax.random.normal(jax.random.key(i), (*heads, dim), jnp.bfloat16)
+        for i, dim in ((2, pages.head_dim), (3, pages.value_dim))
+    )
     times = measure.kernel_microseconds(append, pages, keys, values, span)
     found = [time for name, time in times.items() if name.startswith(APPEND_KERNELS)]
     return sum(found) if found else None

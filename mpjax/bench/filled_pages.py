@@ -47,15 +47,17 @@ def _fill_pages(
 ) -> KVPages:
     batch, entries = block_tables.shape
     at_once = min(APPENDED_TOKENS, entries * pages.page_size)
-    dims = (batch, at_once, pages.keys.shape[1], pages.head_dim)
+    heads, dims = pages.keys.shape[1], (pages.head_dim, pages.value_dim)
     key = jax.random.key(seed)
     lengths = jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (batch,))
 
     def write(piece: jax.Array, pages: KVPages) -> KVPages:
         start = piece * at_once
         keys, values = (
-            jax.random.normal(part, dims, jnp.bfloat16)
-            for part in jax.random.split(jax.random.fold_in(key, piece))
+            jax.random.normal(part, (batch, at_once, heads, dim), jnp.bfloat16)
+            for part, dim in zip(
+                jax.random.split(jax.random.fold_in(key, piece)), dims, strict=True
+            )
         )
         starts = jnp.full(batch, start, jnp.int32)
         counts = jnp.clip(lengths - start, 0, at_once)

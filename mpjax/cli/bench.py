@@ -243,7 +243,10 @@ def gemm_command(
 def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats, or uncached.")] = "KV16,KV8,KV4",
     shapes: Annotated[
-        str, _texts("SHAPE", "Shapes (b8-h32/8-d128-c32768), or sets (decode, ragged, prefill).")
+        str,
+        _texts(
+            "SHAPE", "Shapes (b8-h32/8-d128-c32768), or sets (decode, ragged, prefill, latent)."
+        ),
     ] = "decode,prefill",
     output: Output = None,
     plot: Plot = True,

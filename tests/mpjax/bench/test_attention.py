@@ -40,6 +40,22 @@ def test_shapes_by_name():
         attention.named(["x"])
 
 
+def test_latents_are_measured_against_their_bytes(take):
+    take(latent_attention=6.0, append_k8v8=2.0)
+    shape = AttentionShape(2, 4, 1, 64, 256, rotary=32)
+    assert attention.named([shape.name]) == (shape,)
+    with pytest.raises(
+        ValueError, match=r"the latents of 'b1-h2/2-d64\+32-c16' are of one KV head"
+    ):
+        attention.named(["b1-h2/2-d64+32-c16"])
+    [row] = attention.run(attention.Sweep((shape,), ("KV8",)))
+    assert attention.failures([row]) == []
+    assert row["cache_bytes"] == 2 * 256 * (64 + 32 + 2 * 4)
+    assert row["cudnn_microseconds"] is None
+    products = 2 * 4 * (64 + 32 + 64) * 256
+    assert row["teraflops"] == pytest.approx(2 * products / row["microseconds"] / 1e6)
+
+
 def test_every_case_is_measured_and_checked(take, without_cudnn):
     take(attention__1=6.0, attention=3.0, append_kv4=2.0, flush_kv4=0.5)
     sweep = attention.Sweep((SHAPE,), ("KV4",))

@@ -17,6 +17,7 @@ from mpjax.models.gated_delta import GatedDelta, GatedDeltaSpec
 from mpjax.models.gemma import Gemma, Gemma2, Gemma3
 from mpjax.models.gpt_oss import GptOss
 from mpjax.models.granite import Granite
+from mpjax.models.latent import LatentAttention, LatentSpec
 from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
 from mpjax.models.llama import Llama, llama_layers
@@ -60,6 +61,8 @@ __all__ = [
     "GptOss",
     "Granite",
     "GroupedQuerySpec",
+    "LatentAttention",
+    "LatentSpec",
     "LayerSpec",
     "Linear",
     "LinearMaps",

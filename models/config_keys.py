@@ -27,7 +27,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({"per_layer_conf
 # Keys in which null has a meaning; in all other keys null stands for the default.
 NULLABLE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("eos_token_id", "num_key_value_heads", "mamba_d_ssm", "block_ffn_dim_multiplier"),
+    *(
+        "eos_token_id",
+        "num_key_value_heads",
+        "mamba_d_ssm",
+        "q_lora_rank",
+        "block_ffn_dim_multiplier",
+    ),
 )
 
 

@@ -18,6 +18,8 @@ class LinearMaps(NamedTuple):
     factors: of the outputs of each map, biases included; () for none.
     is_precise: whether the maps stay in 16 bits unless a recipe names them: they are small, and
         errors of their outputs add up over many tokens.
+    is_plain: whether the maps are 16-bit arrays also where files hold them in another format, since
+        their transpose is used, too.
     """
 
     path: str
@@ -28,6 +30,7 @@ class LinearMaps(NamedTuple):
     is_transposed: bool = False
     factors: tuple[float, ...] = ()
     is_precise: bool = False
+    is_plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

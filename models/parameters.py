@@ -118,7 +118,7 @@ class LinearPlace:
     path: of the Linear or FusedLinear in the Decoder, such as `layers.0.attention.qkv`.
     names: of the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
-    is_precise: as in LinearMaps.
+    is_precise, is_plain: as in LinearMaps.
     """
 
     path: str
@@ -126,6 +126,7 @@ class LinearPlace:
     shapes: tuple[tuple[int, int], ...]
     bias: bool
     is_precise: bool = dataclasses.field(default=False, kw_only=True)
+    is_plain: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_table(self) -> bool:
@@ -325,7 +326,8 @@ def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlac
     found = tuple(each[0][0] for each in alike)
     shapes = tuple((maps.shapes[0][0], sum(outputs for _, (_, outputs) in each)) for each in alike)
     if maps.experts is None:
-        return LinearPlace(at, found, shapes, maps.bias, is_precise=maps.is_precise)
+        flags = {"is_precise": maps.is_precise, "is_plain": maps.is_plain}
+        return LinearPlace(at, found, shapes, maps.bias, **flags)
     each = tuple(
         name.replace("{expert}", str(expert)) for expert in range(maps.experts) for name in found
     )

@@ -14,6 +14,7 @@ from mpjax.models.config import ConfigError, DecoderConfig
 from mpjax.models.config_json import integer
 from mpjax.models.config_keys import DEFAULTS
 from mpjax.models.decoder import Decoder
+from mpjax.models.deepseek import DeepseekV2, DeepseekV3, DeepseekV32, Glm4MoELite, Mistral4
 from mpjax.models.dots import Dots1
 from mpjax.models.ernie import Ernie45, Ernie45MoE
 from mpjax.models.exaone import Exaone4
@@ -67,11 +68,16 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Cohere2ForCausalLM": Cohere2,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4MoE,
+    "Glm4MoeLiteForCausalLM": Glm4MoELite,
+    "Mistral4ForCausalLM": Mistral4,
     "Ernie4_5ForCausalLM": Ernie45,
     "Ernie4_5_MoeForCausalLM": Ernie45MoE,
     "Exaone4ForCausalLM": Exaone4,
     "SeedOssForCausalLM": SeedOss,
     "MiniMaxM2ForCausalLM": MiniMaxM2,
+    "DeepseekV2ForCausalLM": DeepseekV2,
+    "DeepseekV3ForCausalLM": DeepseekV3,
+    "DeepseekV32ForCausalLM": DeepseekV32,
     "Dots1ForCausalLM": Dots1,
     "Olmo3ForCausalLM": Olmo3,
     "GraniteMoeForCausalLM": GraniteMoE,
@@ -100,7 +106,6 @@ _PARALLEL = "two norms that both read a layer's input"
 # Architectures that people ask for → what the decoders here lack for them.
 LACKING = {
     **dict.fromkeys(("PhiForCausalLM", "GPTNeoXForCausalLM"), _PARALLEL),
-    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "latent attention"),
     **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM"), "state spaces for attention"),
 }
 

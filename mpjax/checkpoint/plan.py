@@ -330,10 +330,11 @@ def _linear_sources(
 ) -> tuple[LinearSource, ...]:
     """The sources of a place's maps; shards: the tensors of each, by suffix."""
     is_transposed = isinstance(place, ExpertPlace) and place.is_transposed
-    return tuple(
+    found = (
         _linear_source(name, shape, tensors, policy, quantize, is_transposed=is_transposed)
         for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
     )
+    return tuple(dataclasses.replace(x, format=None) if place.is_plain else x for x in found)
 
 
 def _linear_source(

@@ -45,6 +45,11 @@ SIGMOIDS = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     **{"n_shared_experts": 1, "routed_scaling_factor": 1.5},
 }
+LATENT = {
+    **{**SIGMOIDS, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24},
+    **{"v_head_dim": 32, "q_lora_rank": 64, "num_attention_heads": 3, "num_key_value_heads": 3},
+    **{"head_dim": None, **TWO_LAYERS, "first_k_dense_replace": 1},
+}
 # With three key heads, of which two devices have two and one.
 DELTA = {**TWO_LAYERS, "full_attention_interval": 2, "linear_num_key_heads": 3}
 DELTA |= {"linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
@@ -92,6 +97,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 12},
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
+    "DeepseekV3ForCausalLM": {**LATENT, "n_group": 4, "topk_group": 2},
+    "DeepseekV32ForCausalLM": LATENT,
+    "Glm4MoeLiteForCausalLM": LATENT,
+    "Mistral4ForCausalLM": LATENT,
     "Dots1ForCausalLM": {**SIGMOIDS, "n_group": 4, "topk_group": 2},
     "Ernie4_5_MoeForCausalLM": {
         **TWO_LAYERS,
@@ -137,7 +147,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # activation with learned numbers; both halves behind one norm; neighbours that rotate together, and
 # corrected scores; Mamba2 with a norm over all heads, in groups beside attention, and
 # beside experts without gates; short convolutions; the delta rule, with maps of one key head after
-# another or of all.
+# another or of all; latents.
 CALLED = (
     "GptOssForCausalLM",
     "Gemma2ForCausalLM",
@@ -154,6 +164,8 @@ CALLED = (
     "HunYuanMoEV1ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
 
 

@@ -25,6 +25,11 @@ NEEDED_BY = {
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 512},
     "Qwen3MoeForCausalLM": EXPERTS,
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 4},
+    **{
+        f"{name}ForCausalLM": {"num_key_value_heads": 32}
+        for name in ("DeepseekV3", "DeepseekV32", "Glm4MoeLite")
+    },
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # Keys by which others count.

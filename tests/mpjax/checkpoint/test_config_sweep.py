@@ -22,7 +22,7 @@ from flax import nnx
 from mpjax.loading import load
 from mpjax.models import FAMILIES, ConfigError, Decoder
 from mpjax.models.config_keys import NEUTRAL
-from tests.mpjax.checkpoint import hybrid_keys
+from tests.mpjax.checkpoint import hybrid_keys, latent_keys
 from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
@@ -289,15 +289,16 @@ OWN: dict[tuple[str, str], list[Any]] = {
     ("Qwen2Moe", "max_window_layers"): [0],
     **dict.fromkeys([(name, "layer_types") for name in ("SmolLM3", "Qwen2", "Qwen3")], KINDS[1:]),
 }
-for common, own in (
-    (MODELS, hybrid_keys.MODELS),
-    (VALUES, hybrid_keys.VALUES),
-    (IRRELEVANT, hybrid_keys.IRRELEVANT),
-    (TOGETHER, hybrid_keys.TOGETHER),
-    (OWN, hybrid_keys.OWN),
-):
-    common.update(own)
-READ |= {name: (*MORE, *keys) for name, keys in hybrid_keys.READ.items()}
+for keys in (hybrid_keys, latent_keys):
+    for common, own in (
+        (MODELS, keys.MODELS),
+        (VALUES, keys.VALUES),
+        (IRRELEVANT, keys.IRRELEVANT),
+        (TOGETHER, keys.TOGETHER),
+        (OWN, keys.OWN),
+    ):
+        common.update(own)
+    READ |= {name: (*MORE, *more) for name, more in keys.READ.items()}
 REFUSED = ("hidden_act", "hidden_activation", "use_bidirectional_attention", *NEUTRAL)
 REFUSED_BY = {
     "NemotronH": (*REFUSED, *hybrid_keys.REFUSED),
@@ -306,6 +307,8 @@ REFUSED_BY = {
     "Ernie4_5_Moe": (*REFUSED, "use_bias", "moe_norm_min"),
     **{name: (*REFUSED, *hybrid_keys.OF_GATES) for name in MODELS if name.startswith("Qwen3_5")},
     "Qwen3Next": (*REFUSED, *hybrid_keys.OF_GATES),
+    "DeepseekV2": (*REFUSED, *latent_keys.REFUSED),
+    "DeepseekV32": (*REFUSED, "mlp_bias"),
 }
 
 
@@ -381,7 +384,8 @@ def changes_of(name: str) -> list[dict[str, Any]]:
     kind = getattr(transformers, f"{name}Config")
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
     known = dict.fromkeys([*fields, *READ.get(name, MORE)])
-    found = [{key: value for key, value in IRRELEVANT.items() if key in known}, OTHER_SIZES]
+    found = [{key: value for key, value in IRRELEVANT.items() if key in known}]
+    found.append(OTHER_SIZES | latent_keys.OTHER_SIZES.get(name, {}))
     for key in known:
         if key in (*IRRELEVANT, *OTHER_SIZES, *ELSEWHERE):
             continue

@@ -1,5 +1,5 @@
-"""The engine: requests that come and go, over one model and one cache.
+"""The engine: continuous batching of requests over one model and one cache.
 
-`planner` and `pages` decide in plain Python what runs next and which pages it uses; `programs` are
-what runs; `state` is what stays on the device; `engine` is what people call.
+`planner` and `pages` choose in plain Python the next program and its pages; `programs` has the
+compiled functions; `state` the arrays on the device; `engine` the public class.
 """

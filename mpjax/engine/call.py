@@ -1,4 +1,4 @@
-"""A batch of prompts that one call completes: its requests, its seconds and its result."""
+"""The requests of one `generate` call, the seconds they take, and their result."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Generation:
     """Completions of a batch, as `generate` returns them; lists have an entry for each prompt.
 
-    text: the completions, without stop strings. Prompt and completion joined are the text that the
-        tokenizer decodes from the tokens of both.
+    text: the completions, without stop strings. Prompt + completion is the text that the tokenizer
+        decodes from the tokens of both.
     tokens: ids of the completions, stop token included.
     logprobs: natural logarithm of each token's probability under the softmax of the unmodified
         logits.
@@ -49,11 +49,11 @@ class Generation:
 
 
 class Call:
-    """The requests of one call in an engine; iterating runs them, a step at a time.
+    """The requests of one call in an engine; each iteration runs one step of the engine.
 
-    encoded: the ids of each prompt. options: of their requests.
+    encoded: the token ids of each prompt. options: the options of the requests.
 
-    If an iteration ends before all requests have, or with an error, the requests are cancelled.
+    The requests are cancelled if the loop over it is left early or raises.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Call:
     def __iter__(self) -> Iterator[None]:
         """Runs until all requests have ended; yields whenever there may be new tokens.
 
-        Only the time in here counts, not the caller's between two steps.
+        Time that the caller spends between two steps isn't counted.
 
-        Raises NotFiniteError, which names the prompt, for NaN or infinite logits; and the errors of
+        Raises NotFiniteError with the prompt's index for NaN or infinite logits, and the errors of
         `Handle.result`.
         """
         with cancelled_on_error(self.handles):
@@ -90,7 +90,7 @@ class Call:
                     begin = time.perf_counter()
 
     def result(self) -> Generation:
-        """What was generated; waits for the end of all requests. Errors are those of iterating."""
+        """The Generation, after all requests have ended. Raises the errors of iteration."""
         for _ in self:
             pass
         handles = self.handles

@@ -1,6 +1,6 @@
-"""Decoding in two programs: one reads tokens, and one draws behind them.
+"""A decoding step in two programs: `forward` computes logits, `choose` samples from them.
 
-The host finds out which tokens a constraint allows while the first program runs.
+The host computes the constraints' token masks while `forward` runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Forwarded = tuple[jax.Array, Proposal | None, Any]
 def forward(
     model: Decoder, proposer: Proposer | None, state: State, stepping: Stepping, *, most: int
 ) -> tuple[State, Forwarded]:
-    """Reads each row's newest token, and what is proposed behind it.
+    """Computes the logits after each row's newest token and after its proposed tokens.
 
     most: as for `speculate` (static). Returns the logits that `choose` draws from, float32 [rows,
     vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, and what `choose`
@@ -41,14 +41,15 @@ def forward(
     state, loop = _begin(model, proposer, state, stepping, most)
     alive = loop.state.running
     if proposer is not None:
-        # The masks of the step before say nothing of what comes now.
+        # The masks in the state are those of the previous step: allow all tokens here.
         anything = jnp.full((1, 1, 1), ~np.uint32(0))
         free = with_masks(loop.state.processors, anything)
         loop = dataclasses.replace(loop, state=dataclasses.replace(loop.state, processors=free))
         loop, proposal, _ = _steps(model, proposer).propose(loop, alive)
     rows = loop.state
     found = newest(model, rows, alive, proposal)(rows.cache)
-    # `choose` begins before the tokens, and knows how many of them stay.
+    # Keep the lengths from before the step: `choose` advances them, once it knows how many
+    # proposed tokens are accepted.
     layers, rest = part(found.cache.layers)
     cache = dataclasses.replace(found.cache, layers=layers, lengths=rows.cache.lengths)
     rows = dataclasses.replace(rows, cache=cache)
@@ -65,10 +66,10 @@ def choose(
     *,
     most: int,
 ) -> tuple[State, Drawn]:
-    """Draws behind what `forward` has read.
+    """Samples the next tokens from the logits of `forward`.
 
-    masks: uint32 [rows, positions, words], the tokens that are allowed behind each token that was
-    read, for rows with a constraint; see `Matcher.masks`.
+    masks: uint32 [rows, positions, words], bit masks of the tokens that a constraint allows at each
+    position; all bits set for rows without a constraint. See `Matcher.masks`.
     """
     before, (logits, proposal, rest) = state, forwarded
     state, loop = _begin(model, proposer, state, stepping, most)
@@ -95,7 +96,7 @@ def _steps(model: Decoder, proposer: Proposer) -> Steps:
 def _begin(
     model: Decoder, proposer: Proposer | None, state: State, stepping: Stepping, most: int
 ) -> tuple[State, Loop]:
-    """The begin of a loop with the speculation of its rows; see `programs.begin_loop`."""
+    """The initial Loop of `programs.begin_loop`, with the rows' Speculation."""
     histories = state.speculation
     state, loop = begin_loop(model, state, stepping, most, greedy=False)
     if proposer is None:
@@ -108,7 +109,7 @@ def _begin(
 def _end(
     proposer: Proposer | None, before: State, state: State, stepping: Stepping, rows: State
 ) -> State:
-    """The state of all slots with the rows of a program. before: the state before the program."""
+    """The engine's state with a program's rows written back. before: the state before it."""
     after = state.with_rows(stepping.slots, rows)
     if proposer is None:
         return after

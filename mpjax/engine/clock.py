@@ -1,4 +1,4 @@
-"""Measures how long programs take, and how long the device waits for the host."""
+"""Measures how long programs take, and how long the device idles."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Measures programs by what the host sees: when it starts one, and when its results are there.
+    """Measures programs by when the host launches them and when their results arrive.
 
-    A program begins when the one before it has ended, or when it was started, if that is later.
+    A program begins when the previous one has ended, or when it is launched if that is later.
 
-    work_seconds: from the start of the first program of each time with requests until the results
-        of its last. idle_seconds: of them, those in which the device may have had nothing to do: up
-        to the start of a program before which the device had ended all others. When it ended them
-        is not known, so they count from the results before.
+    work_seconds: total length of the periods with requests, each from the launch of its first
+        program to the results of its last. idle_seconds: the part of work_seconds in which the
+        device may have been idle. If all programs have ended when the next one is launched, it
+        counts from the previous results on, since the host doesn't know when the device became
+        idle: an upper bound.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._since: float | None = None  # up to when seconds are counted; None without requests
+        self._since: float | None = None  # seconds are counted up to here; None without requests
         self.work_seconds = self.idle_seconds = 0.0
 
     def start(self, *, is_free: bool) -> float:
-        """A program is about to be started; returns the time.
+        """Notes that a program is about to be launched; returns the current time.
 
-        is_free: whether the device has ended all others.
+        is_free: whether the device has finished all earlier programs.
         """
         now = self._now()
         if is_free and self._since is not None:
@@ -36,9 +37,9 @@ class Clock:
         return now
 
     def end(self, start: float) -> tuple[float, float]:
-        """The results of a program are there; returns when it began, and its seconds.
+        """Notes that a program's results have arrived; returns its begin and its seconds.
 
-        start: when it was started.
+        start: the launch time, as `start` returned it.
         """
         now = self._now()
         begin = start if self._since is None else max(start, self._since)
@@ -47,9 +48,9 @@ class Clock:
         return begin, now - begin
 
     def skip(self) -> None:
-        """Leaves out the seconds up to now, in which a program was compiled."""
+        """Doesn't count the seconds up to now, in which a program was compiled."""
         self._since = self._now()
 
     def rest(self) -> None:
-        """There is no request left, or none has come yet."""
+        """Notes that there are no requests."""
         self._since = None

@@ -42,14 +42,14 @@ from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder
 from mpjax.models.low_rank import Adapted
 
-# The memory that XLA takes while it times kernels for a product, over the bytes of the product's
-# weight: a copy of the weight, and results.
+# Memory of XLA's GEMM autotuning, as a multiple of the weight's bytes: a copy of the weight, and
+# results.
 TUNING_COPIES = 1.5
-FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
+FEW_ROWS = 4  # a decoding step of 2 or 3 rows takes as long as one of 4
 
 
 class _Structure:
-    """The structure of a model's pytree, which is compared quickly with itself."""
+    """The structure of a model's pytree, with a cached hash and a fast comparison with itself."""
 
     def __init__(self, structure: Any) -> None:
         self.structure, self._hash = structure, hash(structure)
@@ -66,15 +66,15 @@ class _Structure:
 
 
 def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
-    """The structure of models, which is static, and their arrays."""
+    """The static pytree structure of several models, and their arrays."""
     leaves, structure = jax.tree.flatten(models)
     return _Structure(structure), leaves
 
 
 def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
-    """A program as a jitted function of the structure and arrays of its models, and of a state.
+    """Jits a program as a function of (structure, arrays of the models, state, ...).
 
-    in_turn: whether each kernel waits for the end of the one before (`decode_program`).
+    in_turn: whether programmatic dependent launch is disabled (`decode_program`).
     """
 
     def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
@@ -93,13 +93,13 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
 
 
 def _begin(proposer: Proposer, state: State, *row: Any) -> State:
-    """The state in which a slot has the tokens of its next row; see `begin_history`."""
+    """The state with a new row's tokens in the history of its slot; see `begin_history`."""
     assert state.speculation is not None
     histories = begin_history(proposer, state.speculation, *row)
     return dataclasses.replace(state, speculation=histories)
 
 
-# Engines over models of one structure, with equal sizes, share what is compiled.
+# Engines of equal sizes over models of equal structure share compiled programs.
 _JITTED = {
     (function, in_turn): _jit(function, in_turn=in_turn)
     for function in (extend, decode, speculate, forward, choose, _begin, begin_control, clear, copy)
@@ -108,21 +108,21 @@ _JITTED = {
 
 
 def _for_adapters(arguments: Any, adapted: bool) -> Any:
-    """The arguments of a program without rows, or of one for rows with adapters."""
+    """The arguments of a program on empty rows; adapted: with adapter indices, all 0 (none)."""
     none = np.zeros(len(arguments.slots), np.int32)
     return dataclasses.replace(arguments, adapters=none) if adapted else arguments
 
 
 def count() -> int:
-    """The number of programs that were compiled so far, of all engines."""
+    """The number of programs compiled so far, in all engines of the process."""
     return sum(function._cache_size() for function in _JITTED.values())
 
 
 class _Call(NamedTuple):
     """A call of a jitted function.
 
-    name: as `Programs.used` has it. modules: what is behind the function, as `_flat` gives it;
-    empty for no module. arguments: behind the state.
+    name: the key in `Programs.used`. modules: the structure and arrays that `_flat` returns for the
+    models passed to `run`. arguments: positional arguments after the state.
     """
 
     name: tuple[Any, ...]
@@ -133,7 +133,7 @@ class _Call(NamedTuple):
 
 
 def _shapes(call: _Call, state: State) -> Any:
-    """The shapes of what a call returns."""
+    """The shapes and dtypes of a call's results."""
     structure, leaves = call.modules
 
     def run(leaves: Any, state: State, *arguments: Any) -> Any:
@@ -143,15 +143,15 @@ def _shapes(call: _Call, state: State) -> Any:
 
 
 class Programs:
-    """The jitted programs of one model, with the sizes to which their arguments are padded.
+    """The jitted programs of an engine, with the sizes to which their arguments are padded.
 
-    limits: the sizes of the engine. proposer: of tokens that decoding verifies; None for none.
-    adapters: that rows may have. Programs of rows without any are those of a model without.
+    limits: the sizes of the engine. proposer: proposes the tokens that decoding verifies, or None.
+    adapters: the adapters that rows may have. Batches without adapters run the base model's
+    programs.
 
-    Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
-    sizes are few: with those for scores, for clearing, for copies and for what proposers read there
-    are at most 16 programs, and at most 7 more with logits processors. With fine sizes there are
-    more, of which most are rarely used.
+    A decoding program has `steps` steps if all rows are greedy and no request waits, otherwise one.
+    There are at most 16 programs, including those for scoring, clearing, copies and proposers, and
+    at most 7 more with logits processors. With fine sizes there are more, most of them rarely used.
     """
 
     def __init__(
@@ -163,48 +163,49 @@ class Programs:
     ) -> None:
         slots, steps = limits.slots, limits.steps
         self._waits, self._proposer, self._limits = not device.on_gpu(), proposer, limits
-        # By whether all rows are greedy.
+        # Key: whether all rows are greedy.
         self.reading_sizes = {
             greedy: limits.reading_sizes(greedy=greedy, scored=False) for greedy in (True, False)
         }
         [self.scored_size] = limits.reading_sizes(greedy=False, scored=True)
         parts = {-(-slots // 8), slots}
-        if not limits.proposed:  # proposers need a program themselves
+        if not limits.proposed:  # a proposer needs a program of its own
             parts.add(-(-slots // 2))
-        # By whether all rows are greedy, and the number of steps.
+        # Key: whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
             (True, steps): limits.row_sizes(
                 slots, {1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}
             ),
             (False, 1): limits.row_sizes(slots, {min(2 * FEW_ROWS, slots), slots}),
         }
-        if limits.single:  # nobody waits for a token that is drawn at random
+        if limits.single:  # no request waits for sampled tokens
             self.decoding_sizes[False, steps] = [slots]
         self.decoding_sizes.setdefault((True, 1), limits.row_sizes(slots, {slots}))
         self.piece_sizes = limits.piece_sizes()
-        self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
-        # A model has many modules. Its arrays alone are quickly passed to a program.
+        self.used: set[tuple[Any, ...]] = set()  # keys of the compiled programs
+        # Passing flat arrays to a jitted function is faster than flattening a model's many modules.
         self._model = _flat(model)
         self._both, self._alone = _flat(model, proposer), _flat(proposer)
         self._base, self._adapters = model, adapters or Adapters()
-        # By the number of proposers: the adapters' version, and what `_flat` gives with them.
+        # Key: the number of proposers (0 or 1). Value: the adapters' version, and `_flat` of the
+        # adapted model.
         self._adapted: dict[int, tuple[int, Any]] = {}
         self._none, self._columns = _flat(), model.columns
-        self.positions = 1 + limits.proposed  # at which a step draws
+        self.positions = 1 + limits.proposed  # sampled by a step
         self._mesh, self._groups = model.mesh, len(model.config.page_groups)
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
     @property
     def holds_host(self) -> bool:
-        """Whether `decode` returns when the device has nearly ended it: its loops need the host."""
+        """Whether `decode` blocks until it has nearly ended: its while loops need the host."""
         return self._proposer is not None and device.on_gpu()
 
     def compile(self, state: State, *, greedy_only: bool, control: Control | None = None) -> State:
-        """Compiles all programs, several at a time; see Engine.compile.
+        """Compiles all programs, several at a time, and runs each twice on empty rows.
 
-        Each is then run without rows. The state is donated; the one that is returned has the same
-        rows and pages. control: of no row, for a state with processors; there are no greedy rows
-        then.
+        The state is donated; the returned one has the same rows and pages. control: a placeholder,
+        given if the state has logits processors; then only the programs for non-greedy rows and the
+        one that writes a row's processors are compiled.
         """
         calls = [*self._calls(state, greedy_only=greedy_only)]
         if self._adapters.stacks:
@@ -220,16 +221,16 @@ class Programs:
         ]
         with concurrent.futures.ThreadPoolExecutor(self._compilers()) as pool:
             [*pool.map(lambda each: each.compile(), lowered)]
-        for call in calls * 2:  # the second run of a program records its launches
+        for call in calls * 2:  # XLA captures a program's CUDA graphs in its second run
             found = self._run(call, state)
             state = found if isinstance(found, State) else found[0]
         return state
 
     def _compilers(self) -> int | None:
-        """The most programs that are compiled at once; None for as many as the host likes.
+        """The most programs to compile at once; None for no limit.
 
-        While XLA compiles a program for a GPU, it times kernels for products, with operands of its
-        own: one at a time, of which a weight may be the largest.
+        XLA's autotuning times GEMM kernels with operands of its own, in each compilation one GEMM
+        at a time. The limit is what fits into free memory if each has the largest weight.
         """
         free = free_bytes_on(self._mesh) if device.on_gpu() else None
         if free is None:
@@ -239,9 +240,9 @@ class Programs:
         return max(1, int(free / (TUNING_COPIES * largest)))
 
     def _calls(self, state: State, *, greedy_only: bool, adapted: bool = False) -> Iterator[_Call]:
-        """All calls of the model that there are, without rows; of columns the fewest alone.
+        """Calls of all the model's programs with empty rows, for the narrowest block tables only.
 
-        adapted: whether they are those of rows with adapters.
+        adapted: whether they are the programs for rows with adapters.
         """
         layout, (_, entries) = filling.Layout.of(state), places(state)
         columns = self._limits.column_sizes(entries)[0]
@@ -274,7 +275,7 @@ class Programs:
                 yield self._extend_call(reading, greedy=False, scored=True)
 
     def _calls_of_slots(self, state: State) -> Iterator[_Call]:
-        """All calls that change a slot between programs of the model, with a slot too high."""
+        """Calls of all programs that change one slot, with a slot out of range."""
         slots, entries = places(state)
         nowhere = filling.padded([[]] * self._groups, entries)
         yield self._clear_call(nowhere, np.int32(slots))
@@ -284,7 +285,7 @@ class Programs:
             yield self._begin_call(np.int32(slots), self._row_tokens(state), np.int32(0))
 
     def _row_tokens(self, state: State) -> np.ndarray:
-        """Room for the most tokens of a row."""
+        """Zeros int32 [the most tokens of a row]."""
         return np.zeros(places(state)[1] * state.cache.page_size, np.int32)
 
     def _run(self, call: _Call, state: State) -> Any:
@@ -292,9 +293,9 @@ class Programs:
         return call.run(*call.modules, state, *call.arguments, **call.how)
 
     def _with_adapters(self, adapters: Any, *proposer: Proposer | None) -> Any:
-        """What `_flat` gives for a program of rows with these adapters, of which None are none.
+        """`_flat` of the models of a program. adapters: indices of the rows' adapters, or None.
 
-        proposer: of a program that speculates.
+        proposer: only for a program that speculates.
         """
         if adapters is None:
             return self._both if proposer else self._model
@@ -303,7 +304,7 @@ class Programs:
             version = self._adapters.version
             found = _flat(Adapted(self._base, self._adapters.stacks), *proposer)
             if before is not None and before[0] == found[0]:
-                found = before[0], found[1]  # whose structure is quickly compared with itself
+                found = before[0], found[1]  # the same object is compared fast
             self._adapted[len(proposer)] = version, found
         return self._adapted[len(proposer)][1]
 
@@ -381,7 +382,7 @@ class Programs:
         return self._run(self._choose_call(stepping, plan, forwarded, masks), state)
 
     def no_masks(self, rows: int, positions: int | None = None) -> np.ndarray:
-        """Masks of rows without a constraint, as programs with processors take them."""
+        """Masks uint32 [rows, positions, words] that allow every token."""
         shape = rows, positions or self.positions, mask_words(self._columns)
         return np.full(shape, ~np.uint32(0))
 
@@ -406,21 +407,21 @@ class Programs:
         return copied
 
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
-        """The number of rows to which rows are padded."""
+        """The compiled batch size to which a decoding program's rows are padded."""
         sizes = self.decoding_sizes[greedy, steps]
         return next(size for size in sizes if size >= rows)
 
     def piece_size(self, pieces: int) -> int:
-        """The number of pieces to which pieces are padded."""
+        """The compiled number of pieces to which a prefill program's pieces are padded."""
         return next(size for size in self.piece_sizes if size >= pieces)
 
     def column_size(self, rows: Iterable[Row], entries: int) -> int:
-        """The entries of block tables that are read, of `entries`: those of the rows' pages."""
+        """The compiled width of block tables, up to `entries`, that holds the rows' pages."""
         needed = max((len(pages) for row in rows for pages in row.pages), default=0)
         return next(size for size in self._limits.column_sizes(entries) if size >= needed)
 
     def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
-        """The number of tokens to which a reading is padded."""
+        """The compiled prefill size, in tokens, to which a program's tokens are padded."""
         if scored:
             return self.scored_size
         return next(size for size in self.reading_sizes[greedy] if size >= tokens)

@@ -1,6 +1,7 @@
 """The logits processors of an engine's slots.
 
-They exist from the first request on that has any, and only programs with such a row have them.
+They are created when the first request with processors comes; only programs with such a row take
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mpjax.sampling.settings import Sampling
 )
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """The processors of a request, without a rows' axis, in NumPy's arrays.
+    """The processors of one request, as NumPy arrays without an axis of rows.
 
     active: for each processor of the engine, whether the request has it; a NumPy bool.
     """
@@ -42,20 +43,20 @@ class Control:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["positions"])
 @dataclasses.dataclass(frozen=True)
 class Masked(Processor):
-    """Allows what the host says for each token, which programs get beside their other arguments.
+    """Masks logits with the bit masks that the host passes to each program.
 
-    positions: that a step draws at (static).
+    positions: the number of positions that a step samples (static).
     """
 
     positions: int
 
     def create(self, vocabulary: int) -> tuple[jax.Array, jax.Array]:
-        """Masks uint32 [positions, words] as those of a Matcher, and the next position."""
+        """Masks uint32 [positions, words], laid out as a Matcher's, and the next position."""
         words = mask_words(vocabulary)
         return jnp.full((self.positions, words), ~np.uint32(0)), jnp.int32(0)
 
     def __call__(self, logits: jax.Array, memory: Any, number: jax.Array) -> jax.Array:
-        """-inf for tokens that are not allowed."""
+        """The logits, -inf for tokens that are not allowed."""
         masks, place = memory
         bits = masks[place][:, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None] & 1
         return jnp.where(bits.reshape(-1)[: len(logits)] == 1, logits, -jnp.inf)
@@ -67,7 +68,7 @@ class Masked(Processor):
 
 
 def with_masks(attached: Attachment, masks: jax.Array | None) -> Attachment:
-    """With masks of the rows, uint32 [rows, positions or 1, words]; None for those that it has."""
+    """Replaces the rows' masks, uint32 [rows, positions or 1, words]; None changes nothing."""
 
     def masked(one: Attached) -> Attached:
         if masks is None or not isinstance(one.processor, Masked):
@@ -104,7 +105,7 @@ def read_constraint(
 
 
 def create_control(lm: LanguageModel, slots: int, processors: Sequence[Processor]) -> Attachment:
-    """The processors of slots without rows: those of a Sampling, and further ones."""
+    """The processors of empty slots: those of Sampling, then the engine's own."""
     none = no_control(lm, processors)
     wide = (
         jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), one)
@@ -115,7 +116,7 @@ def create_control(lm: LanguageModel, slots: int, processors: Sequence[Processor
 
 
 def no_control(lm: LanguageModel, processors: Sequence[Processor]) -> Control:
-    """The Control of a request without processors, in an engine with these further ones."""
+    """The Control of a request without processors. processors: the engine's own."""
     return _control(lm, Sampling(), processors, [False] * len(processors))
 
 
@@ -125,10 +126,10 @@ def read_control(
     wanted: Sequence[Processor],
     processors: Sequence[Processor],
 ) -> Control:
-    """The Control of a request with a Sampling of numbers.
+    """The Control of a request whose Sampling has scalar fields.
 
-    wanted: its further processors. processors: those of the engine, of which each may be wanted
-    once. Raises ValueError for others.
+    wanted: the request's own processors. processors: the engine's, each of which a request can use
+    once. Raises ValueError for a wanted processor without a free counterpart in the engine.
     """
     own: list[Any] = list(processors)
     is_wanted = [False] * len(own)
@@ -157,7 +158,7 @@ def _control(
 
 
 def _kind(processor: Processor) -> Any:
-    """What is equal for processors that may take the same place."""
+    """The pytree structure, shapes and dtypes that interchangeable processors have in common."""
     leaves, structure = jax.tree.flatten(processor)
     return structure, [(np.shape(leaf), jnp.asarray(leaf).dtype) for leaf in leaves]
 
@@ -171,11 +172,11 @@ def begin_control(
     *,
     vocabulary: int,
 ) -> State:
-    """The state in which a slot has the processors of its next row, which have read its tokens.
+    """The state with a new row's processors in its slot, advanced over the row's tokens.
 
-    slot: int32 scalar; with one too high nothing changes. tokens: int32 [tokens], of the row's
-    prompt and what it has drawn, with padding. ends: int32 scalars, the numbers of the prompt's
-    tokens, and of all. vocabulary: the number of logits (static).
+    slot: int32 scalar; an index out of range changes nothing. tokens: int32 [tokens], the row's
+    prompt and its new tokens, padded. ends: int32 scalars, the number of the prompt's tokens, and
+    of all tokens. vocabulary: the number of logits (static).
     """
     prompt, count = ends
 

@@ -1,4 +1,4 @@
-"""Engine: requests that come and go, over one model and one cache."""
+"""Engine: continuous batching of requests over one model and one cache."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from mpjax.sampling.random_keys import only_seed
 from mpjax.sampling.settings import Sampling, Samplings
 from mpjax.text.prompts import Prompt, Prompts
 
-SEQUENCES = 32  # the most prompts that a program reads pieces of
-CHUNK_UNIT = 128  # chunks that hold all tokens of all slots are a multiple of it
+SEQUENCES = 32  # the most prompts in one prefill program
+CHUNK_UNIT = 128  # chunks that are shortened to the tokens of all slots are a multiple of it
 
 
 class Engine:
-    """Generates for requests that come and go, in one batch that always takes the next.
+    """Generates for requests that come at any time, with continuous batching.
 
         with mpjax.Engine(lm, slots=64) as engine:
             handle = engine.submit("def f(x):", max_new_tokens=64)
@@ -48,37 +48,36 @@ class Engine:
 
     lm: the model, with its KV format and page size.
     slots: the most requests that run at once; others wait. By default 64, and 8 on a CPU.
-    cache_memory: of the cache: bytes, or a share of what is free (by default 0.9, and 0.1 on a
-        CPU). There is never more than all slots can fill; `capacity` says how many tokens it holds.
-    max_tokens: the most tokens of a request in the cache, its prompt's and all new ones but the
-        last; the model's positions by default. Attention plans for such rows, so a smaller number
-        is faster.
-    chunk_tokens: the most tokens of prompts that a program reads. It reads so many where there are
-        as many to read, and no row decodes. By default 4096, and 256 on a CPU.
-    steps: tokens that are drawn for each row between two returns to the host.
-    max_gap: the most seconds that rows which decode wait for prompts: programs read as much as fits
-        into them, by the seconds of those before. Where nothing fits, the smallest one runs, of a
-        sixteenth of chunk_tokens, or a quarter where a token is drawn at random. By default 0.05,
-        and up to four times as many while more rows wait for their first token than decode; with
-        inf all prompts that have a place are read first.
-    share_prefixes: whether requests share pages of the cache that begin with the same tokens; with
-        recurrent layers up to where a copy of their states was kept.
-    speculate: such as an Ngram, which proposes tokens that decoding steps verify.
-    processors: that requests may have, each with any arrays of these shapes; see `submit`.
+    cache_memory: bytes of the cache, or a share of the free memory (by default 0.9, and 0.1 on a
+        CPU). It never exceeds what all slots can fill; `capacity` is its number of tokens.
+    max_tokens: the most tokens of a request in the cache: its prompt and all new tokens but the
+        last; the model's positions by default. Attention is planned for this length, so a smaller
+        number is faster.
+    chunk_tokens: the largest prefill chunk, in tokens. While rows decode, chunks may be smaller
+        (see max_gap). By default 4096, and 256 on a CPU.
+    steps: the most decoding steps of a program, between two returns to the host.
+    max_gap: the most seconds that decoding rows wait for prefill: a prefill chunk is sized to end
+        within max_gap, as predicted from the seconds of earlier programs. If no size fits, the
+        smallest is used: a sixteenth of chunk_tokens, or a quarter if a row is not greedy. By
+        default 0.05, and up to four times as long while more rows wait for their first token than
+        decode; with inf all prompts with a slot are prefilled first.
+    share_prefixes: whether requests share cache pages of common prefixes; with recurrent layers,
+        only up to a snapshot of their states.
+    speculate: a Proposer such as Ngram, for speculative decoding.
+    processors: logits processors that requests may use, with any arrays of these shapes.
     table_states: of constraints that are tables on the device, if quickly made; 0: none are.
 
-    Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
-    results don't depend on when requests come, on sharing, and on whether a request had to make
-    room for another, but for rounding: kernels choose their tiles, and so the order of sums, by the
-    number of tokens.
+    Prefill attends to keys and values as the cache stores them, so chunked prefill, prefix sharing,
+    preemption and the time of arrival change results only by rounding: kernels choose their tiles,
+    and so the order of sums, by the number of tokens.
 
-    A row whose logits are NaN ends with an error, alone. When pages run out, the youngest request
-    gives up its own and is read again later. Requests of a higher priority go first.
+    If a request's logits are NaN, only that request ends with an error. When pages run out, the
+    youngest request is preempted and prefilled again later. Requests of a higher priority go first.
 
-    Nothing runs by itself: iterating over a handle runs `step`, which runs all requests, until
-    `start` runs a thread for it. Submitting and cancelling may come from any thread.
+    Nothing runs in the background until `start` runs a thread: iterating over a handle calls
+    `step`, which advances all requests. Any thread may submit and cancel.
 
-    Raises ValueError for numbers that don't fit, and DeviceMemoryError where memory is lacking.
+    Raises ValueError for invalid arguments, and DeviceMemoryError if memory is insufficient.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Engine:
         proposer = require_fit(read_speculate(speculate), lm, most)
         sizes = Sizes(
             slots,
-            (),  # until the others tell how much memory is left
+            (),  # computed by `count_pages`, from the other sizes
             lm.page_size,
             lm.config.page_groups,
             lm.kv_format.block,
@@ -122,7 +121,7 @@ class Engine:
         )
         beside = state_bytes(proposer, slots, most)
         sizes = count_pages(lm, sizes, most, cache_memory, beside)
-        # Where layers keep a state of a sequence, others can begin only from a copy of it.
+        # With recurrent layers, a prefix can be shared only where a snapshot is kept.
         self._shares = share_prefixes and (sizes.snapshots > 0 or not lm.config.keeps_sequences)
         self._open(lm, sizes, most, proposer, read_processors(processors))
 
@@ -135,7 +134,7 @@ class Engine:
         proposer: Proposer | None,
         processors: tuple[Processor, ...] = (),
     ) -> Engine:
-        """An engine of exactly these sizes, whose requests share no pages. Nothing is checked."""
+        """An engine of exactly these sizes, without prefix sharing. Arguments aren't checked."""
         engine = object.__new__(cls)
         engine._shares = False
         engine._open(lm, sizes, max_tokens, proposer, processors)
@@ -151,23 +150,23 @@ class Engine:
     ) -> None:
         self.lm, self.max_tokens = lm, max_tokens
         self._runner = Runner(lm, sizes, max_tokens, proposer, processors)
-        # Requests that have come, and handles of those to cancel.
+        # New requests, and handles of requests to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
-        self._turn = Turn()  # of the thread that runs a step or ends all requests
-        self._door = threading.Lock()  # held while a request comes in, or the engine closes
+        self._turn = Turn()  # held by the thread that runs a step or ends all requests
+        self._door = threading.Lock()  # held while a request is added, or the engine closes
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that the cache holds, of all requests together."""
+        """The number of tokens that the cache holds for all requests together."""
         return self._runner.planner.sizes.tokens(self.max_tokens)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes that recurrent layers keep of a request beside its pages, on each device."""
+        """The bytes of one request's recurrent states on each device; 0 without such layers."""
         return snapshot_bytes(self.lm)
 
     @property
@@ -177,7 +176,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no request can be submitted: the engine was closed, or a step has failed."""
+        """Whether the engine was closed, by `close` or a failed step: it takes no requests."""
         return self._is_closed
 
     @property
@@ -186,31 +185,30 @@ class Engine:
         return not self._is_closed and (bool(self._inbox) or self._runner.has_work)
 
     def statistics(self) -> dict[str, float]:
-        """Current numbers of requests and pages, and sums since the engine was made.
+        """Current counts of requests and pages, and totals since the engine was made.
 
-        pages: of the cache, of all groups of layers. free_pages: of them, those that no request
-        owns. kept_pages: of these, those that hold tokens which later requests may share.
-        snapshots: the most copies of recurrent layers' states. kept_snapshots: of them, those from
-        which later requests may begin.
-        prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
-        new_tokens: drawn. programs: compiled. preemptions: how often a request gave up its pages.
-        proposed_tokens: by speculation. accepted_tokens: of them, those that the model has said.
-        steps: of the engine. late_steps: of them, those before which the device had nothing to do;
-        with speculation on a GPU most are, since the host waits for programs that decode.
-        work_seconds: in which there were requests, but for compiling. idle_seconds: of them, those
-        in which the device had nothing to do, at most.
+        pages: of the cache, for all groups of layers. free_pages: pages without an owner.
+        kept_pages: free pages whose content later requests may share. snapshots: places for copies
+        of recurrent states. kept_snapshots: snapshots from which later requests may begin.
+        prompt_tokens: prefilled or shared. shared_tokens: prompt_tokens found in the cache.
+        new_tokens: generated tokens. programs: compiled programs in use.
+        preemptions: how often a request gave up its pages. proposed_tokens, accepted_tokens: of
+        speculative decoding. steps: of the engine. late_steps: steps before which the device was
+        idle; with speculation on a GPU most are, since the host waits for decoding programs.
+        work_seconds: time with requests, without compilation. idle_seconds: upper bound of the part
+        of work_seconds in which the device was idle.
         """
         coming = sum(isinstance(one, Request) for one in [*self._inbox])
         return self._runner.statistics(coming)
 
     def observe(self, observer: Callable[[ProgramRun], None] | None) -> None:
-        """Calls `observer` with each program that has ended, in the thread that runs steps.
+        """Calls `observer` with a ProgramRun after each program, in the thread that runs steps.
 
-        None ends that. The observer may submit and cancel requests, but not run, stop or close the
-        engine, whose step waits for it. An error of the observer is one of the step, and so closes
+        None removes the observer. It may submit and cancel requests, but not run, stop or close the
+        engine, whose step waits for it. An exception in the observer fails the step, which closes
         the engine.
 
-        Raises ValueError for an observer that can't be called.
+        Raises ValueError if the observer is not callable.
         """
         checks.require_observer(observer)
         self._runner.observer = observer
@@ -233,18 +231,20 @@ class Engine:
     ) -> Handle:
         """Adds a request, which waits for its turn.
 
-        prompt: a text, token ids, or the messages of a chat, as for `generate`, whose arguments the
-            others are too. max_new_tokens may be 0 with prompt_logprobs, for a request that only
-            scores its prompt.
+        prompt: a string, token ids, or the messages of a chat. Arguments not listed are as for
+            `generate`. max_new_tokens may be 0 with prompt_logprobs, for a request that only scores
+            its prompt.
         seed: an integer or a key. priority: an integer; requests with higher ones go first.
-        prompt_logprobs: whether to compute those of the prompt, which then shares nothing.
-        logprobs: how many of the likeliest tokens to return beside each, with their
-            log-probabilities, 0 to 20. All running requests then decode one step at a time.
-        adapter: the name of one of the model's adapters, which may come and go.
-        processors: of the logits, each like one of the engine's. constraint: as for `generate`.
+        prompt_logprobs: whether to compute log-probabilities of the prompt's tokens, which then
+            shares no pages.
+        logprobs: the number of likeliest tokens to return for each new token, 0 to 20, with their
+            log-probabilities. All running requests then decode one step at a time.
+        adapter: the name of one of the model's loaded adapters, or None.
+        processors: logits processors, each of the type and shapes of one of the engine's.
+            constraint: as for `generate`.
 
-        Raises TooLongError for a request that the cache or the model can never hold, and
-        ValueError for arguments that don't fit and for an engine that is closed.
+        Raises TooLongError for a request that exceeds the cache or the model's positions, and
+        ValueError for invalid arguments and for a closed engine.
         """
         checks.require_priority(priority)
         require_type("prompt_logprobs", prompt_logprobs, bool)
@@ -266,7 +266,7 @@ class Engine:
         scored: bool = False,
         logprobs: int = 0,
     ) -> Handle:
-        """Adds a request of known token ids, with the options of one of several rows.
+        """Adds a request with token ids `ids` and the options of row `row`.
 
         Arguments and errors are those of `submit`, whose checks have been made.
         """
@@ -274,10 +274,10 @@ class Engine:
         settings = options.settings(row, self._runner.planner.sizes.stop_ids, logprobs)
         settings = options.controlled(row, settings, self.lm, self._runner.processors)
         only_scores = not settings.most
-        # The last token is scored, and not read. A prompt of one token has no other to read.
+        # A prompt that is only scored is prefilled without its last token, unless it has only one.
         read = ids[:-1] if only_scores and len(ids) > 1 else ids
         most = max(settings.most, 1)
-        if len(read) + most - 1 > self.max_tokens:  # the last token is never read
+        if len(read) + most - 1 > self.max_tokens:  # the last new token is never fed to the model
             raise checks.TooLongError(
                 f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
                 f"pass the {self.max_tokens} tokens of a request: shorten it, or ask for fewer"
@@ -335,12 +335,12 @@ class Engine:
     # -- running
 
     def compile(self, *, greedy_only: bool = False) -> None:
-        """Compiles all programs, several at a time; else each is compiled at its first use.
+        """Compiles all programs, several at a time. Without it, each is compiled at its first use.
 
-        greedy_only: whether to leave out those of rows that are drawn at random, and of prompts'
+        greedy_only: whether to leave out programs for sampled rows and for prompt
             log-probabilities.
 
-        Raises ValueError for an engine that is closed. An error of the device closes it.
+        Raises ValueError for a closed engine. An error of the device closes the engine.
         """
         require_type("greedy_only", greedy_only, bool)
         with self._turn:
@@ -353,20 +353,20 @@ class Engine:
                 raise
 
     def step(self) -> list[Event]:
-        """Starts the next program, and reads what the one before has drawn.
+        """Launches the next program, and reads the tokens of the previous one.
 
-        Returns an event for each request with new tokens or an end.
+        Returns an event for each request that has new tokens or has ended.
 
-        Raises ValueError for an engine that is closed or that a thread runs. An error of the
-        device, such as of lacking memory, ends all requests and closes the engine: the program that
-        failed has taken the cache over. So does an interruption, which would lose tokens.
+        Raises ValueError for an engine that is closed or run by a thread. A device error, such as
+        out of memory, ends all requests and closes the engine, since the cache was donated to the
+        failed program. An interruption does so too, since it would lose tokens.
         """
         self._require_open()
         self._require_no_thread()
         return self._step()
 
     def _step(self) -> list[Event]:
-        """A step; nothing where another thread has closed the engine since the caller looked."""
+        """Runs a step; returns [] if another thread has closed the engine in the meantime."""
         with self._turn:
             if self._is_closed:
                 return []
@@ -394,19 +394,19 @@ class Engine:
             yield from self._step()
 
     def wait(self, handle: Handle, version: int) -> None:
-        """Runs a step, or waits for the thread to report of a handle after report `version`."""
+        """Runs a step, or waits until the thread reports on a handle after report `version`."""
         self._turn.require_other()
-        # Whoever closes an engine ends its requests.
+        # Closing an engine ends its requests, so waiting for them returns.
         if self._thread is not None or self._is_closed:
             handle.wait(version)
         elif not handle.is_finished:
             self._step()
 
     def start(self) -> None:
-        """Runs steps in a thread, as long as there are requests, until `stop`.
+        """Runs steps in a background thread, whenever there are requests, until `stop`.
 
-        Raises ValueError where other processes have parts of the model: each process runs the same
-        steps with the same requests then, and threads would not.
+        Raises ValueError if the model is divided among several processes: all must run the same
+        steps with the same requests, which threads don't ensure.
         """
         if self.lm.devices > 1 and jax.process_count() > 1:
             raise ValueError(
@@ -432,10 +432,10 @@ class Engine:
             thread.join()
 
     def close(self) -> None:
-        """Cancels all requests and frees the cache, once a step that runs has ended."""
+        """Waits for a running step, then cancels all requests and frees the cache."""
         self._turn.require_other()
         with self._door:
-            self._is_closed = True  # so that no other step begins
+            self._is_closed = True  # no further step begins
         with self._turn:
             self._end_all("cancelled", CancelledError("the engine was closed"))
         self.stop()
@@ -458,7 +458,7 @@ class Engine:
                 continue
             try:
                 self._step()
-            except Exception:  # which all requests have been told
+            except Exception:  # `_step` has ended all requests with it
                 return
 
     def _require_open(self) -> None:
@@ -473,9 +473,9 @@ class Engine:
             )
 
     def _end_all(self, reason: str, error: Exception) -> None:
-        """Lets no more requests in, ends all that there are, and frees the cache.
+        """Closes the engine: refuses new requests, ends all present ones, frees the cache.
 
-        The caller has the turn, so that no step runs.
+        The caller holds the turn, so no step is running.
         """
         with self._door:
             self._is_closed = True
@@ -488,7 +488,7 @@ class Engine:
         self._runner.free()
 
     def _take_inbox(self) -> list[Event]:
-        """Adds the requests that have come, and ends those that were cancelled."""
+        """Adds new requests to the runner, and ends cancelled ones."""
         events = []
         while self._inbox:
             what = self._inbox.popleft()

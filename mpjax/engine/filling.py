@@ -1,4 +1,4 @@
-"""Fills the arguments of an engine's programs from plans, as NumPy's arrays."""
+"""Fills the arguments of an engine's programs from plans, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mpjax.generation.state import State
 class Layout(NamedTuple):
     """What the arguments of all programs of an engine have in common.
 
-    slots: their number. groups: of layers, with a block table each. by_length: whether there are
-    rotary lengths. stop_ids: the most of a row.
+    slots: number of slots. groups: number of groups of layers, with a block table each. by_length:
+    whether there are rotary lengths. stop_ids: the most stop ids of a row.
     """
 
     slots: int
@@ -46,10 +46,11 @@ def reading(
     entries: int,
     masks: Callable[[int, int], np.ndarray] | None = None,
 ) -> Reading:
-    """The arguments that read pieces.
+    """The arguments of a prefill program.
 
-    tokens, rows: the sizes to which tokens and pieces are padded. entries: of a block table.
-    masks: makes those of so many rows and positions; None for programs without processors.
+    tokens, rows: the sizes to which tokens and pieces are padded. entries: width of a block table.
+    masks: a function from (rows, positions) to masks that allow all tokens; None for programs
+    without processors.
     """
     (ids, following), numbers = np.zeros((2, tokens), np.int32), np.zeros((5, rows), np.int32)
     starts, counts, encoded, drawn, lengths = numbers
@@ -89,7 +90,7 @@ def reading(
 
 
 def _adapters(rows: Sequence[Row], size: int) -> Any:
-    """The places of rows' adapters, int32 [size]; None where no row has one."""
+    """The adapter index of each row, int32 [size], 0 for none; None if no row has an adapter."""
     places = [0 if row.adapter is None else row.adapter.place for row in rows]
     return np.array(places + [0] * (size - len(rows)), np.int32) if any(places) else None
 
@@ -97,9 +98,9 @@ def _adapters(rows: Sequence[Row], size: int) -> Any:
 def fill_masks(
     masks: np.ndarray, rows: Sequence[Row | None], drafts: Sequence[Sequence[int]] | None = None
 ) -> np.ndarray:
-    """Masks uint32 [rows, positions, words] with those of rows that have a constraint.
+    """Writes the masks of rows with a constraint into `masks`, uint32 [rows, positions, words].
 
-    drafts: what is proposed to each row.
+    drafts: the proposed tokens of each row. Returns `masks`.
     """
     for index, row in enumerate(rows):
         if row is not None and (matcher := row.owner.settings.matcher) is not None:
@@ -109,7 +110,7 @@ def fill_masks(
 
 
 def padded(pages: Sequence[Sequence[int]], entries: int) -> tuple[np.ndarray, ...]:
-    """The pages of each group, int32 [entries]; NOWHERE behind them."""
+    """The pages of each group, int32 [entries], padded with NOWHERE."""
     found = tuple(np.full(entries, NOWHERE, np.int32) for _ in pages)
     for target, own in zip(found, pages, strict=True):
         target[: len(own)] = own
@@ -117,7 +118,7 @@ def padded(pages: Sequence[Sequence[int]], entries: int) -> tuple[np.ndarray, ..
 
 
 def history(row: Row, tokens: int) -> np.ndarray:
-    """The tokens of a row, int32, padded to so many."""
+    """The tokens of a row, int32 [tokens], padded with 0."""
     found = np.zeros(tokens, np.int32)
     found[: len(row.tokens)] = row.tokens
     return found
@@ -126,7 +127,7 @@ def history(row: Row, tokens: int) -> np.ndarray:
 def stepping(
     plan: Decode, layout: Layout, *, rows: int, entries: int, columns: int | None = None
 ) -> Stepping:
-    """The arguments that decode; the sizes are as for `reading`.
+    """The arguments of a decoding program; the sizes are as for `reading`.
 
     columns: the entries of block tables that hold all pages of the rows; None for all.
     """

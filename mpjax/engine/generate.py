@@ -1,6 +1,6 @@
-"""Generates text: `generate` for batches, `stream` and `stream_batch` for text as it comes.
+"""Generates text: `generate` for batches, `stream` and `stream_batch` piece by piece.
 
-Each call hands its prompts as requests to an engine of its own, which it closes at the end.
+Each call submits its prompts to a temporary engine, which it closes at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def generate(
 ) -> Generation:
     """Completes a batch of prompts.
 
-    prompts: a list of prompts, or a single one. A prompt is a text; token ids in a list or array,
+    prompts: a list of prompts, or a single one. A prompt is a string; token ids in a list or array,
         to which nothing is added; or a chat, a list of `{"role": ..., "content": ...}` that a chat
         template turns into a prompt. An array [batch, tokens] is a batch of token ids.
     max_new_tokens: the most new tokens of each row.
@@ -68,28 +68,27 @@ def generate(
         because kernels choose their tiles by the size of the batch.
     chat_template: for chats: the name of one of the checkpoint's templates, or Jinja source; by
         default the checkpoint's own.
-    speculate: proposes tokens that the model verifies several at a time, which is faster where many
-        are accepted and changes nothing else: `Ngram()` for texts that repeat themselves, or
-        `Draft(lm)` with a smaller model. With Ngram the tokens are those of plain decoding, greedy
-        or drawn, except for rounding: kernels choose their tiles by the number of tokens. With
-        Draft that holds for greedy rows, and drawn tokens have the same distribution.
+    speculate: speculative decoding, which is faster if many proposed tokens are accepted: `Ngram()`
+        for texts that repeat themselves, or `Draft(lm)` with a smaller model. With Ngram, tokens
+        are those of plain decoding, greedy or sampled, except for rounding: kernels choose their
+        tiles by the number of tokens. With Draft that holds for greedy rows, and sampled tokens
+        have the same distribution.
     adapter: the name of one of the model's adapters (`load(adapters=...)`, `lm.add_adapter`), or a
         list with one for each prompt; None for none.
-    processors: of the logits of all rows, in their order, behind those of the sampling; see
+    processors: logits processors of all rows, applied in order after those of the sampling; see
         `mpjax.Processor`.
-    constraint: what the texts may be, such as mpjax.JsonSchema(...): one for all prompts, or a list
-        with one for each, or None.
+    constraint: restricts the generated text, such as mpjax.JsonSchema(...): one for all prompts, or
+        a list with one (or None) for each.
 
     A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens.
     To compile few of them, all three are rounded up: the batch to 1, 2, 4 or a multiple of 8, the
     others to a power of two from 16 to 512 or a multiple of 512. Padding changes no row's result,
-    and takes time and memory like other rows and tokens. If the device lacks the memory for
-    padding rows, there are none.
+    but costs time and memory. If the device lacks the memory for padding rows, there are none.
 
     Raises ValueError for an empty prompt, a prompt that leaves no room for max_new_tokens in the
-    model's positions, and arguments that don't fit; mpjax.errors.NotFiniteError,
-    a ValueError, for NaN or infinite logits; mpjax.memory.DeviceMemoryError, before anything is
-    allocated, where the cache is too large.
+    model's positions, and invalid arguments; mpjax.errors.NotFiniteError, a ValueError, for NaN or
+    infinite logits; mpjax.memory.DeviceMemoryError, before anything is allocated, if the cache is
+    too large.
     """
     options = Options(max_new_tokens, sampling, stop, seeds, adapter, processors, constraint)
     job = _Job.of(lm, prompts, options, chat_template, speculate)
@@ -194,7 +193,7 @@ class _Job:
         chat_template: str | None,
         speculate: Proposer | None,
     ) -> _Job:
-        """Encodes and checks what a caller gives. Raises ValueError as `generate` says."""
+        """Encodes the prompts and checks the arguments. Raises the ValueErrors of `generate`."""
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         speculate = read_speculate(speculate)
         encoded = encode_batch(lm, prompts, chat_template)
@@ -205,7 +204,7 @@ class _Job:
         most = self.options.most
         positions = self.lm.config.max_position_embeddings
         for index, ids in enumerate(self.encoded):
-            if len(ids) + most - 1 > positions:  # the last token needs no position
+            if len(ids) + most - 1 > positions:  # the last new token needs no position
                 raise ValueError(
                     f"prompt {index} has {len(ids)} tokens, and with {most} new ones it would pass "
                     f"the {positions} positions of this model: shorten it, ask for fewer, or load "

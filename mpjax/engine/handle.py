@@ -1,4 +1,4 @@
-"""A request's handle: what has come of it so far, and ways to wait for the rest."""
+"""A request's handle: its results so far, and ways to wait for more."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CancelledError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, from the second on: [tokens − 1] each.
+    """Log-probabilities of a prompt's tokens from the second on; arrays [tokens − 1].
 
-    logprobs: float32, natural logarithm of each token's probability behind those before it.
-    top: int32 [tokens − 1, number], the likeliest tokens in its place, as many as were asked for,
-        and at least one. top_logprobs: float32, of these tokens.
+    logprobs: float32, natural logarithm of each token's probability given the tokens before it.
+    top: int32 [tokens − 1, number], the likeliest tokens at each position; number is what the
+        request asked for, at least 1. top_logprobs: float32, their log-probabilities.
     """
 
     logprobs: np.ndarray
@@ -38,19 +38,19 @@ class PromptLogprobs:
 
     @property
     def best(self) -> np.ndarray:
-        """The likeliest token in the place of each, int32 [tokens − 1]."""
+        """The likeliest token at each position, int32 [tokens − 1]."""
         return self.top[:, 0]
 
     @property
     def best_logprobs(self) -> np.ndarray:
-        """The log-probability of the likeliest token in the place of each, float32 [tokens − 1]."""
+        """The log-probability of the likeliest token at each position, float32 [tokens − 1]."""
         return self.top_logprobs[:, 0]
 
     @classmethod
     def join(cls, scores: Sequence[Scores], prompt: int, number: int) -> PromptLogprobs:
-        """The log-probabilities of a prompt of so many tokens, from the scores of its pieces.
+        """Joins the scores of a prompt's pieces. prompt: the number of its tokens.
 
-        number: of the likeliest tokens, as many as were asked for.
+        number: how many of the likeliest tokens the request asked for.
         """
         fields = ("logprobs", "top", "top_logprobs")
         joined = (np.concatenate([getattr(one, name) for one in scores]) for name in fields)
@@ -60,9 +60,9 @@ class PromptLogprobs:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of a piece of a prompt: what is behind each of its tokens, from position `start` on.
+    """Scores of one prefill chunk of a prompt: of the token after each position from `start` on.
 
-    The arrays are those of PromptLogprobs, of more of the likeliest tokens.
+    The arrays are as in PromptLogprobs, with TOP_LOGPROBS likeliest tokens.
     """
 
     start: int
@@ -75,8 +75,8 @@ class Scores:
 class New:
     """New tokens of a request and their log-probabilities.
 
-    top_logprobs: in the place of each token, the likeliest ones with their log-probabilities; or
-        empty.
+    top_logprobs: for each token, the likeliest ids at its position with their log-probabilities;
+        empty if not asked for.
     """
 
     tokens: list[int]
@@ -86,7 +86,7 @@ class New:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """New tokens of a request, as `Engine.step` returns them.
+    """New tokens or the end of a request, as `Engine.step` returns it.
 
     text: the text after the request's earlier events; it may lag behind the tokens.
     finish_reason: in a request's last event: `stop`, `length`, `cancelled` or `error`.
@@ -106,21 +106,20 @@ class Handle:
         handle.result()                  # waits for its end, and returns the handle
 
     Attributes:
-      number: of the request, in the order of arrival.
+      number: the request's index, in order of arrival.
       prompt: ids of the prompt.
       tokens, logprobs: ids of the new tokens, and the natural logarithm of each one's probability.
-      top_logprobs: for each new token, the likeliest ones in its place with their
-        log-probabilities, likeliest first, as many as `logprobs` asked for; empty without them.
+      top_logprobs: for each new token, the likeliest ids at its position with their
+        log-probabilities, likeliest first, as many as `logprobs` asked for; empty for 0.
       finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
         request has ended.
-      prompt_logprobs: PromptLogprobs: of each of the prompt's tokens behind the first, and of the
-        likeliest in its place (`top` and `top_logprobs`), as many as `logprobs` asked for and at
-        least one. None until the prompt was read, and where they were not asked for.
-      only_scores: whether its prompt is scored, and nothing generated.
-      shared_tokens: of the prompt, those that were in the cache already.
+      prompt_logprobs: a PromptLogprobs, with as many likeliest tokens as `logprobs` asked for, at
+        least one. None until the prompt is prefilled, and if not asked for.
+      only_scores: whether the prompt is scored and nothing is generated.
+      shared_tokens: number of the prompt's tokens that were in the prefix cache.
       speculation: how many tokens were proposed and accepted so far; None without speculation.
-      first_token_time: `time.perf_counter()` when the first new tokens were reported; None before.
-      version: the number of reports so far, each of new tokens or an end.
+      first_token_time: `time.perf_counter()` of the first report of new tokens; None before.
+      version: the number of reports so far; each has new tokens or the end.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Handle:
 
     @property
     def marker_places(self) -> Container[int]:
-        """The places in the text where a marker was written as one token (`AnswerReader`)."""
+        """Positions in the text where a marker was generated as a single token (`AnswerReader`)."""
         return () if self._row_text is None else self._row_text.marker_places
 
     @property
@@ -165,14 +164,14 @@ class Handle:
         return self.finish_reason is not None
 
     def cancel(self) -> None:
-        """Ends the request soon; what it has so far stays. Nothing happens if it has ended."""
+        """Ends the request soon and keeps its results so far. No effect if it has ended."""
         self._engine.cancel(self)
 
     def result(self) -> Handle:
-        """Waits until the request has ended.
+        """Waits until the request has ended; returns the handle.
 
-        Raises CancelledError if it was cancelled, NotFiniteError if the model has computed NaN, and
-        ValueError if its constraint could not follow the text.
+        Raises CancelledError if it was cancelled, NotFiniteError for NaN logits, and ValueError if
+        the constraint's matcher failed on the text.
         """
         while not self.is_finished:
             self._engine.wait(self, self.version)
@@ -213,9 +212,9 @@ class Handle:
             self._watchers.discard(watcher)
 
     def wait(self, version: int) -> None:
-        """Waits for a report after number `version`, for a second at most.
+        """Waits for a report after number `version`, for at most one second.
 
-        It is for threads other than the engine's, which may have been stopped when this returns.
+        For threads other than the engine's. The engine's thread may have stopped on return.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.version != version or self.is_finished, timeout=1)
@@ -240,13 +239,13 @@ class Handle:
         return self._row_text is not None and self._row_text.stopped
 
     def finish(self, reason: str, error: Exception | None = None) -> None:
-        """Ends the request; `report` makes it known."""
+        """Sets the request's end, which the next `report` publishes."""
         if self._row_text is not None:
             self._row_text.finish()
         self._ending = reason, error
 
     def report(self, tokens: list[int]) -> Event:
-        """Tells all that wait that there is something new; returns the event."""
+        """Wakes all waiters on new tokens or the end; returns the event."""
         piece = "" if self._row_text is None else self._row_text.take()
         if tokens and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
@@ -265,7 +264,7 @@ class Handle:
         return Event(self, tokens, piece, self.finish_reason)
 
     def take(self) -> str:
-        """The text that has been reported, after what iteration and `take` have returned before."""
+        """The reported text that iteration and `take` have not returned yet."""
         text = self.certain
         piece, self._taken = text[self._taken :], len(text)
         return piece
@@ -277,7 +276,7 @@ class Handle:
 
 @contextlib.contextmanager
 def cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
-    """Cancels the requests that are in the list by then, if what is inside raises."""
+    """A context that cancels all requests of the list if its body raises."""
     try:
         yield
     except BaseException:

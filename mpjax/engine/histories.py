@@ -12,9 +12,9 @@ from mpjax.language_model import LanguageModel
 
 
 def create_histories(proposer: Proposer | None, slots: int, tokens: int) -> Speculation | None:
-    """A Speculation of slots without rows, of up to so many tokens each; None without a proposer.
+    """A Speculation of empty slots with room for `tokens` tokens each; None without a proposer.
 
-    Its `done` is None: programs count on their own.
+    `done` is None: each program has its own counts.
     """
     if proposer is None:
         return None
@@ -29,10 +29,10 @@ def begin_history(
     tokens: jax.Array,
     count: jax.Array,
 ) -> Speculation:
-    """Gives a slot the tokens of its next row, and lets the proposer read them.
+    """Writes a new row's tokens into its slot's history, and passes them to the proposer.
 
-    slot, count: int32 scalars; with a slot too high nothing changes. tokens: int32 [tokens], of
-    which `count` are the row's.
+    slot, count: int32 scalars; a slot out of range changes nothing. tokens: int32 [tokens], of
+    which the first `count` are the row's.
     """
     own = proposer.begin(histories.own, slot, tokens, count)
     history = histories.history.at[slot].set(tokens, mode="drop")
@@ -40,8 +40,8 @@ def begin_history(
 
 
 def begin_rows(proposer: Proposer, histories: Speculation, slots: jax.Array) -> Speculation:
-    """The Speculation of the rows in some slots, int32 [rows], which counts from 0."""
-    # Each array is a buffer of its own.
+    """The Speculation of the rows in `slots`, int32 [rows], with counts of 0."""
+    # Separate arrays, so that the fields don't share a buffer.
     done = Speculated(*(jnp.zeros(len(slots), jnp.int32) for _ in range(3)))
     return Speculation(histories.history[slots], proposer.rows(histories.own, slots), done)
 
@@ -49,13 +49,13 @@ def begin_rows(proposer: Proposer, histories: Speculation, slots: jax.Array) -> 
 def put_histories(
     proposer: Proposer, histories: Speculation, slots: jax.Array, rows: Speculation
 ) -> Speculation:
-    """The Speculation of all slots with that of some; rows of padding have a slot too high."""
+    """Writes the rows' Speculation back to `slots`; padding rows have a slot out of range."""
     history = histories.history.at[slots].set(rows.history, mode="drop")
     return Speculation(history, proposer.put_rows(histories.own, slots, rows.own), None)
 
 
 def state_bytes(proposer: Proposer | None, slots: int, tokens: int) -> int:
-    """The bytes of a Speculation of slots with rows of up to so many tokens."""
+    """The bytes of a Speculation of `slots` slots with room for `tokens` tokens each."""
     shapes = jax.eval_shape(lambda: create_histories(proposer, slots, tokens))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
@@ -63,9 +63,10 @@ def state_bytes(proposer: Proposer | None, slots: int, tokens: int) -> int:
 def extend_histories(
     histories: Speculation | None, slots: jax.Array, places: jax.Array, tokens: jax.Array
 ) -> Speculation | None:
-    """Adds a token to the rows of some slots; None stays None.
+    """Writes one token to the history of each of `slots`; None stays None.
 
-    slots, places, tokens: int32 [rows], of each token; the number of slots for padding.
+    slots, places, tokens: int32 [rows]: the slot, position and id of each token. The slot of
+    padding is out of range.
     """
     if histories is None:
         return None
@@ -74,7 +75,7 @@ def extend_histories(
 
 
 def require_fit(proposer: Proposer | None, lm: LanguageModel, tokens: int) -> Proposer | None:
-    """A proposer that an engine can use for rows of up to so many tokens. Raises ValueError."""
+    """Returns the proposer, or raises ValueError if an engine can't use it for `tokens` tokens."""
     if proposer is None:
         return None
     name, kind = type(proposer).__name__, type(proposer)

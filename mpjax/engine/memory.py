@@ -1,4 +1,4 @@
-"""How many pages and snapshots an engine has: by the memory that it may take."""
+"""Computes how many pages and snapshots an engine gets from its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpjax.memory import free_bytes_on, require_free_on
 
 # Shares of the free memory. A CPU shares its memory with other processes.
 USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
-PROGRAMS = 2  # that read, with pages of their own: one is under way while the next is planned
+PROGRAMS = 2  # prefill programs that hold pages at once: one runs while the next is planned
 SNAPSHOTS = 4  # for each slot, at most
 SNAPSHOT_SHARE = 0.25  # of the memory for pages and snapshots, at most
 # Bytes of a slot and token id: whether it is allowed, how often it was drawn, and its class.
@@ -34,17 +34,18 @@ def count_pages(
 ) -> Sizes:
     """The sizes of an engine with the pages of each group of layers, and with snapshots.
 
-    A group with a window gets as many pages as all slots need for it, and for what programs read
-    beside; the rest of the memory is for the others. Pages include the one that is nowhere.
+    A group with a sliding window gets at most the pages that all slots' windows and the running
+    prefill chunks need; the rest of the memory goes to the other groups. Counts include the page
+    NOWHERE.
 
-    sizes: of the engine, whose pages are not known yet, with the most snapshots; these get a
-    SNAPSHOT_SHARE of the memory at most. max_tokens: the most tokens of a request.
-    memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
-        the usual share; room for what programs compute is left free. There are never more pages
-        than all slots can fill. beside: bytes that the cache has to hold besides.
+    sizes: the engine's sizes, without pages and with the most snapshots, which get at most
+    SNAPSHOT_SHARE of the memory. max_tokens: the most tokens of a request.
+    memory: bytes on each device, a share of the free memory between 0 and 1, or None for the usual
+        share; a share is of what activations leave free. There are never more pages than all slots
+        can fill. beside: bytes of other state that count as cache.
 
-    Raises ValueError for another kind of memory, and for one that does not hold a page;
-    DeviceMemoryError for more bytes than are free.
+    Raises ValueError for an invalid `memory` and for less than one page, DeviceMemoryError for more
+    bytes than are free.
     """
     slots = sizes.slots
     each, fixed = _state_bytes(lm, sizes, beside)
@@ -76,18 +77,18 @@ def count_pages(
 
 
 def most_pages(sizes: Sizes, max_tokens: int, window: int | None) -> int:
-    """The most pages that a group can use. max_tokens: the most tokens of a request."""
+    """The most pages that a group of layers can use. max_tokens: the most tokens of a request."""
     all_slots = sizes.slots * sizes.pages_for(max_tokens)
     if window is None:
         return all_slots
     of_row = sizes.pages_for(window + WINDOW_SLACK) + 2
-    # Rows keep what they have read until it is known to be finite, after the next program began.
+    # Rows keep a chunk's pages until it is known to be finite, after the next program's launch.
     of_program = sizes.pages_for(sizes.chunk) + sizes.sequences
     return min(all_slots, sizes.slots * of_row + PROGRAMS * of_program)
 
 
 def _share_room(room: int, each: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The pages of each group that fit into `room` bytes: the same number, unless it has the most.
+    """The pages of each group that fit into `room` bytes: equal numbers, up to each group's `most`.
 
     each: the bytes of a page of each group.
     """
@@ -104,7 +105,7 @@ def _share_room(room: int, each: Sequence[int], most: Sequence[int]) -> list[int
 
 
 def needed_bytes(lm: LanguageModel, sizes: Sizes, max_tokens: int, beside: int) -> int:
-    """Bytes of all devices for an engine in which all slots have room for `max_tokens` tokens.
+    """Bytes on all devices together of an engine whose slots all hold `max_tokens` tokens.
 
     sizes, beside: as for `count_pages`.
     """
@@ -114,18 +115,17 @@ def needed_bytes(lm: LanguageModel, sizes: Sizes, max_tokens: int, beside: int) 
 
 
 def _state_bytes(lm: LanguageModel, sizes: Sizes, beside: int) -> tuple[list[int], int]:
-    """Bytes of a page of each group, and of an engine's state without pages, on each device."""
+    """Bytes on each device of a page of each group, and of an engine's state without pages."""
     each, fixed = cache_bytes(lm, sizes.slots)
     table = 2 * sizes.table_states * SMALL_CLASSES
     return each, fixed + sizes.slots * (CONTROL * lm.config.vocab_size + table) + beside
 
 
 def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:
-    """Bytes of a layer's widest activations, inside a half, and of logits, in any program.
+    """Bytes of the widest activations inside a sublayer, and of logits, in any program.
 
-    A program reads a chunk of prompts, or all rows decode, each with the tokens that are proposed
-    to it. Logits are those of rows that draw, of tokens that are verified, or of prompts that are
-    scored.
+    A program prefills a chunk, or decodes all rows with their proposed tokens. Logits are computed
+    for sampled rows, verified tokens, or scored prompts.
     """
     config = lm.config
     verified = sizes.slots * (1 + sizes.proposed)

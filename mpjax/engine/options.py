@@ -1,4 +1,4 @@
-"""Checks of the rarer arguments of an engine and of its requests."""
+"""Checks of arguments of an engine and of its requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpjax.constraints.byte_automaton import MOST_STATES
 from mpjax.kernels import device
 from mpjax.sampling.draw import TOP_LOGPROBS
 
-# Slots and tokens of chunks where the user gives none.
+# Default (slots, chunk_tokens).
 USUAL_ON_GPU, USUAL_ON_CPU = (64, 4096), (8, 256)
 
 
 def read_sizes(slots: Any, chunk_tokens: Any) -> tuple[int, int]:
-    """The slots and the tokens of a chunk, where None is what suits the device.
+    """The checked slots and chunk tokens; None becomes the default for the device.
 
-    Raises ValueError for what is no positive whole number.
+    Raises ValueError unless both are positive whole numbers or None.
     """
     usual = USUAL_ON_GPU if device.on_gpu() else USUAL_ON_CPU
     given = {"slots": slots, "chunk_tokens": chunk_tokens}
@@ -29,7 +29,7 @@ def read_sizes(slots: Any, chunk_tokens: Any) -> tuple[int, int]:
 
 
 class TooLongError(ValueError):
-    """A request has more tokens than an engine's requests may have, or than its cache can hold."""
+    """A request has more tokens than the engine's max_tokens, or than its cache can hold."""
 
 
 def read_steps(steps: Any, page_size: int) -> int:
@@ -50,14 +50,14 @@ def require_table_states(table_states: Any) -> None:
 
 
 def require_gap(max_gap: Any) -> None:
-    """Raises ValueError for a `max_gap` that is no number of seconds, nor None."""
+    """Raises ValueError unless max_gap is a positive number of seconds or None."""
     is_number = isinstance(max_gap, numbers.Real) and not isinstance(max_gap, bool)
     if max_gap is not None and not (is_number and max_gap > 0):
         raise ValueError(f"max_gap is {max_gap!r}: expected seconds above 0, inf, or None")
 
 
 def require_observer(observer: Any) -> None:
-    """Raises ValueError for an observer of programs that can't be called, and is not None."""
+    """Raises ValueError unless the observer is callable or None."""
     if observer is not None and not callable(observer):
         raise ValueError(
             f"observer is {observer!r}: expected a function of a ProgramRun, or None for none"
@@ -65,13 +65,13 @@ def require_observer(observer: Any) -> None:
 
 
 def require_priority(priority: Any) -> None:
-    """Raises ValueError for a priority that is no integer."""
+    """Raises ValueError unless the priority is an integer."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"priority is {priority!r}: expected a whole number")
 
 
 def require_top_logprobs(logprobs: Any) -> None:
-    """Raises ValueError for a number of likeliest tokens that no request can ask for."""
+    """Raises ValueError unless logprobs is an integer from 0 to TOP_LOGPROBS."""
     if type(logprobs) is not int or not 0 <= logprobs <= TOP_LOGPROBS:
         raise ValueError(
             f"logprobs is {logprobs!r}: expected the number of likeliest tokens to return, 0 to "
@@ -80,7 +80,7 @@ def require_top_logprobs(logprobs: Any) -> None:
 
 
 def read_max_tokens(max_tokens: Any, positions: int) -> int:
-    """The most tokens of a request. positions: of the model. Raises ValueError."""
+    """The checked max_tokens; None becomes the model's `positions`. Raises ValueError."""
     most = positions if max_tokens is None else positive_whole("max_tokens", max_tokens)
     if most < 2:
         raise ValueError(f"max_tokens is {most}: expected 2 or more, a prompt's and a new one")

@@ -1,6 +1,6 @@
-"""Decides how much of prompts a program may read while rows that decode wait.
+"""Chooses the size of a prefill chunk so that decoding rows don't wait too long.
 
-Pure Python: whoever runs programs tells the seconds that they took.
+Pure Python; the caller reports the measured seconds of each program.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import statistics
 from collections.abc import Sequence
 
 USUAL_GAP = 0.05  # seconds
-CROWD = 4  # at most so many times as long, where more rows wait for their first token than decode
-# A token of a prompt costs twice as much at this position as at the first: it attends to more.
+CROWD = 4  # the largest factor of USUAL_GAP, if more rows wait for their first token than decode
+# The position at which prefilling a token costs twice as much as at the first, by its attention.
 CONTEXT = 8192
-LEAST_SECONDS = 1e-6  # of a program, by which others are divided
-NEWEST = 3  # of one size, whose median counts: one that something held up changes nothing
-# A larger program takes at most so many times as long per token as a smaller one. Where it was
-# measured as slower, something held it up several times, and it is tried again.
+LEAST_SECONDS = 1e-6  # lower bound of a program's seconds, against division by 0
+NEWEST = 3  # measurements per size; their median ignores one that was delayed
+# Upper bound of a larger program's time per token over a smaller one's. A larger ratio comes from
+# delayed measurements, and is capped so that the size is tried again.
 SLOWER = 1.5
 
 
 def context_work(start: int, count: int) -> float:
-    """The cost of attention of `count` tokens from position `start` on, in tokens at the first."""
+    """Attention's cost for `count` tokens from position `start` on, in tokens at position 0."""
     return count * (start + count / 2) / CONTEXT
 
 
@@ -35,31 +35,29 @@ def tokens_within(start: int, work: float) -> int:
 
 
 def usual_gap(waiting: int, decoding: int) -> float:
-    """The seconds that rows which decode may wait for prompts, where the user gives none.
+    """The default max_gap: the seconds that decoding rows may wait for prefill.
 
-    waiting, decoding: the number of rows that wait for a token behind their prompt, and of rows
-        that decode.
+    waiting, decoding: the number of rows that wait for their first token, and of decoding rows.
     """
     return USUAL_GAP * min(max(1.0, waiting / max(decoding, 1)), CROWD)
 
 
 class Pace:
-    """The seconds that programs take, as far as they were measured.
+    """Predicts the seconds of programs from measured ones.
 
-    The seconds of a program that reads are predicted as a rate times its size and the context work
-    of its tokens. The rate is that of the newest programs of the size. For a size without any, the
-    seconds grow with the square root of the size from the next smaller one on: between those of
-    reading the weights, which are constant, and those of products, which grow with it. Without a
-    smaller one, the rate is that of the next larger one. So a size is taken for a little faster
-    than it may be, and is measured when it is tried.
+    A prefill program takes rate × (size + context work). The rate is the median of the newest
+    programs of that size. For a size without measurements, seconds are extrapolated from the next
+    smaller size with the square root of the size: between constant (reading weights) and
+    proportional (GEMMs). Without a smaller size, the rate is that of the next larger one. Both
+    guesses are rather too fast, so that the size is tried and measured.
     """
 
     def __init__(self) -> None:
-        self._rates: dict[int, collections.deque[float]] = {}  # of the newest, by size
+        self._rates: dict[int, collections.deque[float]] = {}  # key: size
         self._steps: collections.deque[float] = collections.deque(maxlen=NEWEST)
 
     def learn_reading(self, size: int, work: float, seconds: float) -> None:
-        """Adds a program that has read. size: its tokens, with padding. work: of their context."""
+        """Adds a measured prefill program. size: padded tokens. work: their context work."""
         newest = self._rates.setdefault(size, collections.deque(maxlen=NEWEST))
         newest.append(max(seconds, LEAST_SECONDS) / (size + work))
 
@@ -73,7 +71,7 @@ class Pace:
         return statistics.median(self._steps) if self._steps else 0.0
 
     def rate(self, size: int) -> float:
-        """Seconds per token at the first position. A program has to have been measured."""
+        """Seconds per token at position 0. Needs at least one measured program."""
         medians = {each: statistics.median(rates) for each, rates in self._rates.items()}
         smaller = [each for each in medians if each < size]
         if size in medians:
@@ -83,24 +81,24 @@ class Pace:
         return medians[min(medians)]
 
     def seconds(self, size: int, work: float) -> float:
-        """The seconds of a program that reads; inf before any was measured."""
+        """The predicted seconds of a prefill program; inf before any was measured."""
         return self.rate(size) * (size + work) if self._rates else math.inf
 
     def choose(
         self, sizes: Sequence[int], rows: Sequence[tuple[int, int]], gap: float
     ) -> tuple[int, float]:
-        """The size of the program that reads next, and the most context work of its tokens.
+        """The size of the next prefill program, and the most context work of its tokens.
 
-        sizes: that there are, ascending. rows: for each row with tokens to read, in order, the
-            position of the first one and their number.
-        gap: seconds until the next token of rows that decode, which take a step behind the program;
-            inf where none waits for that.
+        sizes: the compiled prefill sizes, ascending. rows: for each row with tokens to prefill, in
+            order, the position of the first and their number.
+        gap: seconds until the next token of decoding rows, whose step follows the program; inf
+            without decoding rows.
 
-        Of the sizes whose seconds are within the gap, it is the one that reads the most tokens per
-        second, steps between included; of equal ones the largest. The work of the context does not
-        count there, since it is the same in programs of any size. Where none is within the gap, it
-        is the smallest, with little context. Before anything was measured, seconds grow with the
-        square root of the size, and if they have to be within a gap, it is the second one.
+        Of the sizes that fit into the gap, it is the one with the most tokens per second, counting
+        the decoding step; of equal ones the largest. Context work isn't counted, since it is the
+        same for any size. If none fits, it is the smallest size, with little context work. Before
+        any measurement, seconds are taken to grow with the square root of the size; with a finite
+        gap the second-smallest size is chosen.
         """
         if not self._rates and gap < math.inf:
             size = sizes[min(1, len(sizes) - 1)]
@@ -118,10 +116,10 @@ class Pace:
 
 
 def _fitting_tokens(rows: Sequence[tuple[int, int]], size: int, work: float) -> int:
-    """The tokens of rows that fit into a program.
+    """The number of the rows' tokens that fit into a prefill program.
 
-    rows: positions of first tokens, and numbers of tokens. size: the most tokens. work: the most
-    context work of theirs.
+    rows: (position of the first token, number of tokens) of each. size: the most tokens. work: the
+    most context work.
     """
     tokens = 0
     for start, count in rows:

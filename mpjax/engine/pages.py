@@ -1,4 +1,4 @@
-"""The pages of an engine's cache: which are free, which are shared, and by which keys."""
+"""Allocation of the cache's pages, with reference counts, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 
 from mpjax.engine.snapshots import Prefix, SnapshotPool
 
-NOWHERE = 0  # a page that no sequence owns: entries of block tables without a page name it
-WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
+NOWHERE = 0  # the index of a page without an owner, in entries of block tables that have no page
+WINDOW_SLACK = 256  # an attention tile may begin up to this many tokens before the window
 
 
 def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a page's content: a hash of its tokens, and of the key of the page before.
+    """The prefix-cache key of a page: SHA-256 of the previous page's key and the page's tokens.
 
-    Keys and values depend on all earlier tokens, so the key of the page before belongs to it.
-    before: for the first page of a row, `first_key`.
+    The previous key is included because keys and values depend on all earlier tokens. before: the
+    previous page's key; `first_key` for the first page of a row.
     """
     return hashlib.sha256(before + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
 def first_key(rotary_length: int, adapter: bytes = b"") -> bytes:
-    """The key before that of the first page of a row.
+    """The `before` of the key of a row's first page.
 
-    rotary_length: with which the row is read. adapter: the key of its adapter, 8 bytes, or none.
+    rotary_length: of the row. adapter: the key of the row's adapter, 8 bytes; empty for none.
     """
     return rotary_length.to_bytes(8) + adapter if rotary_length or adapter else b""
 
 
 class PagePool:
-    """Counts references to pages, and keeps the content of released pages while there is room.
+    """A pool of reference-counted pages, which keeps released pages for reuse as long as possible.
 
-    count: the number of pages, NOWHERE included.
+    count: the number of pages, including NOWHERE.
 
-    A page is owned by one sequence, or shared by several that begin with the same tokens. Pages
-    that are published under a key stay when the last sequence releases them. They are given to
-    others when no page is free, those first whose last use is longest ago.
+    A page is owned by one sequence, or shared by several with the same first tokens. Pages
+    published under a key are kept when their last owner releases them. When no page is free, the
+    least recently used of them is reused.
     """
 
     def __init__(self, count: int) -> None:
@@ -52,12 +52,12 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """The number of pages that `allocate` can give: free ones, and idle ones with content."""
+        """The number of pages that can be allocated: free ones, and kept ones without an owner."""
         return len(self._free) + len(self._idle)
 
     @property
     def kept(self) -> int:
-        """The number of pages that no sequence owns and that are kept for their content."""
+        """The number of pages without an owner that are kept in the prefix cache."""
         return len(self._idle)
 
     def references(self, page: int) -> int:
@@ -65,13 +65,13 @@ class PagePool:
         return self._references[page]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Pages for one sequence, or None if so many are not available."""
+        """Allocates `count` pages to one sequence; None if fewer are available."""
         if count > self.available:
             return None
         return [self._take_one() for _ in range(count)]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The page that is published under each key; NOWHERE for unknown ones."""
+        """The page published under each key; NOWHERE for unknown keys."""
         return [self._pages.get(key, NOWHERE) for key in keys]
 
     def idle_of(self, pages: Sequence[int]) -> int:
@@ -79,7 +79,7 @@ class PagePool:
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds an owner to each page but NOWHERE."""
+        """Adds an owner to each page except NOWHERE."""
         for page in pages:
             if page == NOWHERE:
                 continue
@@ -87,18 +87,18 @@ class PagePool:
             self._idle.pop(page, None)
 
     def publish(self, page: int, key: bytes) -> None:
-        """Registers a page, whose content is final, by its key; no effect for a known content."""
+        """Registers a page with final content in the prefix cache; no-op if the key is known."""
         if page != NOWHERE and key not in self._pages and page not in self._keys:
             self._keys[page], self._pages[key] = key, page
 
     def is_free(self, page: int) -> bool:
-        """Whether a page has no owner, and no content that others can find."""
+        """Whether a page has no owner and isn't in the prefix cache."""
         return not self._references[page] and page not in self._keys
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes an owner from each page but NOWHERE.
+        """Removes an owner from each page except NOWHERE.
 
-        The last pages are reused first, since the first ones are part of more texts.
+        The last pages are reused first, since the first ones belong to more prompts.
         """
         for page in reversed(pages):
             if page == NOWHERE:
@@ -124,12 +124,13 @@ class PagePool:
 class PageGroups:
     """A pool of pages for each group of layers (`DecoderConfig.page_groups`).
 
-    counts: pages of each group, NOWHERE included. windows: of each group, None where all earlier
-    tokens are read. page_size: tokens in a page. unit: tokens of the smallest prefix that can be
-    shared. snapshots: where rows can begin only from states that were kept, the places of these.
+    counts: pages of each group, including NOWHERE. windows: sliding window of each group in tokens,
+    None for full attention. page_size: tokens in a page. unit: tokens of the smallest prefix that
+    can be shared. snapshots: places of the snapshots of recurrent states; empty without recurrent
+    layers.
 
-    The pages of a row are a list for each group, in the order of its tokens; a page before the
-    window of a group becomes NOWHERE.
+    The pages of a row are a list for each group, in token order; NOWHERE stands for pages before
+    the group's window.
     """
 
     def __init__(
@@ -152,18 +153,18 @@ class PageGroups:
 
     @property
     def available(self) -> int:
-        """The number of pages of all groups that rows can get."""
+        """The number of pages of all groups that can be allocated."""
         return sum(pool.available for pool in self.pools)
 
     @property
     def kept(self) -> int:
-        """The number of pages of all groups that are kept for their content, without an owner."""
+        """The number of pages of all groups without an owner that are kept in the prefix cache."""
         return sum(pool.kept for pool in self.pools)
 
     def why_never(self, tokens: int) -> str | None:
-        """The reason why no row can have so many tokens in the cache; None if one can.
+        """The reason why no row can have `tokens` tokens in the cache; None if one can.
 
-        Of a group with a window, a row that is alone needs pages for the window and a few more.
+        In a group with a window, a single row needs pages for the window and a few more.
         """
         needed = self._pages_for(tokens)
         for pool, window in zip(self.pools, self.windows, strict=True):
@@ -175,10 +176,10 @@ class PageGroups:
         return None
 
     def find_prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """The longest prefix that all groups hold, by the keys of its pages.
+        """The longest cached prefix of a row. keys: of the row's pages.
 
-        A group with a window needs the last of them alone, and has NOWHERE before. Where there are
-        places of snapshots, the prefix ends with one.
+        A group with a window needs only the pages of the last window, and has NOWHERE before. With
+        recurrent layers, the prefix ends at a snapshot.
         """
         found = [pool.find(keys) for pool in self.pools]
         of_unit = self.unit // self.page_size
@@ -202,10 +203,10 @@ class PageGroups:
         return Prefix([[] for _ in self.pools], 0, None, known)
 
     def begin(self, shared: list[list[int]], tokens: int, headroom: int) -> list[list[int]] | None:
-        """The pages of a row that is to read `tokens` tokens; None where too few are available.
+        """The pages for prefilling `tokens` tokens of a row; None if too few are available.
 
-        shared: of a prefix, as `find_prefix` returns it. headroom: pages of each group that have to
-        stay. A group with a window gives the pages of a piece only when it is read (`grow`).
+        shared: the pages of the row's cached prefix. headroom: pages of each group that must stay
+        available. In a group with a window, pages are allocated chunk by chunk (`grow`).
         """
         needed = [
             0 if window is not None else self._pages_for(tokens) - len(own)
@@ -222,7 +223,7 @@ class PageGroups:
         ]
 
     def grow(self, pages: list[list[int]], tokens: int) -> bool:
-        """Adds pages to a row until they hold so many tokens; False, and none, if they lack."""
+        """Adds pages to a row up to `tokens` tokens; False, adding none, if too few are left."""
         needed = [max(self._pages_for(tokens) - len(own), 0) for own in pages]
         pairs = zip(self.pools, needed, strict=True)
         if any(count > pool.available for pool, count in pairs):
@@ -232,30 +233,30 @@ class PageGroups:
         return True
 
     def room(self, pages: list[list[int]]) -> int:
-        """The most tokens up to which `grow` can add pages to a row."""
+        """The most tokens that a row's pages can be grown to."""
         counts = [len(own) + pool.available for pool, own in zip(self.pools, pages, strict=True)]
         return min(counts) * self.page_size if counts else sys.maxsize
 
     def release(self, pages: list[list[int]]) -> None:
-        """Takes an owner from all pages of a row."""
+        """Removes an owner from all pages of a row."""
         for pool, own in zip(self.pools, pages, strict=True):
             pool.release(own)
 
     def unowned(self, pages: list[list[int]]) -> list[list[int]]:
-        """Of pages that a row has released, those that nobody else owns or can find."""
+        """The pages, of those that a row has released, that have no owner and no key."""
         return [
             [page for page in own if page != NOWHERE and pool.is_free(page)]
             for pool, own in zip(self.pools, pages, strict=True)
         ]
 
     def publish(self, pages: list[list[int]], begin: int, keys: Sequence[bytes]) -> None:
-        """Registers pages of a row by their keys, from number `begin` on."""
+        """Registers a row's pages under their keys, from index `begin` on."""
         for pool, own in zip(self.pools, pages, strict=True):
             for number in range(begin, len(keys)):
                 pool.publish(own[number], keys[number])
 
     def free_before_window(self, pages: list[list[int]], query: int) -> None:
-        """Releases pages of a row that lie before the windows of all queries from `query` on."""
+        """Releases a row's pages that lie before the windows of all queries from `query` on."""
         for pool, own, window in zip(self.pools, pages, self.windows, strict=True):
             for entry in range(self._first_seen(window, query) - 1, -1, -1):
                 if own[entry] == NOWHERE:
@@ -264,11 +265,11 @@ class PageGroups:
                 own[entry] = NOWHERE
 
     def _first_needed(self, window: int | None, pages: int) -> int:
-        """The first page that a row behind a prefix of so many pages needs."""
+        """The index of the first page that a row needs after a prefix of `pages` pages."""
         return self._first_seen(window, pages * self.page_size)
 
     def _first_seen(self, window: int | None, query: int) -> int:
-        """The first page that a query at this position may read."""
+        """The index of the first page that a query at position `query` attends to."""
         return 0 if window is None else max(query - window - WINDOW_SLACK, 0) // self.page_size
 
     def _pages_for(self, tokens: int) -> int:

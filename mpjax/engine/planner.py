@@ -1,9 +1,8 @@
 """Decides which program an engine runs next: pure Python, without a device.
 
-A plan is made a step ahead, before the results of the last one are known. So lengths here are those
-after all planned programs; a row that has ended in the meantime adds nothing to the cache. Where
-tokens are proposed, a program draws as many as the model accepts: lengths are then the most that
-they can be, and `Row.learn` corrects them.
+Plans are made one step ahead, before the results of the previous program are known. So lengths are
+those after all planned programs; a row that has ended in the meantime adds nothing to the cache.
+With speculation, lengths are upper bounds, which `Row.learn` corrects.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from mpjax.engine.row import Row
 from mpjax.engine.sizes import LEAST_TOKENS, Sizes, middle_chunk
 from mpjax.engine.snapshots import Prefix
 
-PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
-HEADROOM = 16  # one of so many pages, at most, stays free for rows that run when others come
+PIECES = 64  # another prompt's piece is added only if 1/PIECES of a chunk is left for it
+HEADROOM = 16  # when a row is admitted, up to 1/HEADROOM of the pages stays free for running rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens of a row that a program reads, from `start` to before `end`.
+    """A prefill chunk of one row: its tokens from `start` to before `end`.
 
-    is_first: whether they are the first that the row's slot reads. is_last: whether the next token
-    is drawn behind them. snapshot: the place that gets a copy of the slot's state behind them; None
-    for none.
+    is_first: whether it is the first chunk in the row's slot. is_last: whether the next token is
+    drawn after it. snapshot: the place for a copy of the slot's recurrent states after it, or None.
     """
 
     row: Row
@@ -42,10 +40,10 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """A program that decodes up to `steps` steps, and draws up to `most` tokens of each row.
+    """A decoding program of up to `steps` steps, which draws up to `most` tokens of each row.
 
-    greedy: whether all of them are the likeliest ones.
-    entries: for each row, the entry of its block tables that gets a page, and the page of each
+    greedy: whether all rows are greedy.
+    entries: for each row, the index in its block tables that gets a new page, and that page in each
         group; or None.
     """
 
@@ -58,9 +56,9 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Extend:
-    """A program that reads pieces of prompts.
+    """A prefill program.
 
-    scored: whether with their log-probabilities.
+    scored: whether it computes the prompts' log-probabilities.
     """
 
     pieces: list[Piece]
@@ -78,12 +76,12 @@ class Extend:
 
 
 class Planner:
-    """Rows that wait and rows that run, and what to do next.
+    """The waiting and running rows of an engine; `plan` chooses the next program.
 
-    Reading prompts and decoding take turns, unless rows may wait for ever. While rows decode,
-    a program reads what fits into `max_gap`, and else whole chunks.
+    Prefill and decoding alternate, unless max_gap is inf. While rows decode, prefill chunks are
+    sized to end within `max_gap`; otherwise they are whole chunks.
 
-    pace: the seconds of programs, of which the caller tells it.
+    pace: predicts the seconds of programs; the caller reports measurements to it.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -94,17 +92,17 @@ class Planner:
         self.waiting: list[Row] = []
         self.running: list[Row] = []  # by order
         self._slots = list(range(sizes.slots - 1, -1, -1))
-        self._has_left = False  # whether the last program let rows that decode wait
-        self._waited = 0.0  # predicted seconds of programs that read, for which they have waited
-        self._has_more = False  # whether the last reading program left pieces for the next one
+        self._has_left = False  # whether the last program was a prefill
+        self._waited = 0.0  # predicted seconds of prefill since the last decoding program
+        self._has_more = False  # whether the last prefill program left tokens for the next
         self._left: list[tuple[int, list[list[int]]]] = []
         self._copies: list[tuple[int, int]] = []
         self.preemptions = 0
-        self.prompt_tokens = 0  # of rows that were given a slot
-        self.shared_tokens = 0  # of them, those in pages of other rows
+        self.prompt_tokens = 0  # of rows that got a slot
+        self.shared_tokens = 0  # of them, found in the prefix cache
 
     def submit(self, row: Row) -> None:
-        """Adds a row that waits; rows of equal priority run in their order."""
+        """Adds a waiting row; rows of equal priority run in order of arrival."""
         bisect.insort(self.waiting, row, key=lambda row: row.order)
         row.is_known = True
 
@@ -117,10 +115,10 @@ class Planner:
         )
 
     def remove(self, row: Row, *, is_finite: bool = True) -> None:
-        """Ends a row, wherever it is.
+        """Removes a waiting or running row.
 
-        is_finite: whether all that it has computed is known to be finite, also by programs whose
-            results are not read yet.
+        is_finite: whether all of its cache entries are known to be finite, also those of programs
+            whose results are not read yet.
         """
         if row.slot is None:
             self._take_from_waiting(row)
@@ -130,22 +128,22 @@ class Planner:
     def take_left(self) -> list[tuple[int, list[list[int]]]]:
         """Pops the slots, and the pages of each group, that may hold NaN.
 
-        They have to be cleared before the next program, whose rows may own them: masked reads
-        multiply such numbers by zero, which gives NaN.
+        They must be cleared before the next program, whose rows may own them: a masked key or value
+        is multiplied by zero, and 0 × NaN is NaN.
         """
         left, self._left = self._left, []
         return left
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Pops pairs of a snapshot and the slot that begins with its states.
+        """Pops pairs (snapshot, slot) of states to copy from a snapshot to a slot.
 
-        They have to be copied in their order before the next program, which may replace snapshots.
+        They must be copied in this order before the next program, which may replace snapshots.
         """
         copies, self._copies = self._copies, []
         return copies
 
     def plan(self) -> Extend | Decode | None:
-        """The next program, or None if there is nothing to do before results are known."""
+        """The next program; None if there is nothing to do until results are known."""
         if self._has_left and not self._may_read_on() and (decode := self._plan_decode()):
             self._has_left, self._waited = False, 0.0
             return decode
@@ -157,10 +155,10 @@ class Planner:
         return self._plan_decode()
 
     def learn(self, row: Row, tokens: Sequence[int]) -> None:
-        """Adds new tokens that are known now, and that are of finite logits.
+        """Adds a row's new tokens, which the host has read and whose logits are finite.
 
-        Pages whose content is final and finite can be found by others from now on, and pages that
-        no query sees again are given back.
+        Publishes pages whose content is final and finite in the prefix cache, and releases pages
+        before the window.
         """
         row.learn(tokens)
         if row.slot is not None:
@@ -170,7 +168,7 @@ class Planner:
                 self.submit(row)
 
     def learn_piece(self, piece: Piece) -> None:
-        """Notes that the logits behind a piece, and so all before them, are finite."""
+        """Notes that the logits after a piece are finite, and so all earlier keys and values."""
         row = piece.row
         row.certain = max(row.certain, piece.end)
         if (place := row.snapshots.pop(piece.end, None)) is not None:
@@ -180,7 +178,7 @@ class Planner:
     # -- reading prompts
 
     def _may_read_on(self) -> bool:
-        """Whether rows that decode may wait for a program of middle size beside those before."""
+        """Whether decoding rows may wait for a further prefill program of middle size."""
         gap = self._gap(len(self._decoding()))
         if gap == math.inf:
             return True
@@ -188,7 +186,7 @@ class Planner:
         return self._waited + seconds + self.pace.step_seconds <= gap
 
     def _padded(self, extend: Extend) -> int:
-        """The size of a program that reads."""
+        """The compiled prefill size, in tokens, to which a program's tokens are padded."""
         greedy = all(piece.row.is_greedy for piece in extend.pieces)
         sizes = self.sizes.reading_sizes(greedy=greedy, scored=extend.scored)
         return next(size for size in sizes if size >= extend.tokens)
@@ -216,9 +214,9 @@ class Planner:
         return Extend(pieces, pieces[0].row.scored) if pieces else None
 
     def _room(self, first: Row) -> tuple[int, float]:
-        """The most tokens that the next program reads, and the most context work of theirs.
+        """The most tokens of the next prefill program, and their most context work.
 
-        first: the row with the first tokens to read.
+        first: the first row to prefill.
         """
         decoding = self._decoding()
         kind = {"greedy": all(row.is_greedy for row in [first, *decoding]), "scored": first.scored}
@@ -228,7 +226,7 @@ class Planner:
         return self.pace.choose(sizes, [*self._unread()], left)
 
     def _unread(self) -> Iterator[tuple[int, int]]:
-        """Positions and numbers of the tokens to read next, in order; some may be in the cache."""
+        """(position, number) of the tokens to prefill, by row; some may be in the prefix cache."""
         for row in self.running:
             if row.is_reading:
                 yield row.length, row.target - row.length
@@ -236,24 +234,24 @@ class Planner:
             yield 0, len(row.tokens)
 
     def _gap(self, decoding: int) -> float:
-        """The seconds that rows which decode may wait for prompts. decoding: their number."""
+        """The seconds that decoding rows may wait for prefill. decoding: number of these rows."""
         if (gap := self.sizes.max_gap) is not None:
             return gap
         reading = sum(row.is_reading for row in self.running)
         return usual_gap(reading + min(len(self.waiting), len(self._slots)), decoding)
 
     def _rows_to_read(self) -> Iterator[Row]:
-        """Rows with tokens to read: first those that run, then those that wait."""
+        """Rows with tokens to prefill: first running, then waiting ones."""
         yield from [row for row in self.running if row.is_reading]
         yield from self.waiting[: self.sizes.sequences]
 
     def _count(self, row: Row, room: int, work: float, least: int) -> int:
-        """The number of a row's tokens to read next.
+        """The number of a row's tokens to prefill next.
 
-        room: the most tokens. work: the most context work of theirs, but for the `least` tokens.
+        room: the most tokens. work: their most context work, which at least `least` tokens ignore.
         """
         count = min(row.target - row.length, room, self.sizes.width or room)
-        if block := self.sizes.block:  # so that results don't depend on where pieces end
+        if block := self.sizes.block:  # so that results don't depend on chunk sizes
             count = min(count, block - row.length % block)
         count = min(count, max(least, tokens_within(row.length, work)))
         ends = [end - row.length for end in row.stations if end > row.length]
@@ -270,7 +268,7 @@ class Planner:
         return Piece(row, start, start + count, is_first, is_last, place)
 
     def _take_snapshot(self, row: Row) -> int | None:
-        """The place for a copy of the row's states behind a planned piece, if one is to be kept."""
+        """The place for a snapshot of the row's states after a planned piece, or None."""
         snapshots = self.groups.snapshots
         if row.length not in row.stations or snapshots.has(self._key(row, row.length)):
             return None
@@ -279,11 +277,11 @@ class Planner:
         return place
 
     def _key(self, row: Row, tokens: int) -> bytes:
-        """The key of so many of a row's tokens, which are whole pages."""
+        """The key of a row's page that ends after `tokens` tokens (whole pages)."""
         return row.page_keys(tokens // self.sizes.page_size, self.sizes.page_size)[-1]
 
     def _admit(self, row: Row) -> bool:
-        """Gives a waiting row a slot, and pages for all tokens to read; False if it has to wait."""
+        """Gives a waiting row a slot, and pages for its prefill; False if it has to wait."""
         if not self._slots:
             return False
         row.set_rotary_length()
@@ -312,10 +310,10 @@ class Planner:
         del self.waiting[index]
 
     def _stations(self, row: Row, known: int) -> set[int]:
-        """The tokens behind which snapshots of the row's states are kept.
+        """The numbers of tokens after which snapshots of the row's states are kept.
 
-        They are the last ones that a row which begins alike can share, and those whose pages were
-        found without a snapshot: where this row and others part. known: pages that were found.
+        These are the longest prefix that another row can share, and the prefix whose pages were
+        found without a snapshot, where this row and earlier ones diverge. known: pages found.
         """
         if not (row.shares and self.groups.snapshots.count):
             return set()
@@ -323,14 +321,14 @@ class Planner:
         return {last, known * self.sizes.page_size} - {0}
 
     def _find_shared(self, row: Row) -> Prefix:
-        """Pages of other rows that hold the row's first tokens; the last token is always read."""
+        """The row's cached prefix, never with the row's last token, whose logits are needed."""
         pages = (len(row.tokens) - 1) // self.sizes.page_size if row.shares else 0
         return self.groups.find_prefix(row.page_keys(pages, self.sizes.page_size))
 
     def _with_pages(self, row: Row, count: int, *, preempts: bool) -> int:
-        """How many of `count` tokens a row can read next, with pages for them.
+        """How many of `count` tokens a row can prefill next; allocates their pages.
 
-        preempts: whether rows give up theirs for it, unless pages come back by themselves.
+        preempts: whether to preempt rows for pages, unless pages will be released anyway.
         """
         if preempts and not any(row.certain < row.length for row in self.running):
             self._make_room(row, min(count, LEAST_TOKENS))
@@ -344,16 +342,17 @@ class Planner:
     # -- decoding
 
     def _decoding(self) -> list[Row]:
-        """The rows of which a token can be drawn next."""
+        """The rows that can decode next."""
         return [row for row in self.running if row.can_draw]
 
     def _plan_decode(self) -> Decode | None:
         candidates = self._decoding()
         greedy = all(row.is_greedy for row in candidates)
-        # A single step where others wait for the next piece of their prompts, and where the next
-        # step depends on random numbers, whose program has one step.
+        # A single step if other rows wait for prefill, or if a row samples, since programs for
+        # sampled rows have one step.
         waits = self._has_more
-        # A program does not go on behind the place where a row has to be read again.
+        # Also if a row could reach the length at which it must be prefilled again within the
+        # program.
         most = self.sizes.most_drawn(self.sizes.steps)
         waits |= any(row.space < most or row.is_constrained for row in candidates)
         steps = self.sizes.steps if (greedy or self.sizes.single) and not waits else 1
@@ -362,11 +361,11 @@ class Planner:
     def _step(
         self, candidates: Sequence[Row], steps: int, greedy: bool, *, most: int
     ) -> Decode | None:
-        """Steps of those rows for which there are pages; None without any."""
+        """A decoding program of the rows that get pages; None if no row does."""
         rows, entries, least = [], [], min(most, self.sizes.least_drawn(steps))
         for row in candidates:
             if row.slot is None:
-                continue  # it was preempted for one before it
+                continue  # preempted for an earlier row
             entry = len(row.pages[0]) if row.pages else 0
             if not self._make_room(row, row.growth(most)):
                 continue
@@ -378,7 +377,7 @@ class Planner:
         return Decode(rows, steps, greedy, entries, most) if rows else None
 
     def _make_room(self, row: Row, count: int) -> bool:
-        """Gives a row pages for `count` more tokens, if need be those of the youngest rows."""
+        """Gives a row pages for `count` more tokens; preempts the youngest rows if needed."""
         while not self.groups.grow(row.pages, row.length + count):
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -387,7 +386,7 @@ class Planner:
         return True
 
     def _preempt(self, row: Row) -> None:
-        """Sends a row back to those that wait; what it has drawn is read again later."""
+        """Preempts a row: it waits, and its prompt and new tokens are prefilled again."""
         self._leave(row, is_finite=False)
         self.submit(row)
         self.preemptions += 1
@@ -398,7 +397,7 @@ class Planner:
         self._slots.append(row.slot)
         self.groups.release(row.pages)
         if not is_finite:
-            # Pages that others find or own are finite: `_settle_pages` has published them.
+            # Shared and published pages are finite: `_settle_pages` has published them.
             self._left.append((row.slot, self.groups.unowned(row.pages)))
         row.slot, row.pages, row.length, row.target, row.flights = None, [], 0, 0, []
         row.certain = 0
@@ -409,13 +408,13 @@ class Planner:
     # -- pages
 
     def _settle_pages(self, row: Row) -> None:
-        """Publishes pages whose content is final and finite, and frees those before windows."""
+        """Publishes a row's pages that are final and finite, and frees its pages before windows."""
         known = min(len(row.tokens) - 1, row.certain)
         if block := self.sizes.block:
-            # A block is encoded when the first token behind it comes.
+            # A block is encoded when the first token after it is added.
             known = max(known - 1, 0) // block * block
         count = known // self.sizes.page_size
         self.groups.publish(row.pages, row.published, row.page_keys(count, self.sizes.page_size))
         row.published = max(row.published, count)
-        # Later programs have no query before these tokens.
+        # Later programs have no query before this position.
         self.groups.free_before_window(row.pages, min(row.certain, row.length))

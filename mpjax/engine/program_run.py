@@ -1,4 +1,4 @@
-"""The report of a program that an engine has run."""
+"""ProgramRun: what an observer of an engine learns about a program."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRun:
-    """A program that an engine has run.
+    """The size and time of a program that an engine has run.
 
-    kind: "read" for one that reads prompts, "decode" for one that decodes.
-    size: tokens that it reads, or rows that decode, with padding. tokens: of prompts that it reads.
-    rows: that draw tokens. steps: of decoding; 0 for one that reads.
-    context: tokens that the queries attend to, of the row with the most.
-    begin: when the device began it, in seconds of `time.perf_counter`, as far as the host sees.
-    seconds: that it took. is_measured: whether those are the device's; else the host came late, or
-        compiled, and they are more.
+    kind: "read" for prefill, "decode" for decoding.
+    size: padded number of prefill tokens or of decoding rows. tokens: prefill tokens, without
+        padding. rows: rows that draw tokens. steps: decoding steps; 0 for prefill.
+    context: tokens that the queries attend to, in the row with the most.
+    begin: start on the device, in seconds of `time.perf_counter`, as seen from the host.
+    seconds: its duration. is_measured: whether that is the device's time; else the host was late or
+        compiled, and `seconds` is too long.
     """
 
     kind: str
@@ -30,9 +30,9 @@ class ProgramRun:
     is_measured: bool
 
     def trace_event(self, since: float) -> dict[str, Any]:
-        """The program as an event of the Trace Event Format, which Perfetto shows.
+        """The program as an event in the Trace Event Format, for Perfetto.
 
-        since: the time that is zero there.
+        since: the zero of the trace's time, in seconds of `time.perf_counter`.
         """
         shown = f"read {self.tokens}" if self.kind == "read" else f"decode {self.rows}"
         return {

@@ -1,6 +1,6 @@
-"""The programs of an engine as pure functions: read pieces, decode, clear pages, copy states.
+"""The programs of an engine as pure functions: prefill, decode, clear pages, copy states.
 
-`compiled` jits them, with few sizes of their arguments and the state donated.
+`compiled` jits them for a few argument sizes, with the state donated.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def _arrays(cls: type[Class]) -> type[Class]:
 
 @_arrays
 class Reading:
-    """Pieces of prompts to read, as NumPy's arrays.
+    """The arguments of a prefill program, as NumPy arrays.
 
-    tokens: int32 [tokens], those of all pieces one after another, and padding behind them.
-    following: int32 [tokens], the token behind each in its row; 0 where it is not known.
-    slots: int32 [pieces], of each piece's row; the number of slots for padding.
-    starts, counts: int32 [pieces], the position of each piece's first token, and its tokens.
-    tables: int32 [pieces, columns], block tables of each group of layers: as many of their entries
-        as hold all pages.
-    encoded: int32 [pieces], tokens in encoded blocks already; see Span.
-    drawn: int32 [pieces], new tokens of the row that were drawn before.
-    is_first: bool [pieces], whether the slot begins with the piece.
-    is_last: bool [pieces], whether the next token is drawn behind the piece.
+    tokens: int32 [tokens], the tokens of all pieces end to end (varlen), then padding.
+    following: int32 [tokens], the token after each in its row; 0 if it is not known.
+    slots: int32 [pieces], the slot of each piece's row; for padding the number of slots.
+    starts, counts: int32 [pieces], the position of each piece's first token, and its length.
+    tables: int32 [pieces, columns] for each group of layers, the block tables, cut to the columns
+        in use.
+    encoded: int32 [pieces], the number of tokens in encoded blocks; see Span.
+    drawn: int32 [pieces], the number of the row's new tokens so far.
+    is_first: bool [pieces], whether the piece is the first in its slot.
+    is_last: bool [pieces], whether the next token is drawn after the piece.
     settings: of each piece's row.
     rotary_lengths: int32 [pieces], of each piece's row; None as in DecoderCache.
-    adapters: int32 [pieces], as in DecoderCache; None where no row has one.
-    masks: uint32 [pieces, 1, words], the tokens that may come behind each piece, for rows with a
-        constraint; None for programs without processors.
+    adapters: int32 [pieces], as in DecoderCache; None if no row has an adapter.
+    masks: uint32 [pieces, 1, words], bit masks of the tokens allowed after each piece; None for
+        programs without processors.
     """
 
     tokens: Any
@@ -82,13 +82,13 @@ class Reading:
 )
 @dataclasses.dataclass(frozen=True)
 class Stepping:
-    """Rows to decode, as NumPy's arrays.
+    """The arguments of a decoding program, as NumPy arrays.
 
-    slots: int32 [rows]; the number of slots for padding.
-    entries: int32 [rows], the entry of each row's block tables that gets a page; beyond the tables
-        for rows that get none. pages: int32 [rows], the page of each group of layers.
-    columns: the entries of block tables that hold all pages of the rows (static).
-    adapters: int32 [rows], as in DecoderCache; None where no row has one.
+    slots: int32 [rows]; for padding the number of slots.
+    entries: int32 [rows], the index in each row's block tables that gets a new page; out of range
+        for rows that get none. pages: int32 [rows] for each group of layers, the new pages.
+    columns: the width of block tables that holds all pages of the rows (static).
+    adapters: int32 [rows], as in DecoderCache; None if no row has an adapter.
     """
 
     slots: Any
@@ -98,14 +98,14 @@ class Stepping:
     adapters: Any = None
 
     def grown(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The block tables of all slots, with the rows' new pages."""
+        """The block tables of all slots, after writing the rows' new pages."""
         return tuple(
             table.at[self.slots, self.entries].set(pages, mode="drop")
             for table, pages in zip(tables, self.pages, strict=True)
         )
 
     def read(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The entries of the rows' block tables that they read, [rows, columns]."""
+        """The rows' block tables cut to the columns in use, [rows, columns]."""
         return tuple(
             table if table.shape[1] == self.columns else table[:, : self.columns]
             for table in tables
@@ -116,10 +116,10 @@ class Stepping:
 class Drawn:
     """The tokens that a program has drawn.
 
-    tokens, logprobs: int32 and float32 [rows, steps]. counts: int32 [rows], tokens of each row.
-    running: bool [rows], whether more can be drawn.
-    top_logprobs: the likeliest tokens in the place of each, and their log-probabilities, int32 and
-        float32 [rows, steps, number]; None where all rows are greedy.
+    tokens, logprobs: int32 and float32 [rows, steps]. counts: int32 [rows], drawn tokens.
+    running: bool [rows], whether the row has not ended.
+    top_logprobs: the likeliest ids at each position, and their log-probabilities, int32 and float32
+        [rows, steps, number]; None in programs for greedy rows.
     speculated: how many tokens were proposed and accepted; None without speculation.
     """
 
@@ -132,17 +132,17 @@ class Drawn:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The four arrays."""
+        """tokens, logprobs, counts and running."""
         return self.tokens, self.logprobs, self.counts, self.running
 
 
 @_arrays
 class PromptScores:
-    """Scores behind each token that was read: of the next token of its row, and of the likeliest.
+    """Log-probabilities after each prefilled token: of its row's next token, and of the likeliest.
 
-    logprobs: float32 [tokens], without meaning where the token behind is not known.
-    top, top_logprobs: int32 and float32 [tokens, number], likeliest first; all but the first have
-        no meaning where no row wants more.
+    logprobs: float32 [tokens], meaningless where the next token is not known.
+    top, top_logprobs: int32 and float32 [tokens, number], likeliest first; all but the first are
+        meaningless if no row asks for more.
     """
 
     logprobs: Any
@@ -151,7 +151,7 @@ class PromptScores:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The three arrays."""
+        """logprobs, top and top_logprobs."""
         return self.logprobs, self.top, self.top_logprobs
 
 
@@ -164,12 +164,11 @@ def extend(
     scored: bool = False,
     width: int | None = None,
 ) -> tuple[State, Drawn, PromptScores | None]:
-    """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
+    """Prefills pieces of prompts, and draws the next token of rows whose prefill ends.
 
-    greedy: whether all rows are known to take their likeliest tokens (static); see
-        `RowSettings.likeliest`. scored: whether to compute log-probabilities of the prompts' tokens
-        (static). width: the number of tokens to which each piece is padded, where no prefix is
-        shared; None for varlen pieces (static).
+    greedy: whether all rows are known to be greedy (static); see `RowSettings.likeliest`. scored:
+        whether to compute log-probabilities of the prompts' tokens (static). width: the number of
+        tokens to which each piece is padded; None for varlen pieces (static).
     """
     slots, last = reading.slots, len(state.counts) - 1
     begun = _begun(state, reading, greedy=greedy)
@@ -206,7 +205,7 @@ def extend(
 def _read_padded(
     model: Decoder, reading: Reading, cache: DecoderCache, width: int, *, scored: bool
 ) -> Read:
-    """Reads pieces of up to `width` tokens as rows of a padded batch."""
+    """Prefills pieces of up to `width` tokens as rows of a padded batch."""
     counts, most = reading.counts, len(reading.tokens) - 1
     places = (jnp.cumsum(counts) - counts)[:, None] + jnp.arange(width)[None]
     tokens = reading.tokens[jnp.minimum(places, most)]
@@ -218,14 +217,17 @@ def _read_padded(
 
 
 def _scored(logits: jax.Array, cache: DecoderCache, reading: Reading) -> Read:
-    """The scores of what was read, and the logits behind each piece, of those behind each token."""
+    """Scores all tokens, and keeps the logits after each piece.
+
+    logits: [tokens, vocabulary], after each token.
+    """
     top = top_logprobs(logits, reading.settings.top_logprobs, always=1)
     scores = PromptScores(logprobs(logits, reading.following), *top)
     return Read(logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)], cache, scores)
 
 
 def _begun(state: State, reading: Reading, *, greedy: bool) -> State:
-    """The state of the rows of a program that reads, before it."""
+    """The state of a prefill program's rows before it: gathered from the slots, or of `reading`."""
     own = jnp.minimum(reading.slots, len(state.counts) - 1)
     return State(
         dataclasses.replace(
@@ -244,7 +246,7 @@ def _begun(state: State, reading: Reading, *, greedy: bool) -> State:
 
 
 def _put_tables(slots: jax.Array, target: jax.Array, tables: jax.Array) -> jax.Array:
-    """Writes block tables at slots; their entries behind the given ones are no pages."""
+    """Writes the rows' block tables, padded with NOWHERE, into those of all slots."""
     missing = target.shape[1] - tables.shape[1]
     if missing:
         tables = jnp.pad(tables, ((0, 0), (0, missing)), constant_values=NOWHERE)
@@ -261,12 +263,12 @@ def decode(
     greedy: bool,
     waits: bool = False,
 ) -> tuple[State, Drawn]:
-    """Draws up to `steps` tokens of some rows, in one loop on the device.
+    """Decodes up to `steps` tokens of some rows, in one loop on the device.
 
     steps: decoding steps (static). greedy: as for `extend` (static).
-    waits: whether the loop ends when all rows have ended (static). XLA launches all steps of a loop
-        of known length, and so the caller goes on while a GPU works. Another loop makes the host
-        wait for the GPU in each step.
+    waits: whether the loop ends early when all rows have ended (static). XLA launches all steps of
+        a loop of known length without waiting, so the caller continues while the GPU works. A while
+        loop makes the host wait for the GPU in each step.
     """
     state, loop = begin_loop(model, state, stepping, steps, greedy=greedy)
 
@@ -280,9 +282,9 @@ def decode(
 def begin_loop(
     model: Decoder, state: State, stepping: Stepping, columns: int, *, greedy: bool
 ) -> tuple[State, Loop]:
-    """The begin of a loop that draws up to `columns` tokens of some rows.
+    """The initial Loop of a program that draws up to `columns` tokens of some rows.
 
-    Returns also the state of all slots, whose block tables have the rows' new pages.
+    Also returns the state of all slots, with the rows' new pages in their block tables.
     """
     cache = dataclasses.replace(state.cache, tables=stepping.grown(state.cache.tables))
     state = dataclasses.replace(state, cache=cache)
@@ -293,22 +295,22 @@ def begin_loop(
 
 
 def drawn_of(end: Loop) -> Drawn:
-    """The tokens that a loop has drawn."""
+    """The tokens that a finished loop has drawn."""
     return Drawn(end.tokens, end.logprobs, end.drawn, end.state.running, end.top_logprobs)
 
 
 def clear(model: Decoder, state: State, pages: tuple[jax.Array, ...], slot: jax.Array) -> State:
-    """Sets pages and what is kept for a slot to zero, in which a row may have left NaN.
+    """Sets pages and a slot's recurrent states to zero, since a row may have left NaN there.
 
-    pages: int32 [any number] of each group of layers. slot: int32 scalar, too high for none.
+    pages: int32 [any number] for each group of layers. slot: int32 scalar; out of range for none.
     """
     return _with_layers(state, model.clear_states(state.cache.layers, pages, slot[None]))
 
 
 def copy(model: Decoder, state: State, source: jax.Array, target: jax.Array) -> State:
-    """Copies what recurrent layers keep for a row: from a slot to a snapshot, or back.
+    """Copies a row's recurrent states from a slot to a snapshot, or back.
 
-    source, target: int32 scalars, of which a target too high is none.
+    source, target: int32 scalars; a target out of range changes nothing.
     """
     return _with_layers(state, model.copy_states(state.cache.layers, source, target))
 

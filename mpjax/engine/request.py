@@ -1,4 +1,4 @@
-"""Reads the arguments of requests: how their rows are drawn, and what ends them."""
+"""Reads the arguments of requests: sampling, stop conditions, adapters and constraints."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from mpjax.text.prompts import EXPECTED, encode, has_text, is_single
 from mpjax.text.row_text import RowText
 from mpjax.text.tokenizer import Tokenizer
 
-AdapterNames = str | Sequence[str | None] | None  # of all requests of a call, or of each
+AdapterNames = str | Sequence[str | None] | None  # one name for all requests of a call, or one each
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a request is generated.
+    """The settings of one request.
 
-    row: its RowSettings, of one row, as NumPy's arrays. most: the most new tokens, 0 for a request
-    that only scores its prompt. stop: strings that end it. control: its logits processors, and
-    matcher: which follows its constraint; None for none.
+    row: RowSettings of one row, as NumPy arrays. most: the most new tokens, 0 for a request that
+    only scores its prompt. stop: stop strings. control: its logits processors, or None. matcher:
+    the matcher of its constraint, or None.
     """
 
     row: RowSettings
@@ -45,9 +45,9 @@ class Settings:
 
     @property
     def greedy_from(self) -> int | None:
-        """The number of new tokens from which the row takes its likeliest ones; None for never.
+        """The number of new tokens from which the row is greedy; None for never.
 
-        Also never where top_logprobs are wanted, which programs of greedy rows don't compute.
+        Never if top_logprobs are wanted, which programs for greedy rows don't compute.
         """
         row = self.row
         is_greedy = row.temperature[0] == 0 and self.control is None and not self.top_logprobs
@@ -55,12 +55,12 @@ class Settings:
 
     @property
     def min_new_tokens(self) -> int:
-        """The new tokens before which no stop string ends the row."""
+        """The number of new tokens before which no stop string ends the row."""
         return int(self.row.min_new_tokens[0])
 
     @property
     def top_logprobs(self) -> int:
-        """How many of the likeliest tokens are wanted in the place of each token."""
+        """How many of the likeliest tokens are wanted for each new token."""
         return int(self.row.top_logprobs[0])
 
     def is_stop(self, token: int) -> bool:
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What requests of one call have in common, or give one for each: arguments of `generate`."""
+    """Unchecked arguments of `generate`, each for all requests of a call or one for each."""
 
     max_new_tokens: Any = 128
     sampling: Samplings = None
@@ -81,11 +81,11 @@ class Options:
     constraint: Any = None
 
     def read(self, lm: LanguageModel, rows: int, *, scores: bool = False) -> RowsOptions:
-        """The options of so many requests, checked.
+        """Checks the options for `rows` requests.
 
-        scores: whether max_new_tokens may be 0, since prompts are scored.
+        scores: whether max_new_tokens may be 0, because prompts are scored.
 
-        Raises ValueError for arguments that don't fit.
+        Raises ValueError for invalid arguments.
         """
         strings = stop_strings(self.stop)
         samplings = rows_of(read_samplings(self.sampling, rows, lm.sampling), rows)
@@ -96,7 +96,7 @@ class Options:
             lm.require_tokenizer()
         usual, constraints = lm.usual_stop_ids, read_constraints(self.constraint, rows)
         for row, one in enumerate(samplings):
-            # A text can end with its constraint only by a stop id.
+            # A constrained text can end only by a stop id, so an empty list gets the usual ones.
             if constraints[row] is not None and one.stop_ids is not None and not len(one.stop_ids):
                 samplings[row] = dataclasses.replace(one, stop_ids=usual)
         named = special_ids(lm.tokenizer, strings) if lm.tokenizer else []
@@ -126,12 +126,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class RowsOptions:
-    """The options of some requests: RowSettings of NumPy's arrays, and as in Settings.
+    """The checked options of several requests. rows: RowSettings of NumPy arrays.
 
-    adapters: the name of each request's adapter, None for none.
-    samplings: of each row.
-    processors: of all rows, behind those of their Samplings. constraints: of each row; None for
-    none.
+    most, stop: as in Settings. adapters: the name of each row's adapter, or None.
+    samplings: one for each row.
+    processors: of all rows, after those of the samplings. constraints: one for each row, or None.
     """
 
     rows: RowSettings
@@ -144,13 +143,13 @@ class RowsOptions:
 
     @property
     def stop_ids(self) -> int:
-        """The most stop ids of a row, with padding."""
+        """The most stop ids of a row: the padded width."""
         return int(self.rows.stop_ids.shape[1])
 
     def settings(self, row: int, stop_ids: int, top_logprobs: int = 0) -> Settings:
         """The settings of one request.
 
-        stop_ids: the most stop ids that a row of the engine has. Raises ValueError for more.
+        stop_ids: the engine's most stop ids. Raises ValueError for a row with more.
         """
         own = jax.tree.map(lambda each: each[row : row + 1], self.rows)
         found = int((own.stop_ids != NO_ID).sum())
@@ -186,10 +185,10 @@ class RowsOptions:
 
 
 def read_adapters(lm: LanguageModel, adapter: AdapterNames, rows: int) -> list[str | None]:
-    """The name of the adapter of each row, None for none.
+    """The name of each row's adapter, or None.
 
-    adapter: a name for all rows, or a list with one for each. Raises ValueError for anything else,
-    and for names that the model does not have.
+    adapter: a name for all rows, or a list with one for each. Raises ValueError for other values,
+    and for names of adapters that are not loaded.
     """
     names = [adapter] * rows if adapter is None or isinstance(adapter, str) else adapter
     if not isinstance(names, list | tuple) or len(names) != rows:
@@ -204,13 +203,13 @@ def read_adapters(lm: LanguageModel, adapter: AdapterNames, rows: int) -> list[s
 
 
 def special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
-    """Ids of special tokens that are stop strings: they have no text, so they stop by id."""
+    """Ids of special tokens among the stop strings: they have no text, so they stop by id."""
     named = (tokenizer.backend.token_to_id(text) for text in stop)
     return [i for i in named if i is not None and i in tokenizer.special_ids]
 
 
 def _joined(ids: Any, more: Sequence[int]) -> list[int]:
-    """Ids without those that come twice."""
+    """Both lists of ids joined, without duplicates."""
     return list(dict.fromkeys([*(int(i) for i in np.asarray(ids)), *more]))
 
 
@@ -227,9 +226,9 @@ class Request:
 def encode_batch(
     lm: LanguageModel, prompts: Any, chat_template: str | None = None
 ) -> list[list[int]]:
-    """The ids of prompts. Raises ValueError for anything else, and for texts without a tokenizer.
+    """The token ids of each prompt. Raises ValueError for invalid prompts.
 
-    prompts, chat_template: as for `generate`.
+    prompts, chat_template: as for `generate`. Strings and chats need a tokenizer.
     """
     if lm.tokenizer is None and has_text(prompts):
         lm.require_tokenizer()
@@ -240,7 +239,7 @@ def encode_batch(
 
 
 def encode_one(lm: LanguageModel, prompt: Any, chat_template: str | None) -> list[int]:
-    """The ids of a single prompt. Raises ValueError for anything else, as `generate` does."""
+    """The token ids of a single prompt. Raises ValueError as `generate` does."""
     if isinstance(prompt, list | tuple) and not prompt:
         raise ValueError("the prompt is empty: expected at least one token")
     if not is_single(prompt):

@@ -1,4 +1,4 @@
-"""A request as the planner sees it, with what planned programs add to it."""
+"""Row: the planner's view of a request, with lengths after all planned programs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from mpjax.models import RopeScaling
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A request, as the planner sees it.
+    """The planner's view of a request.
 
-    number: in the order of arrival. tokens: those of the prompt, and the new ones that are known.
-    prompt: the number of the prompt's. most: the most new tokens.
-    priority: rows of a higher one come first. shares: whether it may take pages of other rows.
-    scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
-    behind: the token behind the prompt, which is scored and not read; empty for none.
-    greedy_from: the number of new tokens from which it takes its likeliest tokens, as they are;
-        None for never. is_controlled: whether it has logits processors. is_constrained: whether
-        the host says which tokens it may draw.
-    scaling: of rotary frequencies, where it depends on the tokens of a row. adapter: with which its
-        tokens are read; None for none.
-
-    slot: its place among the rows that run, or None while it waits. runs: how often it was given a
-        slot. is_fresh: whether its slot has read nothing yet.
-    pages: of its tokens, in order, for each group of layers. target: tokens to read before the next
-        one is drawn. certain: tokens in the cache that are known to be finite.
-    length: tokens in the cache at most, and drawn: new tokens at least, both after all planned
-        programs. flights: of planned programs that draw tokens of the row and are not read yet, the
-        fewest and the most tokens.
-    keys: of pages with its first tokens. published: how many of its pages others can find.
-    shared: tokens of the prompt that were in pages of others when it was first given a slot.
-    stations: numbers of tokens behind which a snapshot of its states is kept. snapshots: by these
-        numbers, places that are not known to be finite yet.
-    is_known: whether the planner has it. rotary_length: with which it is read; see RopeScaling.
+    number: index in order of arrival. tokens: the prompt's ids, and the new ones the host has read.
+    prompt: the number of the prompt's tokens. most: the most new tokens.
+    priority: rows of a higher one come first. shares: whether it uses the prefix cache. scored:
+        whether the prompt's log-probabilities are wanted. owner: the Request.
+    behind: the token after the prompt, which is scored and not prefilled; empty for none.
+    greedy_from: the number of new tokens from which it is greedy; None for never. is_controlled:
+        whether it has logits processors. is_constrained: whether it has a constraint, so that the
+        host computes token masks.
+    scaling: the RopeScaling, if rotary frequencies depend on a row's length. adapter: or None.
+    slot: its slot in the engine; None while it waits. runs: how often it got a slot. is_fresh:
+        whether nothing was prefilled in the slot yet.
+    pages: the pages of its tokens, in order, for each group of layers. target: tokens to prefill
+        before the next one is drawn. certain: tokens in the cache known to be finite.
+    length: upper bound of its tokens in the cache, and drawn: lower bound of its new tokens, both
+        after all planned programs. flights: for each planned program whose tokens the host has not
+        read, the fewest and the most tokens that it draws.
+    keys: prefix-cache keys of its first pages. published: number of its published pages. shared:
+        tokens of the prompt found in the prefix cache when it first got a slot.
+    stations: numbers of tokens after which a snapshot of its recurrent states is kept. snapshots:
+        by these numbers, the snapshots' places, until known to be finite.
+    is_known: whether it was submitted to the planner. rotary_length: see RopeScaling.
     """
 
     number: int
@@ -74,32 +72,32 @@ class Row:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Rows with a smaller one come first."""
+        """The sort key of rows; the smallest comes first."""
         return -self.priority, self.number
 
     @property
     def is_reading(self) -> bool:
-        """Whether tokens are left to read before the next one is drawn."""
+        """Whether prefill is unfinished."""
         return self.length < self.target
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it is known that all further tokens are the likeliest ones."""
+        """Whether all further tokens are known to be greedy."""
         return self.greedy_from is not None and self.greedy_from <= len(self.tokens) - self.prompt
 
     @property
     def left(self) -> int:
-        """The most tokens that may still be drawn."""
+        """The most new tokens that can still be planned."""
         return self.most - self.drawn
 
     def draw(self, least: int, most: int) -> None:
-        """Counts the tokens of a program that is planned, unless the row ends before."""
+        """Counts the `least` to `most` tokens that a planned program draws of the row."""
         self.flights.append((least, most))
         self._count()
 
     @property
     def space(self) -> int:
-        """The most tokens that the cache can grow by before the row has to be read again."""
+        """How many tokens the cache can grow by before the row must be prefilled again."""
         after = None if self.scaling is None or self.rotary_length else self.scaling.rereads_after
         return sys.maxsize if after is None else after - self.length
 
@@ -110,11 +108,11 @@ class Row:
 
     @property
     def has_to_reread(self) -> bool:
-        """Whether the row, of which all tokens are known, goes on only if it is read again."""
+        """Whether the row, without programs in flight, must be prefilled again to continue."""
         return not self.flights and self.left > 0 and self.space == 0
 
     def set_rotary_length(self) -> None:
-        """Sets the rotary length before the row is read from its first token on."""
+        """Sets the rotary length, before the row is prefilled from its first token."""
         if self.scaling is None:
             return
         length = self.scaling.rotary_length(self.prompt, len(self.tokens))
@@ -122,7 +120,7 @@ class Row:
             self.rotary_length, self.keys = length, []
 
     def page_keys(self, pages: int, page_size: int) -> list[bytes]:
-        """The keys of the row's first pages."""
+        """The prefix-cache keys of the row's first `pages` pages."""
         while len(self.keys) < pages:
             at = len(self.keys) * page_size
             own = b"" if self.adapter is None else self.adapter.key
@@ -131,7 +129,7 @@ class Row:
         return self.keys[:pages]
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Adds the new tokens of the first planned program that was not read."""
+        """Adds the new tokens of the earliest program in flight."""
         self.tokens.extend(tokens)
         self.certain = max(self.certain, len(self.tokens) - 1)
         if self.flights:
@@ -144,7 +142,7 @@ class Row:
 
     @property
     def _end(self) -> int:
-        """The tokens in the cache behind which the row has ended, or has to be read again."""
+        """The cache length at which the row ends or must be prefilled again, whichever is first."""
         return min(self.prompt + self.most - 1, self.length + self.space)
 
     def _most_known(self, more: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""The part of an engine that plans, starts programs and reads what they have drawn."""
+"""The Runner of an engine: plans, launches programs and reads their tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from mpjax.sampling.processors import Attachment, Processor
 class Runner:
     """Runs the requests of an engine, a program at a time, in one thread.
 
-    sizes: of the engine. max_tokens: the most tokens of a request. proposer: of tokens that steps
-    verify; None for none. processors: that requests may have beside those of their Samplings.
+    sizes: the engine's sizes. max_tokens: the most tokens of a request. proposer: of speculative
+    decoding, or None. processors: logits processors that requests may use beside those of Sampling.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Runner:
         self.observer: Callable[[ProgramRun], None] | None = None
         self.processors = (*constraint_places(lm, sizes), *processors)
         self._lm = lm
-        # Of the slots, from the first request on that has any; and the slots with such a request.
+        # Processors of all slots, created with the first request that has any; and the slots in
+        # use.
         self._attached: Attachment = ()
         self._controlled: set[int] = set()
         self._state = create_state(
@@ -71,7 +72,7 @@ class Runner:
         return bool(self.planner.waiting or self.planner.running or self._pending)
 
     def statistics(self, coming: int) -> dict[str, float]:
-        """The numbers of `Engine.statistics`. coming: requests that the runner has not taken."""
+        """The counts of `Engine.statistics`. coming: number of requests still in the inbox."""
         planner, groups, clock = self.planner, self.planner.groups, self.clock
         return {
             "running": len(planner.running),
@@ -95,7 +96,7 @@ class Runner:
         }
 
     def compile(self, *, greedy_only: bool) -> None:
-        """Compiles all programs; nobody else may run one meanwhile."""
+        """Compiles all programs; no other thread may run one meanwhile."""
         self._state = self.programs.compile(self._state, greedy_only=greedy_only)
         if not greedy_only:
             none = no_control(self._lm, self.processors)
@@ -106,12 +107,12 @@ class Runner:
             self.clock.skip()
 
     def submit(self, request: Request) -> None:
-        """Adds a request, which waits."""
+        """Adds a request to the waiting ones."""
         self.requests[request.handle] = request
         self.planner.submit(request.row)
 
     def step(self) -> list[Event]:
-        """Starts the next program, and reads what the one before has drawn."""
+        """Launches the next program, then reads the tokens of the previous one."""
         self.steps += 1
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
@@ -125,7 +126,7 @@ class Runner:
         return events
 
     def _start(self, plan: Extend | Decode) -> _Pending:
-        """Starts a program. Where the host has to compile it, its seconds tell nothing."""
+        """Launches a program. If that compiles it, its seconds and the last ones don't count."""
         before, known = self._pending, len(self.programs.used)
         self._clear(self.planner.take_left())
         self._copy(self.planner.take_copies())
@@ -141,7 +142,7 @@ class Runner:
         return pending
 
     def _begin(self) -> float:
-        """The time when a program is started; counts whether the device has waited for it."""
+        """The launch time of a program; counts the step as late if the device was idle."""
         before = self._pending
         is_late = before is not None and before.results.tokens.is_ready()
         if before is not None and is_late:
@@ -150,10 +151,10 @@ class Runner:
         return self.clock.start(is_free=before is None or is_late)
 
     def _await(self, pending: _Pending) -> None:
-        """Measures a program before the next one, which holds the host until it has ended itself.
+        """Waits for a program and measures it before the next launch, which blocks the host.
 
-        The end of this program is not known later. The next one is launched late by that, which
-        costs little, since the device waits for the host in it anyway.
+        Later its end could not be measured. The next launch is late, which costs little, since its
+        loop waits for the host anyway.
         """
         if not pending.results.tokens.is_ready():
             pending.results.tokens.block_until_ready()
@@ -161,7 +162,7 @@ class Runner:
             pending.is_measured = False
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
-        """Ends a request before the device has, so that it may leave NaN behind in the cache."""
+        """Ends a request that may still run on the device and may leave NaN in the cache."""
         self._end(request, reason, error, is_finite=False)
         return request.handle.report([])
 
@@ -170,7 +171,7 @@ class Runner:
         return self.end(request, "error", error)
 
     def free(self) -> None:
-        """Frees the cache; no step may follow. Nothing happens the second time."""
+        """Frees the cache; no step may follow. A second call has no effect."""
         self.__dict__.pop("_state", None)
         self._pending, self._attached = None, ()
 
@@ -182,11 +183,11 @@ class Runner:
         return dataclasses.replace(self._state, processors=self._attached)
 
     def _state_of(self, rows: Sequence[Row]) -> State:
-        """The state that a program of these rows takes."""
+        """The state for a program of these rows: with processors only if a row has any."""
         return self._with_control() if any(row.is_controlled for row in rows) else self._state
 
     def _keep(self, state: State) -> None:
-        """Keeps the state that a program returns."""
+        """Stores the state that a program has returned."""
         self._attached = state.processors or self._attached
         self._state = dataclasses.replace(state, processors=())
 
@@ -241,9 +242,9 @@ class Runner:
         return _Pending(plan, drawers, drawn, None, begin, size, context, forwarded=forwarded)
 
     def _choose(self, pending: _Pending, stepping: Stepping, forwarded: Forwarded) -> None:
-        """Draws behind what a program has read, now that all earlier tokens are known.
+        """Launches `choose` after `forward`, now that all earlier tokens are known.
 
-        Masks are computed meanwhile, but for those behind proposed tokens, which come first.
+        Masks are computed while `forward` runs; with speculation, after waiting for its proposals.
         """
         plan, drafts = pending.plan, None
         assert isinstance(plan, Decode)
@@ -257,7 +258,7 @@ class Runner:
         self._keep(state)
 
     def _begin_rows(self, rows: Sequence[Row]) -> None:
-        """Tells proposers and logits processors the tokens of rows that begin."""
+        """Passes the tokens of rows with a new slot to the proposer and the logits processors."""
         room = places(self._state)[1] * self._state.cache.page_size
         for row in rows:
             assert row.slot is not None
@@ -274,23 +275,23 @@ class Runner:
                 self._controlled |= {row.slot} if row.is_controlled else set()
 
     def _read(self, pending: _Pending) -> list[Event]:
-        """Reads what a program has drawn: waits for the device, and tells the requests."""
+        """Waits for a program's results, and reports the new tokens to the requests."""
         tokens, logprobs, counts, running = map(np.asarray, pending.results.arrays)
         self._measure(pending)
         if pending.scores is not None:
             self._keep_scores(pending)
         events = []
         asked = any(drawer.row.owner.settings.top_logprobs for drawer in pending.drawers)
-        # Whole arrays: a slice on the device would run behind the program that has just begun.
+        # Copy whole arrays: a slice on the device would wait for the program launched just now.
         top_logprobs = [np.asarray(x) for x in pending.results.top_logprobs] if asked else []
         done = jax.tree.leaves(jax.tree.map(np.asarray, pending.results.speculated))
         for drawer in pending.drawers:
             index, row = drawer.index, drawer.row
             if row.slot is None or row.runs != drawer.runs:
-                continue  # it was cancelled, or made room for another and will be read again
+                continue  # cancelled, or preempted and waiting
             if (piece := drawer.piece) is not None:
                 if np.isnan(logprobs[index, 0]):
-                    # At once: pages of its windows come back only for finite pieces.
+                    # End it now: pages before windows are released only after finite pieces.
                     events.append(self._end_not_finite(row.owner))
                     continue
                 self.planner.learn_piece(piece)
@@ -310,7 +311,7 @@ class Runner:
         return events
 
     def _measure(self, pending: _Pending) -> None:
-        """Tells the planner the seconds of a program that has just ended."""
+        """Reports the seconds of a program that has just ended to the pace and the observer."""
         begin, seconds = self.clock.end(pending.begin)
         plan, pace = pending.plan, self.planner.pace
         if self.observer is not None:
@@ -325,7 +326,7 @@ class Runner:
             pace.learn_reading(pending.size, plan.work, seconds)
 
     def _tell(self, row: Row, new: New, *, is_ended: bool) -> Event:
-        """Gives a request its new tokens, and ends it where they end it."""
+        """Passes new tokens to a request, and ends it if it is complete."""
         request: Request = row.owner
         handle = request.handle
         if np.isnan(new.logprobs).any():
@@ -343,19 +344,19 @@ class Runner:
             is_stop = handle.has_stopped or (
                 bool(handle.tokens) and request.settings.is_stop(handle.tokens[-1])
             )
-            # At a stop string the device goes on until it hears of it.
+            # At a stop string, programs in flight still run the row.
             self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
         return handle.report(new.tokens[:taken])
 
     def _count(self, handle: Handle, counts: Sequence[int]) -> None:
-        """Adds what a program has done by speculation for a request, as a report has it."""
+        """Adds a program's counts of proposed, accepted and drawn tokens to a request's report."""
         self.proposed_tokens += counts[0]
         self.accepted_tokens += counts[1]
         more = SpeculationReport(*([count] for count in counts))
         handle.speculation = more if handle.speculation is None else handle.speculation + more
 
     def _keep_scores(self, pending: _Pending) -> None:
-        """Keeps the log-probabilities of prompts' tokens with their requests."""
+        """Adds the log-probabilities of prompt tokens to their requests."""
         assert isinstance(pending.plan, Extend)
         assert pending.scores is not None
         arrays = [np.asarray(x) for x in pending.scores.arrays]
@@ -367,7 +368,7 @@ class Runner:
             at += count
             handle = request.handle
             if handle.prompt_logprobs is not None:
-                continue  # the row is read again
+                continue  # the row is prefilled again
             request.scores = [s for s in request.scores if s.start < piece.start]
             request.scores.append(Scores(piece.start, logprobs, *top))
             if piece.is_last:
@@ -395,10 +396,10 @@ class Runner:
 
 
 class _Drawer:
-    """A row of a program.
+    """A row in a launched program.
 
-    index: of the row among the results. runs: of the row when the program was started. piece: of
-    the row that the program reads; None for one that decodes.
+    index: the row's index in the results. runs: `row.runs` at launch. piece: the row's prefill
+    chunk; None in a decoding program.
     """
 
     def __init__(self, index: int, row: Row, piece: Piece | None = None) -> None:
@@ -407,12 +408,12 @@ class _Drawer:
 
 @dataclasses.dataclass(eq=False)
 class _Pending:
-    """A program that was started, and is to be read.
+    """A launched program whose results the host has not read.
 
-    drawn, scores: its results, on the device. begin: the time when it was started. size: tokens
-    that it reads, or rows that decode, with padding. context: tokens that its queries attend to, of
-    the row with the most. is_measured: whether its seconds are known by those when it was started
-    and read. forwarded: what the second program takes, where two decode; `drawn` is its result.
+    drawn, scores: its results, on the device. begin: launch time. size: padded number of prefill
+    tokens or of decoding rows. context: tokens that its queries attend to, in the row with the
+    most. is_measured: whether its launch and end give its duration on the device. forwarded: for a
+    constrained step, the results of `forward`; `drawn` is that of `choose`.
     """
 
     plan: Extend | Decode
@@ -427,13 +428,13 @@ class _Pending:
 
     @property
     def results(self) -> Drawn:
-        """What it has drawn."""
+        """The drawn tokens."""
         assert self.drawn is not None, "the second program has not been started"
         return self.drawn
 
 
 def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
-    """The report of a program that has ended."""
+    """The ProgramRun of a program that has ended."""
     plan = pending.plan
     rows = sum(it.piece is None or it.piece.is_last for it in pending.drawers)
     steps = 0 if isinstance(plan, Extend) else _steps(pending)
@@ -451,9 +452,9 @@ def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
 
 
 def _steps(pending: _Pending) -> int:
-    """The steps of a program that has decoded; with speculation, those of its longest row.
+    """The steps of a decoding program; with speculation, those of the row with the most.
 
-    There the loop ends early where a row has got the most tokens, or where all rows end.
+    With speculation the loop ends early if a row has the most tokens, or if all rows end.
     """
     assert isinstance(pending.plan, Decode)
     done = pending.results.speculated

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from mpjax.constraints.automaton import SMALL_STATES
 from mpjax.generation.buckets import ladder
 
-LEAST_TOKENS = 16  # readings of fewer tokens take as long
+LEAST_TOKENS = 16  # a prefill of fewer tokens takes as long
 SCORED_TOKENS = 256  # of a program that scores prompts, unless chunks are small or very large
-MOST_STOP_IDS = 16  # of a request
-LEAST_COLUMNS = 4  # entries of the narrowest block tables that a program reads
+MOST_STOP_IDS = 16  # stop ids of a request
+LEAST_COLUMNS = 4  # width of the narrowest block tables
 
 
 def small_chunk(chunk: int) -> int:
-    """The most tokens of prompts in a small program, which takes as long as a step of decoding."""
+    """The tokens of a small prefill program, which takes about as long as a decoding step."""
     return max(chunk // 16, min(LEAST_TOKENS, chunk))
 
 
 def middle_chunk(chunk: int) -> int:
-    """The most tokens of prompts in a program of middle size."""
+    """The tokens of a prefill program of middle size."""
     return max(chunk // 4, min(LEAST_TOKENS, chunk))
 
 
@@ -28,23 +28,23 @@ def middle_chunk(chunk: int) -> int:
 class Sizes:
     """The fixed sizes of an engine.
 
-    slots: rows that may run at once. pages: of each group of layers, with the one that is nowhere.
-    windows: of each group, None where all earlier tokens are read. page_size: tokens of a page.
-    block: of the KV format, or None.
-    chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
-    max_gap: the seconds that rows which decode may wait for prompts, inf until all that have a
-        place are read; None for `usual_gap`.
-    steps: decoding steps of a program. proposed: the most tokens that are proposed to a row in a
-    step, 0 without speculation.
-    fine: whether programs have a size for any amount of work, not only for much of it. A GPU reads
-        its weights in about the same time for few rows as for many; on a CPU the time of a program
-        grows with its rows, its tokens and the room of its sequences.
-    width: the most tokens of a piece of a prompt, to which programs pad each piece: on a CPU, where
-        attention of varlen tokens is slow. None for varlen pieces.
-    single: whether programs have one size each, since few of them run, and each has to be compiled.
+    slots: the most running rows. pages: number of pages of each group of layers, including NOWHERE.
+    windows: sliding window of each group in tokens, None for full attention. page_size: tokens of a
+    page. block: tokens of a block of the KV format, or None.
+    chunk: the largest prefill chunk, in tokens. sequences: the most prompts in a prefill program.
+    max_gap: the seconds that decoding rows may wait for prefill; with inf until all prompts with a
+        slot are prefilled; None for `usual_gap`.
+    steps: decoding steps of a program. proposed: the most proposed tokens of a row in a step; 0
+    without speculation.
+    fine: whether programs are compiled for many sizes, small ones too. On a GPU few rows take about
+        as long as many, since reading the weights dominates; on a CPU the time grows with rows,
+        tokens and the length of block tables.
+    width: the most tokens of a piece, to which prefill programs pad each piece: used on a CPU,
+        where varlen attention is slow. None for varlen pieces.
+    single: whether each program is compiled for one size only, for engines that run few programs.
     stop_ids: the most stop ids of a row.
-    scores: whether requests may have their prompts scored.
-    snapshots: places for copies of what recurrent layers keep for a row, behind those of slots.
+    scores: whether requests may ask for log-probabilities of their prompts.
+    snapshots: places for copies of a row's recurrent states, after the places of slots.
     table_states: the most states of a constraint's own table on the device; 0 for none.
     """
 
@@ -67,18 +67,17 @@ class Sizes:
     table_states: int = SMALL_STATES
 
     def most_drawn(self, steps: int) -> int:
-        """The most tokens that so many decoding steps draw of a row: at most a page of them."""
+        """The most tokens of a row in `steps` decoding steps; with speculation at most a page."""
         return min(steps * (1 + self.proposed), self.page_size) if self.proposed else steps
 
     def least_drawn(self, steps: int) -> int:
-        """The fewest tokens that so many decoding steps draw of a row which goes on."""
+        """The fewest tokens of a row in `steps` decoding steps, unless it ends."""
         return 1 if self.proposed else steps
 
     def reading_sizes(self, *, greedy: bool, scored: bool) -> list[int]:
-        """The tokens of prompts to which programs that read are padded, ascending.
+        """The compiled prefill sizes in tokens, ascending.
 
-        greedy: whether all tokens that are drawn are the likeliest ones. scored: whether prompts
-        are scored.
+        greedy: whether all rows are greedy. scored: whether prompts are scored.
         """
         small, middle = small_chunk(self.chunk), middle_chunk(self.chunk)
         if self.single:
@@ -90,24 +89,24 @@ class Sizes:
         return sorted({middle, self.chunk} | ({small} if greedy else set()))
 
     def row_sizes(self, rows: int, usual: Iterable[int]) -> list[int]:
-        """The numbers to which up to `rows` rows are padded, ascending; `usual`: unless fine."""
+        """The compiled batch sizes up to `rows`, ascending. usual: the sizes unless fine."""
         if self.single:
             return [rows]
         return ladder(1, rows) if self.fine else sorted(usual)
 
     def column_sizes(self, entries: int) -> list[int]:
-        """The entries of block tables that programs read, ascending; `entries`: that there are."""
+        """The compiled widths of block tables, ascending. entries: the full width."""
         is_fine = self.fine and not self.single
         return ladder(min(LEAST_COLUMNS, entries), entries) if is_fine else [entries]
 
     def piece_sizes(self) -> list[int]:
-        """The numbers of pieces to which pieces are padded, ascending."""
+        """The compiled numbers of pieces of prefill programs, ascending."""
         is_fine = self.fine and not self.single
         return sorted({1, self.sequences}) if is_fine else [self.sequences]
 
     @property
     def scored(self) -> int:
-        """The most tokens of prompts in a program that scores them, since logits take memory."""
+        """The most tokens of a program that scores prompts, limited by the memory of logits."""
         if self.single:
             return self.chunk
         return max(small_chunk(self.chunk), min(middle_chunk(self.chunk), SCORED_TOKENS))
@@ -118,10 +117,10 @@ class Sizes:
         return max(self.page_size, self.block or 1)
 
     def tokens(self, max_tokens: int) -> int:
-        """The tokens in the cache, of all rows together; `max_tokens`: the most of a row."""
+        """The number of tokens that the cache holds. max_tokens: the most tokens of a row."""
         pages = max((count - 1 for count in self.pages), default=0)
         return pages * self.page_size if self.pages else self.slots * max_tokens
 
     def pages_for(self, tokens: int) -> int:
-        """The number of pages that hold so many tokens."""
+        """The number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)

@@ -1,4 +1,4 @@
-"""Snapshots: copies of what recurrent layers keep for a sequence, behind some of its tokens."""
+"""Snapshots: copies of a sequence's recurrent states, for sharing prefixes of hybrid models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """The first tokens of a row that the cache holds.
+    """The cached prefix of a row.
 
-    pages: of each group of layers. count: whole pages of tokens. snapshot: the place of the states
-    behind them; None for none. known: whole pages that all groups hold, `count` or more.
+    pages: pages of each group of layers. count: the prefix's length in pages. snapshot: the place
+    of the recurrent states after it, or None. known: number of pages that all groups hold, at least
+    `count`.
     """
 
     pages: list[list[int]]
@@ -22,13 +23,13 @@ class Prefix:
 
 
 class SnapshotPool:
-    """The places of snapshots: which are free, and which hold the states behind which tokens.
+    """A pool of places for snapshots, with the page key of each published one.
 
-    places: behind the slots of an engine; empty for models without such states.
+    places: indices after the engine's slots; empty for models without recurrent layers.
 
-    A place is taken for a row, which publishes it under the key of the page that ends there once
-    the states are known to be finite, or drops it. Published ones are given to others when none is
-    free, those first whose last use is longest ago.
+    A row takes a place, and either publishes it under the key of the page that ends there, once the
+    states are known to be finite, or drops it. When no place is free, the least recently used
+    published one is reused.
     """
 
     def __init__(self, places: Sequence[int]) -> None:
@@ -46,18 +47,18 @@ class SnapshotPool:
         return key in self._idle
 
     def use(self, key: bytes) -> int:
-        """The place under a key, which has to be copied before the next program that reads."""
+        """The place under a key; it must be copied before the next prefill program."""
         self._idle.move_to_end(key)
         return self._idle[key]
 
     def take(self) -> int | None:
-        """A place for a row; None where rows hold all."""
+        """Takes a place for a row; None if rows hold all places."""
         if self._free:
             return self._free.pop()
         return self._idle.popitem(last=False)[1] if self._idle else None
 
     def publish(self, place: int, key: bytes) -> None:
-        """Lets others find a place that was taken, unless the key has one already."""
+        """Registers a taken place under a key; frees it if the key has one already."""
         if key in self._idle:
             self._free.append(place)
         else:

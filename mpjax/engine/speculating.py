@@ -1,4 +1,4 @@
-"""The program of an engine that decodes by speculation; see `mpjax.generation.speculation`."""
+"""The speculative decoding program of an engine; see `mpjax.generation.speculation`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def speculate(
     most: int,
     greedy: bool,
 ) -> tuple[State, Drawn]:
-    """Draws up to `most` tokens of some rows, in steps that verify what is proposed.
+    """Decodes up to `most` tokens of some rows, in steps that verify proposed tokens.
 
-    Rows advance by different numbers. The loop ends after `steps` steps of the model, or a few more
-    if they are plain ones, and before a row could have more than `most` tokens. `proposer.k + 1`
-    and `steps` are no more than `most`.
+    Rows advance by different numbers of tokens. The loop ends after `steps` steps of the model (or
+    a few more if they are steps without proposals), and before a row could exceed `most` tokens.
+    `proposer.k + 1` and `steps` must not exceed `most`.
 
     steps, most: static. greedy: as for `extend` (static).
     """

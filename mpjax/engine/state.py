@@ -1,4 +1,4 @@
-"""The state of an engine on the device: a State of its slots."""
+"""Creates the state of an engine on the device: a State with a row for each slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpjax.sampling.settings import RowSettings, Sampling
 
 
 def default_settings(rows: int, stop_ids: int = MOST_STOP_IDS) -> RowSettings:
-    """Settings of greedy rows that end at their first token, with all fields, in NumPy's arrays."""
+    """Settings of greedy rows with one new token, with all fields, as NumPy arrays."""
     return RowSettings.of([Sampling()], rows, max_new_tokens=1).filled(stop_ids)
 
 
@@ -30,10 +30,10 @@ def create_state(
     stop_ids: int = MOST_STOP_IDS,
     snapshots: int = 0,
 ) -> State:
-    """A state without rows.
+    """The state of an engine without requests.
 
-    pages: of each group of layers. max_tokens: the most tokens of a row. stop_ids: the most stop
-    ids of a row. snapshots: as in Sizes.
+    pages: number of pages of each group of layers. max_tokens: the most tokens of a row. stop_ids:
+    the most stop ids of a row. snapshots: as in Sizes.
     """
     numbers = functools.partial(jnp.zeros, dtype=jnp.int32)
     entries = -(-max_tokens // lm.page_size)
@@ -56,12 +56,12 @@ def create_state(
 
 
 def places(state: State) -> tuple[int, int]:
-    """The number of slots, and of the entries of a block table."""
+    """The number of slots, and the width of block tables."""
     return len(state.counts), max((table.shape[1] for table in state.cache.tables), default=1)
 
 
 def cache_bytes(lm: LanguageModel, slots: int) -> tuple[list[int], int]:
-    """The bytes of a page of each group of layers, and of what is in no page, on each device."""
+    """The bytes on each device of a page of each group of layers, and of the unpaged state."""
     one = (1,) * len(lm.config.page_groups)
     least = _bytes_of(lm, one, slots)
     more = [(*one[:group], 2, *one[group + 1 :]) for group in range(len(one))]
@@ -70,7 +70,7 @@ def cache_bytes(lm: LanguageModel, slots: int) -> tuple[list[int], int]:
 
 
 def snapshot_bytes(lm: LanguageModel) -> int:
-    """The bytes of what recurrent layers keep for a sequence, on each device; 0 without any."""
+    """The bytes on each device of a sequence's recurrent states; 0 without recurrent layers."""
     one = (1,) * len(lm.config.page_groups)
     return _bytes_of(lm, one, 1, snapshots=1) - _bytes_of(lm, one, 1)
 

@@ -1,4 +1,4 @@
-"""Engines for one call: sized for its requests, so that calls of similar sizes share programs."""
+"""Engines for one call, with rounded sizes, so that similar calls share compiled programs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mpjax.language_model import LanguageModel
 from mpjax.memory import has_free_on, require_free_on
 from mpjax.sampling.processors import Processor
 
-STEPS = 8  # decoding steps between two reads of the tokens, which the host makes while others run
-CHUNK, CHUNK_ON_CPU = 4096, 1024  # the most tokens of prompts in a program
-SCORING_BYTES = 512 << 20  # of a program that scores prompts, in float32
+STEPS = 8  # decoding steps of a program; the host reads their tokens while the next program runs
+CHUNK, CHUNK_ON_CPU = 4096, 1024  # the largest prefill chunk, in tokens
+SCORING_BYTES = 512 << 20  # float32 logits of a program that scores prompts
 
 
 def temporary_engine(
@@ -34,7 +34,7 @@ def temporary_engine(
     processors: tuple[Processor, ...] = (),
     constrained: bool = False,
 ) -> Engine:
-    """An engine in which prompts of so many tokens run at once; it scores none of them.
+    """An engine that runs prompts of the given lengths at once, without scoring.
 
     new_tokens, stop_ids: the most that a prompt has of them. processors: that prompts may have.
     constrained: whether any has a constraint.
@@ -42,8 +42,8 @@ def temporary_engine(
     The number of prompts, the longest prompt and new_tokens are rounded up as `buckets` says. If
     memory lacks for that many prompts, there are no more slots than prompts.
 
-    Raises ValueError for a proposer that doesn't fit, and DeviceMemoryError, before anything is
-    allocated, where the cache and what programs compute are too large.
+    Raises ValueError for a proposer that an engine can't use, and DeviceMemoryError, before
+    anything is allocated, if cache and activations are too large.
     """
     longest = max(lengths)
     proposer = require_fit(speculate, lm, longest + new_tokens - 1)
@@ -62,10 +62,10 @@ def temporary_engine(
 
 
 def scoring_engine(lm: LanguageModel, slots: int, longest: int) -> Engine:
-    """An engine for requests that only score their prompts, of which it reads up to `longest`.
+    """An engine for requests that only score prompts of up to `longest` tokens.
 
-    A program reads as many tokens as SCORING_BYTES allow; on a CPU at least LEAST_TOKENS of each
-    slot. Errors: as for `temporary_engine`.
+    A prefill program has as many tokens as SCORING_BYTES allow; on a CPU at least LEAST_TOKENS of
+    each slot. Errors: as for `temporary_engine`.
     """
     fitting = SCORING_BYTES // (4 * lm.config.vocab_size)
     fitting = max(CHUNK_UNIT, 1 << max(fitting, 1).bit_length() - 1)
@@ -75,9 +75,9 @@ def scoring_engine(lm: LanguageModel, slots: int, longest: int) -> Engine:
 
 
 def _reading_sizes(lm: LanguageModel, slots: int, longest: int, most: int) -> Sizes:
-    """The sizes of programs that read prompts, of up to `most` tokens together."""
+    """Sizes with the prefill chunk, of up to `most` tokens."""
     block = lm.kv_format.block
-    # A program reads no more of a prompt than a block.
+    # A prefill program has at most one block of a prompt.
     piece = longest if block is None else min(longest, block)
     sizes = Sizes(slots, (), lm.page_size, lm.config.page_groups, block)
     if not device.on_gpu():
@@ -89,7 +89,7 @@ def _reading_sizes(lm: LanguageModel, slots: int, longest: int, most: int) -> Si
 
 
 def most_chunk() -> int:
-    """The most tokens of prompts in a program."""
+    """The largest prefill chunk, in tokens, for the current device."""
     return CHUNK if device.on_gpu() else CHUNK_ON_CPU
 
 
@@ -101,7 +101,7 @@ def _fitting(
     proposer: Proposer | None,
     processors: tuple[Processor, ...] = (),
 ) -> Engine:
-    """An engine with room for so many tokens in each slot; `rows`: the slots that it needs."""
+    """An engine with `room` tokens for each slot. rows: the fewest slots."""
     most = max(2, min(room, lm.config.max_position_embeddings))
     sizes = dataclasses.replace(
         sizes,
@@ -118,7 +118,7 @@ def _fitting(
     slots = sizes.slots if has_free_on(lm.model.mesh, needed(sizes.slots)) else rows
     what = f"a {lm.kv_format} cache for {slots} × {most} tokens, with prefill,"
     require_free_on(lm.model.mesh, needed(slots), what)
-    # Padded pieces are of all slots.
+    # Padded pieces form a batch of all slots.
     sequences = min(slots, SEQUENCES) if sizes.width is None else slots
     sizes = dataclasses.replace(sizes, slots=slots, sequences=sequences)
     pages = tuple(most_pages(sizes, most, window) + 1 for window in sizes.windows)

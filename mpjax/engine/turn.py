@@ -1,4 +1,4 @@
-"""The turn to run an engine: one thread has it at a time."""
+"""The lock for steps of an engine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import threading
 
 
 class Turn:
-    """A lock for steps, which says where its own thread asks for it again and would wait for ever.
+    """A lock for steps that raises ValueError instead of deadlocking if its holder takes it again.
 
-    An observer of programs is called within a step, and may ask for another.
+    An observer of programs is called within a step, and might call `step` again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holder: int | None = None  # the thread that has it
+        self._holder: int | None = None  # the thread that holds the lock
 
     def require_other(self) -> None:
-        """Raises ValueError in the thread that has the turn."""
+        """Raises ValueError in the thread that holds the turn."""
         if self._holder == threading.get_ident():
             raise ValueError(
                 "a step of the engine runs, and waits for its observer: an observer may submit and "
@@ -24,7 +24,7 @@ class Turn:
             )
 
     def __enter__(self) -> None:
-        """Waits for the turn. Raises ValueError in the thread that has it."""
+        """Waits for the turn. Raises ValueError in the thread that holds it."""
         self.require_other()
         self._lock.acquire()
         self._holder = threading.get_ident()

@@ -1,1 +1,1 @@
-"""Generation: prompts to tokens, the decoding loop and its draws, and tokens to text."""
+"""Generation on arrays: prefill, the decoding step and its loop, and speculative decoding."""

@@ -14,7 +14,7 @@ def bucket_rows(rows: int) -> int:
 
 
 def ladder(least: int, most: int) -> list[int]:
-    """The sizes `least`, and four times as many each, up to `most`, which is the last one."""
+    """The sizes `least`, 4 · `least`, 16 · `least`, … below `most`, and `most`."""
     return [] if least > most else sorted({least, *ladder(4 * least, most), most})
 
 

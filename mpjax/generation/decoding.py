@@ -1,7 +1,7 @@
 """The generation loop on arrays: prefill, then one `while_loop` of decoding steps.
 
-`generate_tokens` is a pure function of arrays. Texts, streams and requests that come and go are the
-work of `mpjax.engine`, whose programs repeat the same step.
+`generate_tokens` is a pure function of arrays. Strings, streaming and continuous batching are in
+`mpjax.engine`, whose programs repeat the same step.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class GeneratedTokens:
     lengths: int32 [batch], number of new tokens of each row.
     logprobs: float32 [batch, max_new_tokens], natural logarithm of each token's probability under
         the softmax of the unmodified logits.
-    stopped: bool [batch], whether a stop token ended the row rather than its maximum.
-    finite: bool [batch], whether all logits of the row were finite. If not, its tokens mean
-        nothing. float16 has no numbers beyond 65504: load such a model with dtype="bfloat16".
+    stopped: bool [batch], whether a stop token ended the row, rather than max_new_tokens.
+    finite: bool [batch], whether all logits of the row were finite. If not, its tokens are
+        meaningless. float16 overflows beyond 65504: load such a model with dtype="bfloat16".
     speculated: how many tokens were proposed and accepted; None without speculation.
     """
 
@@ -72,10 +72,10 @@ def prefill(
     columns: int,
     processors: Attachment = (),
 ) -> Loop:
-    """Reads the prompts into an empty cache and draws the first token of each row.
+    """Prefills an empty cache with the prompts and draws the first token of each row.
 
     tokens: int [batch, tokens], padded on the right. lengths: int32 [batch], tokens of each prompt.
-    columns: room for new tokens of each row (static). processors: of rows without tokens.
+    columns: the most new tokens of a row (static). processors: of empty rows.
     """
     batch, padded = tokens.shape
     none = jnp.zeros(batch, jnp.int32)
@@ -88,7 +88,7 @@ def prefill(
         settings,
         processors=read(processors, tokens.astype(jnp.int32), lengths),
     )
-    most = padded + columns - 1  # in the cache, which never holds the last token
+    most = padded + columns - 1  # tokens in the cache, which never holds the last one
     prompts = tokens.astype(jnp.int32) if reads_again(model.config, most) else None
     loop = Loop.begin(state, columns, model.columns, prompts)
 
@@ -99,12 +99,12 @@ def prefill(
 
 
 def decode(model: Decoder, loop: Loop, until: jax.Array, *, stride: int | None = None) -> Loop:
-    """Generates until the longest row has `until` tokens (int32 scalar) or all rows have ended.
+    """Decodes until the longest row has `until` tokens (int32 scalar) or all rows have ended.
 
     The loop is one `while_loop`, without a copy to the host. With `loop` donated to `jit`, the
     cache is written in place.
 
-    stride: decoding steps between two checks whether to go on (static); see `repeat`.
+    stride: decoding steps between two checks of the loop's condition (static); see `repeat`.
     """
 
     def unfinished(loop: Loop) -> jax.Array:
@@ -123,7 +123,7 @@ _jit_in_turn = functools.partial(_jit, compiler_options={"xla_gpu_enable_pdl": F
 jit_decode, jit_decode_in_turn = _jit(decode), _jit_in_turn(decode)
 jit_speculate, jit_speculate_in_turn = _jit(steps.decode), _jit_in_turn(steps.decode)
 jit_begin = jax.jit(steps.create_speculation, donate_argnames="own")
-# Traced arrays have no buffers to donate; `vmap` warns where a donated one gets another shape.
+# Without donation: traced arrays have no buffers, and `vmap` warns if a donated shape changes.
 _traced_prefill = jax.jit(prefill, static_argnames="columns")
 _traced_begin = jax.jit(steps.create_speculation)
 _traced_decode, _traced_speculate = (
@@ -137,7 +137,7 @@ def decode_program(model: Decoder, loop: Loop) -> Callable[..., Loop]:
     On Hopper, XLA launches a kernel before the previous one has ended (programmatic dependent
     launch). Early launches make sequences of Triton's kernels faster, but steps with warpgroup
     kernels, which are never launched early, slower. So they are off if any product runs on
-    warpgroups. Inside another `jit` the compiler options are its caller's.
+    warpgroups. Inside another `jit`, that jit's compiler options apply.
     """
     if not is_known(loop.logprobs):
         return _traced_decode
@@ -147,7 +147,7 @@ def decode_program(model: Decoder, loop: Loop) -> Callable[..., Loop]:
 def begin_speculation(
     proposer: Proposer, loop: Loop, tokens: jax.Array, lengths: jax.Array
 ) -> Loop:
-    """The loop after prefill with a Speculation, for which the proposer has read the prompts.
+    """The loop after prefill, with a Speculation whose proposer has seen the prompts.
 
     tokens, lengths: as for `prefill`.
     """
@@ -160,9 +160,9 @@ def begin_speculation(
 
 
 def speculative_program(model: Decoder, loop: Loop, proposer: Proposer) -> Callable[..., Loop]:
-    """The jitted `speculation.steps.decode`, called as the program of `decode_program` is.
+    """The jitted `speculation.steps.decode`, called like the result of `decode_program`.
 
-    The loop is one that `begin_speculation` has prepared.
+    loop: as `begin_speculation` returns it.
     """
     if not is_known(loop.logprobs):
         return functools.partial(_traced_speculate, proposer)
@@ -172,9 +172,9 @@ def speculative_program(model: Decoder, loop: Loop, proposer: Proposer) -> Calla
 
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
-    """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows.
+    """Whether a product in a step of `batch` rows, experts included, runs on warpgroups.
 
-    Stacks of experts have plans of their own.
+    XX
     """
     of_experts = (
         layer.mlp.runs_by_warpgroups(batch)
@@ -185,12 +185,12 @@ def has_warpgroups(model: Decoder, batch: int) -> bool:
 
 
 def _share(model: Decoder) -> Decoder:
-    """The model as one device computes it."""
+    """The shapes of one device's share of the model."""
     return model.share_shapes() if isinstance(model, ShardedDecoder) else model
 
 
 def _problems(model: Decoder, batch: int) -> list[Problem]:
-    """The products of a step of `batch` rows, each once, except for those of experts."""
+    """The distinct products of a step of `batch` rows, without experts."""
     leaves = jax.tree.leaves(_share(model), is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     matrices = (leaf for leaf in leaves if isinstance(leaf, QuantizedTensor))
     weights = [matrix for matrix in matrices if len(matrix.shape) == 2]
@@ -220,7 +220,7 @@ def generate_tokens(
     lengths: int [batch], tokens of each prompt.
     seeds: one for each row: integers [batch], or JAX keys of threefry2x32 (typed [batch], or raw
         uint32 [batch, 2]); 0 … batch − 1 by default. A row's draws depend on its seed alone. Greedy
-        generation uses none.
+        decoding uses none.
     max_new_tokens: the most new tokens of each row.
     sampling: a Sampling, or a mapping such as {"temperature": 0.7}, or a list with one for each
         row; greedy by default, also for a model whose files say otherwise (`lm.sampling`), which is
@@ -228,22 +228,20 @@ def generate_tokens(
         stop_ids, rows end at the stop ids of the model's configuration (eos_token_id in
         config.json). `generate` instead ends them at `lm.tokenizer.stop_ids`, which come from
         generation_config.json and eos_token: pass these as stop_ids for the same ends.
-    kv_format: of the cache, such as `KV8`; KV16 by default. The cache is created here, with pages
-        of 128 tokens, and dropped at the end.
-    speculate: proposes tokens that the model verifies several at a time, without changing what it
-        generates: an Ngram or a Draft; see `generate`.
-    adapters: int [batch], of each row the place of its adapter in the model, which is `lm.adapted`
-        then: `lm.adapters[name].place`, or 0 for none. None: no row has one.
-    processors: of the logits of all rows, in their order, behind those of the sampling.
+    kv_format: the KV format of the cache, such as `KV8`; KV16 by default. The cache is created
+        here, with pages of 128 tokens, and dropped at the end.
+    speculate: an Ngram or a Draft for speculative decoding; see `generate`.
+    adapters: int [batch], the adapter index of each row: `lm.adapters[name].place`, or 0 for none.
+        `model` must then be `lm.adapted`. None: no row has an adapter.
+    processors: logits processors of all rows, applied in order after those of the sampling.
     constraint: what all texts may be, as tables: `Automaton.of(lm, mpjax.Regex(...))`. A text ends
         with one of the model's stop ids, so these should be those of the sampling.
 
     A row's output does not depend on its neighbours, except for rounding: kernels choose their
     tiles, and so the order of sums, by the size of the batch.
 
-    Raises ValueError for shapes, dtypes and limits that don't fit. Outside `jit` it also raises for
-    an empty prompt, a token id outside the vocabulary, and more tokens than the model has
-    positions.
+    Raises ValueError for invalid shapes, dtypes and limits. Outside `jit` it also raises for an
+    empty prompt, a token id outside the vocabulary, and more tokens than the model has positions.
     """
     prompts = tokens, lengths = _read_prompts(model, tokens, lengths)
     batch, padded = tokens.shape
@@ -268,13 +266,13 @@ def generate_tokens(
         batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format
     )
     if adapters is not None:
-        places = jnp.array(read_numbers(model, adapters, batch))  # a copy: the cache is donated
+        places = jnp.array(read_numbers(model, adapters, batch))  # copy: the cache is donated
         cache = dataclasses.replace(cache, adapters=places)
     attached = [attach(one, batch, model.columns, shared=False) for one in own]
     attached += [attach(one, batch, model.columns, shared=True) for one in shared]
     arguments = (model, *prompts, cache, settings)
     run_prefill = jit_prefill if is_known((arguments, attached)) else _traced_prefill
-    # A copy, since the loop is donated, and arrays that pass through a program stay the same.
+    # Copy: the loop is donated, and an output array may share the buffer of its input.
     loop = run_prefill(*arguments, max_new_tokens, tuple(jax.tree.map(jnp.array, attached)))
     return collect(_generate(model, prompts, loop, speculate))
 
@@ -285,7 +283,7 @@ def _generate(
     loop: Loop,
     speculate: Proposer | None,
 ) -> Loop:
-    """All steps behind prefill; the arguments are checked."""
+    """Decodes all tokens after prefill; the arguments are checked."""
     columns = loop.tokens.shape[1]
     if speculate is None:
         run = decode_program(model, loop)
@@ -296,9 +294,9 @@ def _generate(
 
 
 def _require_positions(model: Decoder, lengths: jax.Array, max_new_tokens: int) -> None:
-    """Raises ValueError for rows that would pass the model's positions, if lengths are known."""
+    """Raises ValueError if a row would exceed the model's positions; traced lengths pass."""
     positions = model.config.max_position_embeddings
-    if not are_between(lengths, 1, positions + 1 - max_new_tokens):  # no position for the last
+    if not are_between(lengths, 1, positions + 1 - max_new_tokens):  # none for the last
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
@@ -307,7 +305,7 @@ def _require_positions(model: Decoder, lengths: jax.Array, max_new_tokens: int) 
 
 
 def _read_prompts(model: Decoder, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """Prompts as arrays. Raises ValueError as `generate_tokens` says."""
+    """Checked prompts as arrays. Raises ValueError as `generate_tokens` says."""
     require_type("model", model, Decoder, hint=", such as lm.model")
     tokens, lengths = as_arrays("generate_tokens", tokens=tokens, lengths=lengths)
     if tokens.ndim != 2 or not len(tokens):
@@ -331,7 +329,7 @@ def _read_prompts(model: Decoder, tokens: Any, lengths: Any) -> tuple[jax.Array,
 
 
 def collect(loop: Loop) -> GeneratedTokens:
-    """The new tokens that a loop has so far."""
+    """The new tokens of a loop so far."""
     state = loop.state
     stopped = state.settings.stops(state.newest[:, None])[:, 0] & (state.counts > 0)
     finite = ~jnp.isnan(loop.logprobs).any(-1)

@@ -1,4 +1,4 @@
-"""Loops on the device that repeat the step, and the new tokens that they collect."""
+"""Loops on the device that repeat decoding steps and collect the new tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ STRIDE = 8  # decoding steps between two checks whether all rows have ended, on 
 )
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The carry of a loop: a state, and a column for each new token of its rows.
+    """The carry of a decoding loop: a state, and the rows' new tokens.
 
-    before: int32 [rows], new tokens of each row before those of the first column.
-    tokens, logprobs: int32 and float32 [rows, columns], zeros behind each row's last.
+    before: int32 [rows], the number of each row's new tokens before the loop.
+    tokens, logprobs: int32 and float32 [rows, columns], the new tokens of the loop, then zeros.
     top_logprobs: ids and log-probabilities [rows, columns, number]; None if no row wants them.
-    prompts: int32 [rows, tokens], padded on the right, where rows may have to be read again; None
-        where none has.
+    prompts: int32 [rows, tokens], padded on the right, if rows may have to be prefilled again;
+        otherwise None.
     """
 
     state: State
@@ -62,21 +62,21 @@ class Loop:
 
     @property
     def drawn(self) -> jax.Array:
-        """The number of each row's new tokens in the columns, int32 [rows]."""
+        """The number of each row's new tokens in this loop, int32 [rows]."""
         return self.state.counts - self.before
 
     def goes_on(self, until: Any) -> jax.Array:
-        """Whether each row lacks tokens of the first `until` columns, bool [rows]."""
+        """Whether each row runs and has fewer than `until` new tokens, bool [rows]."""
         return self.state.running & (self.drawn < until)
 
     def advance(self, model: Decoder, goes_on: jax.Array) -> Loop:
-        """The loop after a step of plain decoding of some rows, bool [rows]."""
+        """The loop after a plain decoding step of the rows in `goes_on`, bool [rows]."""
         loop = self.reread(model, goes_on)
         state = loop.state
         return loop.record(*step(model, state, newest(model, state, goes_on), goes_on))
 
     def record(self, state: State, drawn: StepTokens) -> Loop:
-        """The loop with a state after a step, and the tokens that the step has drawn."""
+        """The loop after a step: with its state, and its drawn tokens appended."""
 
         def record(target: jax.Array, new: jax.Array) -> jax.Array:
             return put(target, new, self.drawn, drawn.counts)
@@ -91,14 +91,17 @@ class Loop:
         )
 
     def reread(self, model: Decoder, goes_on: jax.Array) -> Loop:
-        """The loop before some rows, bool [rows], go on by a token; see `read_again`."""
+        """The loop after prefilling again the rows whose next token needs it; see `read_again`.
+
+        goes_on: bool [rows], the rows that get a token.
+        """
         if self.prompts is None:
             return self
         cache = read_again(model, self.state.cache, goes_on.astype(jnp.int32), self._text)
         return dataclasses.replace(self, state=dataclasses.replace(self.state, cache=cache))
 
     def _text(self, row: jax.Array) -> jax.Array:
-        """The prompt of a row (int32 scalar) and its new tokens behind it, and padding."""
+        """The prompt of a row (int32 scalar), its new tokens, then padding."""
         assert self.prompts is not None
         text = jnp.pad(self.prompts[row], (0, self.tokens.shape[1]))
         prompt = self.state.cache.lengths[row] + 1 - self.drawn[row]
@@ -113,10 +116,10 @@ def repeat(
 ) -> Loop:
     """Repeats decoding steps while the loop is unfinished, in one `while_loop`.
 
-    advance: a step, which changes nothing in a loop that is not unfinished.
-    unfinished: says whether to go on, as a bool scalar.
-    stride: steps between two checks whether to go on (static); by default STRIDE on a GPU, where
-        the host makes the check and the GPU waits for it, and 1 elsewhere.
+    advance: one step, which must not change a finished loop.
+    unfinished: the loop's condition, a bool scalar.
+    stride: steps between two checks of the condition (static); by default STRIDE on a GPU, which
+        waits for the host at each check, and 1 elsewhere.
     """
     stride = stride or (STRIDE if device.on_gpu() else 1)
     return jax.lax.while_loop(unfinished, functools.partial(several, advance, stride), loop)
@@ -124,7 +127,7 @@ def repeat(
 
 def several(advance: Callable[[Loop], Loop], stride: int, loop: Loop) -> Loop:
     """The loop after `stride` steps, which the host launches without waiting for the GPU."""
-    # XLA launches all steps of a loop of known length at once.
+    # XLA launches all steps of a loop of known length without waiting.
     if stride == 1:
         return advance(loop)
     return jax.lax.fori_loop(0, stride, lambda _, loop: advance(loop), loop)

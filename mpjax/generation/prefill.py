@@ -1,4 +1,4 @@
-"""Reads whole prompts into an empty cache, as an engine reads them in pieces."""
+"""Prefills an empty cache with whole prompts, with the results of an engine's chunked prefill."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from mpjax.models.state import DecoderCache
 
 
 def reads_exactly(format: KVFormat) -> bool:
-    """Whether a fresh step gives what attention to the cache gives, but for rounding.
+    """Whether a fresh step equals attention to the cache, except for rounding.
 
-    A fresh step attends to keys and values before they are quantised, and is faster. Prompts are
-    read so only where nothing is quantised: their tokens attend to what the cache stores, however
-    they come.
+    A fresh step attends to keys and values before they are quantised, and is faster. It is used
+    only if the cache isn't quantised, so that prompts always attend to keys and values as stored.
     """
     return format == KVFormat(16)
 
@@ -23,12 +22,12 @@ def reads_exactly(format: KVFormat) -> bool:
 def read_prompts(
     model: Decoder, tokens: jax.Array, lengths: jax.Array, cache: DecoderCache
 ) -> tuple[jax.Array, DecoderCache]:
-    """Adds prompts to an empty cache; returns the logits behind them, and the cache.
+    """Adds prompts to an empty cache; returns the logits after them, and the cache.
 
     tokens: int [batch, tokens], padded on the right. lengths: int32 [batch], tokens of each prompt.
 
-    Every token attends to keys and values as the cache stores them. In formats with blocks, one
-    block is read after another, so that tokens read earlier blocks from codes.
+    Every token attends to keys and values as the cache stores them. In formats with blocks, blocks
+    are prefilled one after another, so that tokens attend to the codes of earlier blocks.
 
     Returns float32 logits [batch, vocabulary].
     """

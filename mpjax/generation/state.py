@@ -1,4 +1,4 @@
-"""The state of rows that are generated, which every step takes and returns."""
+"""State: the arrays of a batch that each step takes and returns."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from mpjax.sampling.settings import RowSettings
 )
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Rows that are generated: those of a batch, or of an engine's slots.
+    """The state of the rows of a batch, or of an engine's slots.
 
     cache: keys and values of all tokens but each row's newest.
     newest: int32 [rows], the last token drawn. counts: int32 [rows], new tokens drawn.
-    running: bool [rows], whether another may be drawn.
-    settings: how tokens are drawn, and where rows end.
-    speculation: the tokens of each row and the state of its proposer, a Speculation; None without.
-    processors: of logits; empty where no row of the program has any.
+    running: bool [rows], whether the row has not ended. settings: sampling settings and stop
+    conditions of the rows. speculation: a Speculation: the rows' tokens and the proposer's state;
+    None without a proposer. processors: logits processors; empty if no row has any.
     """
 
     cache: DecoderCache
@@ -43,10 +42,10 @@ class State:
     processors: Attachment = ()
 
     def rows(self, slots: jax.Array, *, greedy: bool) -> State:
-        """The state of the rows in some slots, int32 [rows], without their speculation.
+        """The state of the rows in `slots`, int32 [rows], without their speculation.
 
-        A slot that is too high is padding, which does not run. greedy: whether all rows take their
-        likeliest tokens as they are (static); see `RowSettings.likeliest`.
+        A slot out of range is padding, which doesn't run. greedy: whether all rows are known to be
+        greedy (static); see `RowSettings.likeliest`.
         """
         own = jnp.minimum(slots, len(self.counts) - 1)
         settings = self.settings.rows(own)
@@ -60,9 +59,9 @@ class State:
         )
 
     def with_rows(self, slots: jax.Array, rows: State) -> State:
-        """The state after the rows in some slots have gone on; padding has a slot too high.
+        """The state after writing `rows` back to `slots`; padding has a slot out of range.
 
-        Block tables, settings and processors stay: rows change only what processors remember.
+        Block tables, settings and processors stay; of processors only the memory is written.
         """
         put = row_writer(slots)
         return dataclasses.replace(
@@ -79,5 +78,5 @@ class State:
 
 
 def row_writer(slots: jax.Array) -> Callable[[Any, Any], Any]:
-    """Writes the rows of an array at slots into another; rows of padding have a slot too high."""
+    """A function that writes rows into an array at `slots`; padding has a slot out of range."""
     return lambda target, rows: target.at[slots].set(rows, mode="drop")

@@ -1,4 +1,4 @@
-"""The step that all generation repeats: run the model, draw, keep what is drawn, and end rows."""
+"""The step that all generation repeats: run the model, draw, record tokens, end rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpjax.sampling.processors import advance, process
 
 
 class Read(NamedTuple):
-    """What reading tokens gives.
+    """The result of running the model on tokens.
 
-    logits: [rows, vocabulary], after each row's last token; or where a proposal is verified
-        [rows, positions, vocabulary]. cache: with the tokens. scores: of what was read, if any.
+    logits: [rows, vocabulary], after each row's last token; with a proposal [rows, positions,
+        vocabulary]. cache: with the tokens added. scores: of a scored prompt's tokens, or None.
     """
 
     logits: jax.Array
@@ -31,11 +31,11 @@ class Read(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """What a step has drawn.
+    """The tokens that a step has drawn.
 
-    draw: arrays [rows, positions, …], in the order of positions; one position without a proposal.
-    counts: int32 [rows], how many of them a row gets. accepted: int32 [rows], tokens of a row's
-        proposal that the model has drawn too. scores: as in Read.
+    draw: arrays [rows, positions, …]; one position without a proposal.
+    counts: int32 [rows], how many of them a row gets. accepted: int32 [rows], the number of a row's
+        accepted proposed tokens. scores: as in Read.
     """
 
     draw: Draw
@@ -51,12 +51,12 @@ def step(
     goes_on: jax.Array,
     proposal: Proposal | None = None,
 ) -> tuple[State, StepTokens]:
-    """Reads tokens into the cache, and draws those behind them.
+    """Adds tokens to the cache, and draws the next ones.
 
-    read: adds tokens to the cache and returns the logits behind them, such as `newest`.
-    goes_on: bool [rows], the rows whose next token is drawn. Nothing is recorded for others.
-    proposal: tokens that `read` has added behind each row's newest one; the row gets those of them
-        that the model draws too, and one more.
+    read: adds tokens to the cache and returns the logits after them, such as `newest`.
+    goes_on: bool [rows], the rows whose next token is drawn; other rows don't change.
+    proposal: tokens that `read` adds after each row's newest one; a row gets the accepted ones and
+        one more.
     """
     logits, cache, scores = read(state.cache)
     divided = model.shards > 1
@@ -89,7 +89,7 @@ def step(
 
 
 def _ends(found: Draw, state: State) -> jax.Array:
-    """Whether a row would end with the token at each position, bool [rows, positions]."""
+    """Whether the token at each position would end its row, bool [rows, positions]."""
     counts = state.counts[:, None] + 1 + jnp.arange(found.tokens.shape[1])[None]
     of_position = Draw(found.tokens, found.logprobs)
     ends = jax.vmap(is_end, in_axes=(1, None, 1), out_axes=1)
@@ -98,9 +98,9 @@ def _ends(found: Draw, state: State) -> jax.Array:
 
 
 def given(logits: jax.Array, counts: jax.Array) -> Callable[[DecoderCache], Read]:
-    """The reading of tokens that the cache has already, though not in its lengths.
+    """A `read` for tokens that are already in the cache but not counted in its lengths.
 
-    logits: behind them. counts: [rows], the number of tokens of each row.
+    logits: after these tokens. counts: [rows], their number in each row.
     """
 
     def read(cache: DecoderCache) -> Read:
@@ -113,7 +113,7 @@ def given(logits: jax.Array, counts: jax.Array) -> Callable[[DecoderCache], Read
 def newest(
     model: Decoder, state: State, goes_on: jax.Array, proposal: Proposal | None = None
 ) -> Callable[[DecoderCache], Read]:
-    """Reads each row's newest token, and a proposal's behind it, where `goes_on` (bool [rows])."""
+    """A `read` of each row's newest token and its proposal, for rows in `goes_on` (bool [rows])."""
 
     def read(cache: DecoderCache) -> Read:
         if proposal is None:

@@ -1,1 +1,1 @@
-"""How the next token is chosen: the settings, the draw, and a random key for each row and step."""
+"""Sampling of the next token: settings, logits processors, draws, and random keys."""

@@ -1,6 +1,6 @@
-"""The processors of a Sampling's penalties, biases, and lists of allowed and bad tokens.
+"""The logits processors of a Sampling: penalties, biases, allowed tokens and bad words.
 
-They come in this order before the temperature, as in vLLM: allowed tokens, bad words, biases, and
+They are applied before the temperature in vLLM's order: allowed tokens, bad words, biases, and
 penalties, the repetition penalty first.
 """
 
@@ -29,14 +29,14 @@ from mpjax.sampling.token_lists import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Allowed(Processor):
-    """Allows some tokens alone. mask: bool [vocabulary]."""
+    """Allows only the tokens of a mask, bool [vocabulary]."""
 
     names: ClassVar[tuple[str, ...]] = ("allowed_ids",)
     mask: Any
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], rows: int, columns: int) -> Self:
-        """Of rows, with masks [rows, columns]."""
+        """The processor of all rows, with masks [rows, columns]."""
 
         def mask(ids: Any) -> Any:
             if ids is None:
@@ -50,14 +50,14 @@ class Allowed(Processor):
         return cls(_stacked([mask(one.allowed_ids) for one in samplings], rows))
 
     def __call__(self, logits: jax.Array, memory: Any, number: jax.Array) -> jax.Array:
-        """-inf for all others."""
+        """The logits, -inf for tokens that are not allowed."""
         return jnp.where(self.mask, logits, -jnp.inf)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BadWords(Processor):
-    """Keeps a row from ending with a sequence of tokens, in its prompt and text together.
+    """Prevents sequences of token ids, counting a row's prompt and new tokens.
 
     words: int32 [number, LONGEST_BAD_WORD], padded in front with NO_ID.
     """
@@ -67,7 +67,7 @@ class BadWords(Processor):
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], rows: int, columns: int) -> Self:
-        """Of rows, with words [rows, MOST_BAD_WORDS, LONGEST_BAD_WORD]."""
+        """The processor of all rows, with words [rows, MOST_BAD_WORDS, LONGEST_BAD_WORD]."""
         none = np.zeros((0, LONGEST_BAD_WORD), np.int32)
         words = [none if one.bad_words is None else one.bad_words for one in samplings]
         return cls(_stacked([_padded(each, MOST_BAD_WORDS) for each in words], rows))
@@ -82,20 +82,20 @@ class BadWords(Processor):
         return jnp.where(places < 0, memory, tokens[jnp.maximum(places, 0)])
 
     def __call__(self, logits: jax.Array, memory: Any, number: jax.Array) -> jax.Array:
-        """-inf for the last token of a word whose others are the row's last ones."""
+        """The logits, -inf for tokens that would complete a bad word."""
         begins, last = self.words[:, :-1], self.words[:, -1]
         is_next = ((begins == memory[None]) | (begins == NO_ID)).all(-1)
         return logits.at[jnp.where(is_next, last, NO_ID)].set(-jnp.inf, mode="drop")
 
     def advance(self, memory: Any, token: jax.Array, is_new: jax.Array) -> Any:
-        """The last tokens with one more."""
+        """The last tokens after a new one."""
         return jnp.where(is_new, jnp.append(memory[1:], token), memory)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Biases(Processor):
-    """Adds to the logits of some tokens. ids: int32 [number], padded. values: float32 [number]."""
+    """Adds biases to logits. ids: int32 [number], padded. values: float32 [number], the biases."""
 
     names: ClassVar[tuple[str, ...]] = ("logit_bias",)
     ids: Any
@@ -103,7 +103,7 @@ class Biases(Processor):
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], rows: int, columns: int) -> Self:
-        """Of rows, with arrays [rows, MOST_BIASES]."""
+        """The processor of all rows, with arrays [rows, MOST_BIASES]."""
         none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         pairs = [none if one.logit_bias is None else one.logit_bias for one in samplings]
         ids = [_padded(ids, MOST_BIASES) for ids, _ in pairs]
@@ -119,11 +119,11 @@ class Biases(Processor):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Penalties(Processor):
-    """Makes tokens that were seen less likely; float32 scalars.
+    """Penalties for tokens that occurred before; float32 scalars.
 
-    repetition: for tokens of prompt and text, divides positive logits and multiplies negative ones
-        (Keskar et al., 2019). presence: is taken from logits of new tokens. frequency: the same,
-        as often as the token was drawn (OpenAI).
+    repetition: divides positive logits and multiplies negative ones, for tokens of the prompt and
+        new tokens (Keskar et al., 2019). presence: subtracted from the logits of new tokens.
+        frequency: subtracted once for each time the token was drawn (OpenAI).
     """
 
     names: ClassVar[tuple[str, ...]] = (
@@ -137,7 +137,7 @@ class Penalties(Processor):
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], rows: int, columns: int) -> Self:
-        """Of rows, with numbers [rows]."""
+        """The processor of all rows, with arrays [rows]."""
 
         def values(name: str, neutral: float) -> Any:
             found = [getattr(one, name) for one in samplings]
@@ -146,11 +146,11 @@ class Penalties(Processor):
         return cls(*map(values, cls.names, (1.0, 0.0, 0.0)))
 
     def create(self, vocabulary: int) -> jax.Array:
-        """How often each token was drawn, twice, and 1 if it is in the prompt: int32."""
+        """int32 [vocabulary]: 2 · (how often the token was drawn) + (1 if it is in the prompt)."""
         return jnp.zeros(vocabulary, jnp.int32)
 
     def read(self, memory: Any, tokens: jax.Array, count: jax.Array) -> Any:
-        """With the tokens of a prompt."""
+        """The memory after a prompt."""
         ids = jnp.where(jnp.arange(len(tokens)) < count, tokens, NO_ID)
         return memory.at[ids].set(memory[ids] | 1, mode="drop")
 
@@ -162,7 +162,7 @@ class Penalties(Processor):
         return logits - self.frequency * drawn - jnp.where(drawn > 0, self.presence, 0)
 
     def advance(self, memory: Any, token: jax.Array, is_new: jax.Array) -> Any:
-        """Counts a token."""
+        """The memory after a new token."""
         return memory.at[token].add(2 * is_new.astype(jnp.int32))
 
 
@@ -172,11 +172,11 @@ KINDS: tuple[type[Any], ...] = (Allowed, BadWords, Biases, Penalties)
 def controls(
     samplings: Sequence[Sampling], rows: int, vocabulary: int, columns: int, *, every: bool = False
 ) -> tuple[Any, ...]:
-    """The processors of rows that Samplings ask for, with arrays [rows, …].
+    """The processors that Samplings need, with arrays [rows, …].
 
-    samplings: one for all rows, whose numbers may be arrays [rows]; or one for each row.
-    vocabulary: the tokens that the model knows, with which ids are compared. columns: of its
-    logits. every: whether also those that no Sampling asks for, which change nothing.
+    samplings: one for all rows, whose fields may be arrays [rows]; or one for each row.
+    vocabulary: the model's vocabulary size, against which ids are checked. columns: width of its
+    logits. every: whether to return all kinds of processors, with neutral values where not needed.
 
     Raises ValueError for ids outside the vocabulary, and for arrays of another shape than [rows].
     """
@@ -192,7 +192,7 @@ def controls(
 
 
 def changes_logits(sampling: Sampling) -> bool:
-    """Whether any row of a Sampling, of known numbers, needs one of the processors."""
+    """Whether a Sampling without traced fields needs one of the processors in any row."""
     neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     values = ((name, getattr(sampling, name)) for kind in KINDS for name in kind.names)
     return any(

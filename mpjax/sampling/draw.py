@@ -19,11 +19,11 @@ from mpjax.sampling.processors import Attachment, draw_own
 from mpjax.sampling.random_keys import gumbel_noise, row_keys, step_keys
 from mpjax.sampling.settings import UNLIMITED, RowSettings
 
-TOP_LOGPROBS = 20  # the most tokens whose log-probabilities are wanted in the place of one
-# Division by a smaller temperature could make logits infinite. At this one, already only the most
-# likely token is drawn.
+TOP_LOGPROBS = 20  # the most likeliest tokens that are returned for one position
+# Division by a smaller temperature could overflow. At this one, only the most likely token is drawn
+# anyway.
 LEAST_TEMPERATURE = 2.0**-100
-WHOLE = 2.0**30  # the weight of all tokens for top-p, which counts in parts of it
+WHOLE = 2.0**30  # top-p sums integer probabilities in units of 1/WHOLE
 
 Top = tuple[jax.Array, jax.Array]
 
@@ -32,7 +32,7 @@ class Draw(NamedTuple):
     """A token for each row, int32 [rows], and its log-probability, float32 [rows].
 
     top_logprobs: the likeliest tokens and their log-probabilities, as `top_logprobs` returns them;
-    None where the settings have none.
+    None if the settings ask for none.
     """
 
     tokens: jax.Array
@@ -52,13 +52,12 @@ def draw(
     """Draws a token for each row.
 
     logits: [rows, vocabulary], any float dtype; computed in float32.
-    counts: int32 [rows], new tokens drawn before, by which the row's key changes.
-    wanted: the logits to draw from, float32 [rows, vocabulary], as processors give them; None where
-        there are no processors.
-    attached: the processors, of which some may draw tokens.
-    divided: whether devices have parts of the vocabulary's axis (static). Top-k and top-p then
-        search for their thresholds in plain JAX, so that no device needs all logits. The draws are
-        the same, except for rounding of the probabilities.
+    counts: int32 [rows], the number of new tokens so far, folded into the row's key.
+    wanted: the logits after all processors, float32 [rows, vocabulary]; None without processors.
+    attached: the processors, some of which may draw tokens themselves.
+    divided: whether the vocabulary axis is sharded over devices (static). Top-k and top-p then
+        search for their thresholds in plain JAX, so that no device needs all logits. Draws are the
+        same, except for rounding of the probabilities.
 
     Among equal logits a greedy row takes the lowest token id. The log-probability is that under the
     softmax of the unmodified logits: NaN for a row with a logit of NaN or +inf, and for one whose
@@ -81,10 +80,10 @@ def draw(
 def allowed_logits(
     logits: jax.Array, settings: RowSettings, counts: jax.Array, wanted: jax.Array | None
 ) -> jax.Array:
-    """The logits to draw from, without stop ids of rows that are too short, float32.
+    """The logits to draw from, float32, with -inf for stop ids of rows below min_new_tokens.
 
-    Arguments are those of `draw`. Where processors allow stop ids alone, these stay: a grammar that
-    has ended allows nothing else.
+    Arguments are those of `draw`. If processors allow only stop ids, these stay: a grammar that has
+    ended allows nothing else.
     """
     if wanted is None:
         return hide_stop_ids(logits, settings, counts).astype(jnp.float32)
@@ -112,18 +111,18 @@ def _choose(
 
 
 def is_end(draw: Draw, settings: RowSettings, counts: jax.Array) -> jax.Array:
-    """Whether each row ends with its token, bool [rows]: it stops, is long enough, or is NaN.
+    """Whether each row ends, bool [rows]: by a stop id, by its length, or by NaN logits.
 
-    counts: int32 [rows], new tokens with these.
+    counts: int32 [rows], the number of new tokens including these.
     """
     stops = settings.stops(draw.tokens[:, None])[:, 0]
     return stops | (counts >= settings.max_new_tokens) | jnp.isnan(draw.logprobs)
 
 
 def hide_stop_ids(logits: jax.Array, settings: RowSettings, counts: jax.Array) -> jax.Array:
-    """Logits [rows, vocabulary] with -inf for stop ids of rows that are too short to end.
+    """Logits [rows, vocabulary] with -inf for stop ids of rows below min_new_tokens.
 
-    counts: int32 [rows], new tokens of each row.
+    counts: int32 [rows], the number of new tokens.
     """
     if settings.min_new_tokens is None or not settings.stop_ids.shape[1]:
         return logits
@@ -133,10 +132,10 @@ def hide_stop_ids(logits: jax.Array, settings: RowSettings, counts: jax.Array) -
 
 
 def process_logits(logits: jax.Array, settings: RowSettings, *, divided: bool = False) -> jax.Array:
-    """Logits that `draw` draws from, float32 [rows, vocabulary]; removed tokens have -inf.
+    """The logits that `draw` samples from, float32 [rows, vocabulary]; -inf for removed tokens.
 
     The steps and their order are Hugging Face's: temperature, top-k, top-p, min-p, each on the
-    result of the step before. A greedy row's logits stay. Arguments are those of `draw`.
+    result of the previous step. A greedy row's logits don't change. Arguments are those of `draw`.
     """
     logits = logits.astype(jnp.float32)
     if settings.greedy:
@@ -146,7 +145,7 @@ def process_logits(logits: jax.Array, settings: RowSettings, *, divided: bool = 
 
 
 def _filtered(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax.Array:
-    """Logits by temperature, after top-k, top-p and min-p; removed logits become -inf."""
+    """Logits divided by the temperature, with -inf for those that top-k, top-p and min-p remove."""
     temperature = settings.temperature[:, None]
     divisor = jnp.maximum(temperature, LEAST_TEMPERATURE)
     logits = logits / jnp.where(temperature > 0, divisor, jnp.ones_like(temperature))
@@ -155,17 +154,17 @@ def _filtered(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax
         return keep(logits)
     is_filtered = settings.top_k < UNLIMITED
     is_filtered |= (settings.top_p < 1) | (settings.min_p > 0)
-    # Filters read all logits many times, which takes longer than the device's wait for the look.
+    # The condition makes the device wait for the host, but filters read all logits many times.
     is_used = (is_filtered & (settings.temperature > 0)).any()
     kept: jax.Array = jax.lax.cond(is_used, keep, lambda x: x, logits)
     return kept
 
 
 def _keep(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax.Array:
-    """Logits with -inf in the place of those that top-k, top-p and min-p remove.
+    """Logits with -inf for those that top-k, top-p and min-p remove.
 
-    Each filter is a threshold for each row. Logits equal to the threshold stay. Rows that are
-    greedy, or have a filter switched off, are not searched for its threshold.
+    Each filter is a threshold per row; logits equal to it stay. No threshold is searched for greedy
+    rows and for filters that are off.
     """
     temperature = settings.temperature[:, None]
     search = functools.partial(threshold, implementation="reference" if divided else None)
@@ -177,7 +176,7 @@ def _keep(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax.Arr
     if settings.top_p is not None:
         top_p = settings.top_p[:, None]
         kept = jnp.where(logits >= least, logits, -jnp.inf)
-        # Whole numbers, whose sums are exact: a token's fate does not depend on an order of sums.
+        # Integers, whose sums are exact, so that the result doesn't depend on the order of sums.
         weights = jnp.round(jax.nn.softmax(kept, axis=-1) * WHOLE).astype(jnp.int32)
         wanted = jnp.maximum(jnp.ceil(top_p * WHOLE), 1).astype(jnp.int32)
         # A top_p of 1 keeps all tokens, whatever the rounding of the sum.
@@ -206,11 +205,11 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def top_logprobs(logits: jax.Array, wanted: jax.Array, always: int = 0) -> Top:
-    """The likeliest tokens and their log-probabilities, int32 and float32 [rows, TOP_LOGPROBS].
+    """The likeliest ids and their log-probabilities, int32 and float32 [rows, TOP_LOGPROBS].
 
-    logits: [rows, vocabulary], of which a smaller one has fewer columns in the result. wanted:
-    int32 [any rows], how many of them are used. Where none uses more than `always` (0 or 1), the
-    others are not computed, and have no meaning.
+    logits: [rows, vocabulary]; a vocabulary below TOP_LOGPROBS gives fewer columns. wanted: int32
+    [any rows], how many of them are used. If no row uses more than `always` (0 or 1), the other
+    columns are not computed and are meaningless.
     """
     number = min(TOP_LOGPROBS, logits.shape[-1])
     logits = logits.astype(jnp.float32)
@@ -230,6 +229,6 @@ def top_logprobs(logits: jax.Array, wanted: jax.Array, always: int = 0) -> Top:
 
 
 def no_top_logprobs(shape: tuple[int, ...], vocabulary: int) -> Top:
-    """Arrays [*shape, number] in the place of what `top_logprobs` returns."""
+    """Zeros of the dtypes of `top_logprobs`, [*shape, number]."""
     shape = (*shape, min(TOP_LOGPROBS, vocabulary))
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)

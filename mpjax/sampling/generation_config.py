@@ -1,7 +1,6 @@
-"""Reads how a checkpoint's authors draw tokens: the sampling in generation_config.json.
+"""Reads the sampling settings in a checkpoint's generation_config.json.
 
-Keys that the file does not have change nothing: transformers' own default of `top_k`, 50, is not
-taken for the authors'.
+Missing keys leave fields off: transformers' default `top_k` of 50 isn't applied.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from mpjax.sampling.settings import FILTERS, Sampling
 NAME = "generation_config.json"
 DRAWING = ("temperature", *FILTERS)
 OBEYED = {*DRAWING, "repetition_penalty", "do_sample"}
-# Keys of transformers that change no draw of a decoder without beams: ids, which others read,
-# lengths, which are arguments here, what is returned, caches, compilation, and assistants.
+# Keys of transformers that don't change sampling without beam search: token ids (read elsewhere),
+# lengths (arguments here), outputs, caches, compilation, and assisted generation.
 IRRELEVANT = {
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
     *("max_length", "max_new_tokens", "max_time", "early_stopping", "num_return_sequences"),
@@ -33,7 +32,7 @@ IRRELEVANT = {
     *("max_matching_ngram_size", "speculation_type"),
     *("_from_model_config", "transformers_version", "_name_or_path"),
 }
-# Values with which keys that mpjax does not follow change nothing; null changes nothing in any.
+# Neutral values of keys that mpjax doesn't support; null is neutral for all keys.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
@@ -48,15 +47,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
-    """The sampling in the keys of generation_config.json; None where they say nothing about it.
+    """The Sampling of the keys of generation_config.json; None if no key concerns sampling.
 
-    `do_sample` chooses between drawing and the likeliest token. Without it, a temperature or a
-    filter means that tokens are drawn: authors who write one want it, although transformers' own
-    default is greedy. A `top_k` of 0 or -1 is no filter, and a `top_p` of 0 leaves the likeliest.
+    `do_sample` chooses between sampling and greedy. Without it, a temperature or a filter implies
+    sampling, although transformers' own default is greedy. A `top_k` of 0 or -1 is off, and a
+    `top_p` of 0 keeps only the likeliest token.
 
-    where: the file, in messages. Warns of keys that change what is generated and are not followed.
-
-    Raises CheckpointError for values out of range.
+    where: the file, for messages. Warns of unsupported keys with non-neutral values. Raises
+    CheckpointError for values out of range.
     """
     given = {key: value for key, value in values.items() if value is not None}
     _warn_of_others(given, where)
@@ -94,7 +92,7 @@ def _warn_of_others(given: Mapping[str, Any], where: str) -> None:
 
 
 def to_keys(sampling: Sampling) -> dict[str, Any]:
-    """The keys of generation_config.json from which `read_sampling` reads a sampling."""
+    """The keys of generation_config.json that `read_sampling` converts to this Sampling."""
     fields = {name: getattr(sampling, name) for name in (*DRAWING, "repetition_penalty")}
     found = {name: value for name, value in fields.items() if value is not None}
     return {"do_sample": not sampling.greedy, **found}

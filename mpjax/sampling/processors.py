@@ -1,7 +1,7 @@
 """Logits processors: functions that change a row's logits before its next token is drawn.
 
-A processor is a pytree, and describes one row; programs map it over their rows. So its arrays may
-be other ones for each request, and a row depends neither on its neighbours nor on its slot.
+A processor is a pytree that describes one row; programs `vmap` it over their rows. So each request
+may have its own arrays, and a row depends neither on its neighbours nor on its slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpjax.sampling.settings import RowSettings
 
 
 class Processor:
-    """Changes the logits of one row. A pytree, whose methods are pure functions.
+    """Changes the logits of one row. A pytree whose methods are pure functions.
 
         @jax.tree_util.register_dataclass
         @dataclasses.dataclass(frozen=True)
@@ -31,22 +31,22 @@ class Processor:
                 ids = jnp.arange(len(logits))
                 return logits - self.strength * ((ids + number) % 2)
 
-    Arrays are parameters, of which other values run the same program. Static fields don't.
+    Array fields are arguments of the compiled program; a new value of a static field compiles anew.
 
-    draws: whether `draw` takes the place of the last step, in which a token is drawn (static).
+    draws: whether `draw` replaces the final sampling of a token (static).
     """
 
     draws = False
 
     def create(self, vocabulary: int) -> Any:
-        """What is remembered of a row without tokens: a pytree of arrays. Nothing by default.
+        """The initial memory of a row: a pytree of arrays; empty by default.
 
         vocabulary: the number of logits.
         """
         return ()
 
     def read(self, memory: Any, tokens: jax.Array, count: jax.Array) -> Any:
-        """The memory behind a row's prompt: the first `count` of int32 [tokens]."""
+        """The memory after a row's prompt: the first `count` of tokens, int32 [tokens]."""
         return memory
 
     def __call__(self, logits: jax.Array, memory: Any, number: jax.Array) -> jax.Array:
@@ -57,17 +57,17 @@ class Processor:
         return logits
 
     def advance(self, memory: Any, token: jax.Array, is_new: jax.Array) -> Any:
-        """The memory behind a new token, int32 scalar.
+        """The memory after a new token, an int32 scalar.
 
-        is_new: bool scalar; where it is false, the row gets no token, and the memory has to stay.
+        is_new: bool scalar; if false, the row gets no token, and the memory must not change.
         """
         return memory
 
     def draw(self, logits: jax.Array, key: jax.Array) -> jax.Array:
         """The next token, an integer scalar, if `draws`; one by the logits' probabilities here.
 
-        logits: float32 [vocabulary], behind all processors, the temperature and the filters. key: a
-        typed PRNG key, of the row's seed and the number of the token.
+        logits: float32 [vocabulary], after all processors, the temperature and the filters. key: a
+        typed PRNG key, made of the row's seed and the token's index.
         """
         return jax.random.categorical(key, logits)
 
@@ -79,10 +79,10 @@ class Processor:
 )
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """A processor of a program's rows, and what it remembers of each.
+    """A processor of a batch, with its memory of each row.
 
-    processor: arrays [rows, …], or without the rows' axis if `shared` (static).
-    memory: arrays [rows, …]. active: bool [rows], the rows that it is for.
+    processor: arrays [rows, …], or without an axis of rows if `shared` (static).
+    memory: arrays [rows, …]. active: bool [rows], the rows that the processor applies to.
     """
 
     processor: Any
@@ -91,17 +91,17 @@ class Attached:
     shared: bool = False
 
     def map(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """`function(processor, memory, …)` of each row. arrays: [rows, …] each."""
+        """Maps `function(processor, memory, …)` over rows. arrays: [rows, …] each."""
         of_processor = None if self.shared else 0
         axes = (of_processor, *(0 for _ in (self.memory, *arrays)))
         return jax.vmap(function, in_axes=axes)(self.processor, self.memory, *arrays)
 
     def rows(self, slots: jax.Array) -> Attached:
-        """The processor of the rows in some slots, int32 [rows]."""
+        """The processor of the rows in `slots`, int32 [rows]."""
         return jax.tree.map(lambda each: each[slots], self)
 
     def put_memory(self, slots: jax.Array, rows: Attached) -> Attached:
-        """With the memory of the rows in some slots; padding has a slot too high."""
+        """Writes the rows' memory into `slots`; padding has a slot out of range."""
         memory = jax.tree.map(
             lambda old, new: old.at[slots].set(new, mode="drop"), self.memory, rows.memory
         )
@@ -112,7 +112,7 @@ Attachment = tuple[Attached, ...]
 
 
 def attach(processor: Processor, rows: int, vocabulary: int, *, shared: bool) -> Attached:
-    """A processor of rows without tokens. Arguments are those of Attached."""
+    """A processor of empty rows. Arguments are as in Attached."""
     create = functools.partial(type(processor).create, vocabulary=vocabulary)
     axis = None if shared else 0
     memory = jax.vmap(create, in_axes=axis, axis_size=rows)(processor)
@@ -120,7 +120,7 @@ def attach(processor: Processor, rows: int, vocabulary: int, *, shared: bool) ->
 
 
 def read(attached: Attachment, tokens: jax.Array, lengths: jax.Array) -> Attachment:
-    """With the memory behind prompts, int32 [rows, tokens], padded, of int32 [rows] lengths."""
+    """The processors after prompts, int32 [rows, tokens], padded, of int32 [rows] lengths."""
     return tuple(
         dataclasses.replace(
             one, memory=one.map(lambda p, m, t, n: p.read(m, t, n), tokens, lengths)
@@ -130,7 +130,7 @@ def read(attached: Attachment, tokens: jax.Array, lengths: jax.Array) -> Attachm
 
 
 def process(attached: Attachment, logits: jax.Array, numbers: jax.Array) -> jax.Array:
-    """The logits to draw from, float32 [rows, vocabulary]. numbers: int32 [rows], new tokens."""
+    """The processed logits, float32 [rows, vocabulary]. numbers: int32 [rows], new tokens."""
     logits = logits.astype(jnp.float32)
     for one in attached:
         found = one.map(lambda p, m, z, n: p(z, m, n), logits, numbers)
@@ -139,7 +139,7 @@ def process(attached: Attachment, logits: jax.Array, numbers: jax.Array) -> jax.
 
 
 def advance(attached: Attachment, tokens: jax.Array, is_new: jax.Array) -> Attachment:
-    """With the memory behind new tokens, int32 [rows, positions], where bool `is_new` is true."""
+    """The processors after new tokens, int32 [rows, positions], where `is_new` (bool) is true."""
     for place in range(tokens.shape[1]):
         attached = tuple(
             dataclasses.replace(
@@ -158,7 +158,7 @@ def advance(attached: Attachment, tokens: jax.Array, is_new: jax.Array) -> Attac
 def process_along(
     attached: Attachment, logits: jax.Array, drafts: jax.Array, numbers: jax.Array
 ) -> jax.Array:
-    """The logits to draw from at several positions, each behind the proposed tokens before it.
+    """The processed logits at several positions, each after the proposed tokens before it.
 
     logits: [rows, positions, vocabulary]. drafts: int32 [rows, positions - 1].
     """
@@ -177,7 +177,7 @@ def process_along(
 
 
 def repeated(attached: Attachment, positions: int) -> Attachment:
-    """The processors of a batch that has a row for each of `positions` positions of a row."""
+    """The processors of a batch in which each row is repeated `positions` times."""
 
     def repeat(arrays: Any) -> Any:
         return jax.tree.map(lambda each: jnp.repeat(each, positions, axis=0), arrays)
@@ -197,9 +197,9 @@ def draw_own(
     numbers: jax.Array,
     tokens: jax.Array,
 ) -> jax.Array:
-    """The tokens int32 [rows] of the rows whose processors draw them, and `tokens` of the others.
+    """The tokens int32 [rows]: drawn by the row's processor if it draws, otherwise `tokens`.
 
-    logits: float32 [rows, vocabulary], as the last step takes them.
+    logits: float32 [rows, vocabulary], after processors, temperature and filters.
     """
     for one in attached:
         if one.processor.draws:
@@ -210,7 +210,7 @@ def draw_own(
 
 
 def read_processors(processors: Any) -> tuple[Processor, ...]:
-    """The argument `processors` of functions that generate. Raises ValueError."""
+    """The checked argument `processors`, as a tuple. Raises ValueError."""
     found = (processors,) if isinstance(processors, Processor) else processors
     if not isinstance(found, Sequence) or not all(isinstance(one, Processor) for one in found):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""PRNG keys of a batch: a key for each row, made from seeds, and a key for each decoding step."""
+"""PRNG keys of a batch: one for each row, made from seeds, and from it one for each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mpjax.kernels.checks import shown
 
 THREEFRY = "threefry2x32"
-SEEDS = range(-(2**63), 2**63)  # those of an int64
+SEEDS = range(-(2**63), 2**63)  # the range of int64
 RANGE = "from -2**63 to 2**63 - 1"
 EXPECTED = f"integers {RANGE} [batch], or keys: typed [batch], or raw uint32 [batch, 2]"
 
@@ -20,8 +20,8 @@ EXPECTED = f"integers {RANGE} [batch], or keys: typed [batch], or raw uint32 [ba
 def row_keys(seeds: Any) -> jax.Array:
     """A typed PRNG key [batch] for each row. seeds, errors: as for `key_words`.
 
-    The generator is threefry whatever `jax_default_prng_impl` says: with hardware generators,
-    `vmap` over keys gives a row other numbers in another batch.
+    The generator is threefry for any `jax_default_prng_impl`: with hardware generators, a row's
+    numbers under `vmap` depend on the batch.
     """
     return jax.random.wrap_key_data(jnp.asarray(key_words(seeds)), impl=THREEFRY)
 
@@ -33,10 +33,10 @@ def step_keys(keys: jax.Array, step: Any) -> jax.Array:
 
 
 def gumbel_noise(keys: jax.Array, vocabulary: int) -> jax.Array:
-    """Gumbel noise float32 [rows, vocabulary] of keys [rows], whose largest values are exact.
+    """Gumbel noise float32 [rows, vocabulary] for keys [rows], exact in its largest values.
 
-    The index of the maximum of logits plus this noise is a draw from their softmax, and the maximum
-    over a large vocabulary is where the noise is largest: hence mode "high".
+    argmax(logits + noise) is a draw from the softmax. Over a large vocabulary it depends on the
+    largest noise values, hence mode "high".
     """
     draw = functools.partial(jax.random.gumbel, shape=(vocabulary,), dtype=jnp.float32, mode="high")
     noise: jax.Array = jax.vmap(draw)(keys)
@@ -44,14 +44,14 @@ def gumbel_noise(keys: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def key_words(seeds: Any, batch: int | None = None) -> Any:
-    """The two words of each row's key, uint32 [batch, 2]; NumPy's for integers not traced.
+    """The two words of each row's key, uint32 [batch, 2]; a NumPy array for untraced integers.
 
-    seeds: integers [batch] of an int64, or JAX's keys: typed [batch], or raw uint32 [batch, 2]. A
-        seed n is the same as `jax.random.key(n, impl="threefry2x32")` with JAX's 64-bit types,
-        which those from 0 to 2**32 - 1 don't need.
+    seeds: integers [batch] in int64's range, or JAX keys: typed [batch], or raw uint32 [batch, 2].
+        Seed n equals `jax.random.key(n, impl="threefry2x32")` with 64-bit types enabled; seeds from
+        0 to 2**32 - 1 equal it without, too.
     batch: the expected number of seeds.
 
-    Raises ValueError for keys of other generators, and for seeds of another number, shape or range.
+    Raises ValueError for keys of other generators, and seeds of a wrong number, shape or range.
     """
     words = _words(seeds)
     if batch is not None and len(words) != batch:
@@ -62,7 +62,7 @@ def key_words(seeds: Any, batch: int | None = None) -> Any:
 
 
 def only_seed(seed: Any) -> list[Any]:
-    """The seed of a single row, as `key_words` takes it. Raises ValueError, which names it."""
+    """The seed of a single row as a list for `key_words`. Raises ValueError."""
     try:
         key_words([seed], 1)
     except ValueError as error:
@@ -102,7 +102,7 @@ def _words(seeds: Any) -> Any:
 
 
 def following(seed: int, number: int) -> int:
-    """The seed that is `number` behind another; behind the largest comes the smallest."""
+    """The seed `number` after another; the smallest follows the largest."""
     return (seed - SEEDS.start + number) % 2**64 + SEEDS.start
 
 

@@ -1,4 +1,4 @@
-"""How tokens are drawn: `Sampling`, which people write, and `RowSettings`, which programs take."""
+"""Sampling settings: `Sampling` for users, and `RowSettings` as arrays for programs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from mpjax.sampling.token_lists import (
 )
 
 FILTERS = ("top_k", "top_p", "min_p")
-STOP_IDS_MULTIPLE = 8  # of which the number of stop ids of a program's rows is one
-UNLIMITED = np.iinfo(np.int32).max  # a top_k that keeps all tokens, and a row without an end
+STOP_IDS_MULTIPLE = 8  # the width of stop ids in programs is a multiple of this
+UNLIMITED = np.iinfo(np.int32).max  # as top_k: keeps all tokens; as max_new_tokens: no limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing the next token, and tokens that end a row; `None` switches a field off.
+    """Settings for sampling the next token, and stop ids; `None` switches a field off.
 
-    Each field but lists of ids is a number, or an array [batch] with one number for each row.
+    Each field except the lists of ids is a number, or an array [batch] with one for each row.
     `None` is pytree structure and a number is a leaf, so `jit` traces again when a field is
-    switched on or off, and not for another value of it.
+    switched on or off, but not for another value.
 
     Attributes:
       temperature: divides the logits; `None` or 0 is greedy, and in an array, 0 makes its row
@@ -46,20 +46,20 @@ class Sampling:
         (Nguyen et al., 2024).
       repetition_penalty: a seen token's logit is divided by it when positive and multiplied by it
         when negative; above 0, 1 changes nothing (Keskar et al., 2019, section 4.1).
-      presence_penalty: is taken from the logit of each new token that was drawn before (OpenAI).
-      frequency_penalty: the same, as often as the token was drawn before (OpenAI).
-      min_new_tokens: number of new tokens, 0 or above, before which no stop token is drawn and no
-        stop string ends the row.
-      logit_bias: numbers that are added to the logits of token ids, such as {13: -2.5}, up to 300.
+      presence_penalty: subtracted from the logit of each new token that was drawn before (OpenAI).
+      frequency_penalty: subtracted once for each time that the token was drawn before (OpenAI).
+      min_new_tokens: the number of new tokens, 0 or above, before which no stop token is drawn and
+        no stop string ends the row.
+      logit_bias: biases added to the logits of token ids, such as {13: -2.5}, up to 300.
       allowed_ids: ids of the only tokens that may be drawn.
-      bad_words: sequences of token ids that the text, and the prompt before it, never ends with,
-        such as [[13], [5, 7]]: up to 64, of up to 8 ids each.
-      stop_ids: ids of the tokens that end a row, a list of any length; `None` for the checkpoint's,
-        which are the tokenizer's, or, without a tokenizer, those of config.json.
+      bad_words: sequences of token ids that are never completed by a new token, such as [[13], [5,
+        7]]: up to 64, of up to 8 ids each. A sequence may begin in the prompt.
+      stop_ids: ids of the tokens that end a row, a list of any length; `None` for the tokenizer's
+        stop ids or, without a tokenizer, those of config.json.
 
     Raises:
-      ValueError: for a number outside these ranges, for an array that is not [batch], and for a
-        filter without a temperature. The values of tracers are not checked.
+      ValueError: for values outside these ranges, arrays of other shapes than [batch], and a filter
+        without a temperature. The values of tracers are not checked.
     """
 
     temperature: jax.typing.ArrayLike | None = None
@@ -98,12 +98,12 @@ class Sampling:
     def of(
         cls, sampling: Sampling | Mapping[str, Any] | None, usual: Sampling | None = None
     ) -> Sampling:
-        """A Sampling from a Sampling, from a mapping of its fields, or from None, which is `usual`.
+        """Converts a Sampling, a mapping of its fields, or None (gives `usual`) to a Sampling.
 
-        Functions that take a Sampling accept all three. Raises ValueError for anything else.
+        Functions with an argument `sampling` accept all three. Raises ValueError for other types.
 
-        usual: a model's, which has the fields that a mapping leaves out; None is greedy. Filters of
-            it go with its temperature, where that is switched off.
+        usual: the model's own Sampling, for fields that a mapping leaves out; None is greedy. A
+            mapping with temperature None also switches the filters of `usual` off.
         """
         usual = cls() if usual is None else usual
         if sampling is None:
@@ -181,7 +181,7 @@ def _canonical(name: str, value: Any) -> Any:
         found = np.asarray(value)
         if not np.all(np.isfinite(found)) or np.any(found != np.floor(found)):
             raise ValueError(f"{name} is {value}: expected a whole number")
-        # Larger numbers mean the same as the largest int32: no vocabulary and no text is larger.
+        # Clip to int32: no vocabulary and no text is larger.
         most = np.iinfo(np.int32).max
         bounded = np.clip(found, -most, most)
         value = jnp.asarray(bounded, dtype) if isinstance(value, jax.Array) else bounded
@@ -193,7 +193,7 @@ def _canonical(name: str, value: Any) -> Any:
 
 
 def _read(name: str, value: Any) -> np.ndarray:
-    """The numbers of a field, which may be nested lists, as float64.
+    """A field's numbers, which may be nested lists, as a float64 array.
 
     Raises ValueError for anything but real numbers.
     """
@@ -228,7 +228,7 @@ def _unflatten(_: None, leaves: Any) -> Sampling:
 jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten, _flatten)
 
 
-# Values with which a field changes nothing, for rows without it beside rows with it.
+# Neutral values, for rows without a setting beside rows with it.
 _NEUTRAL: dict[str, int | float] = {
     "temperature": 0.0,
     "top_k": UNLIMITED,
@@ -245,22 +245,22 @@ _NEUTRAL: dict[str, int | float] = {
 )
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """How the tokens of a program's rows are drawn, and where rows end: a number for each row.
+    """Sampling settings and stop conditions of a program's rows, as arrays with an entry per row.
 
-    A field that is None is switched off for all rows. That is the structure of a pytree, so `jit`
-    compiles a program without it. Otherwise each row has a number, of which some change nothing.
+    A field that is None is off for all rows; None is pytree structure, so `jit` compiles a program
+    without it. Otherwise each row has a value, which may be neutral.
 
     temperature (0 is greedy), top_p (1 keeps all tokens), min_p (0 keeps all): float32 [rows], or
-        None. top_k: int32 [rows] (UNLIMITED keeps all), or None. They mean what they mean in a
-        Sampling, whose penalties, biases and lists of tokens are processors (`controls`).
-    min_new_tokens: int32 [rows], new tokens before which no stop id is drawn; or None.
-    max_new_tokens: int32 [rows], new tokens at which a row ends.
-    stop_ids: int32 [rows, number], tokens that end the row, padded with NO_ID.
-    key_words: uint32 [rows, 2], of the row's key for random numbers.
-    top_logprobs: int32 [rows], how many of the likeliest tokens are wanted beside each new one; or
+        None. top_k: int32 [rows] (UNLIMITED keeps all), or None. Their meaning is as in Sampling.
+        Penalties, biases and lists of tokens are processors (`controls`).
+    min_new_tokens: int32 [rows], number of new tokens before which no stop id is drawn; or None.
+    max_new_tokens: int32 [rows], number of new tokens at which a row ends.
+    stop_ids: int32 [rows, number], stop ids of each row, padded with NO_ID.
+    key_words: uint32 [rows, 2], the row's PRNG key.
+    top_logprobs: int32 [rows], how many of the likeliest tokens to return for each new token; or
         None.
-    varied: whether a program first looks whether any of its rows has filters, or wants
-        top_logprobs, before it computes them (static). The look makes the device wait for the host.
+    varied: whether filters and top_logprobs are computed only if a row of the batch uses them
+        (static). The check makes the device wait for the host.
     """
 
     temperature: Any = None
@@ -288,14 +288,14 @@ class RowSettings:
         """The settings of rows.
 
         samplings: one for all rows, whose fields may be arrays [rows]; or one for each row.
-        max_new_tokens: a number for all rows, or an array [rows]. stop_ids: of rows whose Sampling
-        has none. seeds: of each row, as for `key_words`; row numbers by default. vocabulary: the
-        number of tokens that the model knows, with which stop ids are compared.
+        max_new_tokens: a number for all rows, or an array [rows]. stop_ids: for rows whose Sampling
+        has none. seeds: of each row, as for `key_words`; row indices by default. vocabulary: the
+        model's vocabulary size, against which stop ids are checked.
 
-        min_new_tokens is always a number here, 0 instead of None, so that one program serves both.
+        min_new_tokens is never None here but 0, so that one program serves both.
 
         Raises ValueError for arrays of another shape than [rows], and for a stop id outside the
-        vocabulary, which could end nothing.
+        vocabulary.
         """
         fields: dict[str, Any] = {}
         for name, neutral in _NEUTRAL.items():
@@ -316,22 +316,22 @@ class RowSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows are known to take their likeliest token."""
+        """Whether all rows are known to be greedy."""
         return self.temperature is None
 
     @property
     def likeliest(self) -> RowSettings:
-        """The settings of rows that are known to take their likeliest token as it is.
+        """The settings for rows that are known to take the argmax of unchanged logits.
 
-        They have all their min_new_tokens, no processors, and want no top_logprobs.
+        Such rows have reached min_new_tokens, have no processors, and ask for no top_logprobs.
         """
         off: dict[str, Any] = dict.fromkeys((*_NEUTRAL, "top_logprobs"))
         return dataclasses.replace(self, **off)
 
     def filled(self, stop_ids: int) -> RowSettings:
-        """The settings with a number in the place of each None, as NumPy's arrays, and varied.
+        """The settings with neutral values instead of None, as NumPy arrays, and varied.
 
-        stop_ids: the number of stop ids to which those of rows are padded.
+        stop_ids: the width to which the rows' stop ids are padded.
         """
         rows = len(self.max_new_tokens)
         fields = {name: getattr(self, name) for name in (*_NEUTRAL, "top_logprobs")}
@@ -348,7 +348,7 @@ class RowSettings:
         return jax.tree.map(lambda each: each[index], self)
 
     def repeated(self, positions: int) -> RowSettings:
-        """The settings of a batch that has a row for each of `positions` positions of a row."""
+        """The settings of a batch in which each row is repeated `positions` times."""
         return jax.tree.map(lambda each: jnp.repeat(each, positions, axis=0), self)
 
     def stops(self, tokens: jax.Array) -> jax.Array:
@@ -357,21 +357,20 @@ class RowSettings:
         found = jnp.zeros(jnp.broadcast_shapes(tokens.shape, (len(self.stop_ids), 1)), bool)
         if number > 2 * STOP_IDS_MULTIPLE:
             return (tokens[..., None] == self.stop_ids[:, None]).any(-1)
-        # XLA fuses comparisons, but not a reduction, with what reads the result.
+        # XLA fuses comparisons into the consumer, but not a reduction.
         for column in range(number):
             found |= tokens == self.stop_ids[:, column, None]
         return found
 
 
-# What functions that generate take as `sampling`: for all prompts, or one for each.
+# The type of the argument `sampling`: one for all prompts, or a list with one for each.
 Samplings = Sampling | Mapping[str, Any] | Sequence[Sampling | Mapping[str, Any] | None] | None
 
 
 def read_samplings(sampling: Samplings, rows: int, usual: Sampling | None = None) -> list[Sampling]:
-    """One Sampling for all rows, or one for each, of what functions that generate take.
+    """The argument `sampling` as a list: one Sampling for all rows, or one for each.
 
-    sampling: for all rows, as for `Sampling.of`; or a list, with one for each row. usual: as there.
-
+    sampling: as for `Sampling.of`, or a list with one for each row. usual: as for `Sampling.of`.
     Raises ValueError for a list of another length.
     """
     if not isinstance(sampling, list | tuple):
@@ -386,7 +385,7 @@ def read_samplings(sampling: Samplings, rows: int, usual: Sampling | None = None
 
 
 def rows_of(samplings: Sequence[Sampling], rows: int) -> list[Sampling]:
-    """A Sampling of numbers for each row.
+    """One Sampling for each row, with scalar fields.
 
     samplings: one for all rows, whose fields may be arrays [rows]; or one for each row. Raises
     ValueError for arrays of another shape.
@@ -410,7 +409,7 @@ def _dtype(name: str) -> Any:
 
 
 def by_row(name: str, values: Sequence[Any], rows: int, dtype: Any) -> Any:
-    """A field as an array [rows], of one number or array for all rows, or a number for each.
+    """A field as an array [rows], from one number or array for all rows, or a number for each.
 
     Raises ValueError for arrays of another shape.
     """
@@ -424,14 +423,14 @@ def by_row(name: str, values: Sequence[Any], rows: int, dtype: Any) -> Any:
     found = values[0] if is_one else values
     if not all(map(is_known, values)):
         return jnp.broadcast_to(jnp.asarray(found).astype(dtype), (rows,))
-    # More new tokens than an int32 counts are more than any row may have.
+    # Clip to int32: no row has more new tokens.
     bounded = np.minimum(found, UNLIMITED) if dtype == np.int32 and np.ndim(found) else found
     bounded = min(bounded, UNLIMITED) if isinstance(bounded, int) else bounded
     return np.broadcast_to(np.asarray(bounded, dtype), (rows,)).copy()
 
 
 def _padded_ids(ids: Sequence[Any], rows: int) -> Any:
-    """Stop ids int32 [rows, number], of one list for all rows or one for each, with padding."""
+    """Padded stop ids int32 [rows, number], from one list for all rows or one for each."""
     number = -(-max(len(found) for found in ids) // STOP_IDS_MULTIPLE) * STOP_IDS_MULTIPLE
     xp: Any = np if all(map(is_known, ids)) else jnp
     nothing = np.full(number, NO_ID, np.int32)

@@ -1,4 +1,4 @@
-"""Reads the lists of token ids of a Sampling: that end a row, are allowed, biased or bad."""
+"""Reads a Sampling's lists of token ids: stop ids, allowed ids, biases and bad words."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 from mpjax.kernels.checks import are_between, as_array, is_known, shown
 
-NO_ID = np.iinfo(np.int32).max  # pads lists of ids; no vocabulary has it
+NO_ID = np.iinfo(np.int32).max  # padding of lists of ids; in no vocabulary
 MOST_BIASES = 300  # OpenAI's limit
 MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8
 
 
 def read_ids(name: str, ids: Any) -> Any:
-    """Ids int32 [any number], or None. Raises ValueError for anything else."""
+    """Ids as int32 [any number], or None. Raises ValueError for other values."""
     if ids is None:
         return None
-    # Python's and NumPy's integers stay on the host: a request reads them there.
+    # Python and NumPy integers stay on the host, where requests use them.
     is_on_host = isinstance(ids, list | tuple) and all(
         type(it) is int and abs(it) < 2**63 for it in ids
     )
@@ -32,7 +32,7 @@ def read_ids(name: str, ids: Any) -> Any:
         raise ValueError(wrong) from error
     if found.ndim != 1 or (found.size and not jnp.issubdtype(found.dtype, jnp.integer)):
         raise ValueError(wrong)
-    # The vocabulary is not known here: `require_known` compares ids with it.
+    # The vocabulary size is not known here; `require_known` checks it.
     if not are_between(found, 0, NO_ID - 1):
         raise ValueError(f"{name} are {found.tolist()}: expected each from 0 to 2**31 - 2")
     return found.astype(jnp.int32) if isinstance(found, jax.Array) else found.astype(np.int32)
@@ -47,9 +47,9 @@ def read_allowed(ids: Any) -> Any:
 
 
 def read_biases(biases: Any) -> Any:
-    """Biases as ids int32 [number] and values float32 [number]; None for none.
+    """Biases as ids int32 [number] and values float32 [number]; None without biases.
 
-    biases: a mapping of ids to finite numbers; or the pair of lists or arrays. Raises ValueError.
+    biases: a mapping from ids to finite numbers, or a pair of lists or arrays. Raises ValueError.
     """
     name, most = "logit_bias", float(np.finfo(np.float32).max)
     if biases is None or (isinstance(biases, Mapping) and not biases):
@@ -77,7 +77,7 @@ def read_biases(biases: Any) -> Any:
 
 
 def read_bad_words(words: Any) -> Any:
-    """Bad words as ids int32 [number, LONGEST_BAD_WORD], padded in front; None for none.
+    """Bad words as ids int32 [number, LONGEST_BAD_WORD], padded in front; None without any.
 
     words: a list of lists of ids; or such an array. Raises ValueError.
     """

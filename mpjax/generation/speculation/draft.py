@@ -1,4 +1,4 @@
-"""A draft model: a small model of the same vocabulary proposes what the large one verifies."""
+"""Draft: a small model with the same vocabulary proposes tokens for the large one to verify."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from mpjax.sampling.processors import Attachment, advance, process
 from mpjax.sampling.random_keys import row_keys, step_keys
 from mpjax.text.tokenizer import Tokenizer
 
-PIECE = 512  # tokens that the draft model reads at a time where a row begins in an engine
-COMPARED = 1000  # token ids whose texts are compared between two tokenizers
+PIECE = 512  # the draft model's prefill chunk, when a row begins in an engine
+COMPARED = 1000  # the number of token ids that are compared between two tokenizers
 
 
 @jax.tree_util.register_pytree_node_class
 class Draft(Proposer):
-    """Proposes the tokens of a smaller model, which has a cache of its own.
+    """Proposes tokens of a smaller model, which has its own cache.
 
-    The draft model draws as the large one does (processors, temperature, top-k, top-p, min-p), one
-    token after another. It pays where it is many times faster than the large model and often agrees
-    with it: Qwen3-0.6B for Qwen3-8B. (Leviathan et al., 2023; Chen et al., 2023.)
+    The draft model samples with the large one's settings (processors, temperature, top-k, top-p,
+    min-p), one token after another. It pays off if it is many times faster than the large model and
+    often agrees with it: Qwen3-0.6B for Qwen3-8B. (Leviathan et al., 2023; Chen et al., 2023.)
 
-    lm: the draft model, as mpjax.load gives it, with the vocabulary of the large one. k: the most
-        tokens that are proposed at a time, 1 to 32.
+    lm: the draft model, as mpjax.load returns it, with the large model's vocabulary. k: the most
+        proposed tokens, 1 to 32.
 
-    Raises ValueError for anything else.
+    Raises ValueError for invalid arguments.
     """
 
     always = True
@@ -53,12 +53,12 @@ class Draft(Proposer):
         self.tokenizer: Tokenizer | None = lm.tokenizer
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The model is a leaf, and what its cache is like is static."""
+        """The model is a child; k and the cache's format and page size are static."""
         return (self.model,), (self.k, self.kv_format, self.page_size)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Draft:
-        """The same Draft, without a tokenizer."""
+        """The Draft with other leaves, without its tokenizer."""
         made = object.__new__(cls)
         [made.model], (made.k, made.kv_format, made.page_size) = leaves, static
         made.tokenizer = None
@@ -70,12 +70,12 @@ class Draft(Proposer):
         return self.kv_format.block
 
     def require(self, tokenizer: Tokenizer | None, tokens: int) -> None:
-        """Raises ValueError for another vocabulary than the tokenizer's, and for too many tokens.
+        """Raises ValueError if the vocabularies differ, or rows may exceed the draft's positions.
 
-        One vocabulary may have more ids than the other, such as the padding in a GGUF file: the
-        draft model proposes none that the large one lacks.
+        One vocabulary may have more ids than the other, such as padding in a GGUF file; ids that
+        the large model lacks are never proposed.
 
-        tokenizer: of the large model; None is not compared. tokens: of the longest row.
+        tokenizer: of the large model; None isn't compared. tokens: length of the longest row.
         """
         positions = self.model.config.max_position_embeddings
         if tokens > positions:
@@ -99,13 +99,13 @@ class Draft(Proposer):
         return self.model.create_cache(batch, tokens, self.kv_format, self.page_size)
 
     def read(self, own: DecoderCache, tokens: jax.Array, lengths: jax.Array) -> DecoderCache:
-        """The cache with the prompts; the draft model reads them as the large one does."""
+        """The cache after the draft model's prefill of the prompts."""
         return read_prompts(self.model, self._known_ids(tokens), lengths, own)[1]
 
     def begin(
         self, own: DecoderCache, slot: jax.Array, tokens: jax.Array, count: jax.Array
     ) -> DecoderCache:
-        """The cache after the draft model has read a row, in pieces that end where blocks end."""
+        """The caches after the draft model's prefill of a row, in chunks that end with blocks."""
         size = self.kv_format.block or min(PIECE, len(tokens))
         cache = own.rows(slot[None])
 
@@ -120,20 +120,20 @@ class Draft(Proposer):
         return own.with_rows(slot[None], cache)
 
     def rows(self, own: DecoderCache, slots: jax.Array) -> DecoderCache:
-        """The caches of some slots, which share the pages with all others."""
+        """The cache of some slots; the pages are shared by all slots."""
         return own.rows(slots)
 
     def put_rows(self, own: DecoderCache, slots: jax.Array, rows: DecoderCache) -> DecoderCache:
-        """The caches of all slots, with those of some."""
+        """The cache of all slots after writing that of some."""
         return own.with_rows(slots, rows)
 
     def propose(self, context: Context) -> tuple[Proposal, DecoderCache]:
-        """Reads the tokens that the draft's cache lacks, and draws up to k after them.
+        """Adds the tokens that the draft's cache lacks, and draws up to k more.
 
-        The cache lacks the newest token, and the one before it if all of the last proposal was
-        accepted, whose last token the draft model has drawn and not read. Where layers keep states
-        of sequences, it lacks all that was accepted, since it begins again from the states behind
-        what it had read before it drew.
+        The cache lacks the newest token and, if the whole last proposal was accepted, its last
+        token, which was drawn but never fed to the draft model. Where layers keep states of
+        sequences, it lacks all that was accepted, since it begins again from the states behind what
+        it had read before it drew.
         """
         own: DecoderCache = context.state.speculation.own
         history, most = context.history, context.most
@@ -152,7 +152,7 @@ class Draft(Proposer):
         def advance(number: jax.Array, carry: tuple[_Drafting, jax.Array]) -> Any:
             drafting, logits = carry
             drafting, drawn = drafting.draw(logits, context, number, divided=divided)
-            # The last step's logits are not used: its tokens are the next proposal's to read.
+            # The last drawn token is not fed to the model here: the next proposal does it.
             reads = (number + 1 < most).astype(jnp.int32)
             logits, cache = self.model.step(self._known_ids(drawn)[:, None], reads, drafting.cache)
             return dataclasses.replace(drafting, cache=cache), logits
@@ -165,11 +165,11 @@ class Draft(Proposer):
     def settle(
         self, own: DecoderCache, known: jax.Array, proposed: jax.Array, accepted: jax.Array
     ) -> DecoderCache:
-        """The cache without the tokens that were not accepted."""
+        """The cache without rejected tokens."""
         return dataclasses.replace(own, lengths=jnp.minimum(own.lengths, known + accepted))
 
     def _known_ids(self, tokens: jax.Array) -> jax.Array:
-        """Tokens without ids that the draft's table lacks, of which no text has any."""
+        """Tokens with ids clamped to the draft's vocabulary; no text has larger ids."""
         return jnp.minimum(tokens, self.model.config.vocab_size - 1)
 
 
@@ -180,11 +180,11 @@ class Draft(Proposer):
 )
 @dataclasses.dataclass(frozen=True)
 class _Drafting:
-    """A proposal that is being drawn.
+    """An unfinished proposal.
 
-    cache: of the draft model. tokens: int32 [batch, k], drawn so far, and zeros.
-    probabilities: the distributions that they come from, float32 [batch, k, vocabulary]; None if
-        greedy. processors: as in State, with the drawn tokens.
+    cache: of the draft model. tokens: int32 [batch, k], drawn so far, then zeros.
+    probabilities: the distributions they were drawn from, float32 [batch, k, vocabulary]; None if
+        greedy. processors: as in State, after the drawn tokens.
     """
 
     cache: DecoderCache
@@ -194,7 +194,7 @@ class _Drafting:
 
     @classmethod
     def begin(cls, context: Context, cache: DecoderCache, k: int) -> _Drafting:
-        """Before the first token is drawn."""
+        """The proposal before its first token."""
         batch = len(context.most)
         probabilities = None
         if not context.settings.greedy:
@@ -207,7 +207,7 @@ class _Drafting:
     ) -> tuple[_Drafting, jax.Array]:
         """Draws token `number` of each row from logits [batch, vocabulary of the draft model].
 
-        divided: whether devices have parts of the logits' vocabulary; see `draw`.
+        divided: whether the vocabulary axis is sharded; see `draw`.
         """
         logits = _fit(logits, context.vocabulary)
         probabilities, settings = self.probabilities, context.settings
@@ -229,9 +229,9 @@ class _Drafting:
 
 
 def _fit(logits: jax.Array, vocabulary: int) -> jax.Array:
-    """Logits of as many tokens as the large model has; those that the draft lacks get -inf.
+    """Logits cut or padded with -inf to the large model's vocabulary.
 
-    Models of one family may round the same vocabulary up to different sizes.
+    Models of one family may pad the same vocabulary to different sizes.
     """
     missing = max(0, vocabulary - logits.shape[1])
     wide = jnp.pad(logits[:, :vocabulary], ((0, 0), (0, missing)), constant_values=-jnp.inf)

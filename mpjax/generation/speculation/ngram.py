@@ -1,4 +1,4 @@
-"""Prompt look-up: the tokens that followed the row's last n tokens when they came before."""
+"""Ngram, a proposer by prompt look-up: no draft model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from mpjax.generation.speculation.backoff import Backoff
 from mpjax.generation.speculation.proposer import Context, Proposal, Proposer, read_k, whole
 
-LONGEST = 16  # tokens that a proposer compares
+LONGEST = 16  # the largest n
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["k", "n"])
 @dataclasses.dataclass(frozen=True)
 class Ngram(Proposer):
-    """Proposes what followed the last n tokens of a row when it had them before (prompt look-up).
+    """Proposes the tokens that followed an earlier occurrence of the row's last n tokens.
 
-    It needs no second model, and pays where a text repeats its prompt or itself: when code is
-    edited, a text is summed up or quoted. Where the last n tokens are new, steps are those of plain
-    decoding, and a row whose proposals are rejected gets fewer (`Backoff`). (Saxena,
-    "Prompt lookup decoding", 2023; Yang et al., "Inference with reference", 2023.)
+    It needs no draft model, and pays off if a text repeats its prompt or itself: code editing,
+    summaries, quotations. If the last n tokens did not occur before, steps are plain decoding; a
+    row whose proposals are rejected gets fewer (`Backoff`). (Saxena, "Prompt lookup decoding",
+    2023; Yang et al., "Inference with reference", 2023.)
 
-    k: the most tokens that are proposed at a time, 1 to 32. n: the tokens that are compared, 1 to
-    16: with fewer, more is proposed and less of it accepted.
+    k: the most proposed tokens, 1 to 32. n: the number of matching tokens, 1 to 16: a smaller n
+    proposes more often, with a lower acceptance.
 
     Raises ValueError for other numbers.
     """
@@ -39,7 +39,7 @@ class Ngram(Proposer):
         object.__setattr__(self, "n", whole("Ngram: n", self.n, 1, LONGEST))
 
     def create(self, batch: int, tokens: int) -> Backoff:
-        """The back-off of each row."""
+        """The initial back-off of each row."""
         return Backoff.create(batch)
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
@@ -52,22 +52,22 @@ class Ngram(Proposer):
     def settle(
         self, own: Backoff, known: jax.Array, proposed: jax.Array, accepted: jax.Array
     ) -> Backoff:
-        """Rows whose whole proposal was rejected back off."""
+        """The back-off after a step: rows with a rejected proposal wait."""
         return own.settled(known, proposed, accepted)
 
 
 def continuation(
     history: jax.Array, known: jax.Array, n: int, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The k tokens after the most recent place where a row had its last n tokens before.
+    """The k tokens after the most recent earlier occurrence of each row's last n tokens.
 
-    history: int32 [batch, tokens], of which known[b], int32 [batch], are tokens of row b.
+    history: int32 [batch, tokens], of which the first known[b] (int32 [batch]) belong to row b.
 
-    A copy that reaches the end of the history goes on with what it has copied itself, as in LZ77: a
-    row that says the same five tokens again and again is continued with them.
+    A copy that reaches the end of the history continues with its own copied tokens, as in LZ77, so
+    a row that repeats five tokens is continued with them. The occurrence may overlap the last n
+    tokens.
 
-    Returns int32 [batch, k], and whether there is such a place, bool [batch]. The last n tokens may
-    overlap with it.
+    Returns tokens int32 [batch, k], and whether there is an occurrence, bool [batch].
     """
     batch, size = history.shape
     if size <= n:

@@ -1,4 +1,4 @@
-"""The interface of proposers: the state that they read, and the tokens that they propose."""
+"""Proposer, the interface of proposers; the arrays that they take and return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.kernels.checks import require_type, shown
 from mpjax.sampling.settings import RowSettings
 from mpjax.text.tokenizer import Tokenizer
 
-MOST = 32  # proposed tokens of a step; more would leave the rows that a product has for free
+MOST = 32  # proposed tokens of a step; more would make products slower than those of one token
 
 
 def _arrays(*names: str) -> Any:
@@ -27,11 +27,12 @@ def _arrays(*names: str) -> Any:
 @_arrays("tokens", "counts", "probabilities")
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """Tokens that may come next.
+    """The proposed tokens of each row.
 
-    tokens: int32 [batch, k]. counts: int32 [batch], how many of a row's tokens are proposed.
+    tokens: int32 [batch, k]. counts: int32 [batch], the number of proposed ones; others are
+        padding.
     probabilities: float32 [batch, k, vocabulary], the distributions from which the tokens were
-        drawn; None for a proposer that draws nothing at random.
+        drawn; None for a deterministic proposer.
     """
 
     tokens: jax.Array
@@ -42,10 +43,10 @@ class Proposal:
 @_arrays("proposed", "accepted", "steps")
 @dataclasses.dataclass(frozen=True)
 class Speculated:
-    """What speculation has done, int32 [batch] each.
+    """Counts of speculative decoding, int32 [batch] each.
 
-    proposed, accepted: numbers of tokens. steps: of the model, in which the row got a token or
-    more; the first token of a row, which comes from its prompt, is in none of them.
+    proposed, accepted: numbers of tokens. steps: steps of the model in which the row got at least
+    one token, without prefill, which draws a row's first token.
     """
 
     proposed: jax.Array
@@ -56,11 +57,10 @@ class Speculated:
 @_arrays("history", "own", "done")
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """The part of a State that speculation adds.
+    """The part of a State for speculative decoding.
 
-    history: int32 [batch, tokens], each row's prompt and new tokens; undefined after them.
-    own: the state of the proposer. done: counts of tokens and steps, a Speculated; None between the
-    programs of an engine.
+    history: int32 [batch, tokens], each row's prompt and new tokens, then undefined values. own:
+    the proposer's state. done: a Speculated, the counts; None between the programs of an engine.
     """
 
     history: jax.Array
@@ -70,10 +70,10 @@ class Speculation:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a proposer may know when it proposes.
+    """The arguments of `Proposer.propose`.
 
-    state: of the rows. alive: bool [batch], whether a row goes on.
-    most: int32 [batch], the most tokens that a row may be proposed, 0 for rows that don't go on.
+    state: of the rows. alive: bool [batch], whether a row gets tokens in this step.
+    most: int32 [batch], the most tokens to propose to a row; 0 for rows that are not alive.
     vocabulary: the number of columns of the model's logits.
     """
 
@@ -84,7 +84,7 @@ class Context:
 
     @property
     def settings(self) -> RowSettings:
-        """How the model's tokens are drawn."""
+        """The sampling settings of the rows."""
         return self.state.settings
 
     @property
@@ -95,18 +95,18 @@ class Context:
 
     @property
     def known(self) -> jax.Array:
-        """The number of tokens of each row's history, int32 [batch]: its newest is the last."""
+        """The length of each row's history, int32 [batch], including its newest token."""
         return self.state.cache.lengths + 1
 
 
 class Proposer:
-    """Proposes up to k tokens for each row. A pytree, whose methods are pure functions.
+    """Proposes up to k tokens for each row. A pytree whose methods are pure functions.
 
     k: the most tokens of a proposal (static).
-    always: whether each row with room for a token gets one (static). Otherwise steps of plain
-        decoding, one or a few, follow where no row gets any.
-    block: tokens of a block of the proposer's own cache, if its format has blocks (static): a
-        proposal does not reach the next block; see `steps.most_proposed`.
+    always: whether every row with `most` > 0 gets a proposal (static). Otherwise plain decoding
+        steps run while no row has a proposal.
+    block: tokens of a block of the proposer's own cache, or None (static): a proposal doesn't cross
+        a block boundary; see `steps.most_proposed`.
     """
 
     k: int
@@ -114,13 +114,13 @@ class Proposer:
     block: int | None = None
 
     def require(self, tokenizer: Tokenizer | None, tokens: int) -> None:
-        """Raises ValueError unless rows of up to `tokens` tokens can be continued.
+        """Raises ValueError unless the proposer supports rows of up to `tokens` tokens.
 
-        tokenizer: of the rows; None where it is not known.
+        tokenizer: of the rows; None if it is not known.
         """
 
     def create(self, batch: int, tokens: int) -> Any:
-        """The proposer's state before the prompts; tokens: the most tokens of a row."""
+        """The proposer's initial state. tokens: the most tokens of a row."""
         return None
 
     def read(self, own: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
@@ -128,41 +128,41 @@ class Proposer:
         return own
 
     def begin(self, own: Any, slot: jax.Array, tokens: jax.Array, count: jax.Array) -> Any:
-        """The state of an engine's slots after another row has begun in one of them.
+        """The state of an engine's slots after a new row has begun in one of them.
 
-        slot, count: int32 scalars. tokens: int32 [tokens], of which `count` are the row's. With a
-        slot too high, and a count of 0, the state stays.
+        slot, count: int32 scalars. tokens: int32 [tokens], of which the first `count` are the
+        row's. A slot out of range with a count of 0 changes nothing.
         """
         return self.put_rows(own, slot[None], self.create(1, len(tokens)))
 
     def rows(self, own: Any, slots: jax.Array) -> Any:
-        """The state of the rows in some slots, int32 [rows], of a state of arrays [slots, …]."""
+        """The state of the rows in `slots`, int32 [rows], from arrays [slots, …]."""
         return jax.tree.map(lambda each: each[slots], own)
 
     def put_rows(self, own: Any, slots: jax.Array, rows: Any) -> Any:
-        """The state with that of the rows in some slots; rows of padding have a slot too high."""
+        """The state after writing the rows' into `slots`; padding rows have a slot out of range."""
         return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), own, rows)
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
-        """Proposes tokens after each row's newest; returns them and the proposer's next state."""
+        """Proposes tokens after each row's newest; returns them and the proposer's new state."""
         raise NotImplementedError
 
     def settle(self, own: Any, known: jax.Array, proposed: jax.Array, accepted: jax.Array) -> Any:
-        """The state after the model has accepted some of the last proposal.
+        """The state after the model has verified the last proposal.
 
-        known: int32 [batch], tokens of the history when the proposal was made.
-        proposed, accepted: int32 [batch], numbers of tokens of the proposal.
+        known: int32 [batch], length of the history when the proposal was made. proposed, accepted:
+        int32 [batch], numbers of proposed and of accepted tokens.
         """
         return own
 
 
 def read_k(name: str, k: Any) -> int:
-    """The number of proposed tokens as a Python integer. Raises ValueError."""
+    """The checked number of proposed tokens, as a Python integer. Raises ValueError."""
     return whole(f"{name}: k", k, 1, MOST)
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number from `least` to `most`. Raises ValueError."""
+    """The value as an integer; raises ValueError unless it is a whole number in [least, most]."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -187,7 +187,7 @@ def put(target: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Arr
 
     target: [batch, columns, …]. values: [batch, most values, …]. starts, counts: int32 [batch].
     """
-    if values.shape[1] == 1:  # XLA fuses this, also for several targets, but no scatter
+    if values.shape[1] == 1:  # XLA fuses this, also for several targets, but not a scatter
         is_place = jnp.arange(target.shape[1])[None] == starts[:, None]
         is_place &= (counts > 0)[:, None]
         return jnp.where(jax.lax.expand_dims(is_place, range(2, target.ndim)), values, target)

@@ -1,4 +1,4 @@
-"""What speculation has gained, as `generate` reports it."""
+"""SpeculationReport: counts of speculative decoding, as `generate` returns them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationReport:
-    """Counts of a batch's speculation; lists have an entry for each prompt.
+    """Counts of speculative decoding; lists have an entry for each prompt.
 
-    proposed, accepted: numbers of proposed tokens, and of those that the model accepted.
-    steps: steps of the model in which the row got a token or more.
-    tokens: new tokens of these steps, which is all but each row's first. If a row ends at a stop
-        string, they include those after it that were generated before the host saw it.
+    proposed, accepted: numbers of proposed and of accepted tokens.
+    steps: steps of the model in which the row got at least one token.
+    tokens: new tokens of these steps: all but each row's first. If a row ends at a stop string,
+        they include tokens generated after it, before the host saw it.
     """
 
     proposed: list[int]
@@ -23,16 +23,16 @@ class SpeculationReport:
     tokens: list[int]
 
     def __add__(self, other: SpeculationReport) -> SpeculationReport:
-        """The report of the same prompts after more was generated."""
+        """The sum of two reports on the same prompts."""
         pairs = zip(self._lists, other._lists, strict=True)
         sums = ([old + new for old, new in zip(*lists, strict=True)] for lists in pairs)
         return SpeculationReport(*sums)
 
     @classmethod
     def join(cls, reports: Sequence[SpeculationReport | None]) -> SpeculationReport | None:
-        """The report of all prompts of several; None counts as one without a step.
+        """Joins the reports of several prompts; None counts as a report of zeros.
 
-        Returns None if there is no report at all.
+        Returns None if all are None.
         """
         if all(report is None for report in reports):
             return None
@@ -46,18 +46,18 @@ class SpeculationReport:
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were accepted; 0 where none was proposed."""
+        """The fraction of proposed tokens that were accepted; 0 if none was proposed."""
         proposed = sum(self.proposed)
         return sum(self.accepted) / proposed if proposed else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens of a row for each step of the model, 1 in plain decoding; 0 without a step."""
+        """Mean new tokens of a row per step of the model, 1 in plain decoding; 0 without steps."""
         steps = sum(self.steps)
         return sum(self.tokens) / steps if steps else 0.0
 
     def __str__(self) -> str:
-        """A part of a sentence."""
+        """The report in words, such as `1.80 tokens/step, 40% of 100 proposed tokens accepted`."""
         if not any(self.proposed):
             return "nothing proposed"
         return (

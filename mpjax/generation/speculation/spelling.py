@@ -1,4 +1,4 @@
-"""Proposers as texts on the command line: `ngram:4:3` and `draft:4:FOLDER`."""
+"""Parses proposers of the command line: `ngram:4:3` and `draft:4:FOLDER`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EXPECTED = (
 
 
 def parse(text: str) -> Proposer:
-    """The proposer that a text describes; a draft model is loaded.
+    """The proposer that a string describes; a draft model is loaded.
 
-    Raises ValueError for another text, and what mpjax.load raises for the draft model.
+    Raises ValueError for other strings, and the errors of mpjax.load for the draft model.
     """
     kind, *rest = text.split(":", 2)
     numbers = rest[:1] if kind == "draft" else rest

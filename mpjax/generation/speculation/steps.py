@@ -1,4 +1,4 @@
-"""The steps of speculation: propose, verify in one step, keep what the model accepts."""
+"""The steps of speculative decoding: propose, verify in one step, keep the accepted tokens."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from mpjax.generation.step import given, newest, step
 from mpjax.kernels import device
 from mpjax.models import Decoder
 
-PLAIN_STEPS = 4  # between two proposals on a GPU, where a row is proposed nothing
+PLAIN_STEPS = 4  # plain decoding steps on a GPU before proposing again, if no row has a proposal
 
 
 def create_speculation(
     proposer: Proposer, own: object, tokens: jax.Array, lengths: jax.Array, new: jax.Array
 ) -> Speculation:
-    """The Speculation of rows after prefill: lets the proposer read the prompts.
+    """The Speculation of rows after prefill, with the proposer's state after the prompts.
 
-    own: the proposer's state without prompts. tokens: int [batch, tokens], the prompts, padded on
-    the right. lengths: int32 [batch]. new: int32 [batch, columns], of which the first is drawn.
+    own: the proposer's initial state. tokens: int [batch, tokens], the prompts, padded on the
+    right. lengths: int32 [batch]. new: int32 [batch, columns], of which the first column is drawn.
     """
     batch, room = new.shape
     history = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, room)))
     history = put(history, new[:, :1], lengths, jnp.ones(batch, jnp.int32))
-    # Each array is a buffer of its own: a buffer that appears twice can't be donated.
+    # Three separate arrays: a buffer that appears twice can't be donated.
     done = Speculated(*(jnp.zeros(batch, jnp.int32) for _ in range(3)))
     return Speculation(history, proposer.read(own, tokens, lengths), done)
 
@@ -51,16 +51,16 @@ def decode(
     *,
     stride: int | None = None,
 ) -> Loop:
-    """Generates until each row has `until` tokens (int32 scalar) or more, or has ended.
+    """Decodes until each row has at least `until` tokens (int32 scalar) or has ended.
 
     A step adds up to k + 1 tokens to a row, and rows advance by different numbers. As in plain
     decoding, all steps are in one loop on the device, and with `loop` donated the cache is written
     in place.
 
-    loop: one whose state has a Speculation, as `begin` makes it.
-    stride: steps that follow each other without a decision of the host (static); see `repeat`. For
-        a proposer that does not always propose, steps of plain decoding until the next proposal, by
-        default PLAIN_STEPS on a GPU, and 1 elsewhere.
+    loop: its state must have a Speculation (`begin_speculation`).
+    stride: steps between two checks of the loop's condition (static); see `repeat`. If the proposer
+        doesn't always propose: plain decoding steps between two proposals, by default PLAIN_STEPS
+        on a GPU, and 1 elsewhere.
     """
 
     def unfinished(loop: Loop) -> jax.Array:
@@ -76,16 +76,16 @@ def most_proposed(
     block: int | None,
     rereads_after: int | None = None,
 ) -> jax.Array:
-    """The most tokens that each row may be proposed, int32 [batch]; 0 for rows not alive.
+    """The most tokens to propose to each row, int32 [batch]; 0 for rows not alive.
 
-    alive: bool [batch]. k: the most of any row. block: tokens of a block of the cache, or None.
+    alive: bool [batch]. k: the most for any row. block: tokens of a block of the cache, or None.
     rereads_after: as in DecoderConfig.
 
-    The model draws one token after the proposed ones, so a row that lacks r tokens gets r − 1 at
-    most. In formats with blocks, the proposed tokens stay in the block of the newest token, which
-    the residual holds in 16 bits. A block is encoded when the first token after it comes, and that
-    is then a token that stays. So no rejected token is ever encoded, and the residual needs no more
-    room. In the same way, they stay in the context behind which a row is read again.
+    The model draws one token after the proposed ones, so a row that lacks r tokens gets at most r −
+    1. In formats with blocks, proposed tokens stay in the newest token's block, which the residual
+    holds in 16 bits: a block is encoded when the first token after it is added, so no rejected
+    token is ever encoded, and the residual needs no more room. Likewise they stay below the length
+    at which a row must be prefilled again.
     """
     most = jnp.clip(state.settings.max_new_tokens - state.counts - 1, 0, k)
     if block is not None:
@@ -97,7 +97,7 @@ def most_proposed(
 
 
 class Proposed(NamedTuple):
-    """A loop, with a proposal for its rows that are alive, bool [batch]."""
+    """A loop with a proposal for its alive rows, bool [batch]."""
 
     loop: Loop
     proposal: Proposal
@@ -106,9 +106,9 @@ class Proposed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The steps of the loop, and what stays the same in all of them.
+    """The steps of speculative decoding by one proposer and model.
 
-    unfinished: says of a loop whether any row goes on, as a bool scalar.
+    unfinished: maps a loop to whether any row continues, a bool scalar.
     """
 
     proposer: Proposer
@@ -118,8 +118,8 @@ class Steps:
     def run(self, loop: Loop, goes_on: Callable[[Loop], jax.Array], stride: int | None) -> Loop:
         """Repeats steps of a loop with a Speculation.
 
-        goes_on: says whether another turn begins, as a bool scalar; only if the loop is
-            unfinished. stride: as for `decode`.
+        goes_on: the condition for another turn, a bool scalar; false if the loop is finished.
+            stride: as for `decode`.
         """
 
         def advance(loop: Loop) -> Loop:
@@ -130,11 +130,11 @@ class Steps:
         return self.choose(loop, goes_on, stride or (PLAIN_STEPS if device.on_gpu() else 1))
 
     def choose(self, loop: Loop, unfinished: Callable[[Loop], jax.Array], stride: int) -> Loop:
-        """Repeats steps that verify proposals, and steps of plain decoding where there is none.
+        """Repeats verifying steps while any row has a proposal, and plain decoding steps otherwise.
 
-        The two kinds of step are two loops inside of one. A `cond` in a loop would do, but XLA of
-        jax 0.10 copies the whole cache to pass it to a branch. After each turn of a loop the host
-        waits for the GPU, to see which comes next; a turn has `stride` steps of plain decoding.
+        The two kinds of steps are two inner loops, not a `cond` in one loop, because XLA of jax
+        0.10 copies the whole cache into a branch. After each turn the host waits for the GPU to
+        choose the next one, so a turn of plain decoding has `stride` steps.
         """
 
         def goes_on(carry: Proposed, is_proposed: bool) -> jax.Array:
@@ -159,7 +159,7 @@ class Steps:
         return jax.lax.while_loop(lambda carry: unfinished(carry.loop), run, begun).loop
 
     def propose(self, loop: Loop, alive: jax.Array) -> Proposed:
-        """Tokens for each row that is alive, bool [batch]."""
+        """Proposes tokens to each alive row, bool [batch]."""
         state = loop.state
         k, blocks = self.proposer.k, (state.cache.format.block, self.proposer.block)
         block = min((b for b in blocks if b is not None), default=None)
@@ -170,9 +170,9 @@ class Steps:
         return Proposed(_with(loop, speculation), proposal, alive)
 
     def verify(self, proposed: Proposed, logits: jax.Array | None = None) -> Loop:
-        """One step, in which each row that is alive gets the tokens that the model accepts.
+        """One step, in which each alive row gets its accepted tokens and one more.
 
-        logits: [rows, positions, vocabulary], where the model has read the proposal already.
+        logits: [rows, positions, vocabulary] of the proposal, if already computed; else None.
         """
         loop, proposal, alive = proposed
         begun = loop.reread(self.model, alive)
@@ -188,7 +188,7 @@ class Steps:
         return self.settled(loop, end, self.proposer.k + 1, done, drawn.accepted)
 
     def decode_plainly(self, loop: Loop, stride: int) -> Loop:
-        """`stride` steps of a token for each row that goes on; nothing is proposed in between."""
+        """`stride` plain decoding steps of the running rows, without proposals."""
 
         def advance(loop: Loop) -> Loop:
             return loop.advance(self.model, loop.state.running & self.unfinished(loop))
@@ -201,10 +201,10 @@ class Steps:
     def settled(
         self, begin: Loop, end: Loop, most: int, done: Speculated, accepted: jax.Array
     ) -> Loop:
-        """The loop `end` with the speculation of `begin`, brought up to the new tokens.
+        """The loop `end` with the Speculation of `begin`, updated by the new tokens.
 
-        most: new tokens that a row may have (static). done: what was done in between.
-        accepted: tokens of the proposal, also those after the end of a row.
+        most: the most new tokens of a row (static). done: the counts to add. accepted: the number
+        of accepted tokens, including those after a row's end.
         """
         before, known = begin.state.speculation, begin.state.cache.lengths + 1
         columns = begin.drawn[:, None] + jnp.arange(most)[None]

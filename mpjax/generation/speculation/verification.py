@@ -1,4 +1,4 @@
-"""Draws the model's tokens at several positions of each row, as plain decoding draws them."""
+"""Verifies proposals: draws from the model's logits at several positions of each row."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from mpjax.sampling.settings import RowSettings
 def verify(
     logits: jax.Array, proposal: Proposal, state: State, *, divided: bool
 ) -> tuple[Draw, jax.Array]:
-    """The tokens that a row gets after its newest, if the model accepts the proposal.
+    """The model's tokens after the newest and each proposed token, and how many are accepted.
 
     logits: [batch, positions, vocabulary], after the newest token and each of the proposed ones.
-    divided: whether devices have parts of the logits' vocabulary; see `draw`.
+    divided: whether the vocabulary axis is sharded; see `draw`.
 
-    At position j, penalties and minima count the proposed tokens before j, as plain decoding would.
+    At position j, penalties and min_new_tokens count the proposed tokens before j.
 
     Returns a Draw of arrays [batch, positions, …], and the number of accepted tokens a, int32
-    [batch]. The tokens up to position a are those of the row.
+    [batch]. The row gets the tokens up to position a.
     """
     batch, positions, vocabulary = logits.shape
     flat, each = logits.reshape(-1, vocabulary), state.settings.repeated(positions)
@@ -66,9 +66,9 @@ def verify(
 
 
 def distribution(logits: jax.Array, settings: RowSettings, *, divided: bool = False) -> jax.Array:
-    """The probabilities from which `draw` draws, float32 [rows, vocabulary].
+    """The probabilities that `draw` samples from, float32 [rows, vocabulary].
 
-    A greedy row has 1 for its likeliest token. Arguments are those of `draw`; the settings have a
+    A greedy row has 1 for its likeliest token. Arguments are those of `draw`; settings must have a
     temperature.
     """
     processed = process_logits(logits, settings, divided=divided)

@@ -1,4 +1,4 @@
-"""Compares a checkpoint's weights with the precision that is asked for."""
+"""Checks that a checkpoint's weights agree with the requested precision."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def format_to_quantize(precision: Precision | None) -> WeightFormat | None:
 
 
 def choose(folder: Path, policy: Policy, precision: Precision | None) -> Policy:
-    """Chooses among `policy.choices`, by the activations that a precision asks for.
+    """Selects the policy of `policy.choices` that has the formats of a precision.
 
-    A precision without a W part keeps the policy, and so does None. Raises ValueError where no
-    choice has the precision's formats, and CheckpointError where the checkpoint's own activations
-    are not implemented and the precision does not choose others.
+    None and a precision without a W part keep the policy. Raises ValueError if no choice has the
+    precision's formats, and CheckpointError if the checkpoint's own activation format is not
+    implemented and the precision doesn't choose another.
     """
     if precision is None or not precision.formats:
         kv = KVFormat() if precision is None else precision.kv
@@ -37,13 +37,13 @@ def choose(folder: Path, policy: Policy, precision: Precision | None) -> Policy:
     rounded = None if precision.weights is None else policy.rounded_to(precision.weights)
     if rounded is not None:
         return rounded
-    # Formats compare as asymmetric: only the zero points, which are read later, tell symmetry.
+    # Compare formats as asymmetric: symmetry is known only after reading the zero points.
     asked = {dataclasses.replace(format, symmetric=False) for format in precision.formats}
     for choice in policy.choices:
         if {dataclasses.replace(format, symmetric=False) for format in choice.formats} <= asked:
             return choice
     if precision.mixture and len(policy.choices) == 1:
-        return policy  # `require_mixture` compares the formats of single modules later
+        return policy  # `require_mixture` checks the formats of single modules later
     plain = (dataclasses.replace(format, operand=None) for format in policy.formats)
     found = "+".join(dict.fromkeys(describe_weights(format) for format in plain))
     raise ValueError(
@@ -54,7 +54,7 @@ def choose(folder: Path, policy: Policy, precision: Precision | None) -> Policy:
 
 
 def warn_of_keys(folder: Path, keys: Sequence[str], family: str) -> None:
-    """Warns of keys of a config.json that the family for which it is taken doesn't have."""
+    """Warns of keys of a config.json that its assumed `family` doesn't have."""
     if keys:
         warnings.warn(
             f"{folder}{os.sep}config.json is taken for that of {family}, which has no "
@@ -66,7 +66,7 @@ def warn_of_keys(folder: Path, keys: Sequence[str], family: str) -> None:
 def warn_of_plain(folder: Path, written: Mapping[str, Any] | None) -> None:
     """Warns that the `quantization_config` of a checkpoint without quantised tensors is ignored.
 
-    written: the object in config.json, if there is one.
+    written: the quantization_config of config.json, or None.
     """
     if written is None:
         return
@@ -80,9 +80,9 @@ def warn_of_plain(folder: Path, written: Mapping[str, Any] | None) -> None:
 
 
 def warn_of_experts(folder: Path, policy: Policy | None, plan: Plan) -> None:
-    """Warns of static scales for the activations of experts, which are not read.
+    """Warns that static activation scales of experts are ignored.
 
-    policy: with the activations that are chosen; those in 16 bits need no scales.
+    policy: with the chosen activation formats; 16-bit activations need no scales.
     """
     experts = (
         source.name
@@ -100,12 +100,12 @@ def warn_of_experts(folder: Path, policy: Policy | None, plan: Plan) -> None:
 
 
 def names(policy: Policy, kv: KVFormat) -> str:
-    """Names of the precisions in which a quantised checkpoint can be loaded, for messages."""
+    """The precisions in which a quantised checkpoint can be loaded, as a string for messages."""
     return " or ".join(str(Precision.mixed(choice.formats, kv, 16)) for choice in policy.choices)
 
 
 def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:
-    """Raises ValueError if a precision asks for several weight formats and the plan has others."""
+    """Raises ValueError if a precision with several weight formats differs from the plan's."""
     if precision is None or not precision.mixture:
         return
     layers = [sources for place, sources in plan.linears if not place.is_table]
@@ -120,9 +120,9 @@ def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> No
 
 
 def require_tables(folder: Path, plan: Plan, named: Mapping[str, WeightFormat]) -> None:
-    """Raises ValueError if formats are named for tables and a plan has others.
+    """Raises ValueError if the requested formats of tables differ from the plan's.
 
-    named: by the paths of tables. A checkpoint's quantised head can't be quantised again.
+    named: requested formats by table path. A checkpoint's quantised head can't be quantised again.
     """
     formats = {place.path: sources[0].format for place, sources in plan.linears if place.is_table}
     require_equal_tables(folder, {path: f for path, f in formats.items() if f}, named)
@@ -131,10 +131,10 @@ def require_tables(folder: Path, plan: Plan, named: Mapping[str, WeightFormat]) 
 def require_equal_tables(
     folder: Path, found: Mapping[str, WeightFormat], named: Mapping[str, WeightFormat]
 ) -> None:
-    """Raises ValueError where named formats of tables differ from those that a folder has.
+    """Raises ValueError if the requested formats of tables differ from the folder's.
 
-    found, named: by the paths of tables; tables that are not found are in 16 bits. Symmetry is not
-    compared, since the zero points decide it.
+    found, named: the folder's and the requested formats, by table path; tables not in `found` are
+    in 16 bits. Symmetry is not compared, since only the zero points decide it.
     """
     for path, asked in named.items():
         there = found.get(path, WeightFormat("bfloat16"))

@@ -19,7 +19,7 @@ import numpy as np
 from mpjax.checkpoint.safetensors import DTYPES, LENGTH_BYTES, TensorInfo
 from mpjax.errors import CheckpointError
 
-# Bytes to write or read at a time. Between chunks, progress is shown and Ctrl-C takes effect.
+# Bytes per read or write. Between chunks, progress is shown and Ctrl-C takes effect.
 CHUNK_BYTES = 16 << 20
 # Bytes to write between two calls of fsync. An fsync can't be interrupted, so it must stay short.
 SYNC_BYTES = 256 << 20
@@ -29,20 +29,20 @@ Advance = Callable[[int], None]
 
 
 def file_bytes(arrays: Mapping[str, Any]) -> int:
-    """Bytes of the file that `write` makes of arrays, or of ShapeDtypeStructs."""
+    """Bytes of the file that `write` makes of arrays; ShapeDtypeStructs suffice."""
     return len(header(in_order(arrays))) + sum(nbytes(array) for array in arrays.values())
 
 
 def nbytes(array: Any) -> int:
-    """Bytes of an array, or of an array that a ShapeDtypeStruct describes."""
+    """Bytes of an array or a ShapeDtypeStruct."""
     return array.size * array.dtype.itemsize
 
 
 def write(file: Path, arrays: Mapping[str, jax.Array], advance: Advance) -> dict[str, int]:
     """Writes arrays to a new file and returns their checksums by name.
 
-    advance: called after each chunk with the number of bytes written. Raises OSError, and
-    FileExistsError where the file exists.
+    advance: called after each chunk with the number of bytes written. Raises OSError, such as
+    FileExistsError if the file exists.
     """
     arrays = in_order(arrays)
     checksums, waiting = {}, 0
@@ -66,9 +66,8 @@ def write(file: Path, arrays: Mapping[str, jax.Array], advance: Advance) -> dict
 def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray:
     """Reads one array.
 
-    checksum: the expected CRC-32; None: not compared. advance: called after each chunk with the
-    number of bytes read. Raises CheckpointError where the file can't be read, and for another
-    checksum.
+    checksum: the expected CRC-32, or None for no check. advance: called after each chunk with the
+    number of bytes read. Raises CheckpointError for an unreadable file and a wrong checksum.
     """
     found, content = 0, np.empty(info.nbytes, np.uint8)
     try:
@@ -91,12 +90,12 @@ def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray
 
 
 def in_order(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Sorts arrays by itemsize, widest first: each begins at a multiple of its itemsize then."""
+    """Sorts arrays by itemsize, widest first, so that each begins at a multiple of its itemsize."""
     return dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def header(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The header of a file with these arrays, in this order; shapes and dtypes suffice."""
+    """The safetensors header of a file with these arrays; ShapeDtypeStructs suffice."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": {**metadata}}
     begin = 0
     for name, array in arrays.items():
@@ -117,8 +116,8 @@ def pieces(array: jax.Array) -> Iterator[memoryview]:
 def _to_host(array: jax.Array) -> np.ndarray:
     """The bytes of an array, uint8 [bytes]."""
     if isinstance(array, jax.Array) and array.is_fully_replicated:
-        # JAX caches the host copy in the array object. The caller keeps its own object, so the copy
-        # is made in a temporary one, which is freed with it.
+        # JAX caches the host copy in the array object. Use a temporary object, so that the copy is
+        # freed with it and doesn't stay in the caller's array.
         array = array.addressable_data(0)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -130,7 +129,7 @@ def _chunks(content: np.ndarray) -> Iterator[memoryview]:
 
 
 def _read_into(view: memoryview, stream: Any, info: TensorInfo) -> None:
-    """Fills `view` from a stream, which may return fewer bytes per call than asked for."""
+    """Fills `view` from a stream that may return fewer bytes per call than requested."""
     while view:
         count = stream.readinto(view)
         if not count:

@@ -1,4 +1,4 @@
-"""Brings tensors to the device and converts linear maps to the format that the plan says."""
+"""Moves tensors to the device and converts them to the plan's formats."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import ExpertPlace, Linear, LinearPlace
 from mpjax.precision import describe_weights
 
-# The relative errors of float16 and of bfloat16. A larger one means that the range is exceeded.
+# Largest relative rounding errors. A larger error means that the range is exceeded.
 FLOAT16_ERROR, BFLOAT16_ERROR = 2**-11, 2**-8
-SMALLEST = 2.0**-126  # normal float32; smaller scales count as absolute errors
+SMALLEST = 2.0**-126  # smallest normal float32: for smaller scales, absolute errors count
 
 Read = Callable[[TensorInfo], np.ndarray]
 
 
 def convert_array(source: TensorInfo | TableSource, dtype: str, read: Read) -> jax.Array:
-    """A parameter outside linear maps, on the device and converted to a dtype.
+    """A parameter outside linear maps, on the device in `dtype`.
 
-    Raises CheckpointError for values that are not finite in the file, or beyond the dtype's range.
+    Raises CheckpointError for values that are not finite, or exceed the dtype's range.
     """
     if isinstance(source, TensorInfo):
         array = to_device(read(source))
@@ -50,10 +50,10 @@ def convert_array(source: TensorInfo | TableSource, dtype: str, read: Read) -> j
 def convert_linear(
     place: LinearPlace, sources: Sequence[LinearSource], dtype: str, read: Read
 ) -> list[Linear]:
-    """The linear maps of a place, joined by `LinearPlace.join`.
+    """The linear maps of a parameter, joined by `LinearPlace.join`.
 
-    sources: one for each of the place's names. dtype: of biases and of plain kernels, which are
-    transposed from the file's [out, in] to [in, out]. Raises CheckpointError, which names the
+    sources: one for each of the place's names. dtype: of biases and of unquantised kernels, which
+    are transposed from the file's [out, in] to [in, out]. Raises CheckpointError, which names the
     tensor, for values that are not finite or contradict config.json, and for maps that can't be
     joined.
     """
@@ -72,13 +72,13 @@ def _convert(
         for source in sources
     )
     with as_checkpoint_errors():
-        return place.join(maps)  # which may join some before it takes the next
+        return place.join(maps)  # `join` may join some maps before it takes the next
 
 
 def convert_experts(
     place: ExpertPlace, sources: Sequence[LinearSource], dtype: str, read: Read
 ) -> Iterator[Linear]:
-    """Stacks of a few experts each, of at most PIECE_BYTES in 16 bits unless one has more.
+    """Yields stacks of a few experts each, of at most PIECE_BYTES in 16 bits, or one expert.
 
     Arguments and errors are those of `convert_linear`.
     """
@@ -90,7 +90,7 @@ def convert_experts(
 
 @contextlib.contextmanager
 def as_checkpoint_errors() -> Iterator[None]:
-    """Makes a ValueError of maps that can't be joined a CheckpointError."""
+    """A context that turns ValueError into CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -118,9 +118,9 @@ def _kernel(
 
 
 def _decode(source: LinearSource, read: Read, scale_dtype: str | None) -> PlainCodes:
-    """The plain codes of a quantised module, with scales and zero points as `pack` takes them.
+    """The plain codes of a quantised module, ready for `pack`.
 
-    scale_dtype: the dtype of scales, where their values decide it.
+    scale_dtype: the common dtype of scales (`_shared_dtype`), or None.
     """
     plain = _read_plain(source, read)
     shared = scale_dtype if _scale_choices(source) else None
@@ -129,7 +129,7 @@ def _decode(source: LinearSource, read: Read, scale_dtype: str | None) -> PlainC
 
 
 def _read_plain(source: LinearSource, read: Read) -> PlainCodes:
-    """The plain codes of a quantised module as its reader decodes them, with finite scales."""
+    """The plain codes that the module's reader decodes; CheckpointError for infinite scales."""
     assert source.reader is not None
     tensors = _read_module(source, source.reader, read)
     plain = source.reader.decode(tensors, source.name, source.read_shape)
@@ -140,10 +140,10 @@ def _read_plain(source: LinearSource, read: Read) -> PlainCodes:
 
 
 def _shared_dtype(sources: Sequence[LinearSource], read: Read) -> str | None:
-    """The dtype of the scales of all maps of a place whose values decide it.
+    """The common scale dtype of a place's maps if the scales' values decide it; else None.
 
-    Maps are joined only if their scales have one dtype. It is the one whose largest relative error
-    in any of the maps is the least; None where values decide that of one map at most.
+    Maps can be joined only if their scales have one dtype. It is the dtype with the smallest
+    maximal relative error over all maps. None if values decide the dtype of at most one map.
     """
     deciding = [source for source in sources if _scale_choices(source)]
     errors: dict[str, list[float]] = {}
@@ -156,7 +156,7 @@ def _shared_dtype(sources: Sequence[LinearSource], read: Read) -> str | None:
 
 
 def _scale_choices(source: LinearSource) -> tuple[str, ...]:
-    """The dtypes of scales among which values decide; empty where they don't."""
+    """The scale dtypes to choose from by the scales' values; empty if there is no choice."""
     if source.format is None or keeps_scales(source):
         return ()
     dtypes = code_kinds.of(source.format).scale_dtypes
@@ -186,9 +186,9 @@ def _read_module(source: TableSource | LinearSource, reader: Reader, read: Read)
 
 
 def _drop_middle_zeros(plain: PlainCodes) -> PlainCodes:
-    """Makes unsigned codes symmetric, without zero points, where all zero points are the middle.
+    """Makes unsigned codes symmetric if all zero points are the middle of the codes.
 
-    The values decide, not config.json: writers differ by one in how they store zero points.
+    Decided by values, not by config.json: writers store zero points with different offsets.
     """
     format = plain.format
     if not can_be_symmetric(format.codes) or plain.zeros is None:
@@ -215,11 +215,11 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
 
 
 def _narrow_scales(name: str, plain: PlainCodes, shared: str | None) -> jax.Array:
-    """Scales in a 16-bit dtype, where the format packs 16-bit scales.
+    """Rounds float32 scales to a 16-bit dtype if the format packs 16-bit scales.
 
-    shared: the dtype, if that of the place is decided; see `_shared_dtype`. Otherwise it is the one
-    whose largest relative error is the least. Where that is not 0, a warning says so. Raises
-    CheckpointError where bfloat16 has not the range either.
+    shared: the dtype, if `_shared_dtype` has decided it. Otherwise it is the one with the smallest
+    maximal relative error. Warns unless the error is 0. Raises CheckpointError if the scales exceed
+    the range of all choices.
     """
     scales, dtypes = plain.scales, code_kinds.of(plain.format).scale_dtypes
     if shared is not None:
@@ -234,7 +234,7 @@ def _narrow_scales(name: str, plain: PlainCodes, shared: str | None) -> jax.Arra
             f"{name} has float32 scales beyond the range of {' and '.join(dtypes)}, in which "
             f"{describe_weights(plain.format)} keeps them: load another checkpoint of the model"
         )
-    if error:  # in the same words for most maps, which Python prints once
+    if error:  # the same message for most maps, which Python prints once
         bound = FLOAT16_ERROR if error <= FLOAT16_ERROR else BFLOAT16_ERROR
         warnings.warn(
             f"scales in float32 are rounded to {narrow.dtype}, in which "
@@ -246,14 +246,14 @@ def _narrow_scales(name: str, plain: PlainCodes, shared: str | None) -> jax.Arra
 
 @jax.jit
 def _largest_error(scales: jax.Array, narrow: jax.Array) -> jax.Array:
-    """The largest relative error of scales in another dtype."""
+    """The largest relative error of `narrow` as an approximation of `scales`."""
     scales = scales.astype(jnp.float32)
     error = jnp.abs(narrow.astype(jnp.float32) - scales)
     return jnp.max(error / jnp.maximum(jnp.abs(scales), SMALLEST))
 
 
 def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) -> jax.Array:
-    """`converted`, which was made of a file's `array`; CheckpointError unless all is finite."""
+    """Returns `converted`, made from a file's `array`; CheckpointError unless it is finite."""
     if are_finite(converted):
         return converted
     if damaged := int(_count_non_finite(array)):

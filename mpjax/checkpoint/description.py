@@ -1,4 +1,4 @@
-"""Reads and writes a saved model's mpjax.json: everything but the numbers in its arrays."""
+"""Reads and writes a saved model's mpjax.json: everything except the arrays' values."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
 FORMAT = "mpjax checkpoint"
 VERSION = 7  # four scales of `float4` share a word
-# Older versions, which are read too.
-WITH_WIDE_SCALES = 6  # each scale of `float4` has a word: models with such weights are not read
-WITH_PRE_NORMS = 5  # fields of version 6 are missing: norms after layers, factors and others
-WITH_LIKE_LAYERS = 4  # one set of fields for all layers
+# Older versions that can be read.
+WITH_WIDE_SCALES = 6  # 32 bits for each scale of `float4`: models with such weights can't be read
+WITH_PRE_NORMS = 5  # without the fields ADDED_IN_VERSION_6, such as norms after layers
+WITH_LIKE_LAYERS = 4  # one set of layer fields for all layers
 VERSIONS = (WITH_LIKE_LAYERS, WITH_PRE_NORMS, WITH_WIDE_SCALES, VERSION)
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 class StoredArray(NamedTuple):
-    """An array in weights.safetensors. checksum: the CRC-32 of its bytes."""
+    """An array in weights.safetensors. checksum: CRC-32 of its bytes."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -47,9 +47,9 @@ class StoredArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A saved model without the numbers in its arrays.
+    """A saved model without the values of its arrays.
 
-    parts, arrays: by the names that `model_arrays` gives them.
+    parts, arrays: by the names of `model_arrays`.
     """
 
     decoder: type[Decoder]
@@ -60,7 +60,7 @@ class Description:
 
     @classmethod
     def of(cls, lm: LanguageModel, checksums: Mapping[str, int]) -> Description:
-        """The description of a model. checksums: of its arrays, by name."""
+        """Describes a model. checksums: CRC-32 of its arrays, by name."""
         arrays = {
             name: StoredArray(np.dtype(array.dtype), array.shape, checksums[name])
             for name, array in model_arrays.take(lm.model).items()
@@ -72,7 +72,7 @@ class Description:
     def read(cls, folder: Path) -> Description:
         """Reads and checks a folder's mpjax.json.
 
-        Raises CheckpointError for a folder that no model was saved in, or a damaged mpjax.json.
+        Raises CheckpointError for a folder without a saved model, or with a damaged mpjax.json.
         """
         path = folder / DESCRIPTION_NAME
         written = _read_json(folder, path)
@@ -123,7 +123,7 @@ class Description:
     def abstract(self, folder: Path, read: Mapping[str, Any] | None = None) -> LanguageModel:
         """The model with ShapeDtypeStructs instead of arrays, and without a tokenizer.
 
-        read: arrays that the model gets nevertheless, by name.
+        read: real arrays to use instead, by name.
         """
         model = nnx.eval_shape(lambda: self.decoder(self.config, nnx.Rngs(0)))
         shapes = {
@@ -141,7 +141,7 @@ def decoders() -> dict[str, type[Decoder]]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder has an mpjax.json, that is, mpjax saved a model in it."""
+    """Whether a folder has an mpjax.json, i.e. holds a saved model."""
     return os.path.lexists(folder / DESCRIPTION_NAME)
 
 
@@ -156,7 +156,7 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _errors_as_damage(path: Path) -> Iterator[None]:
-    """Raises CheckpointError, which names the file, for a ValueError."""
+    """A context that turns ValueError into CheckpointError with the file's name."""
     try:
         yield
     except ValueError as error:
@@ -166,7 +166,7 @@ def _errors_as_damage(path: Path) -> Iterator[None]:
 
 
 def _require_no_wide_scales(path: Path, parts: model_arrays.Parts) -> None:
-    """Raises CheckpointError for weights whose layout has changed with version 7."""
+    """Raises CheckpointError for `float4` weights, whose layout changed in version 7."""
     found = [part.format for listed in parts.values() for part in listed if part is not None]
     if old := next((format for format in found if format.codes == "float4"), None):
         raise CheckpointError(
@@ -177,7 +177,7 @@ def _require_no_wide_scales(path: Path, parts: model_arrays.Parts) -> None:
 
 
 def _parse(written: Mapping[str, Any]) -> Description:
-    """The description in a parsed mpjax.json. Raises ValueError, which names the key."""
+    """The Description of a parsed mpjax.json. Raises ValueError, which names the key."""
     known, name = decoders(), get(written, "decoder", str)
     if name not in known:
         raise ValueError(f"decoder is {name!r:.80}: expected one of {', '.join(known)}")

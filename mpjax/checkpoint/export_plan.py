@@ -1,4 +1,4 @@
-"""Plans an export: the tensors of a model by their names in Hugging Face's files."""
+"""Plans an export: the tensors of a model under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PLAIN = "plain"  # the layout without quantised modules
 
 @dataclasses.dataclass(frozen=True)
 class ExportPlan:
-    """The tensors and the `quantization_config` that an export of a model writes.
+    """The tensors and the `quantization_config` of an export.
 
-    writer: writes packed maps; None if all maps are plain numbers.
-    quantization: the `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy
-    of the FP8 cache's scales that are written, or None if none are. dequantized: names of packed
-    tables that the format has no place for, or that the caller wants so, and that are written as
-    plain numbers. caution: which readers don't load the export, and what they load; None if all do.
+    writer: encodes packed maps; None if all are dequantised. quantization: the
+    `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy of the FP8 cache
+    scales in the export; None for no scales. dequantized: names of packed tables that are
+    dequantised, because the format can't hold them or on request. caution: which readers can't load
+    the export, and what they can; or None.
     """
 
     model: Decoder
@@ -45,9 +45,9 @@ class ExportPlan:
     caution: str | None = None
 
     def tensors(self, read: Callable[[Any], Any] = gather) -> Iterator[tuple[str, Any]]:
-        """All names and arrays, each made when it is asked for.
+        """Yields all names and arrays, each computed on demand.
 
-        read: makes arrays of those of a model that was divided among devices.
+        read: converts arrays of a model divided among devices to whole ones.
         """
         model, config = self.model, self.model.config
         for place in model.array_places(config):
@@ -65,12 +65,12 @@ class ExportPlan:
                     yield name, heads[:1] if self.cache == "tensor" else heads[:, None, None]
 
     def specs(self) -> dict[str, Any]:
-        """Shapes and dtypes of all tensors, in the same order; nothing is computed.
+        """Shapes and dtypes of all tensors, in the order of `tensors`; computes nothing.
 
-        Raises ValueError for shapes that the layout can't hold.
+        Raises ValueError for shapes that the layout can't represent.
         """
         order: list[str] = []
-        host: dict[str, np.ndarray] = {}  # of which JAX would take some for others: it has no int64
+        host: dict[str, np.ndarray] = {}  # kept from JAX, which has no int64
 
         def arrays() -> dict[str, Any]:
             found: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class ExportPlan:
 
 
 def _maps(place: LinearPlace, model: Decoder, read: Callable[[Any], Any]) -> list[Linear]:
-    """The linear maps of a place; read: makes arrays of those of a divided model."""
+    """The linear maps of a place. read: as in `ExportPlan.tensors`."""
     held = [
         (part.kernel.get_value(), None if part.bias is None else part.bias.get_value())
         for part in place.parts(model)
@@ -118,17 +118,17 @@ def _maps(place: LinearPlace, model: Decoder, read: Callable[[Any], Any]) -> lis
 
 
 def _as_in_files(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Array:
-    """The tensor as it is in Hugging Face's files."""
+    """The parameter in the shape, dtype and offset of Hugging Face's files."""
     array = array.reshape(place.file_shape) if place.leading else array
     return (array - jnp.float32(place.offset)).astype(dtype) if place.offset else array
 
 
 def make_plan(model: Decoder, layout: str | None, *, plain_head: bool = False) -> ExportPlan:
-    """Decides how a model is written.
+    """Plans how a model is exported.
 
-    layout: one of `layouts()`; None chooses the one that suits the model's weights. plain_head:
-    whether a packed head is dequantised. Raises ValueError for an unknown layout, and for one that
-    can't hold the weights.
+    layout: one of `layouts()`; None chooses one by the model's weights. plain_head: whether to
+    dequantise a packed head. Raises ValueError for an unknown layout, and for one that can't hold
+    the weights.
     """
     require_layout(layout)
     if any(model.config.hadamard_blocks):
@@ -141,7 +141,7 @@ def make_plan(model: Decoder, layout: str | None, *, plain_head: bool = False) -
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     tables = {name: packed.pop(name) for name in _packed_tables(model)}
     if layout == PLAIN or (layout is None and not packed):
-        # A user who asks for `plain` knows that all is dequantised.
+        # With `plain`, all is dequantised on request, so no table is reported.
         return ExportPlan(model, None, None, None, () if layout == PLAIN else tuple(tables))
     if not packed:
         raise ValueError(
@@ -162,14 +162,14 @@ def make_plan(model: Decoder, layout: str | None, *, plain_head: bool = False) -
     left = [name for name in left if name not in packed]
     cache = _cache_strategy(model)
     quantization = writer.config(left, cache)
-    # Other formats have no place for scales of a cache.
+    # Only compressed-tensors can hold cache scales.
     cache = cache if quantization["quant_method"] == METHOD else None
     caution = writer.caution and f"{writer.caution}: for it, {remedy}"
     return ExportPlan(model, writer, quantization, cache, tuple(tables), caution)
 
 
 def require_layout(layout: str | None) -> None:
-    """Raises ValueError for an unknown format of an export; None is the model's own."""
+    """Raises ValueError for an unknown export layout; None stands for the model's own."""
     if layout is not None and layout not in layouts():
         hint = did_you_mean(nearest(str(layout), layouts()))
         raise ValueError(
@@ -179,25 +179,25 @@ def require_layout(layout: str | None) -> None:
 
 
 def layouts() -> list[str]:
-    """The names of all formats of an export."""
+    """The names of all export layouts."""
     return [*registry.layouts(), PLAIN]
 
 
 def _joint_experts(model: Decoder) -> set[str]:
-    """The names of the maps that files hold in one tensor for all experts."""
+    """The names of the maps that files store as one tensor for all experts."""
     places = model.linear_places(model.config)
     return {name for place in places if is_joint(place) for name in place.names}
 
 
 def _routers(model: Decoder) -> list[str]:
-    """The names of the plain linear maps that are no LinearPlace: routers, and gates of MLPs."""
+    """The names of matrices outside LinearPlaces: routers, and gates of shared experts."""
     places = model.array_places(model.config)
     matrices = [p for p in places if p.path.startswith("layers.") and len(p.shape) == 2]
     return [place.name.removesuffix(".weight") for place in matrices]
 
 
 def _of_layout(layout: str, packed: Modules, joint: Collection[str]) -> tuple[Writing, Writer]:
-    """The writer of a layout for modules. Raises ValueError where it can't hold them."""
+    """The writer of a layout for modules. Raises ValueError if it can't hold them."""
     writing = registry.layouts()[layout]
     for name in packed:
         if (name in joint) != writing.joins_experts:
@@ -210,9 +210,9 @@ def _of_layout(layout: str, packed: Modules, joint: Collection[str]) -> tuple[Wr
 
 
 def _usual(packed: Modules, joint: Collection[str]) -> tuple[Writing, Writer]:
-    """The writer of the layout that is usual for modules, or of the first that can hold them.
+    """The writer of the modules' default layout, or of the first layout that can hold them.
 
-    Raises ValueError where none can.
+    Raises ValueError if none can.
     """
     formats = [plain.format for plain in packed.values()]
     kinds = {code_kinds.key(format.codes, symmetric=format.symmetric) for format in formats}
@@ -234,7 +234,7 @@ def _packed_tables(model: Decoder) -> list[str]:
 
 
 def _with_head(writing: Writing, packed: Modules, head: Modules) -> Writer | None:
-    """The writer of modules and a packed head, or None where its layout can't hold the head."""
+    """The writer of modules and a packed head; None if the layout can't hold the head."""
     if writing.packs_heads:
         with contextlib.suppress(ValueError):
             return writing.begin(writing.layouts[0], {**packed, **head})
@@ -242,7 +242,7 @@ def _with_head(writing: Writing, packed: Modules, head: Modules) -> Writer | Non
 
 
 def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:
-    """The plain codes of each linear map, shapes instead of arrays; None of plain maps."""
+    """The PlainCodes of each packed map, with shapes instead of arrays; None for other maps."""
     places = model.linear_places(model.config)
 
     def codes() -> dict[str, PlainCodes | None]:
@@ -258,8 +258,8 @@ def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:
 
 
 def _cache_strategy(model: Decoder) -> str | None:
-    """Whether there is an FP8 cache's scale for all heads of a layer, or for each."""
+    """`tensor` or `attn_head`: one FP8 cache scale per layer or per head; None without any."""
     scales = None if model.cache_scales is None else np.asarray(model.cache_scales.get_value())
-    if scales is None or scales.ndim != 3:  # those of channels are for another cache
+    if scales is None or scales.ndim != 3:  # scales of channels belong to another cache format
         return None
     return "tensor" if bool(np.all(scales == scales[..., :1])) else "attn_head"

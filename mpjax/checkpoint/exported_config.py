@@ -16,17 +16,17 @@ from mpjax.kernels import files
 from mpjax.language_model import LanguageModel
 from mpjax.models import DecoderConfig
 
-MARK = "mpjax_version"  # of folders that `mpjax.export` has written, and may replace
-DTYPE_KEYS = ("torch_dtype", "dtype")  # older and newer files; every reader takes the first
+MARK = "mpjax_version"  # marks folders written by `mpjax.export`, which it may replace
+DTYPE_KEYS = ("torch_dtype", "dtype")  # the older and the newer key; every reader knows the first
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# Fields of a configuration on which no shape depends: they may differ from the file's.
+# Configuration fields that may differ from the file's: no shape depends on them.
 IGNORED_FIELDS = ("max_position_embeddings", "stop_ids", "packed_tables")
 
 
 def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
     """The config.json of an exported model, made from the config.json of its source.
 
-    quantization: the `quantization_config`; None if all weights are plain.
+    quantization: the `quantization_config`; None if no weight is packed.
 
     Raises ValueError if the source has no config.json, or the config.json of another model.
     """
@@ -55,7 +55,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def _require_same(lm: LanguageModel, path: Path, hf: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a config.json is that of the model."""
+    """Raises ValueError unless a config.json describes the model."""
     decoder, config = huggingface.decoder_config(lm.source, hf)
     if decoder is not type(lm.model):
         raise ValueError(

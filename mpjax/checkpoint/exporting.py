@@ -1,7 +1,7 @@
-"""Exports a model to a Hugging Face folder, which other libraries and servers load.
+"""Exports a model to a Hugging Face folder for other libraries and servers.
 
-The folder holds config.json, safetensors files and the files of the tokenizer. Packed weights stay
-what they are, bit for bit, in a layout that others read.
+The folder holds config.json, safetensors files and the tokenizer's files. Packed weights are
+re-packed losslessly in a layout that others read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpjax.files.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
 from mpjax.models.sharded import ShardedDecoder
 
-# Files of the tokenizer, those that only other libraries read among them.
+# Tokenizer files, including those that only other libraries read.
 COPIED_FILES = (
     *(name for name in TOKENIZER_FILES if name != CONFIG_NAME),
     *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
@@ -44,47 +44,46 @@ def export(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> tuple[str, ...]:
-    """Writes a model into a Hugging Face folder: all of it, or on failure nothing.
+    """Writes a model into a Hugging Face folder; writes nothing if it fails.
 
-    vLLM, transformers and `mpjax.load` read it, the last bit for bit, apart from what is
-    dequantised. docs/precision.md says which server takes which format.
+    vLLM, transformers and `mpjax.load` read it; mpjax restores all but dequantised weights bit for
+    bit. docs/precision.md lists which server reads which format.
 
-    Returns the names of packed tables, the head or the embedding, that are dequantised to the dtype
-    that the model computes in, because the format has no place for them or by `plain_head`; none
-    for `plain`.
+    Returns the names of packed tables (head or embedding) that are dequantised to the model's
+    dtype, because the format can't hold them or because of `plain_head`; none for `plain`.
 
     format: how the packed weights are written:
         `awq`: 4 bits in groups, AutoAWQ's `gemm` layout.
-        `gptq`, `gptq_v2`: 4 and 8 bits, also with channels in another order (act-order) and with
-            maps that differ; `gptq` stores zero points minus 1, and so none of 0.
-        `pack-quantized`: 4 and 8 bits, maps that differ too (compressed-tensors).
+        `gptq`, `gptq_v2`: 4 and 8 bits, also with act-order and different formats per map; `gptq`
+            stores zero points minus 1, so it can't store 0.
+        `pack-quantized`: 4 and 8 bits, also different per map (compressed-tensors).
         `int-quantized`: W8A8 (compressed-tensors). `float-quantized`: FP8 with a scale for each
-            output channel, or for blocks of 128 × 128 (compressed-tensors). `fp8`: the latter, as
-            DeepSeek-V3 and Qwen have it.
-        `mxfp4`: the experts of gpt-oss as it is published, all of a layer in one tensor.
-        `plain`: none stays packed; every map is dequantised to the dtype that the model computes
-            in, and activations are not rounded. Any model can be written so.
-        By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
-            `awq` and `gptq_v2` for integers with zero points or channels in another order, and
-            `plain` where no map is packed.
-    plain_head: dequantise a packed head, such as the H8 of `mpjax.quantize`, which the format could
-        hold: some servers read maps of one format only. Where transformers would not load the
-        export, a warning says so before anything is written.
-    overwrite: replace an earlier export. It stays whole until the new one is, so that the disk must
+            output channel, or for blocks of 128 × 128 (compressed-tensors). `fp8`: blocks of 128 ×
+            128 in the layout of DeepSeek-V3 and Qwen.
+        `mxfp4`: gpt-oss's experts in its published layout, one tensor per layer.
+        `plain`: every map is dequantised to the model's dtype, and activations are not rounded.
+            Works for any model.
+        By default the format that most servers read: compressed-tensors for symmetric integers,
+            W8A8 and FP8, `awq` and `gptq_v2` for integers with zero points or act-order, and
+            `plain` if no map is packed.
+    plain_head: dequantise a packed head, such as the H8 of `mpjax.quantize`, even if the format
+        could hold it: some servers read only one format per checkpoint. Warns, before anything is
+        written, if transformers can't load the export.
+    overwrite: replace an earlier export. It is kept until the new one is complete, so the disk must
         have room for both.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Maps that are not packed stay in the dtype that the model computes in, a tied head stays tied,
-    and scales of heads for an FP8 cache are written where the format is compressed-tensors'. The
-    rest of config.json is that of `lm.source`.
+    Unpacked maps stay in the model's dtype, a tied head stays tied, and per-head scales of an FP8
+    cache are written if the format is one of compressed-tensors. The rest of config.json is copied
+    from `lm.source`.
 
-    Raises ValueError where the folder holds anything else, or another process writes there; where
-    the format can't hold the weights, with what helps; and where the model holds adapters, or its
-    source has no config.json of it. Raises mpjax.files.disk.DiskSpaceError where the disk has not
-    enough room, before anything is written if that can be known.
+    Raises ValueError if the folder holds other files or another process writes to it; if the format
+    can't hold the weights; and for a model with adapters, or whose source has no matching
+    config.json. Raises mpjax.files.disk.DiskSpaceError if the disk has too little room, before
+    anything is written if the free space is known.
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
-    clean_up(folder)  # which may put a folder there that a killed export has moved away
+    clean_up(folder)  # may restore a folder that a killed export has moved away
     require_replaceable(folder, overwrite)
     if isinstance(lm.model, ShardedDecoder):
         lm = dataclasses.replace(lm, model=lm.model.whole())
@@ -100,7 +99,7 @@ def export(
 def _write(
     lm: LanguageModel, plan: ExportPlan, folder: Path, overwrite: bool, progress: bool | None
 ) -> None:
-    """Writes all files of an export, which replace those of an earlier one."""
+    """Writes all files of an export, replacing an earlier one."""
     config = json.dumps(exported_config.make(lm, plan.quantization), indent=2)
     files = shards.divide(plan.specs())
     source = locate(lm.source)
@@ -118,11 +117,11 @@ def _write(
         ):
             for name, array in plan.tensors():
                 write(name, array, advance)
-        require_replaceable(folder, overwrite)  # again: writing has taken its time
+        require_replaceable(folder, overwrite)  # again: writing took a while
 
 
 def require_replaceable(folder: Path, overwrite: bool) -> None:
-    """Raises ValueError unless a folder is empty, or an earlier export that is to be replaced."""
+    """Raises ValueError unless a folder is empty, or an earlier export and `overwrite` is set."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir() or is_saved(folder) or not exported_config.is_marked(folder):

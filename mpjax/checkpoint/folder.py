@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's files as a source: config.json, safetensors, tokenizer.json."""
+"""HuggingFaceFolder: a source of config.json, safetensors files and tokenizer.json."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mpjax.text.tokenizer import Tokenizer
 from mpjax.text.tokenizer_files import read_optional
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
-MODELOPT_NAME = "hf_quant_config.json"  # where ModelOpt once wrote what it quantised
+MODELOPT_NAME = "hf_quant_config.json"  # written by older ModelOpt versions
 
 
 class HuggingFaceFolder(Source):
-    """A folder with config.json, safetensors files and, mostly, a tokenizer."""
+    """A folder with config.json, safetensors files and usually a tokenizer."""
 
     def read_config(self) -> dict[str, Any]:
-        """The folder's config.json, or its part about the text model."""
+        """The folder's config.json, or the text model's part of a multimodal one."""
         path = self.path / CONFIG_NAME
         if not os.path.lexists(path):
             raise CheckpointError(
@@ -47,7 +47,7 @@ class HuggingFaceFolder(Source):
             raise CheckpointError(f"{self.path}{os.sep}{error}") from error
 
     def open(self) -> Checkpoint:
-        """The tensors in the headers of the safetensors files, without those that read images."""
+        """The tensors of the safetensors headers, without the vision encoder's."""
         return text_tensors(Checkpoint.open(self.path))
 
     def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
@@ -66,21 +66,21 @@ class HuggingFaceFolder(Source):
             raise CheckpointError(f"{path}: {error}") from error
 
     def read_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of tokenizer.json and the files beside it."""
+        """The tokenizer of tokenizer.json and related files; None without tokenizer.json."""
         has_one = os.path.lexists(self.path / TOKENIZER_NAME)
         return Tokenizer.from_folder(self.path) if has_one else None
 
     def read_sampling(self) -> Sampling | None:
-        """The sampling of generation_config.json."""
+        """The sampling settings of generation_config.json, or None."""
         path = self.path / generation_config.NAME
         return generation_config.read_sampling(read_optional(path), str(path))
 
     def file_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of those files that are there."""
+        """Bytes of the named files that exist."""
         return sum(_bytes_of(self.path / name) for name in names)
 
     def copy_files(self, names: Iterable[str], folder: Path) -> None:
-        """Copies those files, or folders, that are there."""
+        """Copies the named files and folders that exist."""
         for name in names:
             if (path := self.path / name).is_dir():
                 shutil.copytree(path, folder / name)

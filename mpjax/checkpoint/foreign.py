@@ -1,10 +1,10 @@
-"""Describes folders without a loadable checkpoint: the files found, and what to do."""
+"""Describes a folder without a loadable checkpoint, for error messages."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Patterns of files, and what to do about a folder that has one; the first match counts.
+# Pattern of files → what to do about such a folder; the first match counts.
 REMEDIES = {
     "*.gguf": "load that file itself: a GGUF file is a whole model",
     "adapter_config.json": "an adapter is not a model: load its base, and give it as an adapter",
@@ -22,7 +22,7 @@ REMEDIES = {
 
 
 def describe(folder: Path) -> str:
-    """The end of an error message: the files in a folder without a checkpoint, and what to do."""
+    """The end of an error message: which files the folder has, and what to do."""
     for pattern, remedy in REMEDIES.items():
         if found := sorted(folder.glob(pattern)):
             return f", and found {found[0].relative_to(folder)}; {remedy}"

@@ -1,10 +1,10 @@
-"""Tensors of all experts, which some files hold as one: taken apart when read, joined when written.
+"""Fused tensors of all experts in one: split when read, joined when written.
 
-The first axis of such a tensor counts the experts, so that the part of an expert is a run of bytes
-of the file. Some are named `…experts.gate_up_proj` or, with a suffix, `…experts.down_proj_blocks`.
-The part of expert 3 is named `…experts.3.gate_up_proj.weight` or `…experts.3.down_proj.blocks`.
-Others are the weight of a module, `…block_sparse_moe.input_linear.weight`, whose part of expert 3
-is named `…block_sparse_moe.experts.3.input_linear.weight` (Granite).
+The first axis is that of experts, so one expert's part is a contiguous range of bytes in the file.
+Of `…experts.gate_up_proj` or, with a suffix, `…experts.down_proj_blocks`, the part of expert 3 is
+named `…experts.3.gate_up_proj.weight` or `…experts.3.down_proj.blocks`. Of a module's weight,
+`…block_sparse_moe.input_linear.weight` (Granite), it is named
+`…block_sparse_moe.experts.3.input_linear.weight`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _NAME = re.compile(r"(.+\.experts)\.([a-z]+(?:_up)?_proj)(?:_(blocks|scales|bias
 _NAME_OF_MODULE = re.compile(r"(.+)\.(input_linear|output_linear)\.(weight)")
 _NAME_OF_ONE = re.compile(r"(.+\.experts)\.\d+\.([^.]+)\.([^.]+)")
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
-# More experts than any layer has: a header alone can't make mpjax build more names.
+# More experts than any layer has: limits the names that a damaged header can create.
 MOST_EXPERTS = 4096
 
 
 def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
-    """The checkpoint with a tensor for each expert instead of those of all experts.
+    """The checkpoint with one tensor per expert instead of fused tensors.
 
-    decoder: its names tell whether an expert's gate and up are one map or two. A checkpoint without
-    such tensors is returned as it is.
+    decoder: its names decide whether an expert's gate and up are one map or two. A checkpoint
+    without fused tensors is returned unchanged.
     """
     wanted = decoder.names.get(GATE_UP)
     if wanted is None:
@@ -60,16 +60,16 @@ def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
 
 
 def is_joint(place: LinearPlace) -> bool:
-    """Whether files hold the maps of all experts in one tensor."""
+    """Whether files store the maps of all experts as one fused tensor."""
     if not isinstance(place, ExpertPlace):
         return False
     return place.is_transposed or bool(_NAME_OF_MODULE.fullmatch(f"{place.names[0]}.weight"))
 
 
 def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Undoes `split_experts`: yields the tensors of all experts by the names that files have.
+    """The inverse of `split_experts`: yields fused tensors with the files' names.
 
-    tensors: of single experts, by their names; those of the first expert, then of the next.
+    tensors: names and tensors of single experts, in the order of experts.
     """
     parts: dict[str, list[Any]] = {}
     for name, array in tensors:
@@ -87,7 +87,7 @@ def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
 def _split(
     info: TensorInfo, module: str, suffix: str, halves: tuple[str, ...]
 ) -> Iterator[TensorInfo]:
-    """An expert's tensor by its name, or its two halves by theirs."""
+    """An expert's tensor with its name, or two halves (gate and up) with theirs."""
     if not halves:
         yield dataclasses.replace(info, name=f"{info.name}.{module}.{suffix}")
         return
@@ -105,7 +105,7 @@ def _split(
 
 
 def _rows(info: TensorInfo, name: str, count: int) -> Iterator[TensorInfo]:
-    """A tensor for each index of the first axis."""
+    """One tensor for each index of the first axis."""
     shape = info.shape[1:]
     size = math.prod(shape) * info.dtype.itemsize
     for index in range(count):

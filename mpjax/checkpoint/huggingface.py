@@ -1,7 +1,7 @@
-"""Loads a checkpoint of Hugging Face's form: a folder, plain or quantised, or a GGUF file.
+"""Loads a Hugging Face checkpoint folder, quantised or not, or a GGUF file.
 
-One tensor at a time goes from the mapped file to the device, so that host memory never holds more
-than the largest tensor.
+One tensor at a time is copied from the memory-mapped file to the device, so host memory never holds
+more than the largest tensor.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from mpjax.precision import Precision
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose headers have been read, and no tensor.
+    """A checkpoint of which only the headers have been read.
 
-    policy: of its quantised modules; None where it has none, or config.json names none.
+    policy: how quantised modules are read; None without any, or if config.json has none.
     """
 
     path: Path
@@ -71,12 +71,12 @@ class Opened:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any module's tensors are quantised; config.json is not asked."""
+        """Whether any module is quantised, by its tensors alone, not config.json."""
         return is_quantized(self.checkpoint)
 
 
 def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
-    """Opens a folder, or a GGUF file. Raises CheckpointError for one that can't be loaded."""
+    """Reads the headers of a folder or GGUF file. Raises CheckpointError if it can't be loaded."""
     source = source if isinstance(source, Source) else locate(Path(source))
     hf = source.read_config()
     if source.family is not None:
@@ -88,14 +88,14 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
         raise CheckpointError(f"{error}{_hint(source, hf)}") from error
     checkpoint, config = settle(split_experts(source.open(), decoder), decoder, config, hf)
     policy = source.read_policy(hf)
-    if not is_quantized(checkpoint):  # the tensors decide
+    if not is_quantized(checkpoint):  # decided by tensors, not config.json
         agreement.warn_of_plain(source.path, hf.get("quantization_config"))
         policy = None
     return Opened(source.path, decoder, config, checkpoint, policy)
 
 
 def _hint(source: Source, hf: Mapping[str, Any]) -> str:
-    """For an unknown architecture, the families that its config.json and its tensors fit."""
+    """A hint for an unknown architecture: the families that its config.json and tensors fit."""
     with contextlib.suppress(ConfigError):
         family(hf)
         return ""
@@ -117,9 +117,9 @@ def _hint(source: Source, hf: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A checkpoint whose headers allow a loading, of which nothing has been read or allocated.
+    """A checkpoint that can be loaded by its headers; nothing is read or allocated yet.
 
-    opened: with the policy that the precision chooses. model: without numbers in its arrays.
+    opened: with the policy chosen by the precision. model: abstract, without array values.
     """
 
     opened: Opened
@@ -135,7 +135,7 @@ def prepare(
     mesh: jax.sharding.Mesh | None = None,
     experts: ExpertDivision = "divided",
 ) -> Prepared:
-    """Checks the arguments of `load` by the headers, and raises its errors; reads no tensor."""
+    """Checks the arguments of `load` by the headers, and raises its errors. Reads no tensor."""
     dtype, opened = compute_dtype(dtype, precision), open_headers(source)
     if mesh is not None and opened.config.labels is not None:
         raise ValueError(f"{opened.path} is a classifier: load it on one device")
@@ -148,7 +148,7 @@ def prepare(
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
-        config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
+        config = dataclasses.replace(config, dtype="bfloat16")  # `compute_dtype` has handled A32
     named = tables_of({} if precision is None else precision.tables, config)
     plan = make_plan(opened.checkpoint, opened.decoder, config, policy, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
@@ -170,24 +170,21 @@ def load(
 ) -> Decoder:
     """Loads a decoder with its weights onto the default device, or divided among several.
 
-    source: a folder, a GGUF file, or the Source of either.
-    precision: a packed weight format rounds the linear maps of a 16-bit checkpoint to nearest, one
-        by one on the device; a quantised checkpoint must already have it. An FP8 checkpoint rounds
-        activations as config.json says, unless the precision has a W part, which decides then. A
-        checkpoint's scales for an FP8 cache become the model's cache_scales; a cache uses them if
-        the precision has KVfp8.
-    dtype: of activations, and of weights that are not packed. A precision of A32 makes it float32.
-        Otherwise, if it is None, config.json decides, or the dtype of the embedding tensor if
-        config.json has none; but a precision of A16 makes bfloat16 of float32.
+    source: a folder, a GGUF file, or a Source.
+    precision: with a packed weight format, the linear maps of a 16-bit checkpoint are rounded to
+        nearest on the device; a quantised checkpoint must already have that format. An FP8
+        checkpoint rounds activations as in config.json, unless the precision has a W part. A
+        checkpoint's scales for an FP8 cache become the model's cache_scales, which KVfp8 uses.
+    dtype: of activations and unpacked weights; float32 with A32. None: the dtype of config.json, or
+        of the embedding tensor if config.json has none; with A16, float32 becomes bfloat16.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
-    mesh: the devices among which the decoder is divided. Each linear map, and some experts at a
-        time, are converted as a whole on the default device, and every device gets its share of
-        them before the next are read.
-    experts: how they are divided among the devices; see `mpjax.load`.
+    mesh: the devices among which the decoder is divided. Each linear map (and a few experts at a
+        time) is converted on the default device, and then distributed before the next is read.
+    experts: how experts are divided among devices; see `mpjax.load`.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
-    checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where
-    the device does not have enough memory left.
+    checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, if
+    the device lacks memory.
     """
     prepared = prepare(source, precision=precision, dtype=dtype, mesh=mesh, experts=experts)
     opened, plan, model = prepared.opened, prepared.plan, prepared.model
@@ -202,7 +199,7 @@ def load(
 def _empty(
     decoder: type[Decoder], plan: Plan, mesh: jax.sharding.Mesh | None, experts: ExpertDivision
 ) -> Decoder:
-    """A decoder that `fill` fills, without numbers in its arrays."""
+    """An abstract decoder, without array values, for `fill`."""
     if mesh is None:
         return nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0)))
     formats = {place.path: [source.format for source in sources] for place, sources in plan.linears}
@@ -213,12 +210,11 @@ def _empty(
 def open_plain(
     folder: Path, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[Decoder, Checkpoint, Plan]:
-    """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
+    """Opens an unquantised checkpoint; returns an abstract decoder for `fill`, tensors and plan.
 
-    dtype: what the decoder computes in. If it is None, the checkpoint decides, as in `load`, but
-        float32 becomes bfloat16.
+    dtype: the dtype in which the decoder computes; None as in `load`, but float32 becomes bfloat16.
 
-    Raises CheckpointError for a folder that can't be loaded, or is quantised already.
+    Raises CheckpointError for a folder that can't be loaded, or is quantised.
     """
     opened = open_headers(folder)
     config = opened.config
@@ -235,7 +231,7 @@ def open_plain(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The keys of config.json. Raises CheckpointError where they can't be read."""
+    """The keys of config.json. Raises CheckpointError if it can't be read."""
     return locate(folder).read_config()
 
 
@@ -251,9 +247,9 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
 
 
 def read_policy(folder: Path, hf: Mapping[str, Any]) -> Policy | None:
-    """The policy of config.json's quantization_config, None without one.
+    """The policy of config.json's quantization_config; None without one.
 
-    Raises CheckpointError where no format here can read it.
+    Raises CheckpointError if no scheme can read it.
     """
     return locate(folder).read_policy(hf)
 
@@ -267,8 +263,8 @@ def fill(
 ) -> None:
     """Reads the tensors of a plan into a model, one parameter after another.
 
-    advance: is called with the number of bytes of each tensor when it is read for the first time.
-    belongs: whether to fill the parameter at a path; all others are left as they are.
+    advance: called with each tensor's bytes when it is first read. belongs: whether to fill the
+    parameter at a path; others are not changed.
     """
     dtype, unread = plan.config.dtype, set(checkpoint.tensors)
 

@@ -1,8 +1,8 @@
 """Reads a checkpoint's calibrated scales for an FP8 KV cache.
 
-llm-compressor writes them beside each attention layer's maps, where quantization_config has a
-`kv_cache_scheme`: `k_scale` and `v_scale`, one number for all heads ([1] or []), or one for each KV
-head ([heads] or [heads, 1, 1]). A key is e4m3(code) · k_scale. ModelOpt's are those of maps,
+llm-compressor writes them in each attention module if quantization_config has a `kv_cache_scheme`:
+`k_scale` and `v_scale`, one number for all heads ([1] or []), or one for each KV head ([heads] or
+[heads, 1, 1]). A key is e4m3(code) · k_scale. ModelOpt writes them in the linear maps:
 `k_proj.k_scale` and `v_proj.v_scale`. Source: compressed-tensors,
 quantization/lifecycle/initialize.py and modeling/kvcache.py.
 """
@@ -29,7 +29,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
-    """Names of the scale tensors of each layer, the keys' first and then the values'."""
+    """Names of the scale tensors of each layer: for keys, then for values."""
     layers = range(config.num_layers)
     return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
 
@@ -40,10 +40,10 @@ def of(
     config: DecoderConfig,
     policy: Policy,
 ) -> tuple[str, ...]:
-    """Names of the scales that a checkpoint has by its policy, in the order of `names`, or none.
+    """Names of a checkpoint's cache scales in the order of `names`; empty without any.
 
-    tensors: of the checkpoint. They decide between the names that writers use, and whether there
-    are any where the policy may lack them.
+    tensors: the checkpoint's, which decide between llm-compressor's and ModelOpt's names, and
+    whether scales exist if the policy makes them optional.
     """
     if not policy.has_cache_scales:
         return ()
@@ -55,15 +55,15 @@ def of(
 
 
 def _of_map(name: str) -> str:
-    """The name of a scale beside its map: `a.k_proj.k_scale` for `a.k_scale`."""
+    """ModelOpt's name of a scale: `a.k_proj.k_scale` for `a.k_scale`."""
     module, _, suffix = name.rpartition(".")
     return f"{module}.{suffix[0]}_proj.{suffix}"
 
 
 def warn_of_dropped(folder: Path, tensors: Iterable[str], format: KVFormat) -> None:
-    """Warns of scales for an FP8 cache that a checkpoint has and the model does not get.
+    """Warns of a checkpoint's scales for an FP8 cache that are not loaded.
 
-    tensors: the names of a checkpoint's tensors, none of which is read as a scale of the cache.
+    tensors: the names of the checkpoint's tensors. format: the KV format.
     """
     found = next((name for name in sorted(tensors) if name.endswith(SUFFIXES)), None)
     if found is not None and "fp8" in (format.keys, format.values):
@@ -77,10 +77,10 @@ def warn_of_dropped(folder: Path, tensors: Iterable[str], format: KVFormat) -> N
 def check(
     tensors: Mapping[str, TensorInfo], scales: Sequence[str], heads: int
 ) -> tuple[TensorInfo, ...]:
-    """The scale tensors of some names. heads: the number of KV heads.
+    """The scale tensors with the names in `scales`. heads: the number of KV heads.
 
-    Raises CheckpointError for another dtype, and for a shape that is neither one number nor one for
-    each KV head.
+    Raises CheckpointError for an unsupported dtype, and for a shape that is neither one number nor
+    one for each KV head.
     """
     found = []
     for name in scales:

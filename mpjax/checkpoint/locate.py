@@ -11,5 +11,5 @@ from mpjax.checkpoint.source import Source
 
 
 def locate(path: Path) -> Source:
-    """The source at a path: a GGUF file, or else a folder of Hugging Face's files."""
+    """The source at a path: a GGUF file, or otherwise a Hugging Face folder."""
     return GGUFSource(path) if is_gguf(path) else HuggingFaceFolder(path)

@@ -1,8 +1,8 @@
-"""Takes a decoder's arrays out by name, as a saved model holds them, checks them, puts them in.
+"""Names a decoder's arrays as in a saved model: takes them out, checks them, puts them in.
 
-An array outside linear maps has the path of its place, such as `layers.0.mlp_norm.weight`. The
-arrays of a linear map have the number of a part and a name after the path: `kernel` and `bias` in
-`layers.0.attention.qkv.0.kernel`, or the arrays of a packed kernel, as in
+An array outside linear maps is named by its path, such as `layers.0.mlp_norm.weight`. For a linear
+map, the path is followed by the index of a part and a name: `kernel` or `bias`, as in
+`layers.0.attention.qkv.0.kernel`, or an array of a packed kernel, as in
 `layers.0.attention.qkv.0.words`.
 """
 
@@ -19,7 +19,7 @@ from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.models import ArrayPlace, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
-# Fields of a QuantizedTensor that hold arrays; a field that the format does not use is None.
+# Array fields of a QuantizedTensor; fields that the format doesn't use are None.
 PACKED_ARRAYS = (
     *("words", "parameters", "permutation", "channel_scales", "table", "activation_bits"),
     "activation_scale",
@@ -28,13 +28,13 @@ CACHE_SCALES = "cache_scales"
 
 
 class PackedPart(NamedTuple):
-    """A packed kernel's fields that are not arrays; see QuantizedTensor."""
+    """The static fields of a packed kernel; see QuantizedTensor."""
 
     format: WeightFormat
     scale_dtype: str
 
 
-# For each path of linear maps, its parts in order; None stands for a part with a plain kernel.
+# Path of a linear map → its parts in order; None for a part with an unpacked kernel.
 Parts = Mapping[str, Sequence[PackedPart | None]]
 
 
@@ -44,7 +44,7 @@ class _Expected(NamedTuple):
 
 
 def take(model: Decoder, prefix: str = "") -> dict[str, jax.Array]:
-    """The arrays of a model, by name; prefix: of the names to take, such as `layers.0.`."""
+    """The arrays of a model, by name. prefix: of the names to take, such as `layers.0.`."""
     array_places, linear_places = _places(model, prefix)
     arrays = {place.path: place.read(model) for place in array_places}
     for place in linear_places:
@@ -114,9 +114,9 @@ def _places(model: Decoder, prefix: str) -> tuple[list[ArrayPlace], list[LinearP
 def require_fitting(
     decoder: type[Decoder], config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError unless `arrays` are all arrays of such a model, in shape and dtype.
+    """Raises ValueError unless names, shapes and dtypes of `arrays` are those of the model.
 
-    arrays: arrays, or anything with their shapes and dtypes, by name.
+    arrays: by name; objects with shape and dtype suffice.
     """
     if config.num_layers > len(arrays):  # checked before a list with an entry per layer is made
         raise ValueError(f"there are {config.num_layers} layers and only {len(arrays)} arrays")

@@ -1,6 +1,7 @@
-"""What loading a checkpoint does, told from its headers: what becomes of codes, and the precisions.
+"""Predicts from the headers alone what loading a checkpoint does.
 
-No tensor is read, and nothing is allocated on a device.
+That is: which quantised weights keep their codes or are rounded, and how many bytes the weights
+take in other precisions. Nothing is read or allocated.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.precision import Precision
 
-# Precisions to which weights can be rounded, and the groups that are tried: the usual ones first.
+# Precisions to which weights can be rounded, and the group sizes to try, the default first.
 ROUNDED, GROUPS = ("W8{}A16KV8", "W4{}A16KV8"), ("", "g64", "g32", "gK")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """What `load` makes of a checkpoint of Hugging Face's form, or of a GGUF file.
+    """The result of `load` for a Hugging Face checkpoint or a GGUF file, in words.
 
-    contents: a text about the weights in the files, and what becomes of them.
-    activations: a text about a choice of activations that has to be made; None where it need not.
-    cache: a text about the cache that the checkpoint was made for, if there is none like it here.
-    rounded: a text about what is lost by loading, or None.
-    others: bytes of all weights on a device in other precisions that can be asked for, by these.
+    contents: the weights in the files, and whether they keep their codes.
+    activations: the required choice of an activation format; None if there is none.
+    cache: the checkpoint's cache format if it is not supported, or None.
+    rounded: what is lost by rounding, or None.
+    others: bytes of all weights on a device in other possible precisions, by precision.
     """
 
     contents: str
@@ -41,7 +42,7 @@ class Outlook:
 
 
 def look(opened: Opened) -> Outlook:
-    """The outlook of a checkpoint whose headers were read, and that can be loaded."""
+    """The Outlook of an opened, loadable checkpoint."""
     policy, others = opened.policy, dict(_others(opened))
     if policy is None:
         return Outlook(f"numbers in {opened.config.dtype}", None, None, None, others)
@@ -61,7 +62,7 @@ def _cache(opened: Opened) -> str | None:
 
 
 def _others(opened: Opened) -> Iterator[tuple[str, int]]:
-    """Precisions and bytes: those of a policy that has a choice, and those to round weights to."""
+    """Yields precisions and bytes: the policy's choices, and precisions to round weights to."""
     choices = () if opened.policy is None else opened.policy.choices
     if len(choices) > 1:
         for choice in choices:
@@ -78,11 +79,11 @@ def _can_be_rounded(opened: Opened) -> bool:
 
 
 def _rounded(opened: Opened, precision: Precision) -> tuple[str, int] | None:
-    """A precision and its bytes; None where its groups don't divide the input channels."""
+    """A precision and its bytes; None if its groups don't divide the input channels."""
     target = precision.weights
     assert target is not None
     policy = None if opened.policy is None else opened.policy.rounded_to(target)
-    if opened.config.dtype == "float32":  # which a precision of A16 makes bfloat16
+    if opened.config.dtype == "float32":  # A16 turns it into bfloat16
         config = dataclasses.replace(opened.config, dtype="bfloat16")
         opened = dataclasses.replace(opened, config=config)
     with contextlib.suppress(CheckpointError):

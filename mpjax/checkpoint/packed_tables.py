@@ -1,4 +1,4 @@
-"""The packed tables of a vocabulary, which are the embedding and the head, and their formats."""
+"""The formats of packed tables: the embedding and the head."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpjax.models.parameters import EMBEDDING, HEAD, name_of
 
 
 def tables_of(named: Mapping[str, WeightFormat], config: DecoderConfig) -> dict[str, WeightFormat]:
-    """The formats that are named for tables of a model, by the paths of the tables that it has.
+    """The requested formats of tables, by the paths of the model's tables.
 
-    named: formats by `head` and `embedding`. A tied table is the `embedding`, and has the format
-    of either. Raises ValueError where two formats are named for it.
+    named: formats by `head` and `embedding`. A tied table is the `embedding` and gets the format of
+    either. Raises ValueError if two different formats are requested for it.
     """
     if not config.tie_word_embeddings:
         return dict(named)
@@ -31,7 +31,7 @@ def tables_of(named: Mapping[str, WeightFormat], config: DecoderConfig) -> dict[
 
 
 def packed(tables: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
-    """The tables that have a packed format, without the others."""
+    """The entries with a packed format."""
     return {path: format for path, format in tables.items() if format.is_packed}
 
 
@@ -41,11 +41,11 @@ def configured(
     modules: Mapping[str, Mapping[str, TensorInfo]],
     rounded: Iterable[str],
 ) -> DecoderConfig:
-    """The configuration with the tables that are packed: quantised in the files, or rounded.
+    """The configuration with `packed_tables` set: tables quantised in the files, or rounded.
 
-    modules: the tensors of a checkpoint by module and suffix. rounded: paths of the plain tables
-    that are rounded when they are loaded. Raises CheckpointError for an embedding or a tied table
-    that is quantised in the files.
+    modules: the checkpoint's tensors by module and suffix. rounded: paths of 16-bit tables that are
+    rounded when loaded. Raises CheckpointError for an embedding or a tied table that is quantised
+    in the files.
     """
     found = {
         path: modules.get(name_of(decoder.names, path).removesuffix(".weight"), {})

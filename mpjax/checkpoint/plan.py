@@ -1,8 +1,7 @@
-"""Plans the loading of a Hugging Face checkpoint from the headers of its files alone.
+"""Plans the loading of a Hugging Face checkpoint from its files' headers.
 
-A plan says from which tensors each place of the module is filled, in which format, and how many
-bytes that takes. Wrong names, shapes, dtypes and formats are found here, before a tensor is read or
-memory is allocated.
+A plan lists the tensors that fill each parameter, their formats, and the bytes needed. Wrong names,
+shapes, dtypes and formats are found here, before a tensor is read or memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from mpjax.models.parameters import name_of
 from mpjax.models.window import Window
 
 SHOWN_NAMES = 5
-# Device memory per weight that quantising takes beside the tensor's own: float32 copies and codes.
+# Extra device bytes per weight while quantising: float32 copies and codes.
 QUANTIZING_BYTES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearSource:
-    """One linear map: its tensors in the file, and its format on the device.
+    """The tensors of one linear map, and its format on the device.
 
-    name: of the module in the file. shape: (input channels, output channels). tensors: by suffix.
-    reader: decodes quantised tensors; None where `weight` holds floating-point numbers.
-    format: the packed format on the device; None for a plain array in the model's dtype.
-    is_transposed: whether a plain weight is [in, out] in the file.
-    window: the channels that are read; None for all.
+    name: the module's name in the file. shape: (input channels, output channels). tensors: by
+    suffix.
+    reader: decodes quantised tensors; None if `weight` is floating point.
+    format: the packed format on the device; None for an array in the model's dtype.
+    is_transposed: whether an unquantised weight is [in, out] in the file.
+    window: the range of channels that this process reads; None for all.
     """
 
     name: str
@@ -55,12 +55,12 @@ class LinearSource:
 
     @property
     def read_shape(self) -> tuple[int, int]:
-        """The input and output channels that are read."""
+        """(input channels, output channels) that are read."""
         return self.shape if self.window is None else self.window.of(self.shape)
 
     @property
     def order(self) -> TensorInfo | None:
-        """The tensor that gives the group of each input channel, if there is one."""
+        """The tensor with the group index of each input channel (act-order), or None."""
         suffix = None if self.reader is None else self.reader.order_suffix
         return None if suffix is None else self.tensors.get(suffix)
 
@@ -72,9 +72,9 @@ class LinearSource:
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """A quantised embedding or head, which is dequantised.
+    """A quantised embedding or head that is dequantised when loaded.
 
-    name: of the module in the file. tensors: by suffix. reader: decodes them.
+    name: the module's name in the file. tensors: by suffix. reader: decodes them.
     """
 
     name: str
@@ -89,10 +89,10 @@ class TableSource:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The tensors from which each place in the module is filled.
+    """The tensors that fill each parameter of the module.
 
-    linears: for each place the sources of its maps, in the order of the place's names.
-    cache_scales: tensors in the order of `kv_scales.names`; empty where the checkpoint has none.
+    linears: for each place the sources of its maps, in the order of `place.names`.
+    cache_scales: tensors in the order of `kv_scales.names`; empty without cache scales.
     """
 
     config: DecoderConfig
@@ -119,11 +119,11 @@ class Plan:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes on the device that the largest conversion takes beside the loaded model."""
+        """Bytes on the device that the largest conversion takes in addition to the loaded model."""
         steps = [_array_bytes(place, source) for place, source in self.arrays]
         for place, sources in self.linears:
             step = max(_converting_bytes(source) for source in sources)
-            if len(sources) > 1:  # separate maps exist beside the joined one
+            if len(sources) > 1:  # the separate maps and the joined one exist at once
                 joined = sources[: place.joined_maps]
                 step += sum(self._linear_bytes(place, source) for source in joined)
             steps.append(step)
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def undivided_bytes(self) -> int:
-        """Bytes of the largest parameter, or of experts, that is whole before devices divide it."""
+        """Bytes of the largest parameter (or few experts) that is whole before its division."""
         size = jnp.dtype(self.config.dtype).itemsize
         steps = [math.prod(place.shape) * size for place, _ in self.arrays]
         for place, sources in self.linears:
@@ -154,7 +154,7 @@ class Plan:
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
     """Tensors by module and suffix: `a.b.weight` is the suffix `weight` of the module `a.b`.
 
-    A tensor that belongs to a weight has a longer suffix, as in `a.b.weight.absmax`.
+    Parameters of a weight have a longer suffix: `weight.absmax` in `a.b.weight.absmax`.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
@@ -179,15 +179,15 @@ def make_plan(
     quantize: WeightFormat | None,
     tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> Plan:
-    """Plans from which tensors of a checkpoint each place of a decoder is filled; reads no tensor.
+    """Plans which tensors of a checkpoint fill each parameter of a decoder; reads no tensor.
 
-    policy: of quantised modules, by config.json; None if config.json has none. quantize: the format
-    to which 16-bit linear maps of layers are rounded; None leaves them in 16 bits. tables: the
-    packed formats to which the 16-bit tables `embedding` and `head` are rounded. A head that is
-    quantised in the files stays so; the plan's configuration has the packed tables.
+    policy: how quantised modules are read; None if config.json has no quantization config.
+    quantize: the format to which 16-bit linear maps of layers are rounded; None keeps them in 16
+    bits. tables: the packed formats to which the 16-bit tables `embedding` and `head` are rounded.
+    A quantised head keeps its format; the plan's configuration lists the packed tables.
 
-    Raises CheckpointError for tensors that are missing or unexpected, or whose shape, dtype or
-    packing is not the one that the model and config.json ask for.
+    Raises CheckpointError for missing or unexpected tensors, and for a shape, dtype or packing that
+    contradicts the model and config.json.
     """
     if config.num_layers > len(checkpoint.tensors):  # checked before a list with an entry per layer
         raise CheckpointError(
@@ -210,7 +210,7 @@ def make_plan(
         () if policy is None else kv_scales.of(checkpoint.tensors, decoder, config, policy)
     )
     expected |= set(cache_scales)
-    if config.tie_word_embeddings:  # `settle` has found that head and embedding are equal
+    if config.tie_word_embeddings:  # `settle` has checked that head and embedding are equal
         expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
     expected |= {name for name in checkpoint.tensors if _is_spare(name, decoder, config)}
     _check_names(checkpoint, expected, ignored)
@@ -232,9 +232,9 @@ def make_plan(
 
 
 def _is_spare(name: str, decoder: type[Decoder], config: DecoderConfig) -> bool:
-    """Whether the family's files may hold a tensor of this name that the decoder has no place for.
+    """Whether a tensor may be in the family's files although the decoder doesn't use it.
 
-    It is behind the decoder's layers, or has a name of `decoder.spare`.
+    It belongs to a layer after the decoder's last, or has a name of `decoder.spare`.
     """
     layer = re.match(r"model\.layers\.(\d+)\.", name) if decoder.has_spare_layers else None
     is_behind = layer is not None and int(layer[1]) >= config.num_layers
@@ -244,7 +244,7 @@ def _is_spare(name: str, decoder: type[Decoder], config: DecoderConfig) -> bool:
 def _rounding(
     place: LinearPlace, quantize: WeightFormat | None, tables: Mapping[str, WeightFormat]
 ) -> WeightFormat | None:
-    """The format to which a place's 16-bit maps are rounded; None leaves them in 16 bits."""
+    """The format to which a place's 16-bit maps are rounded; None keeps them in 16 bits."""
     if place.is_table:
         return tables.get(place.path)
     return None if place.is_precise else quantize
@@ -254,10 +254,10 @@ def _names_of_tensors(
     arrays: Sequence[tuple[ArrayPlace, TableSource | None]],
     linears: Iterable[tuple[LinearPlace, Sequence[Mapping[str, TensorInfo]]]],
 ) -> set[str]:
-    """The names that a checkpoint must have for places, and no others; see `_check_names`.
+    """The tensor names that a checkpoint must have, and may have; see `_check_names`.
 
-    arrays: places with the quantised table that fills them, or None. linears: places with the
-    tensors, by suffix, of each of their maps.
+    arrays: places, each with the quantised table that fills it, or None. linears: places, each with
+    the tensors of its maps by suffix.
     """
     expected = {array.name for array, table in arrays if table is None}
     for table in (table for _, table in arrays if table is not None):
@@ -265,7 +265,7 @@ def _names_of_tensors(
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):
             expected |= {f"{name}.{suffix}" for suffix in tensors}
-            # `Reader.check` reports the other tensors that a quantised module lacks.
+            # `Reader.check` reports missing tensors of a quantised module.
             expected |= {f"{name}.weight"} if _has_weight(tensors) else set()
             expected |= {f"{name}.bias"} if place.bias else set()
     return expected
@@ -274,7 +274,7 @@ def _names_of_tensors(
 def _policy_of(
     place: LinearPlace, policy: Policy | None, tables: Mapping[str, WeightFormat]
 ) -> Policy | None:
-    """The policy of a place: of a table with a named format, the one that rounds to that."""
+    """The policy of a place; for a table with a requested format, the policy that rounds to it."""
     if policy is not None and isinstance(place, ExpertPlace):
         return policy.for_experts()
     if policy is None or not place.is_table or place.path not in tables:
@@ -285,7 +285,7 @@ def _policy_of(
 def _table_source(
     modules: Mapping[str, Mapping[str, TensorInfo]], name: str, policy: Policy | None
 ) -> TableSource | None:
-    """The quantised tensors of a parameter, `name` with `.weight` after; None for a plain one."""
+    """The quantised tensors of the parameter `name`; None if it is not quantised."""
     module = name.removesuffix(".weight")
     tensors = modules.get(module, {})
     stored = registry.of_module(tensors)
@@ -307,7 +307,7 @@ def _array_source(
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
-    """The tensors of a module that are read, by suffix; the module's reader says which."""
+    """The tensors of a module that its reader uses, by suffix."""
     suffixes = _suffixes(tensors) + (("bias",) if place.bias else ())
     return {suffix: tensors[suffix] for suffix in suffixes if suffix in tensors}
 
@@ -318,7 +318,7 @@ def _suffixes(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
 
 
 def _has_weight(tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a module has, or lacks, a tensor `weight`: NVFP4 may have `weight_packed` instead."""
+    """Whether a module must have a tensor `weight`: NVFP4 may have `weight_packed` instead."""
     return "weight" in _suffixes(tensors) and "weight_packed" not in tensors
 
 
@@ -328,7 +328,7 @@ def _linear_sources(
     policy: Policy | None,
     quantize: WeightFormat | None,
 ) -> tuple[LinearSource, ...]:
-    """The sources of a place's maps; shards: the tensors of each, by suffix."""
+    """The sources of a place's maps. shards: the tensors of each map, by suffix."""
     is_transposed = isinstance(place, ExpertPlace) and place.is_transposed
     found = (
         _linear_source(name, shape, tensors, policy, quantize, is_transposed=is_transposed)
@@ -376,7 +376,7 @@ def _check_names(
     unexpected = sorted(
         name
         for name in checkpoint.tensors.keys() - wanted
-        # Old files hold the rotary frequencies, which the model computes.
+        # Old files contain the rotary frequencies, which the model computes itself.
         if not name.endswith(("rotary_emb.inv_freq", *ignored))
     )
     problems = []
@@ -406,7 +406,7 @@ def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
 
 
 def _array_bytes(place: ArrayPlace, source: TensorInfo | TableSource) -> int:
-    """Bytes on the device that the conversion of a parameter takes beside the loaded model."""
+    """Bytes on the device that converting a parameter takes in addition to the loaded model."""
     per_number = source.reader.decoding_bytes if isinstance(source, TableSource) else 0
     return source.nbytes + per_number * math.prod(place.shape)
 

@@ -16,9 +16,9 @@ def bytes_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Shows a bar of bytes while its block runs.
 
-    Yields a function that the block calls with the number of bytes just read or written. action:
-    the verb before the bar, such as "Loading". total: bytes of the whole. progress: whether to show
-    the bar; None: if stderr is a terminal.
+    Yields a function to call with the number of bytes just read or written. action: the verb before
+    the bar, such as "Loading". total: all bytes. progress: whether to show the bar; None: if stderr
+    is a terminal.
     """
     columns = rich.progress.DownloadColumn(), rich.progress.TimeRemainingColumn()
     with _bar(columns, f"{action} {folder.name}", progress, total) as advance:

@@ -27,7 +27,7 @@ from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
 
-WIDTHS = ".activation_bits"  # where the names of arrays with widths of blocks end
+WIDTHS = ".activation_bits"  # suffix of the arrays with activation widths of blocks (W4Ax)
 
 
 def restore(
@@ -42,16 +42,16 @@ def restore(
 ) -> LanguageModel:
     """Loads a saved model onto the default device, or divided among several, bit for bit.
 
-    precision, dtype: if given, the saved weights must have them. The precision's KV format may
-        differ from the saved one, and replaces it.
+    precision, dtype: if given, the saved weights must have them. Only the precision's KV format may
+        differ; it replaces the saved one.
     verify: whether to compare each array with its checksum in mpjax.json.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mesh: the devices among which the decoder is divided; a saved model fits any number of them.
-    experts: how they are divided among the devices; see `mpjax.load`.
+    experts: how experts are divided among devices; see `mpjax.load`.
 
-    Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError
-    where the weights have another precision or dtype, and mpjax.memory.DeviceMemoryError where the
-    device does not have enough memory left.
+    Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError if
+    the weights have another precision or dtype, and mpjax.memory.DeviceMemoryError if the device
+    lacks memory.
     """
     folder = Path(folder).resolve()
     description, infos, lm = prepare(folder, precision=precision, dtype=dtype, mesh=mesh)
@@ -84,8 +84,8 @@ def prepare(
 ) -> tuple[Description, dict[str, TensorInfo], LanguageModel]:
     """Checks the arguments of `restore` against the headers; reads no array.
 
-    It raises the errors of `restore` but those of arrays and of the division among devices.
-    Returns the description, the header of the weights' file, and the model as `abstract` gives it.
+    Raises the errors of `restore`, except those of reading arrays and dividing the model. Returns
+    the description, the header of the weights' file, and the abstract model.
     """
     description = Description.read(folder)
     lm = description.abstract(folder)
@@ -105,7 +105,7 @@ def _restore_shares(
     experts: ExpertDivision,
     read: Callable[[str], jax.Array],
 ) -> ShardedDecoder:
-    """The decoder divided among devices; each place is read as a whole, and then cut."""
+    """The decoder divided among devices; each parameter is read whole and then sliced."""
     formats = {
         path: [part and part.format for part in parts] for path, parts in description.parts.items()
     }
@@ -132,7 +132,7 @@ def _names_of_places(description: Description) -> dict[str, list[str]]:
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
     """A saved model with ShapeDtypeStructs instead of arrays, and without a tokenizer.
 
-    Only mpjax.json is read, and of W4Ax the widths of blocks of activations, which are arrays.
+    Reads only mpjax.json and, with W4Ax, the arrays of activation widths.
     Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
     """
     folder = Path(folder)
@@ -151,7 +151,7 @@ def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
 def _read_header(folder: Path, description: Description) -> dict[str, TensorInfo]:
     """Reads the header of the weights' file: a TensorInfo for each array.
 
-    Raises CheckpointError where the header and the description disagree.
+    Raises CheckpointError if the header and the description disagree.
     """
     path = folder / WEIGHTS_NAME
     if not os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Reads safetensors checkpoints: `open` reads the headers, `read` maps one tensor's bytes.
+"""Reads safetensors checkpoints: `open` reads headers, `read` memory-maps one tensor.
 
 Source: https://github.com/huggingface/safetensors, section "Format". A file is an 8-byte
 little-endian header length, a JSON header, and the tensors' bytes without holes.
@@ -57,7 +57,7 @@ DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's dtype, shape and place: bytes [begin, end) of `file`, from the file's start."""
+    """A tensor's dtype, shape, and bytes [begin, end) in `file`."""
 
     name: str
     dtype: np.dtype
@@ -84,9 +84,9 @@ class Checkpoint:
         """Reads and checks the headers of a folder's safetensors files; tensors stay on disk.
 
         Takes `model.safetensors`, else the shards of `model.safetensors.index.json`, else the only
-        `*.safetensors` file. The index decides: a tensor in another shard than the index says is
-        left out, with a warning. Raises CheckpointError for a file that is missing or damaged, and
-        for a shard that lacks a tensor that the index puts in it.
+        `*.safetensors` file. A tensor in another shard than the index says is left out, with a
+        warning. Raises CheckpointError for a file that is missing or damaged, and for a shard that
+        lacks a tensor that the index puts in it.
         """
         root = Path(folder)
         if not root.is_dir():
@@ -105,11 +105,11 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def read(self, name: str) -> np.ndarray:
-        """Maps one tensor's bytes into memory as a read-only array of its shape and dtype.
+        """Memory-maps one tensor as a read-only array.
 
-        Every call makes its own mapping, which is released with the array, so that reading a
-        checkpoint tensor by tensor never holds more than one of them in host memory. Raises
-        CheckpointError for a name that the checkpoint lacks, with the nearest name.
+        Every call makes its own mapping, which is released with the array, so reading tensor by
+        tensor never holds more than one in host memory. Raises CheckpointError for a name that the
+        checkpoint lacks, with the nearest name.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -175,7 +175,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _check_metadata(metadata: Any, file: Path) -> None:
-    if metadata is None:  # null means none
+    if metadata is None:  # null is allowed
         return
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(
@@ -255,7 +255,7 @@ def _check_layout(tensors: dict[str, TensorInfo], file: Path, data_begin: int, s
 
 
 def _read_shards(index: Path) -> dict[str, TensorInfo]:
-    """Tensors of all shards, each from the shard in which the index puts it."""
+    """The tensors of all shards, each from the shard that the index names."""
     weight_map = _read_index(index)
     tensors, others = {}, []
     for shard in sorted(set(weight_map.values())):

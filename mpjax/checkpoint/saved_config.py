@@ -18,9 +18,9 @@ from mpjax.models.config import RopeScaling, SublayerSpec
 
 JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict: "object"}
 HALVES = ("attention", "mlp")
-# Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
+# Fields that follow from other parts of mpjax.json: packed tables are among its linear maps.
 TOLD_ELSEWHERE = ("packed_tables",)
-# Fields that are left out where they have their defaults, as in files older than the field.
+# Fields that are omitted if they have their default, as in files older than the field.
 RARE: Mapping[type, tuple[str, ...]] = {
     DecoderConfig: ("local_rope_scaling", "centered_norms", "norm_bias", "predicts", "labels"),
     GroupedQuerySpec: (
@@ -37,9 +37,9 @@ RARE: Mapping[type, tuple[str, ...]] = {
     MLPSpec: ("hadamard",),
 }
 SCALINGS = ("rope_scaling", "local_rope_scaling")
-# Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
+# Fields of GroupedQuerySpec that version 4 of mpjax.json stores once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
-# Fields that version 5 lacks, in which every model has their defaults.
+# Fields that version 5 lacks; its models all have the defaults.
 ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
     DecoderConfig: (
         *("rotary_dim", "local_rope_theta", "offset_norms"),
@@ -56,7 +56,7 @@ ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
 
 
 def to_json(config: DecoderConfig) -> dict[str, Any]:
-    """The configuration as dictionaries, lists, numbers, booleans and strings."""
+    """The configuration as JSON values: dictionaries, lists, numbers, booleans and strings."""
     layers = [
         {half: _spec(getattr(layer, half)) for half in HALVES} | {"norms": layer.norms}
         for layer in config.layers
@@ -68,8 +68,8 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
 def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -> DecoderConfig:
     """The configuration that `to_json` wrote; the caller checks its values with `require_sound`.
 
-    specs: classes of attention and MLP specs that layers may have. Raises ValueError, which names
-    the key.
+    specs: the spec classes of sublayers that layers may have. Raises ValueError, which names the
+    key.
     """
     _require_fields("config", written, DecoderConfig, TOLD_ELSEWHERE)
     kinds = {spec.kind: spec for spec in specs}
@@ -89,7 +89,7 @@ def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -
 def upgrade(written: Mapping[str, Any], version: int) -> dict[str, Any]:
     """Converts the JSON of a configuration from version 4 or 5 of mpjax.json to version 6.
 
-    Version 4 has a list of windows, and every other field of layers once for all layers. Both lack
+    Version 4 has a list of windows, and other layer fields once for all layers. Both versions lack
     the fields of ADDED_IN_VERSION_6. Raises ValueError, which names the key.
     """
     values = _with_layers(written) if version == 4 else dict(written)
@@ -97,7 +97,7 @@ def upgrade(written: Mapping[str, Any], version: int) -> dict[str, Any]:
     if isinstance(scaling := values.get("rope_scaling"), dict):
         values["rope_scaling"] = _with_added(scaling, RopeScaling)
     layers = values.get("layers")
-    if isinstance(layers, list):  # else `from_json` refuses it, and a layer that is no object
+    if isinstance(layers, list):  # otherwise `from_json` refuses it
         values["layers"] = [_upgrade_layer(x) if isinstance(x, dict) else x for x in layers]
     return values
 
@@ -145,7 +145,7 @@ def get(written: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def require(name: str, value: Any, kind: type) -> Any:
-    """The value, if it has the JSON type `kind`; else raises ValueError."""
+    """Returns the value; raises ValueError unless it has the JSON type `kind`."""
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r:.80}: expected a JSON {JSON_NAMES[kind]}")
     return value
@@ -167,7 +167,7 @@ def _fields(spec: DecoderConfig | SublayerSpec) -> dict[str, Any]:
 
 
 def _is_rare(kind: type, name: str) -> bool:
-    """Whether a field of a kind of spec is left out where it has its default."""
+    """Whether a field of a spec class is omitted if it has its default."""
     return any(issubclass(kind, base) and name in names for base, names in RARE.items())
 
 

@@ -1,7 +1,7 @@
-"""Saves a converted model in a folder of mpjax's own, from which it is restored bit for bit.
+"""Saves a converted model in mpjax's own format, to be restored bit for bit.
 
-The folder holds the arrays in weights.safetensors, the tokenizer's files, and mpjax.json, which
-says what the arrays mean. Loading it does not need the original checkpoint.
+The folder holds weights.safetensors, the tokenizer's files, and mpjax.json, which describes the
+model and its arrays. Loading it does not need the original checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpjax.models import Decoder
 from mpjax.models.config_checks import require_sound
 from mpjax.models.sharded import ShardedDecoder
 
-# Files that the tokenizer reads; config.json has the stop tokens.
+# Files that the tokenizer needs; config.json has the stop tokens.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
@@ -46,24 +46,23 @@ def save(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> None:
-    """Writes a model and its tokenizer into a folder: everything, or on failure nothing.
+    """Writes a model and its tokenizer into a folder; writes nothing if it fails.
 
-    `mpjax.load` restores every array bit for bit and compares it with its checksum. Files are
-    written to a hidden folder beside `folder`, which takes its place when it is complete. If the
-    process is killed, the hidden folder stays, and the next save to the same folder deletes it.
+    `mpjax.load` restores every array bit for bit and verifies its checksum. Files are written to a
+    hidden folder beside `folder`, which replaces it when complete. If the process is killed, the
+    hidden folder remains until the next save to `folder` deletes it.
 
-    overwrite: whether to replace a saved model in the folder. The old one stays until the new one
+    overwrite: whether to replace a saved model in the folder. The old one is kept until the new one
         is complete, so the disk must have room for both.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Raises ValueError where the folder holds anything but a saved model, or another process is
-    saving to it; for a model whose class, tokenizer or arrays can't be saved, such as one with
-    adapters; and for a KV format that needs scales which the model lacks. Raises
-    mpjax.files.disk.DiskSpaceError where the disk does not have enough room, before anything
-    is written if the free space is known.
+    Raises ValueError if the folder holds anything but a saved model, or another process is saving
+    to it; for a model whose class, tokenizer or arrays can't be saved, such as one with adapters;
+    and for a KV format whose scales the model lacks. Raises mpjax.files.disk.DiskSpaceError if the
+    disk has too little room, before anything is written if the free space is known.
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
-    clean_up(folder)  # may put back a model that a killed save has moved away
+    clean_up(folder)  # may restore a model that a killed save has moved away
     require_writable(folder, overwrite)
     if isinstance(lm.model, ShardedDecoder):
         lm = dataclasses.replace(lm, model=lm.model.whole())
@@ -80,11 +79,11 @@ def save(
             checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
         text = Description.of(lm, checksums).to_json()
         (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
-        require_writable(folder, overwrite)  # again: somebody may have written to it meanwhile
+        require_writable(folder, overwrite)  # again: another process may have written to it
 
 
 def require_writable(folder: Path, overwrite: bool) -> None:
-    """Raises ValueError unless a saved model may be written to a folder, or replaced there."""
+    """Raises ValueError unless a folder is empty, new, or a saved model to be overwritten."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not is_saved(folder):
@@ -114,7 +113,7 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
 
 
 def require_tokenizer_files(lm: LanguageModel) -> None:
-    """Raises ValueError where a model has a tokenizer, and its source no files of it."""
+    """Raises ValueError if a model has a tokenizer and its source no tokenizer files."""
     if lm.tokenizer is None:
         return
     source = locate(lm.source)
@@ -133,7 +132,7 @@ def require_tokenizer_files(lm: LanguageModel) -> None:
 
 
 def require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
-    """Raises ValueError for a model with an array that is not among `arrays`, which are written."""
+    """Raises ValueError if the model has an array that is not in `arrays`, which are written."""
     held = {id(array) for array in arrays.values()}
     for path, array in jax.tree.leaves_with_path(nnx.state(model)):
         if id(array) not in held:
@@ -146,9 +145,9 @@ def require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
 
 
 def _require_scales(lm: LanguageModel) -> None:
-    """Raises ValueError where the KV format needs static scales of channels and the model has none.
+    """Raises ValueError if the KV format needs static channel scales and the model has none.
 
-    In other KV formats, scales that the model lacks have a default.
+    In other KV formats, missing scales have a default.
     """
     scales = lm.model.cache_scales
     given = None if scales is None else scales.get_value().ndim

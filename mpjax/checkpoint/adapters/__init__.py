@@ -1,1 +1,1 @@
-"""Files of adapters: reads and writes PEFT's folders, and reads those of MLX."""
+"""Adapter files: reads and writes PEFT folders, and reads MLX folders."""

@@ -1,4 +1,4 @@
-"""What an adapter's adapter_config.json says: PEFT's keys, and those of MLX."""
+"""Reads an adapter's adapter_config.json, with PEFT's or MLX's keys."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OBEYED = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora"),
     *("init_lora_weights", "bias", "trainable_token_indices"),
 }
-# The names and shapes of tensors say which modules an adapter changes. A map of this library is no
-# Conv1D, beside which alone fan_in_fan_out counts. The others are about training, or describe.
+# The changed modules follow from the tensors' names and shapes. fan_in_fan_out concerns only
+# Conv1D, which no model here has. The other keys are about training, or descriptive.
 IRRELEVANT = {
     *("target_modules", "target_parameters", "modules_to_save", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout", "inference_mode"),
@@ -27,20 +27,21 @@ IRRELEVANT = {
     *("megatron_config", "megatron_core", "runtime_config", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config", "qalora_group_size", "velora_config"),
 }
-# Initialisations after which the base's own weights are no longer those of the checkpoint.
+# Initialisations that change the base model's weights.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-SCALE = "lora_parameters"  # the key by which MLX's files are known
+SCALE = "lora_parameters"  # a key that only MLX's files have
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
     """The ranks and scales of an adapter's modules.
 
-    rank: of modules that no pattern names. alpha: the same; the scale of a module is alpha / rank,
-        or with `root` alpha / √rank. ranks, alphas: by patterns of the ends of modules' names.
-    is_mlx: whether tensors are named as MLX names them, and stored as [in, out].
-    dora: whether each module has a magnitude. tokens: that have rows of their own in tables, by the
-        ends of tables' names; "" for the embedding.
+    rank, alpha: of modules without a matching pattern. A module's scale is alpha / rank, or with
+        `root` (rsLoRA) alpha / √rank.
+    ranks, alphas: by patterns that match the end of a module's name.
+    is_mlx: whether tensors have MLX's names, and are stored as [in, out].
+    dora: whether each module has a magnitude vector. tokens: that have rows of their own in tables,
+        by the ends of tables' names; "" for the embedding.
     """
 
     rank: int
@@ -58,21 +59,20 @@ class AdapterConfig:
         return list(next(found, self.tokens.get("", ())))
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module by its name."""
+        """The rank of a module. module: its name."""
         return int(_by_pattern(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """The factor of a module's change."""
+        """The scale of a module's low-rank product. module: its name."""
         rank = self.rank_of(module)
         alpha = _by_pattern(self.alphas, module, self.alpha)
         return float(alpha / math.sqrt(rank) if self.root else alpha / rank)
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """The configuration in a folder.
+        """Reads a folder's adapter_config.json.
 
-        Raises CheckpointError for a file that can't be read, and for a key or value that is not
-        supported, by its name.
+        Raises CheckpointError for an unreadable file, and names an unsupported key or value.
         """
         path = folder / NAME
         keys = files.read_object(path, CheckpointError)
@@ -87,7 +87,7 @@ def _of_peft(keys: Mapping[str, Any]) -> AdapterConfig:
     if kind != "LORA":
         raise CheckpointError(f"peft_type is {kind!r:.80}: expected LORA, the only supported kind")
     for name, value in keys.items():
-        # What PEFT does not use is null, false or empty.
+        # Features that PEFT doesn't use have null, false or empty values.
         if name not in OBEYED | IRRELEVANT and value not in (None, False, [], {}):
             raise CheckpointError(f"{name} is {value!r:.80}: it is not supported")
     initial = keys.get("init_lora_weights", True)
@@ -112,7 +112,7 @@ def _of_peft(keys: Mapping[str, Any]) -> AdapterConfig:
 
 
 def _of_mlx(keys: Mapping[str, Any]) -> AdapterConfig:
-    """MLX's file: those keys beside `lora_parameters` and `fine_tune_type` are about training."""
+    """MLX's configuration; keys except `lora_parameters` and `fine_tune_type` concern training."""
     if (kind := keys.get("fine_tune_type", "lora")) not in ("lora", "dora"):
         raise CheckpointError(f"fine_tune_type is {kind!r:.80}: expected lora or dora")
     found = keys[SCALE]
@@ -124,7 +124,7 @@ def _of_mlx(keys: Mapping[str, Any]) -> AdapterConfig:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
-    """The value of the first pattern that is the end of a module's name, as PEFT finds it."""
+    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
         if re.match(_ending(pattern), module):
             return value

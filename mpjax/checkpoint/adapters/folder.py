@@ -1,6 +1,6 @@
-"""Reads an adapter's folder: PEFT's, also as Unsloth writes it, or MLX's.
+"""Reads an adapter folder of PEFT (or Unsloth) or MLX.
 
-Every tensor is held against the base model: its module, its shape, its numbers.
+Each tensor's module and shape are checked against the base model, and its values are finite.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpjax.models.parameters import EMBEDDING, HEAD, name_of
 from mpjax.text.tokenizer import Tokenizer
 
 WEIGHTS, WEIGHTS_OF_MLX = "adapter_model.safetensors", "adapters.safetensors"
-# What a tensor is, by the end of its name. PEFT writes no adapter's name behind these today.
+# The kind of a tensor, by the end of its name. Older PEFT versions add the name `default`.
 KINDS = {
     r"\.lora_A(\.default)?\.weight": "down",
     r"\.lora_B(\.default)?\.weight": "up",
@@ -41,17 +41,17 @@ KINDS = {
     r"(\.modules_to_save(\.default)?)?\.weight": "whole",
 }
 KINDS_OF_MLX = {r"\.lora_a": "down", r"\.lora_b": "up", r"\.m": "magnitude"}
-NEARLY = 0.1  # the relative error up to which a table may be one that the base has packed
+NEARLY = 0.1  # relative error up to which a saved table counts as a copy of the base's packed table
 
 
-Module = dict[str, np.ndarray]  # a module's arrays, by their kinds
+Module = dict[str, np.ndarray]  # a module's arrays, by kind
 
 
 def read_adapter(folder: str | os.PathLike[str], model: Decoder) -> Adapter:
-    """The adapter of a folder, for a base model.
+    """Reads the adapter in a folder, for a base model.
 
-    Raises CheckpointError, with the file, the key or the tensor, for what can't be read, is not
-    supported, or does not fit the base.
+    Raises CheckpointError, which names the file, key or tensor, if it is unreadable, unsupported,
+    or doesn't fit the base model.
     """
     try:
         path = Path(folder).expanduser()
@@ -80,7 +80,7 @@ def _open(folder: Path, config: AdapterConfig) -> Checkpoint:
 
 
 def parameter_of(name: str, site: Site) -> str:
-    """The name by which patterns find a module; of experts in a stack, that of the parameter."""
+    """The name that patterns match: of the module or, for a stack of experts, of its parameter."""
     if site.group.experts is None or site.expert is not None:
         return name
     leaf = "down_proj" if site.group.path.endswith("down") else "gate_up_proj"
@@ -176,7 +176,7 @@ class _Reader:
         return head, self._tokens(name, info, head.group)
 
     def _modules(self) -> dict[str, dict[str, TensorInfo]]:
-        """The tensors of each module, by their kinds."""
+        """The tensors of each module, by kind."""
         kinds = KINDS_OF_MLX if self.config.is_mlx else KINDS
         found: dict[str, dict[str, TensorInfo]] = collections.defaultdict(dict)
         for name, info in self.checkpoint.tensors.items():
@@ -193,12 +193,12 @@ class _Reader:
         return found
 
     def _site(self, name: str, kinds: Mapping[str, TensorInfo]) -> Site:
-        """The site of a module. Where experts have two in one stack, shapes tell which it is."""
+        """The site of a module. A stack of experts has two maps; the shape decides between them."""
         sites = self.sites.get(name.removesuffix(".base_layer"), [])
         if len(sites) > 1 and "down" in kinds:
             width = kinds["down"].shape[-1:]
             sites = [site for site in sites if width == (site.group.inputs,)] or sites
-            if len(sites) > 1:  # the inner of two wrappers is that of the first map
+            if len(sites) > 1:  # of two nested wrappers, the inner one is of the first map
                 sites = [sites[0 if name.endswith(".base_layer") else -1]]
         if not sites:
             close = difflib.get_close_matches(name, self.sites, n=1)
@@ -210,7 +210,11 @@ class _Reader:
         return sites[0]
 
     def _module(self, name: str, site: Site, kinds: Mapping[str, TensorInfo]) -> Module:
-        """The arrays of a module: down [in, rank], up [rank, out], with an axis of experts."""
+        """The arrays of one adapted module, by kind.
+
+        `down` [in, rank] and `up` [rank, out], with a leading axis of experts for a stack of
+        experts; `magnitude` (DoRA); or `whole`, the change of a whole table.
+        """
         found = Module()
         if (info := kinds.get("tokens")) is not None:
             if len(kinds) > 1:
@@ -232,7 +236,7 @@ class _Reader:
         return found | self._factors(name, site, kinds)
 
     def _factors(self, name: str, site: Site, kinds: Mapping[str, TensorInfo]) -> Module:
-        """The factors of a module, scaled, and its magnitude if it has one."""
+        """The module's `down`, scaled `up`, and `magnitude` (DoRA) if it has one."""
         group = site.group
         is_stack = group.experts is not None and site.expert is None
         known = parameter_of(name, site)
@@ -247,7 +251,7 @@ class _Reader:
             down, up = down.T, up.T
         up = up * np.float32(self.config.scale_of(known))
         if is_stack:
-            # Experts change slowest in the ranks of the first factor, and fastest in the second's.
+            # In the rank axis, experts vary slowest in lora_A and fastest in lora_B.
             down = np.moveaxis(down.reshape(group.inputs, count, rank), 1, 0)
             up = np.moveaxis(up.reshape(rank, count, site.outputs), 1, 0)
         if group.alternates and site.count > 1:
@@ -280,7 +284,7 @@ class _Reader:
         return {"down": rows.T, "up": chosen.T} if is_head else {"down": chosen, "up": rows}
 
     def _table(self, info: TensorInfo, group: Group, *, is_copy: bool) -> np.ndarray | None:
-        """What a whole table adds to the base's, [in, out]; None for a copy of the base's own."""
+        """The difference of a whole table to the base's, [in, out]; None for a mere copy."""
         if group.place is not None or group.experts is not None:
             raise CheckpointError(f"{info.name} is a whole linear map: expected LoRA of it")
         shape = group.inputs, group.sizes[0]
@@ -312,7 +316,7 @@ class _Reader:
         return table.T if site.group.path == HEAD else table
 
     def _change(self, modules: Mapping[tuple[Site, str], Module]) -> LowRank | None:
-        """The changes of all maps of a group."""
+        """Joins the changes of the modules of a group of maps to one LowRank."""
         [group] = {id(site.group): site.group for site, _ in modules}.values()
         wholes = [module["whole"] for module in modules.values() if "whole" in module]
         if wholes:
@@ -347,9 +351,9 @@ class _Reader:
         down: np.ndarray,
         ups: list[np.ndarray],
     ) -> np.ndarray | None:
-        """DoRA's relative change of the base's products; `ups` are scaled in place by it.
+        """DoRA's gain − 1 of each output channel; scales `ups` by the gain in place.
 
-        An output channel's weights get the length that its magnitude says.
+        The gain is magnitude / ‖weight + change‖ of an output channel.
         """
         if not any("magnitude" in module for module in modules.values()):
             return None

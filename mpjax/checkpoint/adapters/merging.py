@@ -1,4 +1,4 @@
-"""Folds an adapter into its base, whose maps are rounded again to their formats."""
+"""Merges an adapter into its base's weights, which are rounded again to their formats."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from mpjax.models.parameters import EMBEDDING, HEAD, TABLES
 
 
 def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
-    """The model with an adapter in its weights, and without adapters.
+    """The model with an adapter merged into its weights, and no adapters loaded.
 
-    adapter: the name of one that it has, or what `mpjax.read_adapter` gives.
+    adapter: the name of a loaded adapter, or the result of `mpjax.read_adapter`.
 
-    Weights that the adapter changes are rounded to nearest, in the formats that they have. Other
-    arrays are those of `lm`, which does not change.
+    Changed weights are rounded to nearest in their formats. Other arrays are shared with `lm`,
+    which doesn't change.
 
-    Raises ValueError, which lists the names, for another name; for weights whose rounding was
-    learned on a text (channels in another order, activations of several widths or static scales);
-    for an adapter of one table where the embedding and the head are one; and for a model that is
-    divided among devices.
+    Raises ValueError for an unknown name; for weights with act-order, mixed activation widths or
+    static activation scales, which were calibrated for the unmerged weights; for an adapter of only
+    one table if embedding and head are tied; and for a model divided among devices.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("merging an adapter into")
     name = repr(adapter) if isinstance(adapter, str) else "that is given"
     adapter = adapter if isinstance(adapter, Adapter) else lm.adapters[adapter].adapter
-    model = jax.tree.map(lambda array: array, lm.model)  # whose modules are its own
+    model = jax.tree.map(lambda array: array, lm.model)  # a copy with its own modules
     groups = {site.group.path: site.group for each in find_sites(model).values() for site in each}
     for path, change in adapter.changes.items():
         if (place := groups[path].place) is not None:
@@ -63,7 +62,7 @@ def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
 
 
 def _product(change: LowRank) -> np.ndarray:
-    """The change [*experts, in, out] of a matrix."""
+    """The change of a matrix, float32 [*experts, in, out]."""
     down, ups, _ = change.arrays
     if not ups:
         return np.asarray(down, np.float32)
@@ -72,7 +71,7 @@ def _product(change: LowRank) -> np.ndarray:
 
 
 def _merged(part: Linear, change: LowRank, columns: slice, what: str) -> Linear:
-    """A map with the change of its output channels, rounded as it is."""
+    """The linear map plus its columns of the change, rounded to the map's format."""
     kernel: Any = part.kernel.get_value()
     own, gain = jnp.asarray(_product(change)[..., columns]), change.arrays[2]
     if not isinstance(kernel, QuantizedTensor):
@@ -116,7 +115,7 @@ def _put_more_tokens(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _put_table(model: Any, path: str, table: np.ndarray) -> None:
-    """Puts a table [ids, hidden] into a model, packed if the one before is."""
+    """Replaces a table of the model by `table` [ids, hidden], packed if the old one is."""
     before = getattr(model, path)
     if not isinstance(before, Linear):
         before.set_value(jnp.asarray(table, before.get_value().dtype))

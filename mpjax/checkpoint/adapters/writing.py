@@ -1,4 +1,4 @@
-"""Writes an adapter as PEFT's folder, which PEFT, transformers and vLLM load."""
+"""Writes an adapter as a PEFT folder, which PEFT, transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import EMBEDDING, HEAD
 
 INNER = "gate_up"
-Arrays = dict[str, Any]  # of NumPy
+Arrays = dict[str, Any]  # of NumPy arrays
 
 
 def save_adapter(
     lm: LanguageModel, folder: str | os.PathLike[str], name: str | None = None
 ) -> None:
-    """Writes an adapter to a folder in PEFT's form, in float32.
+    """Writes an adapter to a PEFT folder, in float32.
 
-    name: of one of the model's adapters. None: that which the model itself has, as `mpjax.lora`
-        gives it, with what it has learned.
+    name: of a loaded adapter. None: the adapter inside the model, made by `mpjax.lora` and possibly
+        trained.
 
-    A module of the base's files that is several maps here, such as Phi's `qkv_proj`, gets the sum
-    of their ranks.
+    A module of the base's files that is split into several maps here, such as Phi's `qkv_proj`, has
+    the sum of their ranks.
 
-    Raises ValueError for a folder that is not empty, for a model that has no adapter itself, and
-    for an adapter of DoRA: its own folder has the magnitudes.
+    Raises ValueError for a folder that is not empty, for a model without an adapter inside, and for
+    a DoRA adapter, whose magnitudes only its original folder has.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     folder = Path(os.path.realpath(Path(folder).expanduser()))
@@ -69,7 +69,7 @@ def _contents(model: Decoder, adapter: Adapter) -> tuple[Arrays, dict[str, Any]]
             continue
         first, second = _factors(site, change)
         if not first.any() and not second.any():
-            continue  # a map beside those that the adapter changes
+            continue  # a map of the group that the adapter doesn't change
         pattern = parameter_of(name, site)
         ranks[pattern] = first.shape[-1]
         targets["modules" if site.group.experts is None else "parameters"].append(pattern)
@@ -85,14 +85,14 @@ def _contents(model: Decoder, adapter: Adapter) -> tuple[Arrays, dict[str, Any]]
 
 
 def _modules(model: Decoder, adapter: Adapter) -> Iterator[tuple[str, Site, LowRank]]:
-    """The modules that an adapter changes, by the names in the base's files; experts in stacks."""
+    """The modules that an adapter changes, with names in the base's files; experts stacked."""
     for name, sites in find_sites(model).items():
         for site in sites:
             change, group = adapter.changes.get(site.group.path), site.group
             is_stack = group.experts is not None and site.expert is None
             is_own = group.experts is None and (group.place is None or name in group.place.names)
             if change is not None and (is_stack or is_own):
-                # Of two wrappers around experts, the inner one is that of their first map.
+                # Of two nested wrappers around experts, the inner one is of their first map.
                 both = group.path.endswith(INNER) and _outer(group.path) in adapter.changes
                 yield f"{name}.base_layer" if is_stack and both else name, site, change
 
@@ -103,7 +103,7 @@ def _outer(path: str) -> str:
 
 
 def _whole(model: Decoder, site: Site, change: LowRank) -> np.ndarray:
-    """A whole table [ids, hidden] with the change."""
+    """The whole table [ids, hidden] after the change."""
     table = base_matrix(whole(model), site.group) + np.asarray(change.arrays[0], np.float32)
     return np.ascontiguousarray(table.T if site.group.path == HEAD else table)
 
@@ -130,7 +130,7 @@ def _factors(site: Site, change: LowRank) -> tuple[np.ndarray, np.ndarray]:
 def _named(name: str, site: Site, first: np.ndarray, second: np.ndarray) -> Arrays:
     """The tensors of a module, as PEFT names and orders them."""
     if site.group.experts is not None:
-        # Experts change slowest in the ranks of the first factor, and fastest in the second's.
+        # In the rank axis, experts vary slowest in lora_A and fastest in lora_B.
         first = np.moveaxis(first, 1, 2).reshape(-1, first.shape[1]).T
         second = np.moveaxis(second, 0, 1).reshape(-1, second.shape[-1])
     is_table = site.group.path == EMBEDDING

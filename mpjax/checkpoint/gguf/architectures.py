@@ -1,7 +1,7 @@
-"""The architectures of GGUF files that are read: their config.json, and their tensors' names.
+"""The supported GGUF architectures: conversion to config.json and to Hugging Face's tensor names.
 
-Source: llama.cpp, gguf-py/gguf/constants.py, and convert_hf_to_gguf.py, which says how the tensors
-differ from those of Hugging Face's files.
+Source: llama.cpp, gguf-py/gguf/constants.py, and convert_hf_to_gguf.py for the differences between
+GGUF's and Hugging Face's tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpjax.errors import CheckpointError
 
 Change = Callable[[np.ndarray], np.ndarray]
 
-# Names in GGUF's files, without `blk.<layer>.`, and in Hugging Face's.
+# GGUF's module name, without `blk.<layer>.` → Hugging Face's.
 TABLES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -41,16 +41,15 @@ NAMES: Mapping[str, str] = {
 class Architecture:
     """A value of `general.architecture`.
 
-    hugging_face: the architecture in config.json. model_type: also there.
-    names: of the tensors of a layer. interleaved: whether the rows of the query and key maps are
-        ordered for a rotation of neighbouring channels.
-    offset_norms: whether the weights of norms are larger by 1 than in Hugging Face's files.
-    arrays: names of whole tensors of a layer, of those without `.weight` in one of the files.
-    tables: names of what is in no layer. layers: what those of layers begin with.
+    hugging_face, model_type: `architectures` and `model_type` of config.json.
+    names: names of a layer's modules. interleaved: whether the rows of query and key maps are
+        ordered for interleaved RoPE.
+    offset_norms: whether norm weights are larger by 1 than in Hugging Face's files.
+    arrays: full names of a layer's tensors that have no `.weight` in GGUF or Hugging Face.
+    tables: names of modules outside layers. layers: the prefix of layers in Hugging Face's names.
     is_mixed: whether layers may have no KV heads, or no MLP.
-    is_rotated: whether attention has a rotary embedding: without one, files may have any number of
-        rotated channels.
-    more: further keys of config.json, from the metadata and the names of the tensors.
+    is_rotated: whether attention has RoPE; without it, rope.dimension_count isn't checked.
+    more: a function from metadata and tensors to further keys of config.json.
     delta: of linear layers, how files order value heads: `tiled`, or `joint` for Hugging Face's
         order with rates and decays in one map; None for architectures without such layers.
     """
@@ -69,9 +68,9 @@ class Architecture:
     delta: Literal["tiled", "joint"] | None = None
 
     def translate(self, name: str) -> str:
-        """The name of a module in Hugging Face's files; its own for one that is unknown.
+        """Translates a GGUF module name to Hugging Face's. Unknown names are returned unchanged.
 
-        Modules of experts, and no others, have the expert's number after their name.
+        name: an expert's module has its number at the end, such as `blk.3.ffn_up_exps.7`.
         """
         if name == "output":
             return "lm_head"
@@ -84,15 +83,15 @@ class Architecture:
         return f"{self.layers}.{match[1]}.{own.format(expert=match[3])}"
 
     def array(self, name: str) -> str | None:
-        """The name of a tensor of `arrays` in Hugging Face's files; None for others."""
+        """Hugging Face's name of a tensor in `arrays`; None for other tensors."""
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         own = None if match is None else self.arrays.get(match[2])
         return None if match is None or own is None else f"{self.layers}.{match[1]}.{own}"
 
     def change(self, name: str, config: Mapping[str, Any]) -> Change | None:
-        """How the numbers of a module differ from Hugging Face's; None where they don't.
+        """The conversion of a module's values to Hugging Face's; None if they are equal.
 
-        name: in the GGUF file. The function takes and returns an array whose first axis is rows.
+        name: GGUF's. The function takes and returns an array whose first axis is rows.
         """
         kind = name.split(".", 2)[-1]
         if kind == "ssm_a":
@@ -112,8 +111,8 @@ class Architecture:
 
 
 def _separate(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Moves each head's even rows before its odd ones."""
-    if rows.shape[0] % (2 * heads):  # `make_plan` refuses such a tensor
+    """Moves the even rows of each head before the odd ones."""
+    if rows.shape[0] % (2 * heads):  # an invalid shape, which `make_plan` refuses
         return rows
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(np.swapaxes(pairs, 1, 2)).reshape(rows.shape)
@@ -130,12 +129,12 @@ PHI_NAMES = {
     **{k: v for k, v in NAMES.items() if k not in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
     **{"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
-# Numbers of channels that are those of a head.
+# Keys that must equal head_dim.
 OF_WHOLE_HEADS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-# The layers of Gemma's 27B models, whose scores are not scaled by 1 / √(head dim).
+# Number of layers of Gemma's 27B models, whose scores aren't scaled by 1 / √head_dim.
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
@@ -162,7 +161,7 @@ def _gemma(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         found |= {"rope_local_base_freq": theta, "sliding_window_pattern": every}
     else:
         optional["attn_logit_softcapping"] = metadata.number(f"{name}.attn_logit_softcapping", None)
-    # 0 is no window and no cap, which config.json has null for.
+    # 0 means no window or cap, which is null in config.json.
     return found | {key: value or None for key, value in optional.items() if value is not None}
 
 
@@ -210,7 +209,7 @@ def _ernie(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"use_bias": "blk.0.attn_q.bias" in tensors}
 
 
-# By whose names the norm before the MLP is one after attention.
+# Seed-OSS names the norm before the MLP `post_attention_norm`.
 SEED_NAMES = {
     **{key: name for key, name in NAMES.items() if key != "ffn_norm"},
     "post_attention_norm": "post_attention_layernorm",
@@ -252,7 +251,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", OLMO_NAMES),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", PHI_NAMES, more=_phi3),
     "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES, more=_seed_oss),
-    # Hugging Face's files have neighbours together, too.
+    # Interleaved RoPE in Hugging Face's files, too: no reordering.
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", more=_ernie),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", HUNYUAN_NAMES, more=_biases
@@ -281,7 +280,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-# Architectures with experts. A file whose architecture is `llama` may have experts, too.
+# Architectures with experts. `llama` with experts is Mixtral.
 MIXTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         *("MixtralForCausalLM", "mixtral", {**NAMES, **mixtures.MIXTRAL_NAMES}),
@@ -310,7 +309,7 @@ MIXTURES: Mapping[str, Architecture] = {
 
 
 def of(metadata: Metadata) -> Architecture:
-    """The architecture of a file. Raises CheckpointError for one that is not read."""
+    """The architecture of a file. Raises CheckpointError for an unsupported one."""
     name = metadata.text("general.architecture")
     known = MIXTURES if metadata.whole(f"{name}.expert_count", 0) else ARCHITECTURES
     if name not in known:
@@ -326,9 +325,9 @@ def of(metadata: Metadata) -> Architecture:
 def read_config(
     metadata: Metadata, tensors: Mapping[str, Tensor], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """The config.json of Hugging Face's checkpoint of the model.
+    """Hugging Face's config.json of the model.
 
-    factors: tensors of `rotary.FACTORS` that the file has, by name. Raises CheckpointError.
+    factors: the file's tensors that are in `rotary.FACTORS`, by name. Raises CheckpointError.
     """
     architecture, name = of(metadata), metadata.text("general.architecture")
     embedding = tensors.get("token_embd.weight")
@@ -379,7 +378,7 @@ def read_config(
 def _one_for_all(
     metadata: Metadata, architecture: Architecture, key: str, default: Any = ...
 ) -> int:
-    """A number that is the same in all layers which have it."""
+    """The value of a key that must be equal in all layers."""
     name = metadata.text("general.architecture")
     count = metadata.whole(f"{name}.block_count")
     found = set(metadata.each(f"{name}.{key}", count, default))

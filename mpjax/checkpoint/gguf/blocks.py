@@ -1,8 +1,8 @@
-"""The types of GGUF's tensors: plain numbers, and blocks of codes with their scales.
+"""GGUF's tensor types: plain numbers, and blocks of codes with scales.
 
-A block is some neighbouring numbers of a row. Source: ggml, src/ggml-common.h and
-src/ggml-quants.c. Every product below is exact in float32, so the values are the same bits
-everywhere, also where a compiler fuses the product with the sum after it.
+A block holds neighbouring values of a row. Source: ggml, src/ggml-common.h and src/ggml-quants.c.
+Every product below is exact in float32, so results are bitwise equal everywhere, also if a compiler
+uses fused multiply-add.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import numpy as np
 
 from mpjax.errors import CheckpointError
 
-# Types of tensors that other programs write and that are not read, by number.
+# Unsupported tensor types, by number.
 OTHERS = {
     **{9: "Q8_1", 15: "Q8_K", 39: "MXFP4"},
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
     **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
     **{34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
-GROUP = 32  # codes that share a scale, of types that have `codes`
+GROUP = 32  # codes that share a scale, in types with `codes`
 
 
 class Codes(NamedTuple):
-    """Blocks whose numbers are code · scale, or code · scale + minimum.
+    """Blocks with the values code · scale, or code · scale + minimum.
 
     codes: int32 [..., groups, 32]; without minima they are signed. scales, minima: float32
-    [..., groups, 1]; minima are None where there are none.
+    [..., groups, 1]; minima may be None.
     """
 
     codes: jax.Array
@@ -41,20 +41,20 @@ class Codes(NamedTuple):
     minima: jax.Array | None = None
 
     def values(self) -> jax.Array:
-        """The numbers of the blocks, float32 [..., groups, 32]."""
+        """The dequantised values, float32 [..., groups, 32]."""
         numbers = self.codes.astype(jnp.float32) * self.scales
         return numbers if self.minima is None else numbers + self.minima
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorType:
-    """A type of tensors.
+    """A GGUF tensor type.
 
-    name, number: as in ggml. size: numbers in a block. block_bytes: bytes of a block.
-    dtype: of plain numbers, which are blocks of one; None for codes.
-    values: from blocks uint8 [..., block_bytes] to their numbers, float32 [..., size].
-    codes: of a type with a scale for every 32 numbers: from blocks to their codes. code_bits: of
-        these, sign included. has_minima: whether a group has a minimum, too.
+    name, number: as in ggml. size: values in a block. block_bytes: bytes of a block.
+    dtype: of plain numbers, whose blocks have one value; None for codes.
+    values: converts blocks uint8 [..., block_bytes] to values float32 [..., size].
+    codes: converts blocks to Codes, for types with a scale for every 32 values. code_bits: bits of
+        these codes, including the sign. has_minima: whether groups have minima.
     """
 
     name: str
@@ -68,7 +68,7 @@ class TensorType:
     has_minima: bool = False
 
     def nbytes(self, shape: tuple[int, ...], where: str) -> int:
-        """Bytes of a tensor. Raises CheckpointError where blocks don't divide its rows."""
+        """Bytes of a tensor. Raises CheckpointError if its rows aren't whole blocks."""
         columns = shape[-1] if shape else 1
         if columns % self.size:
             raise CheckpointError(
@@ -78,7 +78,7 @@ class TensorType:
         return math.prod(shape) // self.size * self.block_bytes
 
     def dequantize(self, blocks: jax.Array) -> jax.Array:
-        """The numbers float32 [rows, columns] of blocks uint8 [rows, blocks, block_bytes]."""
+        """The values float32 [rows, columns] of blocks uint8 [rows, blocks, block_bytes]."""
         if self.codes is not None:
             return self.codes(blocks).values().reshape(blocks.shape[0], -1)
         assert self.values is not None
@@ -86,7 +86,7 @@ class TensorType:
 
 
 def of_number(number: int, where: str) -> TensorType:
-    """The type of a number. Raises CheckpointError for a type that is not read."""
+    """The tensor type with a number. Raises CheckpointError for an unsupported type."""
     if number in TYPES:
         return TYPES[number]
     raise CheckpointError(
@@ -96,23 +96,23 @@ def of_number(number: int, where: str) -> TensorType:
 
 
 def _float32(blocks: jax.Array, begin: int) -> jax.Array:
-    """The float16 at a byte of each block as float32, [..., 1, 1], to broadcast with groups."""
+    """The float16 at byte `begin` of each block, as float32 [..., 1, 1]."""
     half = jax.lax.bitcast_convert_type(blocks[..., begin : begin + 2], jnp.float16)
     return half[..., None, None].astype(jnp.float32)
 
 
 def _group(codes: jax.Array) -> jax.Array:
-    """Codes [..., 32] of blocks as int32 groups, one of each block: [..., 1, 32]."""
+    """Codes [..., 32] as int32 with one group per block, [..., 1, 32]."""
     return codes[..., None, :].astype(jnp.int32)
 
 
 def _halves(packed: jax.Array) -> jax.Array:
-    """Nibbles of bytes [..., n] as codes [..., 2n]: all low ones, then all high ones."""
+    """Unpacks bytes [..., n] to 4-bit codes [..., 2n]: all low nibbles, then all high ones."""
     return jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1)
 
 
 def _fifth_bits(blocks: jax.Array, begin: int) -> jax.Array:
-    """The fifth bits of 32 codes, as 16 or 0: bit i of four bytes in little-endian order."""
+    """The fifth bits of 32 codes, as 16 or 0: bit i of the uint32 at byte `begin`."""
     words = jax.lax.bitcast_convert_type(blocks[..., begin : begin + 4], jnp.uint32)[..., None]
     shifts = jax.lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), words.ndim)
     return ((words >> shifts) & jnp.uint32(1)).astype(jnp.uint8) << jnp.uint8(4)
@@ -143,7 +143,7 @@ def _q5_1(blocks: jax.Array) -> Codes:
 
 
 def _six_bit_pairs(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Eight scales and eight minima of six bits from 12 bytes, each float32 [..., 8, 1]."""
+    """Unpacks 12 bytes to eight 6-bit scales and eight 6-bit minima, float32 [..., 8, 1] each."""
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     six, four, two = jnp.uint8(63), jnp.uint8(15), jnp.uint8(6)
     top = jnp.uint8(4)
@@ -156,14 +156,14 @@ def _six_bit_pairs(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _with_minima(blocks: jax.Array, codes: jax.Array) -> Codes:
-    """Blocks of codes [..., 8, 32] with six-bit scales, and minima that are subtracted."""
+    """Codes [..., 8, 32] with their 6-bit scales and (subtracted) minima."""
     scales, minima = _six_bit_pairs(blocks[..., 4:16])
     steps, offsets = _float32(blocks, 0) * scales, _float32(blocks, 2) * minima
     return Codes(codes.astype(jnp.int32), steps, -offsets)
 
 
 def _nibbles_of_chunks(packed: jax.Array) -> jax.Array:
-    """Codes [..., 8, 32] of 128 bytes: each 32 bytes hold two runs, the low nibbles first."""
+    """4-bit codes [..., 8, 32] of 128 bytes: each 32 bytes hold two groups, low nibbles first."""
     chunks = packed.reshape(*packed.shape[:-1], 4, 32)
     return _halves(chunks).reshape(*packed.shape[:-1], 8, 32)
 
@@ -182,7 +182,7 @@ def _q5_k(blocks: jax.Array) -> Codes:
 def _q6_k(blocks: jax.Array) -> jax.Array:
     leading = blocks.shape[:-1]
     low = blocks[..., :128].reshape(*leading, 2, 2, 32)  # of each half: 64 bytes of low nibbles
-    high = blocks[..., 128:192].reshape(*leading, 2, 1, 32)  # and 32 bytes of upper two bits
+    high = blocks[..., 128:192].reshape(*leading, 2, 1, 32)  # and 32 bytes of high bit pairs
     nibbles = jnp.concatenate([low & jnp.uint8(15), low >> jnp.uint8(4)], axis=-2)
     shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None], high.ndim)
     codes = nibbles | (((high >> shifts) & jnp.uint8(3)) << jnp.uint8(4))
@@ -193,7 +193,7 @@ def _q6_k(blocks: jax.Array) -> jax.Array:
 
 
 def _pairs_of_bits(packed: jax.Array) -> jax.Array:
-    """Numbers of two bits from 64 bytes, [..., 16, 16]: of each half, the lowest bits first."""
+    """2-bit codes [..., 16, 16] of 64 bytes: in each half, the lowest bits first."""
     chunks = packed.reshape(*packed.shape[:-1], 2, 1, 32)
     shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None], chunks.ndim)
     return ((chunks >> shifts) & jnp.uint8(3)).reshape(*packed.shape[:-1], 16, 16)
@@ -209,7 +209,7 @@ def _q2_k(blocks: jax.Array) -> jax.Array:
 
 def _q3_k(blocks: jax.Array) -> jax.Array:
     leading = blocks.shape[:-1]
-    masks = blocks[..., None, :32]  # bit i of a byte belongs to run i of 32; without it, minus 4
+    masks = blocks[..., None, :32]  # bit i of a byte is of group i of 32; 0: subtract 4
     runs = jax.lax.broadcast_to_rank(jnp.arange(8, dtype=jnp.uint8)[:, None], masks.ndim)
     highs = ((masks >> runs) & jnp.uint8(1)).reshape(*leading, 16, 16)
     codes = _pairs_of_bits(blocks[..., 32:96]).astype(jnp.int32) + 4 * highs.astype(jnp.int32) - 4
@@ -221,7 +221,7 @@ def _q3_k(blocks: jax.Array) -> jax.Array:
     return (_float32(blocks, 108) * scales * codes.astype(jnp.float32)).reshape(*leading, 256)
 
 
-# The values of four bits that IQ4_NL and IQ4_XS have in common.
+# The look-up table of the 4-bit codes of IQ4_NL and IQ4_XS.
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 

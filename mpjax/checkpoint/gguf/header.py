@@ -1,8 +1,8 @@
-"""Reads and checks the header of a GGUF file: its metadata and the places of its tensors.
+"""Reads and checks the header of a GGUF file: metadata and tensor descriptions.
 
-A file is `GGUF`, a version, the numbers of tensors and of metadata entries, the entries, a
-description of each tensor, and the tensors' bytes, each at a multiple of the alignment. Every
-count, length and offset is compared with the file's size before it is used.
+A file consists of `GGUF`, a version, the numbers of tensors and of metadata entries, the entries, a
+description of each tensor, and the tensors' bytes, aligned. Every count, length and offset is
+checked against the file's size before it is used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mpjax.kernels import files
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# More than any file has: a header must not make Python objects without bound.
+# More than any file has: a damaged header must not create unbounded Python objects.
 MAXIMUM_ENTRIES, MAXIMUM_TENSORS, MAXIMUM_TEXTS = 2**16, 2**17, 2**22
 MAXIMUM_KEY, MAXIMUM_DIMENSIONS, MAXIMUM_ALIGNMENT = 2**16, 4, 2**20
-LEAST_ENTRY, LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8  # bytes of an entry, and of a description
+LEAST_ENTRY, LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8  # bytes of an entry, and of a tensor
 TEXT, ARRAY = 8, 9
-# The dtype of each type of value with a fixed size, by the type's number.
+# The dtypes of fixed-size value types, by number.
 NUMBERS: Mapping[int, np.dtype] = {
     number: np.dtype(name)
     for number, name in {
@@ -39,9 +39,9 @@ NUMBERS: Mapping[int, np.dtype] = {
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file: its type, its shape [rows, columns], and its bytes [begin, end).
+    """A tensor of a file: type, shape [rows, columns], and bytes [begin, end).
 
-    part: the place of the file among those of the model.
+    part: index of the file among the model's files.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 class Header(NamedTuple):
     """The header of a file.
 
-    metadata: values by key: texts, numbers, booleans, lists of texts, and NumPy arrays of numbers.
+    metadata: values by key: strings, numbers, booleans, lists of strings, and NumPy arrays.
     """
 
     metadata: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a regular file that begins as a GGUF file does, or is named as one."""
+    """Whether a path is a regular file with GGUF's magic bytes or the suffix `.gguf`."""
     if not path.is_file():
         return False
     if path.suffix == ".gguf":
@@ -78,8 +78,8 @@ def is_gguf(path: Path) -> bool:
 def read_header(path: Path) -> Header:
     """Reads a file's metadata and the descriptions of its tensors; no tensor is read.
 
-    Raises CheckpointError where the file is truncated, inconsistent, of another version, or has a
-    tensor of a type that is not read.
+    Raises CheckpointError for a truncated or inconsistent file, and for an unsupported version or
+    tensor type.
     """
     with files.open_regular(path, CheckpointError) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -96,7 +96,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads a mapped file from its beginning; `position` is the next byte."""
+    """Reads a memory-mapped file from its beginning; `position` is the next byte."""
 
     def __init__(self, path: Path, content: mmap.mmap, size: int) -> None:
         self.path, self.content, self.size = path, content, size
@@ -122,7 +122,7 @@ class _Reader:
         return Header(metadata, self.place(described, self.alignment(metadata)))
 
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes. Raises CheckpointError where the file ends before."""
+        """The next `count` bytes. Raises CheckpointError if the file is shorter."""
         if count > self.size - self.position:
             raise CheckpointError(
                 f"{self.path} ends inside {what}, at byte {self.position} of {self.size}: "
@@ -135,7 +135,7 @@ class _Reader:
         return int.from_bytes(self.take(nbytes, what), "little")
 
     def count(self, nbytes: int, what: str, least_bytes: int, most: int) -> int:
-        """A number of things that follow, each of so many bytes or more."""
+        """Reads the number of following items of `least_bytes` bytes or more, and checks it."""
         count = self.number(nbytes, f"the number of {what}")
         if count > most or count * least_bytes > self.size - self.position:
             raise CheckpointError(
@@ -150,7 +150,7 @@ class _Reader:
         return files.decode(data, f"{what} in {self.path}", CheckpointError)
 
     def key(self, known: Mapping[str, Any]) -> str:
-        """A name that is not known yet."""
+        """Reads a name, which must not be in `known`."""
         length = self.number(8, "a name")
         if length > MAXIMUM_KEY:
             raise CheckpointError(
@@ -173,7 +173,7 @@ class _Reader:
         least, most = (8, MAXIMUM_TEXTS) if type == TEXT else (1, self.size)
         length = self.count(8, f"values of {key!r:.80}", least, most)
         if type == TEXT:
-            what = f"{key!r:.80}"  # once: a vocabulary has some hundred thousand texts
+            what = f"{key!r:.80}"  # formatted once: a vocabulary has over 100,000 strings
             return [self.text(what) for _ in range(length)]
         return self.numbers(type, length, key)
 
@@ -188,7 +188,7 @@ class _Reader:
         return np.frombuffer(data, np.uint8 if dtype.kind == "b" else dtype).astype(dtype)
 
     def description(self, name: str) -> tuple[tuple[int, ...], int, int]:
-        """The shape of a tensor, the number of its type, and its offset from the first tensor."""
+        """Reads a tensor's shape, its type's number, and its offset from the first tensor."""
         what = f"the description of tensor {name!r:.80}"
         dimensions = self.number(4, what)
         if dimensions > MAXIMUM_DIMENSIONS:
@@ -196,7 +196,7 @@ class _Reader:
                 f"tensor {name!r:.80} in {self.path} has {dimensions} dimensions: expected at most "
                 f"{MAXIMUM_DIMENSIONS}"
             )
-        # The file lists the dimension whose numbers are neighbours first.
+        # The file lists the contiguous dimension first.
         shape = tuple(self.number(8, what) for _ in range(dimensions))[::-1]
         if math.prod(max(length, 1) for length in shape) >= MAXIMUM_NUMBERS:
             raise CheckpointError(
@@ -216,7 +216,7 @@ class _Reader:
     def place(
         self, described: Mapping[str, tuple[tuple[int, ...], int, int]], alignment: int
     ) -> dict[str, Tensor]:
-        """The tensors, each inside the file and apart from the others."""
+        """The tensors, checked to be inside the file and not to overlap."""
         start = -(-self.position // alignment) * alignment
         tensors = {}
         for name, (shape, number, offset) in described.items():

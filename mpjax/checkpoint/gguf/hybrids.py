@@ -1,8 +1,8 @@
-"""Layers of GGUF files whose mixers keep a state: short convolutions and Mamba2.
+"""GGUF names and keys of recurrent layers: short convolutions and Mamba2.
 
-Source: llama.cpp, gguf-py/gguf/constants.py, and its conversion of Hugging Face's files, which says
-how the tensors differ from those: numbers of heads have an axis of 1 behind them or a convolution's
-channels none, rates are −exp(A_log), and Falcon-H1's factors are in the weights.
+Source: llama.cpp, gguf-py/gguf/constants.py, and its conversion of Hugging Face's files, from which
+the tensors differ so: per-head numbers have a trailing axis of 1, convolution weights lack the axis
+of 1, rates are stored as −exp(A_log), and Falcon-H1's multipliers are folded into the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpjax.errors import CheckpointError
 from mpjax.models.config_json import MAXIMUM_LAYERS
 
 _ATTENTION = {f"attn_{which}": f"self_attn.{which}_proj" for which in "qkv"}
-# Names in GGUF's files, without `blk.<layer>.`, and in Hugging Face's.
+# GGUF's module name, without `blk.<layer>.` → Hugging Face's.
 LFM2_NAMES: Mapping[str, str] = {
     **_ATTENTION,
     "attn_norm": "operator_norm",
@@ -70,16 +70,16 @@ NEMOTRON_NAMES: Mapping[str, str] = {
 
 
 def arrays(block: str, correction: str | None = None) -> dict[str, str]:
-    """Names of whole tensors, without `blk.<layer>.` and the layer's name.
+    """`Architecture.arrays` of Mamba2, without `blk.<layer>.` and the layer's prefix.
 
-    block: of Mamba2 in Hugging Face's files. correction: of the router's correction there.
+    block: Hugging Face's name of the Mamba2 module. correction: that of the router bias.
     """
     found = {"ssm_a": f"{block}.A_log", "ssm_d": f"{block}.D", "ssm_dt.bias": f"{block}.dt_bias"}
     return found | ({} if correction is None else {"exp_probs_b.bias": correction})
 
 
 def shape(name: str, written: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor in Hugging Face's files. name: in GGUF's."""
+    """The shape that a tensor has in Hugging Face's files. name: GGUF's. written: GGUF's shape."""
     kind = name.split(".", 2)[-1]
     if kind in ("ssm_conv1d.weight", "shortconv.conv.weight") and len(written) == 2:
         return written[0], 1, written[1]
@@ -89,14 +89,14 @@ def shape(name: str, written: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def log_rates(rates: np.ndarray) -> np.ndarray:
-    """A_log from −exp(A_log). Raises CheckpointError for a number that is not below 0."""
+    """A_log from rates −exp(A_log). Raises CheckpointError unless all are below 0."""
     if not (rates < 0).all():
         raise CheckpointError("a number of ssm_a is not below 0, as −exp(A_log) is")
     return np.log(-rates)
 
 
 def _by_layer(metadata: Metadata, key: str) -> list[int]:
-    """The number of each layer under a key that may have one for all."""
+    """The values of a key for each layer; the file may have one for all."""
     name = metadata.text("general.architecture")
     count = metadata.whole(f"{name}.block_count")
     if not 0 < count <= MAXIMUM_LAYERS:
@@ -121,7 +121,7 @@ def lfm2_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, An
 
 
 def lfm2_moe_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The keys of the config.json of LFM2-MoE, whose scores are sigmoids."""
+    """The keys of the config.json of LFM2-MoE, which has a sigmoid router."""
     if (scores := metadata.whole("lfm2moe.expert_gating_func", 2)) != 2:
         raise CheckpointError(
             f"{metadata.path}: lfm2moe.expert_gating_func is {scores}: expected 2, the sigmoid"
@@ -142,7 +142,7 @@ def _mamba_sizes(metadata: Metadata) -> dict[str, int]:
 
 
 def falcon_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The keys of the config.json of Falcon-H1, whose factors are 1 here."""
+    """The keys of the config.json of Falcon-H1; multipliers are left out: they are folded in."""
     sizes = _mamba_sizes(metadata)
     return {
         "mamba_d_conv": sizes["conv_kernel"],
@@ -157,7 +157,7 @@ def falcon_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def nemotron_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The keys of the config.json of Nemotron-H; steps have the limit of the published models."""
+    """The keys of Nemotron-H's config.json; the time step limit is the published models'."""
     name, sizes = metadata.text("general.architecture"), _mamba_sizes(metadata)
     heads = _by_layer(metadata, "attention.head_count_kv")
     inner = _by_layer(metadata, "feed_forward_length")
@@ -182,7 +182,7 @@ def nemotron_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def _nemotron_experts(metadata: Metadata, name: str) -> dict[str, Any]:
-    metadata.whole(f"{name}.expert_shared_count", 1)  # whose channels the next key counts together
+    metadata.whole(f"{name}.expert_shared_count", 1)  # known, not used: the next key is their total
     shared = metadata.whole(f"{name}.expert_shared_feed_forward_length")
     return {
         "n_routed_experts": metadata.whole(f"{name}.expert_count"),

@@ -1,4 +1,4 @@
-"""Metadata below an architecture's prefix that no reader takes: irrelevant, neutral, or refused.
+"""Checks an architecture's metadata keys that no reader uses: irrelevant, neutral, or refused.
 
 Source: llama.cpp, gguf-py/gguf/constants.py, src/llama-model.cpp and src/llama-graph.cpp.
 """
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 
-# Keys on which no logits depend, or sizes that the tensors' shapes are compared with elsewhere.
+# Keys that don't affect logits, or sizes that the tensors' shapes determine.
 IRRELEVANT = (
     *("vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon"),
     *("rope.scaling.finetuned", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
-# Values with which a key changes nothing, of computations that the decoders here don't have.
+# Neutral values of keys for computations that the decoders here don't have.
 _ZERO = (
     *("use_parallel_residual", "leading_dense_block_count", "nextn_predict_layers"),
     *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"),
@@ -39,9 +39,9 @@ NEUTRAL: Mapping[str, tuple[float, ...]] = {
 
 
 def require_known(metadata: Metadata, prefix: str) -> None:
-    """Raises CheckpointError for a key that changes a computation, and that no reader has taken.
+    """Raises CheckpointError for an unused key with a value that isn't neutral.
 
-    prefix: of the architecture's keys, without the point.
+    prefix: of the architecture's keys, without the dot.
     """
     for key, value in metadata.values.items():
         own = key.removeprefix(f"{prefix}.")

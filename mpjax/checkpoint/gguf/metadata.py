@@ -1,4 +1,4 @@
-"""Values of a GGUF file's metadata by key, checked as they are taken."""
+"""Typed access to a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from mpjax.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The metadata of a file. Every method returns its default where the key is missing.
+    """The metadata of a file. Every method returns its default if the key is missing.
 
-    A default of None makes a method return None; without one, a missing key is an error. All
-    raise CheckpointError for a value of another type.
+    Without a default, a missing key is a CheckpointError, as is a value of another type.
 
-    taken: the keys that were asked for.
+    taken: the keys that were read.
     """
 
     path: Path
@@ -40,7 +39,7 @@ class Metadata:
         return CheckpointError(f"{self.path}: {key!r} is {shown!s:.80}: expected {expected}")
 
     def text(self, key: str, default: Any = ...) -> Any:
-        """A text."""
+        """A string."""
         value = self._get(key, "a text", default)
         if value is not default and not isinstance(value, str):
             raise self._refuse(key, value, "a text")
@@ -54,7 +53,7 @@ class Metadata:
         return value
 
     def each(self, key: str, count: int, default: Any = ...) -> list[int]:
-        """Whole numbers of `count` layers, or a single one for all."""
+        """Integers for `count` layers, or a single one for all."""
         if not isinstance(self.values.get(key), np.ndarray):
             return [self.whole(key, default)]
         found = self.numbers(key, length=count)
@@ -63,7 +62,7 @@ class Metadata:
         return [int(number) for number in found]
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """A number, with as few digits as float32 needs: 1e-05 and not 9.99999975e-06."""
+        """A number with the shortest digits of its float32 value: 1e-05, not 9.99999975e-06."""
         value = self._get(key, "a number", default)
         if value is default:
             return value
@@ -81,14 +80,14 @@ class Metadata:
         return value
 
     def texts(self, key: str, default: Any = ...) -> Any:
-        """A list of texts."""
+        """A list of strings."""
         value = self._get(key, "a list of texts", default)
         if value is not default and not isinstance(value, list):
             raise self._refuse(key, value, "a list of texts")
         return value
 
     def numbers(self, key: str, default: Any = ..., length: int | None = None) -> Any:
-        """An array of numbers. length: of the array, if one is expected."""
+        """An array of numbers. length: its expected length, or None."""
         expected = "a list of numbers" if length is None else f"a list of {length} numbers"
         value = self._get(key, expected, default)
         if value is default:

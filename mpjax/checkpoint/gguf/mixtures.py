@@ -1,8 +1,8 @@
-"""Mixtures of experts in GGUF files: the tensors of single experts, and their names and keys.
+"""Mixtures of experts in GGUF files: splitting into experts, names, and keys.
 
-A file has one tensor for the maps of all experts, `ffn_gate_exps` with the shape
-[experts, rows, columns]; older ones have one for each, `ffn_gate.3`. Source: llama.cpp,
-gguf-py/gguf/constants.py, convert_hf_to_gguf.py and src/llama-graph.cpp.
+A file has one fused tensor for all experts, `ffn_gate_exps` [experts, rows, columns]; older files
+have one for each, `ffn_gate.3`. Source: llama.cpp, gguf-py/gguf/constants.py, convert_hf_to_gguf.py
+and src/llama-graph.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 
-# Names in Hugging Face's files of what a layer has instead of a gated MLP.
+# GGUF's name → Hugging Face's, of the modules of an MoE layer.
 QWEN_NAMES: Mapping[str, str] = {
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{w}_exps": f"mlp.experts.{{expert}}.{w}_proj" for w in ("gate", "up", "down")},
@@ -33,18 +33,18 @@ MIXTRAL_NAMES: Mapping[str, str] = {
         for written, name in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
-# The least bytes of an expert's map: names of experts never take more memory than the file.
+# Least bytes of an expert's map, so that names of experts never take more memory than the file.
 LEAST_BYTES = 1024
 _OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
 _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
 _GATE_UP = "ffn_gate_up_exps"  # of which each expert's gate comes first
-_VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix of one row in Hugging Face's files
+_VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix with one row in Hugging Face's files
 
 
 def split_experts(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors of a file with one for each expert, such as `blk.0.ffn_gate_exps.3.weight`.
+    """Splits fused tensors into one for each expert, such as `blk.0.ffn_gate_exps.3.weight`.
 
-    path: of the file. Raises CheckpointError where two tensors hold the same map of an expert.
+    path: of the file. Raises CheckpointError if two tensors hold the same map of an expert.
     """
     found: dict[str, Tensor] = {}
     for written, tensor in tensors.items():
@@ -81,7 +81,7 @@ def _split(name: str, tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _is_stack(tensor: Tensor) -> bool:
-    """Whether a tensor has so many matrices as a layer may have experts, and none is tiny."""
+    """Whether a tensor is a stack of up to MOST_EXPERTS matrices of LEAST_BYTES or more."""
     if len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MOST_EXPERTS:
         return False
     return tensor.end - tensor.begin >= tensor.shape[0] * LEAST_BYTES

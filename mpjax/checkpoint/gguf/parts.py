@@ -1,7 +1,7 @@
-"""Models in several GGUF files, as `llama-gguf-split` makes them.
+"""Reads models that are split into several GGUF files by `llama-gguf-split`.
 
-The first part has the metadata, and each some of the tensors. All have their number (`split.no`),
-the number of parts (`split.count`) and of all tensors (`split.tensors.count`).
+The first part has the metadata, and every part some of the tensors. Each has its index
+(`split.no`), the number of parts (`split.count`) and of all tensors (`split.tensors.count`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model, one of which has this name; a whole file's own name."""
+    """The file names of all parts of a model, given one; just `name` for an unsplit model."""
     match = _NAME.fullmatch(name)
     if match is None or not 0 < int(match[2]) <= int(match[3]):
         return [name]
@@ -27,10 +27,10 @@ def part_names(name: str) -> list[str]:
 
 
 def read_parts(path: Path) -> tuple[Header, list[Path]]:
-    """The header of a model of which a path is the file, or one part, and all files.
+    """The joint header of a model, and its files. path: the file, or one of its parts.
 
-    A tensor's `part` is the place of its file in the list. Raises CheckpointError for parts that
-    are missing, or are not of one model.
+    A tensor's `part` is the index of its file in the list. Raises CheckpointError for missing
+    parts, and for parts of different models.
     """
     own = read_header(path)
     count = Metadata(path, own.metadata).whole("split.count", 1)

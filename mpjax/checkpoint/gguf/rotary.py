@@ -11,24 +11,23 @@ from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 from mpjax.models.rotary import yarn_attention_factor
 
-# The settings of published models of Llama 3.1 and later: files hold only the factors by which
-# frequencies are divided, which follow from these.
+# Settings of Llama 3.1 and later. Files hold only the resulting divisors of frequencies.
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
 LLAMA3_CONTEXT, LOW, HIGH = 8192, 1.0, 4.0
 
 LLAMA3 = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-FACTORS = (LLAMA3, SHORT, LONG)  # tensors of numbers by which frequencies are divided
+FACTORS = (LLAMA3, SHORT, LONG)  # tensors of divisors of frequencies
 
 
 KINDS = ("none", "linear", "yarn", "longrope")
 
 
 def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """`rope_theta`, and `rope_scaling` if there is any.
+    """The keys `rope_theta` and, with RoPE scaling, `rope_scaling`.
 
-    name: of the architecture. factors: float32 arrays by the names in FACTORS. Raises
-    CheckpointError for a kind of scaling that is not read, and for kinds that a file combines.
+    name: the architecture. factors: float32 arrays by names in FACTORS. Raises CheckpointError for
+    an unsupported kind of scaling, and for combined kinds.
     """
     prefix = f"{name}.rope"
     theta = metadata.number(f"{prefix}.freq_base", 10000.0)
@@ -63,10 +62,10 @@ def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> di
 
 
 def _kind(metadata: Metadata, prefix: str) -> tuple[str, float]:
-    """The kind of scaling, and the factor by which the context grows.
+    """The kind of RoPE scaling, and the factor by which it extends the context.
 
-    As in llama.cpp, the kind is `linear` where a file names none, an older key of the factor counts
-    where the newer one is missing, and 0 stands for 1.
+    As in llama.cpp, the default kind is `linear`, an older key of the factor is used if the newer
+    one is missing, and factor 0 stands for 1.
     """
     key = f"{prefix}.scaling.type"
     kind = metadata.text(key, "linear")
@@ -80,7 +79,7 @@ def _kind(metadata: Metadata, prefix: str) -> tuple[str, float]:
 
 
 def _attention(metadata: Metadata, prefix: str, kind: str) -> float:
-    """A factor of queries and keys beside YaRN's own."""
+    """An attention factor on top of YaRN's own."""
     key = f"{prefix}.scaling.attn_factor"
     factor = float(metadata.number(key, 1.0))
     if factor != 1 and kind != "yarn":
@@ -91,9 +90,9 @@ def _attention(metadata: Metadata, prefix: str, kind: str) -> float:
 
 
 def _require_plain_yarn(metadata: Metadata, prefix: str, kind: str) -> None:
-    """Raises CheckpointError for a share of YaRN's ramp other than all or none, as by the kind."""
+    """Raises CheckpointError unless yarn_ext_factor is 1 with YaRN and 0 otherwise."""
     key, expected = f"{prefix}.scaling.yarn_ext_factor", float(kind == "yarn")
-    share = metadata.number(key, -1)  # below 0, the kind decides
+    share = metadata.number(key, -1)  # below 0 means the default of the kind
     if share >= 0 and share != expected:
         raise CheckpointError(f"{metadata.path}: {key} is {share}: expected {expected} with {kind}")
 
@@ -117,7 +116,7 @@ def _longrope(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) 
 
 
 def _llama3(metadata: Metadata, theta: float, given: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Llama 3.1's scaling, if it is the one that makes these factors."""
+    """Llama 3.1's `rope_scaling` that gives these factors. Raises CheckpointError if none does."""
     if {*given} != {LLAMA3}:
         raise CheckpointError(
             f"{metadata.path} has {' and '.join(given)}: expected one kind of rotary factors"

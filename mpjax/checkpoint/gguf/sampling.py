@@ -1,4 +1,4 @@
-"""Reads how the authors of a GGUF file draw tokens: its keys `general.sampling.*`.
+"""Reads the sampling settings of a GGUF file: its keys `general.sampling.*`.
 
 Source: llama.cpp, gguf-py/gguf/constants.py and common/common.cpp.
 """
@@ -12,8 +12,8 @@ from mpjax.sampling import generation_config
 from mpjax.sampling.settings import Sampling
 
 PREFIX = "general.sampling."
-NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # others have the same
-# Settings of samplers that are off by these values.
+NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # other names are equal
+# Key → settings that are unused if the key is 0.
 OFF: dict[str, tuple[str, ...]] = {
     "xtc_probability": ("xtc_probability", "xtc_threshold"),
     "mirostat": ("mirostat", "mirostat_tau", "mirostat_eta"),
@@ -21,10 +21,10 @@ OFF: dict[str, tuple[str, ...]] = {
 
 
 def read_sampling(metadata: Metadata) -> Sampling | None:
-    """The sampling of a file; None where it says nothing about it.
+    """The Sampling of a file; None without such keys.
 
-    Warns of keys that change draws and that mpjax does not follow, such as `penalty_last_n`: a
-    penalty is for all tokens of a text. Raises CheckpointError for values out of range.
+    Warns of unsupported keys that affect sampling, such as `penalty_last_n`: penalties here count
+    all tokens. Raises CheckpointError for values out of range.
     """
     found: dict[str, Any] = {
         key.removeprefix(PREFIX): value
@@ -42,6 +42,6 @@ def read_sampling(metadata: Metadata) -> Sampling | None:
     if "top_k" in found:
         found["top_k"] = max(metadata.whole(f"{PREFIX}top_k"), 0)
     if "temp" in found:
-        found["temp"] = max(found["temp"], 0.0)  # below 0, llama.cpp takes the likeliest token
+        found["temp"] = max(found["temp"], 0.0)  # below 0, llama.cpp is greedy
     keys = {NAMES.get(key, key): value for key, value in found.items()}
     return generation_config.read_sampling(keys, f"{metadata.path}: {PREFIX}*")

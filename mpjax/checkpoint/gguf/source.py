@@ -1,4 +1,4 @@
-"""A GGUF file as a source: what it holds, as Hugging Face's files would have it."""
+"""GGUFSource: presents a GGUF file as Hugging Face's files would describe the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpjax.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class GGUFCheckpoint(Checkpoint):
-    """The tensors of a file, by Hugging Face's names.
+    """The tensors of a GGUF file under Hugging Face's names.
 
     A plain tensor has its name there. Blocks have the name of their type for a suffix, as in
     `model.norm.q8_0`, and are bytes uint8 [rows, blocks, bytes of a block].
@@ -45,7 +45,7 @@ class GGUFCheckpoint(Checkpoint):
     whole: Mapping[str, TensorInfo] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as Hugging Face's files have it; see Checkpoint.read."""
+        """One tensor, converted to Hugging Face's values and order; see Checkpoint.read."""
         is_part = name in self.whole
         array = Checkpoint(self.folder, self.whole).read(name) if is_part else super().read(name)
         if (change := self.changes.get(name)) is None:
@@ -58,11 +58,11 @@ class GGUFCheckpoint(Checkpoint):
 
 @dataclasses.dataclass(frozen=True)
 class GGUFSource(Source):
-    """A GGUF file, or the parts of one. `path` is the file's, or that of a part."""
+    """A GGUF file, or a split one, of which `path` is any part."""
 
     @functools.cached_property
     def parts(self) -> tuple[Header, list[Path]]:
-        """The header of all files of the model, and the files; they are read once."""
+        """The joint header of the model's files, and the files; read once."""
         return read_parts(self.path)
 
     @property
@@ -72,7 +72,7 @@ class GGUFSource(Source):
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors in the header, with one for each expert."""
+        """The tensors of the header, split into experts."""
         tensors = split_experts(self.header.tensors, self.path)
         if architectures.of(self.metadata).delta is None:
             return tensors
@@ -84,12 +84,12 @@ class GGUFSource(Source):
         return Metadata(self.path, self.header.metadata)
 
     def read_config(self) -> dict[str, Any]:
-        """The config.json that the metadata stand for."""
+        """The config.json equivalent to the metadata."""
         config = architectures.read_config(self.metadata, self.tensors, self._factors())
         return config | {"eos_token_id": vocabulary.read_stop_ids(self.metadata) or None}
 
     def _factors(self) -> dict[str, np.ndarray]:
-        """The numbers by which rotary frequencies are divided, where the file has them."""
+        """The file's divisors of rotary frequencies, by tensor name."""
         infos = {
             name: _info(tensor, name, self.parts[1])
             for name, tensor in self.header.tensors.items()
@@ -102,13 +102,13 @@ class GGUFSource(Source):
         return {name: held.read(name).astype(np.float32).reshape(-1) for name in infos}
 
     def open(self) -> GGUFCheckpoint:
-        """The tensors in the header. Raises CheckpointError where two have one name."""
+        """The tensors of the header. Raises CheckpointError for duplicate names."""
         architecture, config = architectures.of(self.metadata), self.read_config()
         tensors: dict[str, TensorInfo] = {}
         changes: dict[str, architectures.Change] = {}
         whole: dict[str, TensorInfo] = {}
         for tensor in self.tensors.values():
-            if tensor.name in FACTORS:  # which are in config.json
+            if tensor.name in FACTORS:  # converted to config.json
                 continue
             module, _, suffix = tensor.name.rpartition(".")
             suffix = suffix if tensor.type.dtype is not None else tensor.type.name.lower()
@@ -129,7 +129,7 @@ class GGUFSource(Source):
         return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes, whole)
 
     def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
-        """A policy with the type of each module."""
+        """A policy with the block type of each quantised module."""
         architecture = architectures.of(self.metadata)
         types = {
             architecture.translate(tensor.name.rpartition(".")[0]): tensor.type.name
@@ -144,7 +144,7 @@ class GGUFSource(Source):
         return Policy("gguf", (Part(SCHEME, (Rule((LINEAR,), reader),)),))
 
     def read_tokenizer(self) -> Tokenizer:
-        """The tokenizer in the metadata, which is built once."""
+        """The tokenizer of the metadata, built once."""
         return self._tokenizer
 
     @functools.cached_property
@@ -152,15 +152,15 @@ class GGUFSource(Source):
         return vocabulary.read_tokenizer(self.metadata)
 
     def read_sampling(self) -> Sampling | None:
-        """The sampling in the metadata."""
+        """The sampling settings of the metadata, or None."""
         return sampling.read_sampling(self.metadata)
 
     def file_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of the texts that `copy_files` writes."""
+        """Bytes of the files that `copy_files` writes."""
         return sum(len(text.encode()) for text in self._texts(names).values())
 
     def copy_files(self, names: Iterable[str], folder: Path) -> None:
-        """Writes Hugging Face's files of the same model: its config.json and its tokenizer."""
+        """Writes the equivalent Hugging Face files: config.json and the tokenizer's."""
         for name, text in self._texts(names).items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -176,7 +176,7 @@ class GGUFSource(Source):
 
 
 def _info(tensor: Tensor, name: str, files: Sequence[Path]) -> TensorInfo:
-    """The tensor as safetensors would describe it; blocks are bytes. files: of the model."""
+    """A TensorInfo of a tensor; blocks are uint8. files: the model's files."""
     kind, shape, dtype = tensor.type, tensor.shape, tensor.type.dtype
     if dtype is None:
         dtype = np.dtype(np.uint8)

@@ -1,9 +1,9 @@
 """Builds a Tokenizer from the metadata of a GGUF file.
 
-Two models of tokenizers are read. `gpt2` is byte-level byte-pair encoding: the file lists tokens
-and merges, and names the rule that splits a text into words (`tokenizer.ggml.pre`). `llama` is
-SentencePiece's byte-pair encoding: the file lists tokens and their scores, from which the merges
-follow. Source: llama.cpp, src/llama-vocab.cpp and include/llama.h.
+Two tokenizer models are supported. `gpt2` is byte-level BPE: the file lists tokens and merges, and
+names the pre-tokenizer (`tokenizer.ggml.pre`). `llama` is SentencePiece BPE: the file lists tokens
+and scores, from which the merges follow. Source: llama.cpp, src/llama-vocab.cpp and
+include/llama.h.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mpjax.errors import CheckpointError
 from mpjax.text.tokenizer import Tokenizer
 from mpjax.text.tokenizer_files import explained
 
-# Kinds of tokens (`tokenizer.ggml.token_type`): a control token has no text, one that a user
-# defined is found in a text before it is split, and a byte stands for a part of a character.
+# Token types (`tokenizer.ggml.token_type`). CONTROL tokens have no text. USER_DEFINED ones are
+# matched before pre-tokenization. Other types, such as bytes, need no case.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-SPACE = "▁"  # SentencePiece's mark of a space
+SPACE = "▁"  # SentencePiece's space symbol
 NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 STOP_KEYS = ("eos", "eot", "eom")
-# Control tokens that end an answer, in files that don't name them as such.
+# Control tokens that end an answer even if the file doesn't list them.
 STOP_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
     *("<|end_of_text|>", "<|return|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),
@@ -34,11 +34,11 @@ STOP_TEXTS = (
 
 
 class Splitting(NamedTuple):
-    """How byte-level tokenizers split a text into words.
+    """A pre-tokenizer of byte-level BPE.
 
-    pattern: of a word; None for GPT-2's, which `tokenizers` has. digits: whether each digit is
-    split off first. whole_words: whether a word that is a token is taken without merging.
-    begins: whether texts begin with the bos token where the file does not say.
+    pattern: the regular expression of a word; None for GPT-2's, built into `tokenizers`. digits:
+    whether digits are split off first. whole_words: whether a word that is a token skips merging.
+    begins: the default of add_bos_token.
     """
 
     pattern: str | None = None
@@ -55,7 +55,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased(ending: str) -> str:
-    """Words of one case, or of one that changes once, with an ending."""
+    """The pattern of words in lower, upper or title case, followed by `ending`."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
 
@@ -79,7 +79,7 @@ SPLITTINGS: Mapping[str, Splitting] = {
 
 
 def read_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer of a file. Raises CheckpointError for one that can't be built."""
+    """Builds a file's tokenizer. Raises CheckpointError if that is not possible."""
     tokens = metadata.texts("tokenizer.ggml.tokens")
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     model = metadata.text("tokenizer.ggml.model")
@@ -104,7 +104,7 @@ def read_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def read_stop_ids(metadata: Metadata) -> list[int]:
-    """Ids of the tokens that end a text. Raises CheckpointError for ids without a token."""
+    """The stop ids of a file. Raises CheckpointError for ids outside the vocabulary."""
     tokens = metadata.texts("tokenizer.ggml.tokens", [])
     kinds = _kinds(metadata, tokens)
     named = [_token_id(metadata, kind, tokens) for kind in STOP_KEYS]
@@ -184,7 +184,7 @@ def _sentence_piece(
 def _merges(
     tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of tokens whose text joined is a token, those with the best joined token first."""
+    """Pairs of tokens whose concatenation is a token, in descending order of its score."""
     normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
     for index in np.argsort(-scores.astype(np.float32), kind="stable"):
         token = tokens[index]
@@ -197,7 +197,7 @@ def _merges(
 
 
 def _numbered(tokens: Sequence[str]) -> dict[str, int]:
-    """The id of each token; of a text that several tokens have, the first."""
+    """Token → id; the first id for duplicates."""
     ids: dict[str, int] = {}
     for index, token in enumerate(tokens):
         ids.setdefault(token, index)
@@ -215,7 +215,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: np.
 
 
 def _token_id(metadata: Metadata, kind: str, tokens: Sequence[str]) -> int | None:
-    """The id of a token that the file names; None where the file has none."""
+    """The id of a special token such as `bos`; None if the file has none."""
     key = f"tokenizer.ggml.{kind}_token_id"
     index = metadata.whole(key, None)
     if index is None:
@@ -233,14 +233,14 @@ def _special_tokens(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]
 
 
 def _begins(metadata: Metadata, model: str) -> bool:
-    """Whether texts begin with the bos token where the file does not say."""
+    """The default of add_bos_token."""
     return model == "llama" or _splitting(metadata).begins
 
 
 def _add_ends(
     backend: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str, str], *, begins: bool
 ) -> None:
-    """Makes the backend add the bos and eos token to texts, where the file says so."""
+    """Makes the backend add bos and eos tokens as the file says."""
     wanted = {
         "bos_token": metadata.flag("tokenizer.ggml.add_bos_token", begins),
         "eos_token": metadata.flag("tokenizer.ggml.add_eos_token", False),

@@ -1,1 +1,1 @@
-"""Schemes of quantised checkpoints: a file for each format, and a line for it in the registry."""
+"""Schemes of quantised checkpoints: a file for each format, registered in the registry."""

@@ -1,10 +1,10 @@
-"""AutoRound's `quantization_config`, as that of the format in which it packs.
+"""Translates AutoRound's `quantization_config` to that of the packing it uses.
 
-`packing_format` says which: `auto_round:auto_gptq` is GPTQ, whose zero points are stored minus 1;
-`auto_round` and `auto_round:gptqmodel` are GPTQ with zero points as they are (v2);
-`auto_round:auto_awq` is AWQ's gemm layout; and `auto_round:llm_compressor` is compressed-tensors,
-whose own keys lie beside it. `extra_config` gives single modules other bits. Source: AutoRound,
-auto_round/inference/convert_model.py and auto_round/export.
+By `packing_format`: `auto_round:auto_gptq` is GPTQ, with zero points stored minus 1; `auto_round`
+and `auto_round:gptqmodel` are GPTQ v2, with unchanged zero points; `auto_round:auto_awq` is AWQ's
+gemm layout; `auto_round:llm_compressor` is compressed-tensors, with its own keys. `extra_config`
+overrides the bits of single modules. Source: AutoRound, auto_round/inference/convert_model.py and
+auto_round/export.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ AWQ, COMPRESSED_TENSORS = "auto_round:auto_awq", "auto_round:llm_compressor"
 
 
 def translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of the format that a checkpoint is packed in; others unchanged.
+    """The `quantization_config` of GPTQ, AWQ or compressed-tensors for AutoRound's.
 
-    Raises CheckpointError for a packing or a type of weights that is not read.
+    Configs of other methods are returned unchanged. Raises CheckpointError for an unsupported
+    `packing_format` or `data_type`.
     """
     if checks.method_of(config) not in METHODS:
         return config
@@ -58,7 +59,7 @@ def translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rules(extra: Any) -> dict[str, dict[str, Any]]:
-    """GPTQModel's rules for the modules that have settings of their own."""
+    """AutoRound's settings of single modules as GPTQModel's `dynamic` rules."""
     if extra is None:
         return {}
     where = f"{SOURCE}, extra_config"

@@ -25,7 +25,7 @@ USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
 PROGRAMS = 2  # prefill programs that hold pages at once: one runs while the next is planned
 SNAPSHOTS = 4  # for each slot, at most
 SNAPSHOT_SHARE = 0.25  # of the memory for pages and snapshots, at most
-# Bytes of a slot and token id: whether it is allowed, how often it was drawn, and its class.
+# Bytes per slot and token id: whether it is allowed, how often it was drawn, and its class.
 CONTROL = 7
 
 

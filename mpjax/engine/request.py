@@ -169,8 +169,8 @@ class RowsOptions:
     ) -> Settings:
         """The settings of one request with its processors and what follows its constraint.
 
-        processors: of the engine, beside those of Samplings. Raises ValueError as `read_control`
-        and `read_constraint` say.
+        processors: the engine's own. Raises the ValueErrors of `read_control` and
+        `read_constraint`.
         """
         sampling, constraint, wanted = self.samplings[row], self.constraints[row], self.processors
         if constraint is not None:

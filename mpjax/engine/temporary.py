@@ -36,11 +36,11 @@ def temporary_engine(
 ) -> Engine:
     """An engine that runs prompts of the given lengths at once, without scoring.
 
-    new_tokens, stop_ids: the most that a prompt has of them. processors: that prompts may have.
-    constrained: whether any has a constraint.
+    lengths: tokens of each prompt. new_tokens, stop_ids: the most of a prompt. processors: logits
+    processors that prompts may use. constrained: whether any prompt has a constraint.
 
     The number of prompts, the longest prompt and new_tokens are rounded up as `buckets` says. If
-    memory lacks for that many prompts, there are no more slots than prompts.
+    memory is insufficient for the rounded number of slots, there are as many slots as prompts.
 
     Raises ValueError for a proposer that an engine can't use, and DeviceMemoryError, before
     anything is allocated, if cache and activations are too large.

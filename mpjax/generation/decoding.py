@@ -172,10 +172,7 @@ def speculative_program(model: Decoder, loop: Loop, proposer: Proposer) -> Calla
 
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
-    """Whether a product in a step of `batch` rows, experts included, runs on warpgroups.
-
-    XX
-    """
+    """Whether a product in a step of `batch` rows, experts included, runs on warpgroups."""
     of_experts = (
         layer.mlp.runs_by_warpgroups(batch)
         for layer in _share(model).layers

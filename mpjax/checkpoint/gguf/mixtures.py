@@ -98,7 +98,7 @@ def mixtral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
 def qwen_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The keys of the config.json of Qwen's mixtures.
 
-    llama.cpp divides the weights of a token's experts by their sum in all but Qwen2-MoE.
+    llama.cpp normalises the router weights of a token's experts, except for Qwen2-MoE.
     """
     name = metadata.text("general.architecture")
     key, is_divided = f"{name}.expert_weights_norm", name != "qwen2moe"

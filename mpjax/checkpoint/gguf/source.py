@@ -34,11 +34,11 @@ from mpjax.text.tokenizer import Tokenizer
 class GGUFCheckpoint(Checkpoint):
     """The tensors of a GGUF file under Hugging Face's names.
 
-    A plain tensor has its name there. Blocks have the name of their type for a suffix, as in
-    `model.norm.q8_0`, and are bytes uint8 [rows, blocks, bytes of a block].
+    A quantised tensor has its type as the suffix, as in `model.norm.q8_0`, and is uint8 [rows,
+    blocks, bytes of a block].
 
-    changes: by name, how `read` changes the numbers or the order of the rows, or which it takes.
-    whole: by name, tensors of which only some rows are taken.
+    changes: by name, the conversions that `read` applies: of values, of row order, or a selection
+    of rows. whole: by name, tensors of which only some rows are taken.
     """
 
     changes: Mapping[str, architectures.Change] = dataclasses.field(default_factory=dict)

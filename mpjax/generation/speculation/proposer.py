@@ -175,7 +175,7 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
 
 
 def read_speculate(speculate: Any) -> Proposer | None:
-    """The argument `speculate` of functions that generate. Raises ValueError."""
+    """The checked argument `speculate`. Raises ValueError unless it is a Proposer or None."""
     if speculate is not None:
         hint = ", such as mpjax.Ngram() or mpjax.Draft(lm)"
         require_type("speculate", speculate, Proposer, hint=hint)

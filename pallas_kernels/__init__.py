@@ -1,8 +1,8 @@
 """GPU kernels for mixed-precision inference: arrays in, arrays out.
 
-Packed weight formats and their fused dequantise-GEMM, the paged low-bit KV cache and attention
-over it. Everything here can be used alone, in any JAX program. Arguments that are arrays may also
-be NumPy's arrays, numbers, or lists of them; dtypes may also be short names such as `bf16`.
+Packed weight formats and their fused dequantise-GEMM, the paged low-bit KV cache and attention over
+it. Everything here can be used alone, in any JAX program. Array arguments may also be NumPy arrays,
+numbers, or lists of numbers; dtypes may also be short names such as `bf16`.
 """
 
 from mpjax.kernels.activation_blocks import ActivationBlocks

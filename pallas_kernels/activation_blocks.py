@@ -1,4 +1,4 @@
-"""Blocks of channels in which activations are rounded to 4 or to 8 bits: COMET's FMPQ."""
+"""Mixed 4- and 8-bit activations: COMET's FMPQ, which chooses the width for blocks of channels."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ActivationBlocks:
     """How the activations x [..., K] of one weight are rounded in blocks of 128 channels.
 
     A block has a scale for each token, and codes of 4 bits (−7 … 7) or of 8 bits (−127 … 127), both
-    stored as int8. Few channels of a language model hold outliers, the same for all tokens: a
-    permutation gathers them in few blocks, and only those need 8 bits (Liu et al., "COMET", 2025,
-    §3.2). Widths and permutation are arrays, so that layers which differ in them alone share their
-    compiled programs.
+    stored as int8. Few channels of a language model have outliers, and they are the same for all
+    tokens: a permutation gathers them in few blocks, and only these blocks need 8 bits (Liu et al.,
+    "COMET", 2025, §3.2). Widths and permutation are arrays, so that layers that differ only in them
+    share compiled programs.
 
     bits: uint8 [blocks], 4 or 8 for each block; the last block may have fewer channels. None for 8
-        bits in all of them.
+        bits in all blocks.
     permutation: int32 [K]; channel i of the codes is channel permutation[i] of x. None keeps the
         order.
     """
@@ -46,12 +46,12 @@ class ActivationBlocks:
         return FORMAT
 
     def checked(self, operation: str, channels: int) -> ActivationBlocks:
-        """These blocks with arrays instead of lists.
+        """These blocks with lists converted to arrays.
 
         operation: the function that takes them, for messages. channels: K.
 
-        Raises ValueError for arrays that aren't integers, or are for another number of channels,
-        and, where values are known, for other widths and for channels out of range.
+        Raises ValueError for arrays that aren't integers or don't fit K, and, if values are known,
+        for widths other than 4 and 8 and for channels out of range.
         """
         found: dict[str, jax.Array | None] = {}
         for name, size in (("bits", FORMAT.groups(channels)), ("permutation", channels)):
@@ -74,7 +74,7 @@ class ActivationBlocks:
         return ActivationBlocks(bits, permutation)
 
     def largest_codes(self, channels: int) -> jax.Array:
-        """The largest code of each block, 7 or 127, float32 [blocks], of so many channels."""
+        """The largest code of each block of x [..., channels], 7 or 127, float32 [blocks]."""
         if self.bits is None:
             return jnp.full(FORMAT.groups(channels), 127.0, jnp.float32)
         return jnp.where(self.bits == WIDTHS[0], jnp.float32(7), jnp.float32(127))

@@ -1,4 +1,4 @@
-"""Activations that are quantised to 8 bits, or to 4, when a product reads them."""
+"""Quantised activations: rounding to 8 bits, or to 4 and 8, before a product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.static_rows import StaticRows
 
-# A description of how activations are rounded, as a type or as its text.
+# A description of how activations are rounded, as an object or as a string.
 Format = (
     ActivationFormat
     | ActivationBlocks
@@ -45,7 +45,7 @@ class QuantizedActivations:
     values: int8 or float8_e4m3fn [..., K].
     scales: float32 [..., 1], one for each token; or [..., groups], one for each 128 input channels
         of a token (the last group may be shorter), for FP8 weights in groups and for `int4`.
-    dtype: the name of the dtype that x had and that products with it have.
+    dtype: the name of x's dtype, which products have, too.
     is_permuted: whether channels are in the order of a weight's permutation (`ActivationBlocks`).
     """
 
@@ -62,7 +62,7 @@ class QuantizedActivations:
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """X [..., K] = values · scales, computed in float32 and converted to `dtype`.
 
-        Channels keep the order of the values.
+        Channels stay in the order of the values.
         """
         channels = self.shape[-1]
         size = channels if self.scales.shape[-1] == 1 else float8.GROUP
@@ -83,11 +83,11 @@ def quantize_activations(
     fuses this function into the operation that produces x.
 
     format: an ActivationFormat; or the format of a product or of a weight, for the activations that
-        it multiplies; or the text of one, such as "float8:g128" or "int8/int8"; or the
-        ActivationBlocks of a weight, by which the largest code of a block is 7 or 127; or
-        DividedRows, for x [..., K] that is a part of rows under `shard_map`; or StaticRows, whose
-        scale all tokens have but those with NaN or infinities.
-    dtype: the dtype of products with the result; x's if it is None.
+        it multiplies; or the string of one, such as "float8:g128" or "int8/int8"; or the
+        ActivationBlocks of a weight, with 7 or 127 as the largest code of a block; or DividedRows,
+        for x [..., K] that is a part of each row under `shard_map`; or StaticRows, whose scale
+        applies to all tokens without NaN and infinities.
+    dtype: the dtype of products with the result; None for x's.
 
     Raises ValueError for a format with 16-bit activations, and for x without channels.
     """
@@ -130,7 +130,7 @@ def quantize_activations(
 
 
 def _with_static_scale(x: jax.Array, rows: StaticRows, dtype: str) -> QuantizedActivations:
-    """The codes of x [..., K] beside one scale; larger magnitudes are clamped."""
+    """Rounds x [..., K] with one static scale; larger magnitudes are clamped."""
     wide, scale = x.astype(jnp.float32), jax.lax.broadcast_to_rank(rows.scale, x.ndim)
     scaled = wide / scale
     if rows.values == "int8":

@@ -20,10 +20,10 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Divides float32 values; correctly rounded where a 16-bit dtype holds the denominator exactly.
+    """Divides float32 values; correctly rounded if a 16-bit dtype holds the denominator exactly.
 
-    For other denominators a few quotients in a million are one unit in the last place off. XLA's
-    own division may be two units off on a GPU, which changes how ties between codes are rounded.
+    For other denominators, a few quotients in a million differ by one unit in the last place. XLA's
+    own division may be off by two units on a GPU, which changes how ties between codes are rounded.
     """
     quotient = jnp.divide(numerator, denominator)
     (high, low), (large, small) = _halves(quotient), _halves(denominator)
@@ -33,9 +33,9 @@ def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """max|x| of float32 along axes; NaN where an element along them is NaN or infinite.
+    """max|x| of float32 along axes; NaN if an element along them is NaN or infinite.
 
-    Magnitudes are compared as integers, which order them as floats do, with NaN above all others.
+    Magnitudes are compared as integers, which have the order of floats, with NaN above all others.
     On a CPU, XLA's maximum of floats ignores NaN.
     """
     order = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
@@ -46,8 +46,8 @@ def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
 def power_above(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The smallest power of two above x ≥ 0, and its inverse, both float32.
 
-    So x / power is in [1/2, 1). Powers are clipped to 2**-111 … 2**126: x / power is below 1/2 for
-    x below 2**-112, and 1 or more for x from 2**126 on. The power of zero is 1.
+    So x / power is in [1/2, 1). Powers are clipped to 2**-111 … 2**126, so x / power is below 1/2
+    for x below 2**-112, and at least 1 for x from 2**126 on. The power of zero is 1.
     """
     exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(23)
     exponent = jnp.clip(exponent, jnp.uint32(15), jnp.uint32(252)) + jnp.uint32(1)

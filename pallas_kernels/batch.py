@@ -1,4 +1,4 @@
-"""The new tokens of a ragged batch, and where they lie in the cache."""
+"""The new tokens of a ragged batch, and their positions in the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type,
 )
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The place of a batch's new tokens in a paged cache; the same for all layers.
+    """The new tokens of a batch in a paged cache; the same for all layers.
 
     The new tokens are an array [batch, tokens, ...], in which the first counts[b] tokens of row b
     are real and the others padding. Or they are varlen, [tokens, ...]: the tokens of all sequences,
@@ -32,15 +32,15 @@ class Span:
     starts: int32 [batch], the position of each sequence's first new token.
     counts: int32 [batch], the number of each sequence's new tokens.
     fresh: whether all starts are known to be 0 (static).
-    longest: a number of tokens that no count exceeds (static), so that no more programs are
-        launched for varlen tokens than needed. By default all varlen tokens may be of one sequence.
+    longest: an upper bound of the counts (static), so that no more programs than needed are
+        launched for varlen tokens. By default one sequence may have all varlen tokens.
     residual_pages: int32 [batch, 1], for formats with blocks: the page of each sequence's residual.
         By default the residual has a page for each sequence, in their order.
     encoded: int32 [batch], for formats with blocks: the number of tokens, in whole blocks, that are
-        in encoded pages already although they end at the start, as those of a shared prefix do. By
-        default a block is encoded when the first token after it comes.
+        already in encoded pages although they end at the start, such as a shared prefix. By default
+        a block is encoded when the first token after it is appended.
 
-    Arrays may also be lists or NumPy's arrays. Under `jit` a span can be an argument, as a pytree.
+    Arrays may also be lists or NumPy arrays. Under `jit` a span can be an argument, as a pytree.
 
     Raises ValueError for a `longest` below 1. Arrays are checked by the operation that takes the
     span (`read`).
@@ -73,18 +73,18 @@ class Span:
 
     @property
     def most_tokens(self) -> int:
-        """The `longest` of a span that `read` returned, which is never None."""
+        """The `longest` of a span, which is never None in a result of `read`."""
         assert self.longest is not None, "Span.read was not called"
         return self.longest
 
     def read(self, operation: str, new: tuple[int, ...]) -> Span:
-        """The span with int32 arrays, in which positions are computed, and with a `longest`.
+        """The span with int32 arrays, so that positions are int32, and with a `longest`.
 
         operation: the function that takes the span, for messages.
-        new: the shape [batch, tokens] of the new tokens, or [tokens] of varlen ones.
+        new: the shape [batch, tokens] of the new tokens, or [tokens] if varlen.
 
-        Raises ValueError unless arrays are integers of shapes that fit the tokens, and, where their
-        values are known, unless these are in range.
+        Raises ValueError for arrays that are not integers or don't fit the tokens, and, if their
+        values are known, for values out of range.
         """
         block_tables, starts, counts = as_arrays(
             operation, block_tables=self.block_tables, starts=self.starts, counts=self.counts
@@ -140,7 +140,7 @@ class Span:
     def _require_limits(
         self, operation: str, starts: jax.Array, counts: jax.Array, new: tuple[int, ...]
     ) -> None:
-        """Raises ValueError for starts and counts that are out of range, where they are known."""
+        """Raises ValueError for known starts and counts that are out of range."""
         is_varlen, most, limits = len(new) == 1, new[-1], f"0 to {new[-1]}, the new tokens"
         if self.longest is not None and self.longest < most:
             most, limits = self.longest, f"0 to {self.longest}, the longest of the span"

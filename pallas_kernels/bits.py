@@ -1,14 +1,14 @@
-"""Codes in 16-bit words: packing, unpacking, and the decoding that kernels do in registers.
+"""Codes in 16-bit words: packing, unpacking, and decoding in registers inside kernels.
 
-A word holds 16 / bits codes, one of each *plane*: plane j is bits j·bits … (j+1)·bits − 1. An array
+A word has 16 / bits codes, one of each *plane*: plane j is bits j·bits … (j+1)·bits − 1. An array
 of words has the shape and the element size of a 16-bit matrix operand. So the compiler moves words
-as it moves bfloat16, and a decoded plane already lies as the tensor cores read it: the idea of
-TurboMind's hardware-aware packing (section 4.1) in Triton's terms.
+as it moves bfloat16, and a decoded plane already has the layout of a tensor-core operand: the idea
+of TurboMind's hardware-aware packing (section 4.1) in Triton's terms.
 
-Each decoder is inline PTX where the current target has PTX, and an equivalent in jnp elsewhere. In
+Each decoder is inline PTX if the current target has PTX, and an equivalent in jnp otherwise. In
 PTX, some decoders return values that are scaled by a power of two, which saves instructions; a
-function next to each (`plane_exponent`, `exponent_in_place`, `exponent_scaled`) gives the exponent,
-by which the caller scales the sums back.
+function next to each (`plane_exponent`, `exponent_in_place`, `exponent_scaled`) returns the
+exponent, by which the caller scales the sums back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpjax.kernels.target import current_target
 
 WORD_BITS = 16
 
-# The bits of 1024 in float16, and 1024. Replacing its ten lowest bits by a code gives 1024 + code.
+# The bits of 1024 in float16, and 1024. Replacing the lowest ten bits by a code gives 1024 + code.
 _MAGIC, _OFFSET = 0x6400, 1024.0
 
 # The exponent of the smallest subnormal, 2**exponent, of each dtype.
@@ -35,7 +35,7 @@ def planes_per_word(bits: int) -> int:
 def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
     """Packs unsigned codes [..., planes, width] into uint16 words [..., width].
 
-    Raises ValueError for another number of planes than words of `bits`-bit codes hold.
+    Raises ValueError if `planes` is not the number of codes in a word.
     """
     planes = planes_per_word(bits)
     if codes.shape[-2] != planes:
@@ -69,7 +69,7 @@ def pack_pair(low: jax.Array, high: jax.Array) -> jax.Array:
 def unpack_pair(
     pair: jax.Array, low: jax.typing.DTypeLike, high: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """The two arrays that `pack_pair` packed, in the 16-bit dtypes `low` and `high`."""
+    """The inverse of `pack_pair`: two arrays of the 16-bit dtypes `low` and `high`."""
 
     def half(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.dtype(dtype))
@@ -78,11 +78,11 @@ def unpack_pair(
 
 
 def widen_pair(pair: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """The two arrays that `pack_pair` packed, both of the 16-bit `dtype`, converted to float32."""
+    """The two arrays of `pack_pair`, both of the 16-bit `dtype`, converted to float32."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         low, high = unpack_pair(pair, dtype, dtype)
         return low.astype(jnp.float32), high.astype(jnp.float32)
-    # The bits of a bfloat16 are the upper half of those of the same float32.
+    # The bits of a bfloat16 are the upper half of the bits of the same float32.
     halves = pair << jnp.uint32(16), pair & jnp.uint32(0xFFFF0000)
     low, high = (jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves)
     return low, high
@@ -95,13 +95,13 @@ def decode_plane(words: jax.Array, plane: int, bits: int, zero: jax.Array) -> ja
 
     words: a tile of uint16.
     bits: of a code, a divisor of 8.
-    zero: the zero points, integers in 0 … 2**bits in bfloat16 or float16 (both hold them exactly),
-        broadcastable to the tile.
+    zero: the zero points, integers in 0 … 2**bits in bfloat16 or float16 (both represent them
+        exactly), broadcastable to the tile.
 
-    The PTX works on two words at a time. It leaves a code at its place in the byte; the
-    multiply-add that subtracts the zero point also scales by the inverse of that place. In float16
-    the bits of 1024 are set above the code (TurboMind section 4.3). In bfloat16, whose mantissa is
-    too short for that, the code is read as a subnormal.
+    The PTX processes two words at a time. It leaves a code at its bits in the byte; the
+    multiply-add that subtracts the zero point also scales by the inverse of that shift. In float16
+    the bits of 1024 are set above the code (TurboMind section 4.3). bfloat16's mantissa is too
+    short for that, so the code is interpreted as a subnormal.
     """
     dtype = jnp.dtype(zero.dtype)
     target = current_target()
@@ -128,7 +128,7 @@ def decode_plane(words: jax.Array, plane: int, bits: int, zero: jax.Array) -> ja
 
 
 def _pick(plane: int, bits: int, above: int = 0) -> str:
-    """PTX that sets t to one plane of two words in $1, each code at its place in its byte.
+    """PTX that sets t to one plane of two words in $1, each code at its bits in its byte.
 
     above: the constant whose upper byte becomes the upper byte of each half of t.
     """
@@ -141,8 +141,8 @@ def _pick(plane: int, bits: int, above: int = 0) -> str:
 
 
 def plane_exponent(dtype: jax.typing.DTypeLike) -> int:
-    """The power of two by which `decode_plane` scales its result, as an exponent."""
-    # In bfloat16 a code of 1 is read as 2**-133, and the largest factor is 2**127.
+    """The exponent of the power of two by which `decode_plane` scales its result."""
+    # In bfloat16 a code of 1 is interpreted as 2**-133, and the largest factor is 2**127.
     return -6 if jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
@@ -157,7 +157,7 @@ def decode_in_place(
 ) -> jax.Array:
     """Decodes one plane to (code − offset) · 2**`exponent_in_place`, exact, in the 16-bit `dtype`.
 
-    Runs inside a kernel. The PTX leaves a code at its place in the byte and reads the byte as a
+    Runs inside a kernel. The PTX leaves a code at its bits in the byte and interprets the byte as a
     float: from zero to the end of the first normal binade, floats are multiples of the smallest
     subnormal, and tensor cores do not flush subnormals to zero. So two codes cost one logical
     operation, and in float16 a second instruction if there is an offset.
@@ -175,7 +175,7 @@ def decode_in_place(
         if not offset:
             return codes
         return codes * jnp.asarray(2.0**-shift, dtype) - jnp.asarray(offset, dtype)
-    # The result counts in halves of a code, because the middle of all codes is a multiple of 1/2.
+    # Arithmetic is in halves of a code, because the middle of all codes is a multiple of 1/2.
     factor, less = (16 - shift) << 10, 0x8000 | int(2 * offset)
     centre = f"""
         mov.b32 factor, 0x{factor:04X}{factor:04X};
@@ -193,8 +193,8 @@ def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
     """The number to subtract from codes before many are summed: their middle in float16, else 0.
 
     Tensor cores truncate their sums towards zero instead of rounding them. Codes that are not
-    centred have a common part that makes sums larger, so that truncation errors are larger, and all
-    of one sign. In float16 the mean of many values that nearly cancel would lose too much.
+    centred make sums larger, so that truncation errors are larger, and all of one sign. In float16
+    the mean of many values that nearly cancel would lose too much precision.
     """
     return (2**bits - 1) / 2 if jnp.dtype(dtype) == jnp.float16 else 0
 
@@ -202,9 +202,9 @@ def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
 def exponent_in_place(
     plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: float = 0
 ) -> int:
-    """The power of two by which `decode_in_place` scales a code, as an exponent."""
+    """The exponent of the power of two by which `decode_in_place` scales a code."""
     has_ptx = current_target().has_ptx
-    # The instruction that subtracts the offset also undoes the code's place in its byte.
+    # The instruction that subtracts the offset also undoes the shift of the code in its byte.
     place = int(has_ptx) if offset else plane * bits % 8
     return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if has_ptx else 0)
 
@@ -234,8 +234,8 @@ def decode_scaled(
         step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
         return target.inline_ptx("fma.rn.bf16x2 $0, $1, $2, $3;", codes, step, zero, dtype=dtype)
     # The range of float16 is too small to scale steps by such a power of two. So one multiply-add
-    # first removes the 1024 from the code. Folding its removal into step · 1024 or into the zero
-    # would round those.
+    # first removes the 1024 from the code. Including that in step · 1024 or in the zero would round
+    # them.
     step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
     shift = plane * bits % 8
     factor, bias = (15 - shift) << 10, 0xE400 - (shift << 10)
@@ -253,7 +253,7 @@ def decode_scaled(
 
 
 def exponent_scaled(dtype: jax.typing.DTypeLike) -> int:
-    """The power of two by which `decode_scaled` scales code · step, as an exponent."""
+    """The exponent of the power of two by which `decode_scaled` scales code · step."""
     return -64 if current_target().has_ptx and jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 LONGEST_SHOWN = 60
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
-# Common names of dtypes that NumPy does not know, or reads as another dtype.
+# Common names of dtypes that NumPy does not know, or understands as another dtype.
 _SHORT_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -26,17 +26,17 @@ _SHORT_NAMES = {
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
-    """The choice that is most similar to a text, or None if none is similar."""
+    """The choice that is most similar to a string, or None if none is similar."""
     return next(iter(difflib.get_close_matches(text, choices, n=1)), None)
 
 
 def did_you_mean(choice: str | None) -> str:
-    """The suggestion that ends a message about an unknown name: empty for None."""
+    """The suggestion at the end of a message about an unknown name; empty for None."""
     return "" if choice is None else f" (did you mean {choice!r}?)"
 
 
 def shown(value: Any) -> str:
-    """The text of a value in a message: short, and on one line."""
+    """A value as text for a message: short, and on one line."""
     if isinstance(value, jax.Array | np.ndarray) and value.ndim:
         return f"{value.dtype} of shape {value.shape}"
     text = " ".join(repr(value).split())
@@ -46,7 +46,7 @@ def shown(value: Any) -> str:
 def as_array(name: str, value: Any) -> jax.Array:
     """Returns a JAX array unchanged, and converts NumPy arrays, numbers and lists to one.
 
-    Raises ValueError for a value that is not an array of real numbers, such as None, a text,
+    Raises ValueError for a value that is not an array of real numbers, such as None, a string,
     complex numbers, and lists of unequal lengths.
     """
     try:
@@ -63,7 +63,7 @@ def as_array(name: str, value: Any) -> jax.Array:
 def _make_array(value: Any) -> jax.Array:
     """`jnp.asarray(value)`, or inside a `jit` a NumPy array of the same dtype and values.
 
-    There, JAX's array would be traced, and checks could not read its values.
+    There, JAX's array would be traced, and checks could not see its values.
     """
     array = jnp.asarray(value)
     if not is_known(value):
@@ -94,7 +94,7 @@ def require_floats(operation: str, **arrays: jax.Array) -> None:
 
 
 def require_type(name: str, value: Any, *kinds: type, hint: str = "") -> None:
-    """Raises ValueError for a value of none of the types `kinds`; `hint` ends its message."""
+    """Raises ValueError for a value that has none of the types `kinds`; `hint` ends its message."""
     if not isinstance(value, kinds):
         expected = " or ".join("a text" if kind is str else f"a {kind.__name__}" for kind in kinds)
         raise ValueError(f"{name} is {shown(value)}: expected {expected}{hint}")
@@ -121,15 +121,15 @@ def as_dtype(name: str, value: Any, *, kind: Any = jnp.floating) -> jnp.dtype:
 
 
 def is_known(values: Any) -> bool:
-    """Whether no leaf of a tree is traced, so that its values can be read."""
+    """Whether no leaf of a tree is traced, so that all values are known."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def are_between(values: Any, smallest: float, largest: float) -> bool:
-    """Whether all numbers of `values` are from `smallest` to `largest`; True for traced values.
+    """Whether all elements of `values` are from `smallest` to `largest`; True for traced values.
 
-    Copies an array from the device. JAX keeps the copy with the array, so that a check in each
-    layer of the same array waits for the device once.
+    Copies an array from the device. JAX caches the copy with the array, so that checks of the same
+    array in each layer wait for the device only once.
     """
     if not is_known(values):
         return True
@@ -138,10 +138,10 @@ def are_between(values: Any, smallest: float, largest: float) -> bool:
 
 
 def static_number(name: str, value: Any, read: Callable[[Any], Any], expected: str) -> Any:
-    """Converts a number that kernels are compiled for to a Python number; None stays None.
+    """Converts a number for which kernels are compiled to a Python number; None stays None.
 
     read: `float`, or `operator.index` for whole numbers. expected: the end of the error message.
-    Raises ValueError for a number that is not positive and finite, and for a traced one.
+    Raises ValueError for a number that is not positive and finite, and for a traced number.
     """
     if value is None:
         return None
@@ -163,7 +163,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def norm_epsilon(name: str, value: Any) -> float:
-    """Converts the number that a norm adds to a mean square to a Python float.
+    """Converts a norm's epsilon, which is added to the mean square, to a Python float.
 
     Raises ValueError for a value that is not a finite number, is below 0, or is traced.
     """
@@ -174,7 +174,7 @@ def norm_epsilon(name: str, value: Any) -> float:
 
 
 def _python_number(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    """Converts a value with `read`; NaN for values that it can't convert, texts and bools.
+    """Converts a value with `read`; NaN for values that it can't convert, strings and bools.
 
     Raises ValueError for a traced value.
     """
@@ -191,11 +191,11 @@ def _python_number(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 @jax.jit
 def are_finite(x: jax.Array) -> jax.Array:
-    """Whether all numbers of x are finite, as a bool array []; allocates no copy of x.
+    """Whether all elements of x are finite, as a bool array []; allocates no copy of x.
 
-    The sum of x · 0 is NaN if any number is NaN or infinite. A maximum would miss NaN in float32,
-    which XLA's maximum ignores on a CPU. In float16 XLA's maximum keeps NaN, and there the sum
-    would first write a float32 copy of x.
+    The sum of x · 0 is NaN if any element is NaN or infinite. In float32, a maximum would miss NaN,
+    which XLA ignores on a CPU. In float16 XLA's maximum keeps NaN, and there the sum would first
+    write a float32 copy of x.
     """
     if x.dtype == jnp.float16:
         return jnp.isfinite(x.max()) & jnp.isfinite(x.min())

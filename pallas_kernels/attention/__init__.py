@@ -1,1 +1,1 @@
-"""Attention over the paged cache, and over prompts that are not in a cache."""
+"""Attention over the paged cache, and over prompts without a cache."""

@@ -26,7 +26,7 @@ from mpjax.kernels.kv_cache.layout import PAGE_SIZES
 from mpjax.kernels.masks import CAUSAL, Masks
 from mpjax.kernels.rowwise.api import quantize_rows
 
-# Tokens of a page, at most, where `prefill_attention` copies keys and values into pages.
+# The most tokens of a page into which `prefill_attention` copies keys and values.
 PREFILL_PAGE_SIZE = 128
 
 
@@ -66,37 +66,37 @@ def paged_attention(
     blocks: ActivationBlocks | None = None,
     implementation: Literal["triton", "cudnn", "reference"] | None = None,
 ) -> jax.Array | QuantizedActivations:
-    """Causal attention of new tokens over a cache that already holds their keys and values.
+    """Causal attention of new tokens over a cache that already has their keys and values.
 
     queries: [batch, tokens, query heads, head dim], token t of sequence b at position
         starts[b] + t; or varlen, [tokens, query heads, head dim]. The number of query heads is a
         multiple of the pages' KV heads (GQA, MQA, MHA).
-    pages: one layer of the cache, after `append`. In a format with blocks, where the new tokens
-        cross the end of a block, all of them read that block in codes, its own tokens included;
-        tokens that come one at a time read their own block in 16 bits.
-    span: where the new tokens lie, as given to `append`. Sequence b has starts[b] + counts[b]
-        keys. The outputs of padding tokens have no meaning. Slots after a sequence's last key, in
-        the pages of its block table, must hold finite numbers (KVPages).
+    pages: one layer of the cache, after `append`. In a format with blocks, if the new tokens cross
+        the end of a block, all of them attend to that block's codes, even the block's own tokens;
+        tokens that come one at a time attend to their own block in 16 bits.
+    span: the positions of the new tokens, as given to `append`. Sequence b has
+        starts[b] + counts[b] keys. The outputs of padding tokens are undefined. Slots after a
+        sequence's last key, in the pages of its block table, must have finite values (KVPages).
     masks: the scale, window, softcap and sinks of the scores.
-    transformed: whether the queries already went through the Hadamard transform of the pages' keys,
-        as `rotate_and_append` returns them with Rotation.transform_queries; this function
-        transforms other queries itself. It means nothing to formats without a transform.
-    blocks: of the weight that reads the result, where that is to be rounded to 4 and 8 bits. If
-        heads have 128 channels or a multiple of that, in their own order, the kernel that joins
-        the programs of a sequence rounds, or a program that reads a sequence alone and has heads of
-        128. Elsewhere it takes another kernel.
+    transformed: whether the queries have already been through the Hadamard transform of the pages'
+        keys, as `rotate_and_append` returns them with Rotation.transform_queries; otherwise this
+        function transforms them. No effect on formats without a transform.
+    blocks: the activation blocks of the next weight, if the result is to be rounded to 4 and 8
+        bits. If heads have 128 channels or a multiple, in their own order, rounding is fused into
+        the kernel that joins a sequence's programs, or for heads of 128 into a program that has a
+        sequence alone. Otherwise it takes another kernel.
 
     Returns an array of the shape and dtype of the queries, or with blocks QuantizedActivations
     [batch, tokens, query heads · head dim], varlen without the first axis. On the GPU each cached
     byte is read once for all query heads of its KV head; long sequences are split over programs
-    (FlashDecoding). Where many tokens are new and causality is the only mask, the cache is written
-    out in 16 bits for cuDNN (`attention.cudnn`), up to 1 GiB of keys and values, if the installed
-    JAX has the function for it. For pages that keep scales, the kernel takes queries of
+    (FlashDecoding). If many tokens are new and causality is the only mask, the cache is dequantised
+    to 16 bits for cuDNN (`attention.cudnn`), up to 1 GiB of keys and values, if the installed JAX
+    has the function for it. For pages with scales, the kernel takes queries of
     KVPages.parameter_dtype; queries of other dtypes go to the reference, with a warning. In
     float16, scores may reach 2**24, and so may sums of queries times zeros of channels.
 
-    Raises ValueError for shapes and numbers that don't fit (starts and counts are checked as in
-    `append`), and UnsupportedError, with the reason, where a forced implementation can't run.
+    Raises ValueError for shapes and values that don't fit (starts and counts are checked as in
+    `append`), and UnsupportedError, with the reason, if a forced implementation can't run.
     """
     require_pages("paged_attention", pages)
     queries = _read_queries(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
@@ -159,7 +159,7 @@ def _choose_paged(
 def _rounded(
     x: Any, blocks: ActivationBlocks | None, implementation: Literal["reference"] | None = None
 ) -> jax.Array | QuantizedActivations:
-    """Outputs [..., heads, head dim] as they are, or [..., heads · head dim] rounded to blocks."""
+    """Outputs [..., heads, head dim] unchanged, or with blocks rounded [..., heads · head dim]."""
     if blocks is None:
         found: jax.Array = x
         return found
@@ -183,13 +183,13 @@ def prefill_attention(
     masks: the scale, window, softcap and sinks of the scores.
 
     On a GPU, 16-bit inputs with a head dimension that is a multiple of 8 up to 128 go to cuDNN's
-    flash attention. cuDNN has no softcap, and returns softmax sums in 16 bits, too few to add a
-    sink later: calls with a softcap or sinks, and heads of 256, go to the kernel of
-    `paged_attention`, over keys and values copied into pages. Calls that neither takes go, with a
-    warning, to XLA, and those with a softcap or sinks to the reference.
+    flash attention. cuDNN has no softcap, and returns softmax sums in 16 bits, which is too
+    imprecise to add a sink later: calls with a softcap or sinks, and heads of 256, go to the kernel
+    of `paged_attention`, over keys and values copied into pages. All other calls go, with a
+    warning, to XLA, or with a softcap or sinks to the reference.
 
-    Returns an array of the shape and dtype of the queries. Raises ValueError for shapes and numbers
-    that don't fit, and UnsupportedError, with the reason, where a forced implementation can't run.
+    Returns an array of the shape and dtype of the queries. Raises ValueError for shapes and values
+    that don't fit, and UnsupportedError, with the reason, if a forced implementation can't run.
     """
     queries, keys, values = as_arrays("attention", queries=queries, keys=keys, values=values)
     require_floats("attention", queries=queries, keys=keys, values=values)
@@ -203,7 +203,7 @@ def prefill_attention(
     if queries.size == 0:
         return jnp.zeros_like(queries)
     if masks.window is not None and masks.window >= queries.shape[1]:
-        masks = dataclasses.replace(masks, window=None)  # as wide as the prompt: it hides no key
+        masks = dataclasses.replace(masks, window=None)  # it would hide no key
 
     def why_not(name: str) -> str | None:
         if name == "triton":

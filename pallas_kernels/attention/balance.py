@@ -1,14 +1,13 @@
-"""Balances programs where one sequence is longer than others, inside the attention kernel.
+"""Balances programs if one sequence is longer than others, inside the attention kernel.
 
 The host does not know the lengths, so the grid is the same for all: each sequence has its own
-programs. A limit, a little above the mean, says how many tiles a program should read. Tiles of a
-long sequence above the limit of its own programs are its surplus. Programs of short sequences read
-it, after their own tiles. The surplus of all sequences, laid end to end, is dealt out by how much
-room each program has below the limit (Stream-K, Osama et al. 2023, applied to the surplus alone).
-Where lengths are equal there is no surplus, and all is as without balancing.
-
+programs. A limit, a little above the mean, bounds the tiles that a program should process. Tiles of
+a long sequence above the limit of its own programs are its surplus. Programs of short sequences
+process it after their own tiles. The surplus of all sequences, laid end to end, is divided by how
+much room each program has below the limit (Stream-K, Osama et al. 2023, applied to the surplus
+alone). With equal lengths there is no surplus, and nothing changes.
 The grid gets no further programs for the surplus: more programs than fit on the GPU at once, even
-idle ones, keep it from spreading the others evenly.
+idle ones, prevent an even distribution of the others.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from mpjax.kernels.attention.combine import Partials
 from mpjax.kernels.launch import load, store
 from mpjax.kernels.registers import WARP
 
-# The limit of a program: the mean number of tiles, an eighth of it and one more tile.
+# The limit of a program is the mean number of tiles plus 1/SLACK of it and one more tile.
 SLACK = 8
 
 
 class Task(NamedTuple):
-    """Tiles of one sequence that one program reads; tile 0 is the first that a row can see.
+    """Tiles of one sequence for one program; tile 0 is the first that a row attends to.
 
     A program's first task is its own share of its sequence; other tasks are pieces of a surplus.
     """
 
-    batch: jax.Array  # the sequence's number
-    split: jax.Array  # the program's number in the sequence; -1 for a piece, which adds no sink
+    batch: jax.Array  # the sequence's index
+    split: jax.Array  # the program's index in the sequence; -1 for a piece, which adds no sink
     first: jax.Array  # the first tile
     stride: Any  # from one tile to the next; an int where it is static
     end: jax.Array  # the tile after the last
@@ -48,25 +47,25 @@ class Task(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The pieces that a program reads: a range of the surplus of all sequences, laid end to end."""
+    """The pieces for one program: a range of the surplus of all sequences, laid end to end."""
 
-    sequences: jax.Array  # how many sequences the range touches; it has one piece of each
+    sequences: jax.Array  # how many sequences the range overlaps, with one piece each
     begin: jax.Array  # tiles from the start of the surplus
     end: jax.Array
 
 
 def most_tiles(tiles: int) -> int:
-    """The limit of a program's tiles where the mean is `tiles`."""
+    """The limit of a program's tiles if the mean is `tiles`."""
     return tiles + tiles // SLACK + 1
 
 
 class Balance:
-    """Decides which program reads which tiles; inside a kernel.
+    """Assigns tiles to programs; inside a kernel.
 
     starts_ref, counts_ref: references int32 [batch], as in Span.
-    tiles_of: gives the numbers of tiles to read from starts and counts, all int32 [sequences].
-    splits: the number of programs of a sequence that share its tiles.
-    own: the number of all programs of a sequence, with those of its residual.
+    tiles_of: returns the numbers of tiles for starts and counts, all int32 [sequences].
+    splits: the number of programs that share a sequence's tiles.
+    own: the number of all programs of a sequence, including those of its residual.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class Balance:
         own: int,
     ) -> None:
         self.splits, self.own, self.sequences = splits, own, starts_ref.shape[0]
-        # At least as many as a warp has lanes: Triton would hold copies of fewer in several lanes,
-        # which made KV2 an eighth slower.
+        # At least a warp's number of lanes: Triton would hold copies of fewer elements in several
+        # lanes, which made KV2 an eighth slower.
         self.lane = jnp.arange(max(WARP, pl.next_power_of_2(self.sequences)))
         mask = self.lane < self.sequences
         starts, counts = (
@@ -91,14 +90,14 @@ class Balance:
         self.most = mean + jax.lax.div(mean, jnp.int32(SLACK)) + 1
         each = pl.cdiv(tiles, splits)
         self.surplus = jnp.maximum(tiles - splits * self.most, 0)
-        # Only programs with no more than the mean have room. Together it suffices for the whole
-        # surplus: the slack makes up for `each`, which is rounded up.
-        self.room = jnp.where(mask & (each <= mean), self.most - each, 0)  # of each program
+        # Only programs with at most the mean have room. In total it suffices for the whole surplus:
+        # the slack compensates for rounding up `each`.
+        self.room = jnp.where(mask & (each <= mean), self.most - each, 0)  # tiles per program
 
     def pieces(self, batch: jax.Array, split: jax.Array) -> Pieces:
-        """The pieces that program `split` of sequence `batch` reads.
+        """The pieces for program `split` of sequence `batch`.
 
-        Branches of a `cond` must return computed numbers, since Pallas gives Triton no constants
+        Branches of a `cond` must return computed values, since Pallas gives Triton no constants
         there: hence a zero that is a product.
         """
         total = self.surplus.sum()
@@ -129,9 +128,10 @@ class Balance:
     ) -> tuple[Task, jax.Array]:
         """The piece that begins at position `begin` of the surplus, and the position of its end.
 
-        A piece is the part of one sequence's surplus in a program's range of the whole surplus.
+        A piece is the overlap of one sequence's surplus with a program's range of the whole
+        surplus.
 
-        batch, split: the program that reads the piece. end: the end of the program's range.
+        batch, split: the program that gets the piece. end: the end of the program's range.
         """
         ends = jnp.cumsum(self.surplus)
         mine = (ends - self.surplus <= begin) & (begin < ends)
@@ -141,7 +141,7 @@ class Balance:
         first = self.splits * self.most + begin - before
         end = jnp.minimum(end, behind)
         # Slots of pieces are numbered in the order of the surplus: from one piece to the next,
-        # either the program or the sequence is the next one.
+        # either the program or the sequence advances by one.
         helpers = self._before(batch, jnp.where(self.room > 0, self.splits, 0)) + split
         number = helpers + self._before(whose, jnp.where(self.surplus > 0, 1, 0))
         slot = self.sequences * self.own + number
@@ -159,7 +159,7 @@ class Balance:
     ) -> tuple[Task, jax.Array]:
         """A program's own task if `number` is 0, else a piece; and where the next piece begins.
 
-        begin, end: of the rest of the program's range of the surplus.
+        begin, end: the rest of the program's range of the surplus.
         """
         is_own, own = number == 0, self.own_task(batch, split)
         piece, behind = self.piece(batch, split, begin, end)
@@ -167,18 +167,18 @@ class Balance:
             name: jnp.where(is_own, getattr(own, name), getattr(piece, name))
             for name in ("batch", "split", "first", "end", "slot", "first_piece", "stores_first")
         }
-        # Computed, since Pallas gives a choice between two constants the type of one bit.
+        # Computed, since Pallas gives a choice between two constants a one-bit type.
         fields["stride"] = 1 + is_own.astype(jnp.int32) * (self.splits - 1)
         fields["stores_last"] = ~is_own & piece.stores_last
         fields["is_whole"] = is_own & own.is_whole
         return Task(**fields), jnp.where(is_own, begin, behind)
 
     def store_pieces(self, task: Task, partials: Partials, *, mask: jax.Array) -> None:
-        """Stores where a sequence's pieces begin and end among the partial results.
+        """Stores the slots of a sequence's first and last piece with the partial results.
 
-        mask: whether this program stores, as one of all that read the same tiles does. Stores are
-            masked, since a branch that is the same for all pieces would make the compiler copy the
-            whole loop over pieces.
+        mask: whether this program stores, which one of all programs with the same tiles does.
+            Stores are masked, since a branch that is the same for all pieces would make the
+            compiler copy the whole loop over pieces.
         """
 
         def store_one(ref: Any, slot: jax.Array, stores: jax.Array) -> None:
@@ -194,14 +194,14 @@ class Balance:
         return jnp.where(self.lane == sequence, x, 0).sum()
 
     def _before(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
-        """The sum of x [sequences] over the sequences before one."""
+        """The sum of x [sequences] over all sequences before this one."""
         return jnp.where(self.lane < sequence, x, 0).sum()
 
 
 def slots(batch: int, own: int, splits: int) -> int:
     """The number of slots for partial results: of own tasks and, after them, of pieces.
 
-    A piece ends where the room of a program ends or the surplus of a sequence. So there are at most
-    as many pieces as programs that share tiles and sequences.
+    A piece ends at the end of a program's room or of a sequence's surplus. So there are at most as
+    many pieces as there are sequences and programs that share tiles.
     """
     return batch * (own + splits + 1)

@@ -1,4 +1,4 @@
-"""Joins the partial results of programs that each saw a part of the keys (FlashDecoding)."""
+"""Joins the softmax partials of programs that each processed some of the keys (FlashDecoding)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from mpjax.kernels.activation_blocks import BLOCK, ActivationBlocks
 from mpjax.kernels.attention.rounding import Places, RoundedHeads
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 
-# The score of no key: below any score, and finite, so that rows without visible keys get no NaN.
+# The score if there is no key: below any score, and finite, so that rows without keys get no NaN.
 FLOOR = -1e30
-# A program reads a tile of splits × channels × rows. With many splits, programs share the channels
-# of a head, LEAST_CHANNELS at least, so that there are more of them. With few splits and more rows
-# than ENOUGH_PROGRAMS, a program takes several rows, since one would be next to no work.
+# A program processes a tile of splits × channels × rows. With many splits, programs divide the
+# channels of a head, at least LEAST_CHANNELS each, so that there are more programs. With few splits
+# and more rows than ENOUGH_PROGRAMS, a program takes several rows, since one is too little work.
 ELEMENTS_PER_PROGRAM, LEAST_CHANNELS, ENOUGH_PROGRAMS = 1024, 32, 1024
 ELEMENTS_PER_WARP = 2048  # few enough for one warp to add up in its registers
-PARTIALS_AT_ONCE = 32  # that a balanced row reads at a time; a kernel finds how many there are
+PARTIALS_AT_ONCE = 32  # loaded per step for a balanced row, which may have any number of them
 
 
 class Partials(NamedTuple):
     """The softmax partials of all programs: normalised outputs and log2 of their weights' sums.
 
-    If balanced, the partials of all tasks stand in one array, by slot (`balance`); each takes as
-    many rows as a sequence has new tokens. The three last fields are for balanced partials alone.
+    If balanced, the partials of all tasks are in one array, by slot (`balance`); each takes as many
+    rows as a sequence has new tokens. Only balanced partials have the three last fields.
     """
 
     outputs: Any  # [tokens, heads, programs, dim], or balanced [slots · tokens, heads, 1, dim]
     log2_totals: Any  # [tokens, heads, programs], or balanced [slots · tokens, heads, 1]
     first_pieces: Any = None  # int32 [batch], the slot of a sequence's first piece, or -1
     last_pieces: Any = None  # int32 [batch], the slot of its last piece, if it has any
-    # [tokens, heads, 1, dim], the final outputs of sequences that one program reads alone; None
-    # where several programs share every sequence.
+    # [tokens, heads, 1, dim], the final outputs of sequences that one program processes alone; None
+    # if several programs share every sequence.
     whole_outputs: Any = None
 
 
@@ -50,8 +50,8 @@ def combine(
     """The mean of splits' outputs, weighted by 2**log2_totals: [tokens, heads, dim] in `dtype`.
 
     outputs: float32 [tokens, heads, splits, dim].
-    log2_totals: float32 [tokens, heads, splits], FLOOR where a split saw no key.
-    blocks: to which the result is rounded, RoundedHeads; see `rounding.can_round`.
+    log2_totals: float32 [tokens, heads, splits], FLOOR for a split without keys.
+    blocks: if given, the result is rounded to them, as RoundedHeads; see `rounding.can_round`.
     """
     tokens, heads, splits, dim = outputs.shape
     slots = pl.next_power_of_2(splits)
@@ -121,14 +121,14 @@ def combine_balanced(
 ) -> Any:
     """The weighted mean of each row's balanced partials: [tokens, heads, 1, dim] in `dtype`.
 
-    tokens: of all sequences together. own: programs of one sequence, whose slots come first.
-    blocks: to which the result is rounded, RoundedHeads, also of rows that are final already.
+    tokens: of all sequences. own: programs of one sequence, whose slots come first.
+    blocks: if given, the result is rounded to them, as RoundedHeads, even rows that are final.
     """
     heads, dim = partials.outputs.shape[1::2]
     rows = tokens * heads
     is_large = rows >= ENOUGH_PROGRAMS
     channels = pl.next_power_of_2(dim) if is_large else LEAST_CHANNELS
-    # Places of sequences that one program read alone are final: few rows are left to join.
+    # Sequences that one program processed alone have final rows: few rows are left to join.
     programs = rows if partials.whole_outputs is None else min(rows, ENOUGH_PROGRAMS)
     result: Any = jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype)
     aliases = {} if partials.whole_outputs is None else {4: 0}
@@ -199,8 +199,8 @@ def _balanced_kernel(
         joined = (joined / total).astype(out_ref.dtype)
         store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
 
-    # Neighbouring rows, the heads of a token, go to different programs: a few tokens may have all
-    # the rows that are left to join.
+    # Neighbouring rows, the heads of a token, go to different programs: all rows that are left to
+    # join may belong to a few tokens.
     programs, begin = pl.num_programs(0), first_program_id()
 
     def see(number: jax.Array, _: None) -> None:

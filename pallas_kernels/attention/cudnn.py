@@ -1,9 +1,9 @@
-"""Attention of many new tokens over a long cache by cuDNN, which decodes the cache once.
+"""Prefill over a long cache by cuDNN, for which the cache is dequantised once.
 
-cuDNN's flash attention is faster than any kernel that Triton makes of the same products. But it
-can't read codes, and its causal mask begins at the first key. So XLA writes the cache out in 16
-bits, for this call. The new tokens attend twice: without a mask to the tokens that were in the
-cache before, and causally to one another. The softmax sums join the two results.
+cuDNN's flash attention is faster than any Triton kernel for the same products. But it can't read
+codes, and its causal mask begins at the first key. So XLA dequantises the cache to 16 bits, for
+this call. The new tokens attend twice: without a mask to the tokens that were in the cache before,
+and causally to one another. The softmax sums join the two results.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ try:
 except ImportError:  # pragma: no cover
     dot_product_attention = None  # type: ignore[assignment]
 
-LEAST_TOKENS = 512  # fewer new tokens don't pay for writing the cache out
+LEAST_TOKENS = 512  # fewer new tokens don't pay for dequantising the cache
 MOST_SCRATCH_BYTES = 1 << 30
 LEAST_CAPABILITY = 8.0  # compute capability
 HEAD_DIM_UNIT, MOST_HEAD_DIM = 8, 128
 
 # A function of queries [batch, tokens, query heads, dim], keys and values [batch, keys, KV heads,
-# dim], the number of keys that each sequence's queries see, int32 [batch], or None for a causal
-# mask, and the scale. It returns outputs like the queries, and the natural logarithms of softmax
-# sums, float32 [batch, tokens, query heads].
+# dim], int32 [batch] (the number of keys for each sequence's queries) or None for a causal mask,
+# and the scale. It returns outputs like the queries, and the natural logarithms of softmax sums,
+# float32 [batch, tokens, query heads].
 Attend = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array | None, float], tuple[jax.Array, jax.Array]
 ]
@@ -101,12 +101,12 @@ def paged_attention(
     scale: float,
     attend: Attend = attend_with_cudnn,
 ) -> jax.Array:
-    """Attention over the cache written out in 16 bits; result as for api.paged_attention.
+    """Attention over the cache, dequantised to 16 bits; result as for api.paged_attention.
 
     queries: [batch, tokens, query heads, dim], already transformed if the pages' keys are stored
         after a Hadamard transform.
     scale: of the scores.
-    attend: the function that attends, for tests.
+    attend: the attention function, replaced in tests.
     """
     dtype, tokens, starts = queries.dtype, queries.shape[1], span.starts
     largest = float(jnp.finfo(dtype).max)
@@ -115,15 +115,15 @@ def paged_attention(
         jnp.clip(x, -largest, largest).astype(dtype)
         for x in kv_cache.gather(pages, span.block_tables, span.ends, rows, transformed=True)
     )  # [batch, capacity, KV heads, dim]
-    # Only padding has positions past the capacity, and no real token sees its keys.
+    # Only padding has positions beyond the capacity, and no real token attends to its keys.
     place = jnp.minimum(starts[:, None] + jnp.arange(tokens)[None], keys.shape[1] - 1)
     own_keys, own_values = (
         jnp.take_along_axis(x, place[:, :, None, None], 1) for x in (keys, values)
     )
     new, new_sums = attend(queries, own_keys, own_values, None, scale)
     old, old_sums = attend(queries, keys, values, starts, scale)
-    share = jax.nn.sigmoid(old_sums - new_sums)[..., None]  # of the old tokens' weights
+    share = jax.nn.sigmoid(old_sums - new_sums)[..., None]  # the old tokens' share of the weights
     old, new = (x.astype(jnp.float32) for x in (old, new))
     joined = new + share * (old - new)
-    # A sequence without old tokens has no softmax sum for them, and their result is undefined.
+    # Without old tokens there is no softmax sum for them, and `old` is undefined.
     return jnp.where(starts[:, None, None, None] > 0, joined, new).astype(dtype)

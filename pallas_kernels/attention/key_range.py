@@ -1,4 +1,4 @@
-"""The keys that a program reads, tile by tile."""
+"""The keys that a program processes, tile by tile."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpjax.kernels.kv_cache.cache import KVPages
 
 
 class KeyRange(NamedTuple):
-    """A program's share of a sequence's keys: every `programs`-th tile, from number `number` on.
+    """A program's share of a sequence's keys: every `programs`-th tile, beginning with `number`.
 
-    Tiles are counted from the first one that a row of the program can see.
+    Tiles are counted from the first one that a row of the program attends to.
     """
 
     pages: KVPages  # references
@@ -25,9 +25,9 @@ class KeyRange(NamedTuple):
     tile_keys: int
     number: jax.Array  # the program's first tile
     programs: Any  # how many programs share the tiles: an int, or a scalar of the kernel
-    split: jax.Array  # the program's number among all that share the sequence; 0 adds the sinks
-    most: int | None = None  # the most tiles of a program, if `programs` is no int
-    limit: jax.Array | None = None  # the tile after the last that it may read, if there is one
+    split: jax.Array  # the program's index in the sequence; 0 adds the sinks
+    most: int | None = None  # the most tiles of a program, if `programs` is not static
+    limit: jax.Array | None = None  # the tile after the program's last, if limited
 
     def tiles_below(self, tile: jax.Array, first_tile: jax.Array) -> jax.Array:
         """The number of the program's tiles from `first_tile`, its first, to before `tile`.
@@ -59,12 +59,12 @@ class KeyRange(NamedTuple):
         see: Callable[..., Any],
         carry: Any,
     ) -> Any:
-        """Calls `see` for the program's tiles number `first` to before `last`, and carries a value.
+        """Calls `see` for the program's tiles from `first` to before `last`, and carries a value.
 
-        first_tile: the tile that is the program's number 0, counted from the first page.
-        batch: the sequence's number.
-        see: called as see(number, carry, page) where a tile is a piece of the page, and as
-            see(number, carry) otherwise; it returns the next carry.
+        first_tile: the program's tile 0, counted from the first page.
+        batch: the sequence's index.
+        see: called as see(number, carry, page) if a tile is a piece of the page, else as
+            see(number, carry); it returns the next carry.
 
         Returns the last carry.
         """
@@ -72,7 +72,7 @@ class KeyRange(NamedTuple):
         if self.block_tables is None or size > page_size:
             return jax.lax.fori_loop(first, last, see, carry)
 
-        # The block table is read for several tiles at a time (`tiles.look_up`).
+        # The block table is loaded for several tiles at a time (`tiles.look_up`).
         def see_some(number: jax.Array, carry: Any) -> Any:
             begin = first + number * tiles.PAGES_AT_ONCE
             own = first_tile + (begin + jnp.arange(tiles.PAGES_AT_ONCE)) * self.programs

@@ -1,15 +1,15 @@
-"""The main loop of paged attention: one for decoding and for prompts, for every KV format.
+"""The main loop of paged attention: one for decoding and for prefill, for every KV format.
 
 Scales are applied where that is cheapest. In a narrow tile, of up to 16 rows, there are more cached
-elements than scores. So codes are decoded to exact 16-bit operands, and scales and zeros are folded
-out of them: with a key k = code·s + z, a score is s·(q · code) + z·Σq. A value's scale multiplies
+elements than scores. So codes are decoded to exact 16-bit operands, and scales and zeros are
+factored out: with a key k = code·s + z, a score is s·(q · code) + z·Σq. A value's scale multiplies
 its softmax weight, and its zero a sum of weights. A cached element then costs its decoding and a
 multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros of key channels are
 applied to the query instead (`queries`). In a wide tile, keys and values are decoded to 16 bits
-with scale and zero applied, and the loop goes on as it does without codes.
+with scale and zero applied, and the loop is that of unquantised keys and values.
 
-Decoded operands may be tiny, since a code may stand instead of a subnormal's mantissa. Powers
-of two on queries, weights and sums make up for that, and change nothing else.
+Decoded operands may be tiny, since codes may be decoded as mantissas of subnormals. Powers of two
+on queries, weights and sums compensate for that without rounding.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mpjax.kernels.launch import load, load_masked
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.target import current_target
 
-# The least exponent of the powers of two in operands: sums of products with smaller ones would come
-# near the end of float32's range. The powers that make up for this one leave bfloat16's queries,
-# steps, their products and sums room up to 2**57, and steps down to 2**-57.
+# The least exponent of the powers of two in operands: with smaller ones, sums of products would
+# come near the end of float32's range. The powers that compensate for this one leave bfloat16's
+# queries, steps, their products and sums room up to 2**57, and steps down to 2**-57.
 LEAST_EXPONENT = -64
-# Weights, or their products with steps, count if they are no more bits than this below a sink's.
+# Weights, or their products with steps, must count unless they are 2**SINK_BITS below a sink's.
 SINK_BITS = 24.0
 _LEAST_STEP = 1e-37  # smaller steps have no reciprocal
-# Bounds for the rounding error of an exponent: relative to its summands, and in bits.
+# Bounds of the rounding error of an exponent: relative to its summands, and in bits.
 _ROUNDING, _MOST_ROUNDING = 2.0**-22, 14.0
 LoadOperands = Callable[..., Iterator[list[jax.Array]]]  # `tiles.operands` of one tile
 
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     span: Span
     offsets: Any  # int32 [batch], each sequence's first token among varlen tokens; or None
     masks: Masks
-    bits: Any = None  # of the blocks to which outputs are rounded
+    bits: Any = None  # widths of the blocks to which outputs are rounded
     rotated: Any = None  # [tokens, query heads, channels], of queries beside latents alone
 
 
@@ -68,7 +68,7 @@ class Scores(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """The running softmax that is carried from one tile to the next, float32."""
+    """The running softmax that is carried from tile to tile, float32."""
 
     sums: tuple[jax.Array, ...]  # of values times weights: a tile for each part of their channels
     zero_sum: jax.Array  # of the values' zeros times weights, of the shape of `total`
@@ -79,12 +79,12 @@ class _Carry(NamedTuple):
 class MainLoop:
     """Attention of a tile of rows to the keys of a KeyRange; inside a kernel.
 
-    The constructor loads the queries, and decides all that is the same for every tile of keys: the
-    keys that rows see, how operands are decoded and scaled, and the tiles to visit. `run` is the
-    loop over these tiles.
+    The constructor loads the queries, and computes all that is the same for every tile of keys: the
+    keys that each row attends to, how operands are decoded and scaled, and the tiles to visit.
+    `run` is the loop over these tiles.
 
     sequence: the sequence and KV head.
-    first_row: the number of the tile's first row in its sequence.
+    first_row: the index of the tile's first row in its sequence.
     after: the partial softmax over other keys, to continue from; only if values are in 16 bits.
 
     name: of the kernel.
@@ -116,32 +116,32 @@ class MainLoop:
         self.is_narrow = config.tile_rows <= self.narrow_rows
         self.oriented = Orientation(few_rows=config.tile_rows <= self.few_rows)
 
-        # The parts of a head's channels, each of which is decoded to one operand of the tensor
-        # cores. Sums that are continued from `after` keep its parts.
+        # The parts of a head's channels: each is decoded to one operand of the tensor cores. Sums
+        # that are continued from `after` have the same parts.
         self.after, joined = after, not self.is_narrow
         self.key_parts = tiles.parts(keys, joined=joined)
         self.value_parts = after.parts if after else tiles.parts(values, joined=joined)
 
-        # The tile's rows, and the keys that they see.
+        # The tile's rows, and the keys that they attend to.
         number = first_row + jnp.arange(config.tile_rows)
         longest = operands.span.most_tokens
         self.rows = rows.rows_of(number, sequence, self.group, longest, operands.offsets)
-        # All rows see all keys before this position.
+        # All rows attend to all keys before this position.
         self.seen_by_all = jnp.minimum(key_range.end, sequence.start + first_row // self.group + 1)
         self.limit = jnp.minimum(self.rows.position, key_range.end - 1)  # each row's last key
-        # The last entry of the block table that is in use.
+        # The last used entry of the block table.
         self.last_entry = jnp.maximum(key_range.end - 1, 0) // self.page_size
         # Sums over keys are kept as this many partial sums: see `_sum_keys`.
         slots = min(key_range.tile_keys, queries.MMA_SLOTS * config.warps)
         self.kept_slots = slots if self.is_narrow else 1
 
-        # Whether decoding applies scales and zeros of tokens and channels. If not, operands are
+        # Whether decoding applies the scales and zeros of tokens and channels. If not, operands are
         # codes, and scales are applied to scores, weights and queries.
         self.scaled_keys = not self.is_narrow
         # Zeros of value channels would need a second product: they are applied when decoding.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
         # Whether float32 instructions add the product of a tile's values to the running sum, since
-        # the tensor cores would truncate it. Triton makes a plain `sum + dot` part of the product.
+        # the tensor cores would truncate it. Triton fuses a plain `sum + dot` into the product.
         self.sums_apart = self.is_narrow and values.codes.sums_apart(self.dtype)
         self.has_channels = keys.codes.scaling == "channel"
         self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype  # as decoded
@@ -159,7 +159,7 @@ class MainLoop:
         self.queries = self._load_queries(operands.queries)
 
         # Products of queries and keys times `score_scale` are scores to base 2, or with a softcap
-        # the exponents of 2 in its tanh. `plain_scale` is for products without powers of two.
+        # the exponents of 2 in its tanh. `plain_scale` applies to products without powers of two.
         scale = masks.scale_for(operands.queries.shape[2])
         self.plain_scale: Any = scale * LOG2_E * (1 if self.softcap is None else 2 / self.softcap)
         self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
@@ -174,7 +174,7 @@ class MainLoop:
         self.lift = self._lift()
 
         # The tiles of keys to visit. Here positions count from the range's first page. A tile of
-        # rows that are all padding reads no keys.
+        # padding rows visits no keys.
         last_row = jnp.minimum(first_row + config.tile_rows, self.rows.real) - 1
         end = (
             jnp.minimum(key_range.end, sequence.start + last_row // self.group + 1)
@@ -200,7 +200,8 @@ class MainLoop:
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
         """Loads and prepares the rows' queries, times the static scales of key channels, if any."""
         keys, loaded = self.keys, []
-        # Without key channels, programs that end soon lose more by the many loads than they save.
+        # Without key channels, programs that end soon lose more by the additional loads than they
+        # save.
         in_pieces = self.has_channels and self.oriented.few_rows
         for part in self.key_parts:
             load = self.rows.load_few if in_pieces else self.rows.load
@@ -215,9 +216,9 @@ class MainLoop:
         return queries.prepare(loaded, self.shifts, self.key_dtype, largest=largest)
 
     def _lift(self) -> float:
-        """The exponent of a power of two on all softmax weights, which `_partial` takes off again.
+        """The exponent of a power of two on all softmax weights, which `_partial` undoes.
 
-        It keeps small weights out of float16's subnormals, and products of weights and tiny decoded
+        It keeps small weights above float16's subnormals, and products of weights and tiny decoded
         values in the range of float32.
         """
         if self.dtype == jnp.float16:
@@ -225,7 +226,7 @@ class MainLoop:
         return max(0.0, float(LEAST_EXPONENT - min(self.value_exponents)))
 
     def _folded_scaling(self, side: Side) -> str | None:
-        """The scaling that decoding leaves to scores, weights or queries; None if it leaves none.
+        """The scaling applied to scores, weights or queries instead of in decoding, or None.
 
         side: the keys or the values.
         """
@@ -233,11 +234,11 @@ class MainLoop:
         return side.codes.scaling if is_folded else None
 
     def run(self) -> SoftmaxPartial:
-        """The partial softmax over all keys of the range that the program's rows see."""
+        """The partial softmax over all keys of the range that the program's rows attend to."""
         key_range, size, carry = self.key_range, self.key_range.tile_keys, self._begin()
         whole = jnp.int32(0)
         if not self.is_narrow and self.window is None:
-            # Causality hides keys of the last tiles alone: a first loop over the other tiles needs
+            # Causality hides keys only in the last tiles: a first loop over the other tiles needs
             # no masks.
             seen = jnp.maximum(self.seen_by_all - key_range.begin, 0)
             whole = jnp.minimum(
@@ -256,7 +257,7 @@ class MainLoop:
             return _Carry(self.after.sums, zeros, self.after.base + self.lift, total)
         peak = jnp.full((self.config.tile_rows,), FLOOR)
         if self.sink is not None:
-            # Weights that are less than the sink's, but that float16 holds beside it, must count.
+            # Weights that are below the sink's but representable beside it in float16 must count.
             peak = jnp.where(self.is_first, self.sink - SINK_BITS, peak)
         return _Carry(tuple(self._zeros(p.size) for p in self.value_parts), zeros, peak, zeros)
 
@@ -267,7 +268,7 @@ class MainLoop:
     def _visit_all(
         self, first: jax.Array, last: jax.Array, carry: _Carry, *, is_whole: bool = False
     ) -> _Carry:
-        """Visits the program's tiles from number `first` to before `last`."""
+        """Visits the program's tiles from index `first` to before `last`."""
         see = functools.partial(self._visit, is_whole=is_whole)
         return self.key_range.visit(first, last, self.first_tile, self.sequence.batch, see, carry)
 
@@ -281,9 +282,9 @@ class MainLoop:
     ) -> _Carry:
         """Adds a tile of keys and values to the running softmax.
 
-        index: of the tile among the program's own.
+        index: of the tile among the program's tiles.
         page: the tile's page, if the tile is a piece of one.
-        is_whole: whether every row is known to see all keys of the tile.
+        is_whole: whether every row is known to attend to all keys of the tile.
         """
         key_range, size = self.key_range, self.key_range.tile_keys
         tile = self.first_tile + index * key_range.programs
@@ -309,7 +310,7 @@ class MainLoop:
         return functools.partial(tiles.operands, place=place)
 
     def _scores(self, place: Place, load_operands: LoadOperands) -> Scores:
-        """The scores of a tile of keys, scaled and capped, without masks."""
+        """The scores of a tile of keys, scaled and capped, not masked."""
         oriented, keys, target = self.oriented, self.keys, self.target
         scores, offset = self._zeros(self.key_range.tile_keys), None
         products = [[q] for q in self.queries.parts]
@@ -333,7 +334,7 @@ class MainLoop:
                 scores += oriented.times_queries(operand, q)
         factor = self.score_scale
         if self._folded_scaling(keys) == "token":
-            # The factor multiplies steps, since there are fewer slots than scores.
+            # The factor is applied to steps, since there are fewer steps than scores.
             step, zero = tiles.token_parameters(keys, place, self.dtype)
             zero = oriented.for_slots(zero * self.plain_scale)
             zeros = zero * oriented.for_rows(self.queries.sum)
@@ -349,7 +350,7 @@ class MainLoop:
         return Scores(scores)
 
     def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
-        """The scores, but −∞ where a row does not see a key.
+        """The scores, with −∞ for keys that a row does not attend to.
 
         first_key: the position of the tile's first key.
         """
@@ -364,8 +365,8 @@ class MainLoop:
 
         if self.window is not None or not self.is_narrow:
             return hide(scores)
-        # Only the last tiles have hidden keys, as in `run`. But a narrow tile's second loop would
-        # stall on its first tiles, so each tile has a branch instead.
+        # Only the last tiles have hidden keys, as in `run`. But in narrow tiles, the pipeline of a
+        # second loop would stall on its first tiles, so each tile has a branch instead.
         return jax.lax.cond(first_key + size <= self.seen_by_all, lambda x: x, hide, scores)
 
     def _add_values(
@@ -377,9 +378,9 @@ class MainLoop:
         for_slots, has_steps = oriented.for_slots, self._folded_scaling(values) == "token"
         if has_steps:
             step, zero = tiles.token_parameters(values, place, self.dtype)
-            step = jnp.maximum(step, _LEAST_STEP)  # slots that were never written have a step of 0
-        # In float16, small weights times small steps would vanish. There, steps count in the peak,
-        # so that the largest product of a weight and a step is 1.
+            step = jnp.maximum(step, _LEAST_STEP)  # slots never written have step 0
+        # In float16, small weights times small steps would underflow. There the peak includes
+        # steps, so that the largest product of a weight and a step is 1.
         weighs_steps = has_steps and self.dtype == jnp.float16
         if weighs_steps:
             factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
@@ -389,7 +390,8 @@ class MainLoop:
         if scores.offset is not None:
             highest, base = highest + scores.offset, base + scores.offset
         if self.dtype == jnp.float16:
-            # float16's range ends one bit above the lift, and rounded exponents must not exceed it.
+            # Weights reach 2**lift = 2**15, and float16 ends below 2**16. The peak is raised by the
+            # rounding error of the exponents, so that no weight overflows.
             size = abs(highest) + (0 if scores.offset is None else abs(scores.offset))
             highest += jnp.minimum(size * _ROUNDING, _MOST_ROUNDING)
         new_peak = jnp.maximum(peak, highest)
@@ -407,7 +409,7 @@ class MainLoop:
         # The operand that multiplies the codes is rounded to 16 bits.
         narrow = target.narrow(products, self.dtype)
         if has_steps:
-            # Zeros take the same rounded weights: codes and zeros may be large and nearly cancel.
+            # Zeros use the same rounded weights: codes and zeros may be large and nearly cancel.
             zeros = self._sum_keys(target.widen(narrow) * for_slots(zero * inverse))
             zero_sum = target.multiply_add(zero_sum, shrink, zeros)
         total = target.multiply_add(total, shrink, self._sum_keys(weights))
@@ -427,8 +429,8 @@ class MainLoop:
     def _sum_keys(self, x: jax.Array) -> jax.Array:
         """Sums a tile over its keys, to a tile of `kept_slots` partial sums.
 
-        A narrow tile's slots are divided between the warps. With partial sums, warps exchange data
-        once, after the last tile, and not for every tile.
+        A narrow tile's slots are distributed over the warps. With partial sums, warps exchange data
+        once, after the last tile, instead of for every tile.
         """
         axis, kept = self.oriented.slots, self.kept_slots
         if kept == 1:
@@ -439,7 +441,7 @@ class MainLoop:
         return x.reshape(shape).sum(axis)
 
     def _partial(self, carry: _Carry) -> SoftmaxPartial:
-        """The running softmax after the last tile, without the powers of two and folded scales."""
+        """The partial softmax after the last tile, without powers of two and with folded scales."""
         oriented, values = self.oriented, self.values
         zero_sum, total = carry.zero_sum.sum(oriented.slots), carry.total.sum(oriented.slots)
         if self.sink is not None:

@@ -1,4 +1,4 @@
-"""The orientation of attention's tiles in the tensor cores."""
+"""The orientation of attention's tiles in tensor-core instructions."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from mpjax.kernels.target import current_target
 
 @dataclasses.dataclass(frozen=True)
 class Orientation:
-    """The order of the two axes of tiles: rows of queries, and slots of keys or channels of values.
+    """The order of a tile's two axes: rows of queries, and slots of keys or channels of values.
 
     The tensor-core instruction has one narrow side, of eight.
 
-    few_rows: whether rows lie along the narrow side. Then scores and softmax weights are
-        [slots, rows], and sums of values [channels, rows]. Otherwise slots and channels lie along
-        it, and tiles are [rows, slots] and [rows, channels].
+    few_rows: whether rows are on the narrow side. Then scores and softmax weights are [slots,
+        rows], and sums of values [channels, rows]. Otherwise slots and channels are on the narrow
+        side, and tiles are [rows, slots] and [rows, channels].
     """
 
     few_rows: bool
 
     @property
     def slots(self) -> int:
-        """The axis of a tile along which its slots or channels lie."""
+        """The axis of a tile's slots or channels."""
         return 0 if self.few_rows else 1
 
     @property
     def rows(self) -> int:
-        """The axis of a tile along which its rows lie."""
+        """The axis of a tile's rows."""
         return 1 - self.slots
 
     def shape(self, slots: int, rows: int) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Orientation:
     def times_values(self, weights: jax.Array, values: jax.Array) -> jax.Array:
         """The tile of sums over slots of values times softmax weights.
 
-        weights: a tile of slots and rows. values: [channels, slots] where `few_rows`, else
+        weights: a tile of slots and rows. values: [channels, slots] if `few_rows`, else
         [slots, channels].
         """
         return current_target().dot(*((values, weights) if self.few_rows else (weights, values)))

@@ -1,11 +1,11 @@
 """Prepares a tile's queries as operands of the tensor cores.
 
-Steps s and zeros z of key channels are applied to the query q, anew for every tile of keys: a score
-is Σ (q·s) · code + Σ q·z, summed over head channels. The products q·s and q·z are float16. bfloat16
-queries lose a few times less in them than keys rounded to bfloat16 would. Products of float16
-queries are two float16 terms each, which lose nothing of normal numbers. Each row of queries is
-divided by a power of two, so that no product with a float16 number overflows float16. Products with
-the steps of keys below about 1e-3 are subnormal in float16, and lose more.
+Steps s and zeros z of key channels are applied to the query q, for every tile of keys: a score is
+Σ (q·s) · code + Σ q·z, summed over head channels. The products q·s and q·z are float16. bfloat16
+queries lose several times less precision in them than keys rounded to bfloat16 would. Products of
+float16 queries are two float16 terms each, which are exact for normal numbers. Each row of queries
+is divided by a power of two, so that no product with a float16 number overflows float16. Products
+with the steps of keys below about 1e-3 are subnormal in float16, and lose more.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def prepare(
     """Scales queries and rounds them to the 16-bit `dtype` in which they are multiplied with keys.
 
     loaded: queries [rows, channels] of each part of the head's channels.
-    shifts: for each part, the exponent of the power of two to multiply it by.
+    shifts: for each part, the exponent of the power of two by which it is multiplied.
     largest: the largest magnitude of each row, [rows]. With it, each row is divided by a power of
-        two such that its largest magnitude is at least 1/2 and below 1. None divides nothing.
+        two such that its largest magnitude is at least 1/2 and below 1. None: no division.
     """
     wide, unit = [q.astype(jnp.float32) for q in loaded], None
     total = sum((q.sum(1) for q in wide[1:]), wide[0].sum(1))
@@ -84,8 +84,8 @@ def times_channels(
     which float16 holds except for digits below its subnormals.
     """
 
-    # The tensor cores compute the sums, the same for each slot, as products with a constant. With
-    # the zeros as that operand instead, they would be loaded again, apart from the steps.
+    # The tensor cores compute the sums, the same for each slot, as products with a constant. If
+    # zeros were the other operand, they would be loaded again, separately from the steps.
     def times(factor: float, term: jax.Array) -> jax.Array:
         return oriented.times_queries(
             jnp.full((MMA_SLOTS, term.shape[1]), factor, term.dtype), term

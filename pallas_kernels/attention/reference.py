@@ -25,15 +25,15 @@ def attention(
     lengths: jax.Array,
     masks: Masks = CAUSAL,
 ) -> jax.Array:
-    """Causal softmax attention in float32: a query at position p sees keys at positions ≤ p.
+    """Causal softmax attention in float32: a query at position p attends to keys at positions ≤ p.
 
     queries: [batch, tokens, query heads, head dim].
     keys, values: [batch, keys, KV heads, head dim]; values may have other channels.
     positions: int32 [batch, tokens], of the queries.
-    lengths: int32 [batch], how many keys of each sequence count.
+    lengths: int32 [batch], the number of keys of each sequence.
 
     Returns [batch, tokens, query heads, channels of a value] in the dtype of the queries, with
-    zeros for a query that sees no key.
+    zeros for queries without keys.
     """
     batch, tokens, heads, dim = queries.shape
     grouped = queries.astype(jnp.float32).reshape(batch, tokens, keys.shape[2], -1, dim)

@@ -1,8 +1,7 @@
-"""The outputs of attention as codes: rounded to blocks of 128 channels where they are stored.
+"""Attention outputs rounded to activation blocks of 128 channels when they are stored.
 
-A block lies in one head whose channels are whole blocks, so that the program which has a head's
-outputs has all that decides the scale. A permutation would put channels of several heads into one
-block.
+Each block is inside one head, so that the program with a head's outputs can compute the block's
+scale. With a permutation, a block would have channels of several heads.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from mpjax.kernels.rowwise.blocks import factors_of, round_to_codes
 
 
 def can_round(blocks: ActivationBlocks, head_dim: int) -> bool:
-    """Whether each block lies in one head, and channels keep their order."""
+    """Whether each block is inside one head, without a permutation of channels."""
     return blocks.permutation is None and head_dim % BLOCK == 0
 
 
 class Places(NamedTuple):
-    """The places of rows [rows]: a token and a head each, and in the head the same block."""
+    """The token and head of each row [rows], and the block inside the head, the same for all."""
 
     token: jax.Array
     head: jax.Array
-    part: Any  # the number of the block in its head
+    part: Any  # the block's index in its head
     mask: jax.Array | None
 
 
-Tile = tuple[jax.Array, jax.Array]  # float32 [rows, channels], and the channels' numbers in a head
+Tile = tuple[jax.Array, jax.Array]  # float32 [rows, channels], and the channels' indices in a head
 
 
 class RoundedHeads(NamedTuple):
     """The codes and scales of attention's outputs: arrays outside of a kernel, references inside.
 
-    codes: int8 [tokens, heads, head dim]. scales: float32 [heads · blocks of a head, tokens], in
-    the order in which products read them.
+    codes: int8 [tokens, heads, head dim]. scales: float32 [heads · blocks of a head, tokens], the
+    order in which products load them.
     """
 
     codes: Any
@@ -48,21 +47,21 @@ class RoundedHeads(NamedTuple):
 
     @classmethod
     def shapes(cls, tokens: int, heads: int, dim: int) -> RoundedHeads:
-        """ShapeDtypeStructs of a result."""
+        """The ShapeDtypeStructs of a result."""
         return cls(
             jax.ShapeDtypeStruct((tokens, heads, dim), FORMAT.dtype),
             jax.ShapeDtypeStruct((heads * dim // BLOCK, tokens), jnp.float32),
         )
 
     def activations(self, leading: tuple[int, ...], dtype: jnp.dtype) -> QuantizedActivations:
-        """The outputs [leading axes, heads · head dim] of all heads side by side."""
+        """The concatenated outputs [leading axes, heads · head dim] of all heads."""
         codes, scales = self.codes.reshape(*leading, -1), self.scales.T.reshape(*leading, -1)
         return QuantizedActivations(codes, scales, jnp.dtype(dtype).name)
 
     def store(self, bits: Any, tiles: Sequence[Tile], rows: Places) -> None:
         """Stores the values of one block in each row; inside a kernel.
 
-        bits: a reference to the blocks' bits, or None. tiles: all channels of the blocks.
+        bits: a reference to the blocks' widths, or None. tiles: all channels of the blocks.
         """
         token, head, part, mask = rows
         block = head * (self.codes.shape[2] // BLOCK) + part

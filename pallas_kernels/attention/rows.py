@@ -21,25 +21,25 @@ PAIRS = 4  # the lanes of a warp that share each of eight rows; a lane holds pai
 
 
 class SequenceHead(NamedTuple):
-    """The sequence and the KV head that a program works on; scalars, int32."""
+    """The sequence and the KV head of a program; scalars, int32."""
 
-    batch: jax.Array  # the sequence's number
+    batch: jax.Array  # the sequence's index
     head: jax.Array  # the KV head
     start: jax.Array  # the position of the first new token
     new_tokens: jax.Array  # the number of new tokens
 
 
 class Rows(NamedTuple):
-    """The places of a tile's rows in the queries [tokens, query heads, head dim]; [rows] each."""
+    """The indices of a tile's rows in the queries [tokens, query heads, head dim]; [rows] each."""
 
     token: jax.Array  # the index along the queries' first axis
     query_head: jax.Array
     position: jax.Array  # of the token in its sequence
-    mask: jax.Array  # whether the queries have this row, as padding or a real token
-    real: jax.Array  # a scalar: the number of the sequence's rows, without padding
+    mask: jax.Array  # whether the row exists, as padding or a real token
+    real: jax.Array  # a scalar: the number of the sequence's rows without padding
 
     def locate(self, part: Part) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Indices of a part's elements of the queries, and the mask of those that exist.
+        """Indices of a part's elements in the queries, and the mask of elements that exist.
 
         Indices of tokens, query heads and channels broadcast to [rows, channels], as the mask does.
         """
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
         """`load` for eight rows and a part of one plane, in the layout of a tensor-core operand.
 
         Otherwise Triton would change the layout for every tile of keys, by shuffles or through
-        shared memory. In this layout a lane holds pairs of channels of one row, each pair eight
+        shared memory. In this layout a lane has pairs of channels of one row, each pair eight
         channels after the last. Each load gives every lane of a warp one channel.
         """
         first, size, width = part.words.first, part.words.size, part.words.width
@@ -73,8 +73,8 @@ class Rows(NamedTuple):
     def largest(self, queries: Any) -> jax.Array:
         """The largest magnitude of each row of queries, float32 [rows].
 
-        It loads the queries again: if it shared the loads of `load_few`, Triton would give them the
-        layout that the maximum wants, and then have to change it.
+        It loads the queries again: with the loads of `load_few`, Triton would give the queries the
+        layout of the maximum, and would have to change it afterwards.
         """
         largest = []
         for words in cover(queries.shape[2]):
@@ -84,9 +84,9 @@ class Rows(NamedTuple):
 
 
 def most_varlen_tiles(rows: int, sequences: int, tile_rows: int) -> int:
-    """The most tiles of varlen sequences together: a tile has rows of one sequence alone.
+    """The most tiles of varlen sequences together; each tile has rows of only one sequence.
 
-    rows: those of all sequences that share a KV head.
+    rows: the number of rows of all sequences that share a KV head.
     """
     return (rows + sequences * (tile_rows - 1)) // tile_rows
 
@@ -94,11 +94,11 @@ def most_varlen_tiles(rows: int, sequences: int, tile_rows: int) -> int:
 def varlen_tile(
     counts: Any, number: jax.Array, group: int, tile_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The sequence of a tile, and the number of the tile's first row in it; inside a kernel.
+    """The sequence of a tile, and the index of the tile's first row in it; inside a kernel.
 
     counts: a reference int32 [batch], the numbers of new tokens of varlen sequences, whose tiles
-        are numbered one sequence after another. Numbers after all tiles are of padding after the
-        last sequence.
+        are numbered one sequence after another. Larger numbers are tiles of padding after the last
+        sequence.
     """
     sequences = counts.shape[0]
     lane = jnp.arange(max(WARP, pl.next_power_of_2(sequences)))
@@ -113,12 +113,12 @@ def varlen_tile(
 def rows_of(
     number: jax.Array, sequence: SequenceHead, group: int, longest: int, offsets: Any
 ) -> Rows:
-    """The rows with the given numbers [rows] in a sequence; inside a kernel.
+    """The rows with the given indices [rows] in a sequence; inside a kernel.
 
     group: query heads for each KV head.
     longest: the most new tokens of a sequence; padded queries have this many for each.
     offsets: a reference int32 [batch] to the index of each sequence's first token among varlen
-        tokens; None where queries are padded.
+        tokens; None if queries are padded.
     """
     batch, head, start, new_tokens = sequence
     real = new_tokens * group

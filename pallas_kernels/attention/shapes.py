@@ -11,7 +11,7 @@ class AttentionShape:
     """The sizes of an attention layer and of its batch of sequences.
 
     context: keys of each sequence.
-    queries: new tokens of each sequence, which are its last ones.
+    queries: new tokens of each sequence, which are its last tokens.
     longest: keys of the first sequence if it is longer than the others (then `queries` is 1); None
         if all are equal.
     rotary: of attention over latents, the channels beside those of a latent, which is head_dim.
@@ -28,14 +28,13 @@ class AttentionShape:
 
     @classmethod
     def parse(cls, name: str) -> AttentionShape:
-        """Reads a name such as `b8-h32/8-d128-c32768-q2048` or `b8-h32/8-d128-c1024-l65536`.
+        """Parses a name such as `b8-h32/8-d128-c32768-q2048` or `b8-h32/8-d128-c1024-l65536`.
 
         The letters stand for the batch, query heads / KV heads, the head dimension, the context,
         the queries, if more than 1, and the longest context. `b8-h16/1-d512+64-c8192` is attention
         over latents of 512 channels beside 64 that are rotated.
 
-        Raises ValueError for a text that is no such name, and for sizes that are impossible
-        together.
+        Raises ValueError for a string of another form, and for impossible sizes.
         """
         pattern = r"b(\d+)-h(\d+)/(\d+)-d(\d+)(?:\+(\d+))?-c(\d+)(?:-q(\d+)|-l(\d+))?"
         match = re.fullmatch(pattern, name)
@@ -65,12 +64,12 @@ class AttentionShape:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Keys of each sequence."""
+        """The number of keys of each sequence."""
         return (self.longest or self.context, *[self.context] * (self.batch - 1))
 
     @property
     def name(self) -> str:
-        """The name that `parse` reads, for tables and test ids."""
+        """The name that `parse` accepts, for tables and test ids."""
         heads = f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}"
         heads += "" if self.rotary is None else f"+{self.rotary}"
         name = f"{heads}-c{self.context}"

@@ -19,10 +19,10 @@ from mpjax.kernels.launch import store
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxPartial:
-    """The partial softmax that one main loop computes; another continues from it, or it is stored.
+    """A main loop's partial softmax over some keys, which is continued by another loop, or stored.
 
-    With weights w = 2**(score · log2 e − base) of the keys that were read, `total` is Σ w and
-    `sums` are Σ w · value, for each row. All are float32.
+    With weights w = 2**(score · log2 e − base) of these keys, `total` is Σ w and `sums` are
+    Σ w · value, for each row. All are float32.
     """
 
     sums: tuple[jax.Array, ...]  # a tile of channels and rows for each part of the channels
@@ -34,7 +34,7 @@ class SoftmaxPartial:
 
     @property
     def _divisor(self) -> jax.Array:
-        """The totals; a row without keys has weight zero, and its output must still be finite."""
+        """The totals, but 1 for rows without keys, whose outputs must be finite."""
         return jnp.where(self.total == 0, 1.0, self.total)
 
     def store_rounded(self, out_ref: RoundedHeads, bits_ref: Any) -> None:

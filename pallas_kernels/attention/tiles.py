@@ -1,8 +1,8 @@
-"""Tiles of keys and values: where they lie in the pages, and how a kernel loads and decodes them.
+"""Tiles of keys and values: their positions in the pages, and how a kernel loads and decodes them.
 
-A tile has two axes: slots, one for each token, and words or channels of one KV head. A word holds
-one code of each plane. Decoding takes a head in parts: the channels of a range of words, in one or
-all planes, become one operand.
+A tile has two axes: slots, one for each token, and words or channels of one KV head. A word has one
+code of each plane. A head is decoded in parts: the channels of a range of words, in one or all
+planes, become one operand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax.kernels.bits import exponent_scaled, unpack_pair, widen_pair
 from mpjax.kernels.kv_cache.cache import Side
 from mpjax.kernels.launch import join, load, load_masked
 
-PAGES_AT_ONCE = 32  # pages that are looked up at a time, one by each lane of a warp
+PAGES_AT_ONCE = 32  # pages that are looked up at a time, one per lane of a warp
 MINIMUM_WORDS = 16  # the least length of a dimension that the tensor cores sum over
 
 
@@ -27,7 +27,7 @@ MINIMUM_WORDS = 16  # the least length of a dimension that the tensor cores sum 
 class Words:
     """A range of a head's words: `size` words, a power of two, `stride` apart.
 
-    width: the number of a head's words. Words of the range beyond it load as zeros.
+    width: the number of words of a head. Words of the range beyond it load as zeros.
     """
 
     first: int
@@ -37,20 +37,20 @@ class Words:
 
     @property
     def lanes(self) -> jax.Array:
-        """The words' indices, int32 [size]. Kernels compute them: they can't close over arrays."""
+        """The words' indices, int32 [size], computed since kernels can't close over arrays."""
         return self.first + jnp.arange(self.size) * self.stride
 
     @property
     def mask(self) -> jax.Array | None:
-        """Whether each of the lanes is a word of the head, bool [size]; None if all are."""
+        """Whether each of the indices is a word of the head, bool [size]; None if all are."""
         last = self.first + (self.size - 1) * self.stride
         return None if last < self.width else self.lanes < self.width
 
 
 def cover(width: int) -> tuple[Words, ...]:
-    """Ranges of words whose sizes are powers of two, and which cover `width` words once, in order.
+    """Consecutive ranges of words, of sizes that are powers of two, that cover `width` words.
 
-    Only the last range may reach beyond, by fewer than MINIMUM_WORDS words.
+    Only the last range may extend beyond, by fewer than MINIMUM_WORDS words.
     """
     ranges = []
     first = 0
@@ -64,7 +64,7 @@ def cover(width: int) -> tuple[Words, ...]:
 
 
 class Place(NamedTuple):
-    """The place of a tile's slots in the pages."""
+    """The positions of a tile's slots in the pages."""
 
     page: jax.Array  # [], if the tile is a piece of a page, or [slots]
     position: jax.Array  # [slots], in the page
@@ -81,13 +81,13 @@ def locate(
     last: jax.Array | None = None,
     page: jax.Array | None = None,
 ) -> Place:
-    """The place of a tile of a sequence, which is a piece of a page or several whole pages.
+    """The positions of a tile of a sequence, which is a piece of a page or several whole pages.
 
-    tile: its number. slots: the number of a tile's tokens.
+    tile: its index. slots: the number of a tile's tokens.
     block_tables: a reference [batch, pages per sequence], or None if page b is sequence b's.
-    batch: the sequence's number.
-    last: needed for tiles of several pages: the index of the table's last entry in use. Slots of
-        later entries, which may be no pages, are placed in its page.
+    batch: the sequence's index.
+    last: needed for tiles of several pages: the index of the table's last used entry. Later
+        entries may be invalid, so their slots are placed in its page.
     page: needed for tiles that are pieces of a page: that page, from `look_up`.
     """
     slot = jnp.arange(slots)
@@ -109,13 +109,13 @@ def look_up(
     block_tables: Any,
     batch: jax.Array,
 ) -> jax.Array:
-    """Looks up the pages of PAGES_AT_ONCE tiles, each a piece of a page; `pick` chooses one.
+    """Looks up the pages of PAGES_AT_ONCE tiles, each a piece of a page; `pick` selects one.
 
-    tiles: their numbers, int32 [PAGES_AT_ONCE]. slots: the number of a tile's tokens.
-    batch: the sequence's number.
+    tiles: their indices, int32 [PAGES_AT_ONCE]. slots: the number of a tile's tokens.
+    batch: the sequence's index.
 
     Looking them up one by one would be slow: in a loop, Triton loads a tile only half as far ahead
-    if the tile's address comes from another load. The load needs no mask by the sequence's length:
+    if its address comes from another load. The load needs no mask for the sequence's length:
     entries past its end are loaded, but never picked.
     """
     entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
@@ -132,7 +132,7 @@ def load_words(
 ) -> jax.Array:
     """Loads a tile of words, with slots along `axis` and words along the other axis.
 
-    lanes, mask: the words' indices in the head, and which of them exist, or None for all.
+    lanes, mask: the words' indices in the head, and whether each exists, or None if all do.
     """
     page, position, _, head = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
@@ -143,9 +143,9 @@ def load_words(
 
 
 class Part(NamedTuple):
-    """The channels of a head that are decoded to one operand: a range of words, some planes of it.
+    """The channels of a head that are decoded to one operand: a range of words in adjacent planes.
 
-    The planes are neighbours. Plane p of word w is channel p · (words of the head) + w.
+    Plane p of word w is channel p · (words of the head) + w.
     """
 
     words: Words
@@ -153,7 +153,7 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of channels, with those that pad the words."""
+        """The number of channels, including padding of the words."""
         return len(self.planes) * self.words.size
 
     def channels(self) -> tuple[jax.Array, jax.Array | None]:
@@ -172,7 +172,7 @@ class Part(NamedTuple):
 
 
 def parts(side: Side, *, joined: bool) -> list[Part]:
-    """The parts of all channels of a head, in an order that keeps parts of the same words together.
+    """Parts that cover a head's channels; parts with the same words are consecutive.
 
     joined: whether a part has all planes of its words, instead of one plane.
     """
@@ -199,10 +199,10 @@ def operands(
 
     parts: from the function `parts`.
     dtype: of the operands, 16 bits.
-    axis: the axis of the operands along which slots lie; channels lie along the other one.
+    axis: the axis of slots in the operands; the other axis has channels.
     scaled: whether scales and zeros of tokens or of channels are applied, and the result rounded
         once. Otherwise operands are codes minus `KVCodes.offset`, exact.
-    copies: the number of equal operands that are decoded for each part: one for each product that
+    copies: the number of equal operands that are decoded for each part, one for each product that
         uses it, since Triton moves an operand of two products through shared memory
         (`bits.decode_in_place`).
 
@@ -225,8 +225,8 @@ def operands(
         return side.codes.operand(words, plane, dtype, copy=copy)
 
     if side.codes.planes == 1:
-        # Each word is a channel. Parts may nevertheless have planes: a residual in 16 bits is read
-        # in the parts of the packed values, whose sums it continues.
+        # Each word is a channel. Parts may still have planes: a 16-bit residual is processed in the
+        # parts of the packed values, whose sums it continues.
         for part in parts:
             tile = load_words(side, place, *part.channels(), axis)
             yield [side.codes.operand(tile, 0, dtype)] * copies
@@ -262,7 +262,7 @@ def channel_parameters(side: Side, place: Place, part: Part) -> tuple[jax.Array,
 def token_parameters(side: Side, place: Place, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Loads the steps and zeros [slots] of a tile's tokens, float32, for unscaled operands.
 
-    A channel is step · operand / 2**exponent + zero: the zero makes up for `KVCodes.offset`.
+    A channel is step · operand / 2**exponent + zero; the zero includes `KVCodes.offset`.
     """
     pair = load(side.parameters.at[place.page, place.head, place.position])
     step, zero = widen_pair(pair, side.parameter_dtype)

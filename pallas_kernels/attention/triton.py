@@ -1,11 +1,11 @@
-"""Paged attention as a Triton kernel: its launch, and the keys that each program reads.
+"""Paged attention as a Triton kernel: its launch, and the keys for each program.
 
-A program owns a tile of rows, which are (token, query head) pairs of one sequence that share a KV
-head, and reads every `splits`-th tile of the sequence's packed keys; decoding is the case of one
-token. The residual, the last tokens in 16 bits (BitDecoding section IV-A), is read by further
-programs of the sequence, or if the GPU has no room for these, by the same programs, which continue
-their softmax. If sequences may be long, programs that are done with their own tiles read surplus
-tiles of longer sequences (`balance`).
+A program has a tile of rows, which are (token, query head) pairs of one sequence that share a KV
+head, and processes every `splits`-th tile of the sequence's packed keys; decoding is the case of
+one token. The residual, the last tokens in 16 bits (BitDecoding section IV-A), is processed by
+further programs of the sequence, or if the GPU has no room for these, by the same programs, which
+continue their softmax. If sequences may be long, programs that have finished their own tiles
+process surplus tiles of longer sequences (`balance`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def paged_attention(
 
     queries: also those of attention over latents; the result is as for `latent_attention` then.
     span: the result of `Span.read`, so that its `longest` is known.
-    blocks: to which the result is rounded, [..., heads · head dim]; see `rounding.can_round`. The
-        kernel that joins programs rounds, or if there is none, a program with heads of one block.
-        For larger heads of one program the result is an array nevertheless.
+    blocks: the activation blocks of the result [..., heads · head dim]; see `rounding.can_round`.
+        The kernel that joins programs rounds, or without it a program with heads of one block. For
+        larger heads of a single program the result is an array nevertheless.
     """
     rotated, loop = None, main_loop.MainLoop
     if isinstance(queries, LatentQueries):
@@ -103,7 +103,7 @@ def paged_attention(
 
 
 def _shapes(queries: jax.Array, _: int, config: AttentionConfig) -> Partials:
-    """The shapes of the partials where programs don't help each other."""
+    """The shapes of the partials if programs don't help each other."""
     (tokens, heads, dim), programs = queries.shape, config.programs
     dtype = jnp.float32 if programs > 1 else queries.dtype
     return Partials(
@@ -113,7 +113,7 @@ def _shapes(queries: jax.Array, _: int, config: AttentionConfig) -> Partials:
 
 
 def _balanced_shapes(queries: jax.Array, batch: int, config: AttentionConfig) -> Partials:
-    """The shapes of the partials where programs help each other."""
+    """The shapes of the partials if programs help each other."""
     (tokens, heads, dim), own = queries.shape, config.programs
     rows = balance.slots(batch, own, config.splits) * (tokens // batch)
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -148,7 +148,7 @@ def _kernel(
         program.attend(batch, split, store=store_split)
         return
 
-    # Programs help each other: this one reads its own tiles, then pieces of other programs'
+    # Programs help each other: this one processes its own tiles, then pieces of other programs'
     # surplus.
     find_shares = functools.partial(
         balance.Balance,
@@ -160,7 +160,7 @@ def _kernel(
     )
 
     def perform(shares: balance.Balance, task: balance.Task) -> None:
-        """Reads the task's tiles, and stores the partial softmax in its slot or as the output."""
+        """Processes the task's tiles; stores the partial softmax in its slot, or the output."""
 
         def store_slot(partial: SoftmaxPartial) -> None:
             shift = (task.slot - task.batch) * operands.span.most_tokens
@@ -180,8 +180,8 @@ def _kernel(
     if not config.has_one_loop:
         perform(shares, shares.own_task(batch, split))
         # Pieces have a second loop, and shares are computed again for it. The compiler can't merge
-        # the two computations across stores, so that the first loop, over own tiles, keeps nothing
-        # for pieces in registers.
+        # the two computations across stores, so the first loop, over own tiles, keeps nothing for
+        # pieces in registers.
         shares = find_shares()
     pieces = shares.pieces(batch, split)
 
@@ -197,10 +197,10 @@ def _kernel(
 def _place(
     operands: main_loop.Operands, kv_heads: int, tile_rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The program's sequence, its KV head, and the number of its tile's first row."""
+    """The program's sequence, its KV head, and the index of its tile's first row."""
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
-    # The last tokens of a sequence see the most keys. Their programs start first, so that short
-    # ones end the kernel.
+    # The last tokens of a sequence attend to the most keys. Their programs start first, so that the
+    # kernel ends with short ones.
     tile = pl.num_programs(0) - 1 - first_program_id()
     if operands.offsets is None:
         return batch, head, tile * tile_rows
@@ -210,13 +210,13 @@ def _place(
 
 
 class _Program(NamedTuple):
-    """A program of the kernel: its inputs, and the tile of rows that it owns."""
+    """A program of the kernel: its inputs, and its tile of rows."""
 
     operands: main_loop.Operands
     pages: KVPages
     config: AttentionConfig
     head: jax.Array  # the KV head
-    first_row: jax.Array  # the number of the tile's first row in a sequence
+    first_row: jax.Array  # the index of the tile's first row in its sequence
     loop: type[main_loop.MainLoop]
 
     def attend(
@@ -229,9 +229,9 @@ class _Program(NamedTuple):
     ) -> None:
         """Attends to the program's share of a sequence's keys, and stores the partial softmax.
 
-        batch: the sequence's number. split: the program's number in the sequence, from 0; -1 if it
-            reads a piece of another's surplus.
-        task: the tiles to read; None for every `splits`-th tile of the sequence.
+        batch: the sequence's index. split: the program's index in the sequence, from 0; -1 for a
+            piece of another program's surplus.
+        task: the tiles to process; None for every `splits`-th tile of the sequence.
         store: stores the partial softmax.
         """
         pages, config, span = self.pages, self.config, self.operands.span
@@ -266,15 +266,15 @@ class _Program(NamedTuple):
             pl.when(number < 0)(lambda: store(attend_to(packed)))
             pl.when(number >= 0)(lambda: store(attend_to(rest)))
             return
-        # The program continues its softmax over the residual: split −1, so that the sink is not
-        # added twice. For a piece of another program's surplus, the residual is an empty range.
+        # The program continues its softmax over the residual, with split −1, so that the sink is
+        # not added twice. For a piece of another program's surplus, the residual is an empty range.
         end = jnp.where(split < 0, packed_end, end)
         number, none = jnp.maximum(split, 0), jnp.int32(-1)
         rest = in_residual(end, number=number, programs=config.splits, split=none)
         store(attend_to(rest, attend_to(packed)))
 
     def tiles(self, start: jax.Array, count: jax.Array) -> jax.Array:
-        """The number of tiles of packed keys that the new tokens of sequences see; 0 without any.
+        """The number of tiles of packed keys for each sequence's new tokens; 0 without tokens.
 
         start, count: int32 [sequences], the position of the first new token and the number of new
             tokens, as in Span.
@@ -285,7 +285,7 @@ class _Program(NamedTuple):
         return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)
 
     def _ends(self, start: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The position after a sequence's last token, and that after its last packed token."""
+        """The positions after a sequence's last token, and after its last packed token."""
         capacity = self.operands.span.block_tables.shape[1] * self.pages.page_size
         end = jnp.minimum(start + count, capacity)
         residual = self.pages.residual

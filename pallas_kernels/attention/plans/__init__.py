@@ -1,9 +1,9 @@
-"""Plans of attention: from a `Problem`, the tiles and programs that read the cache.
+"""Plans of attention: from a `Problem`, the tiles and programs that process the cache.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`operation`). For a problem that no table has, it asks the rule: `split_rule` chooses tiles and how
-many programs share a sequence, `rule` the programs of the residual and the tiles that are read
-ahead, and `register_rule` the registers. `configuration` says which configurations can run.
+(`operation`). Without an entry, it calls the rule: `split_rule` chooses tiles and the number of
+programs of a sequence, `rule` the programs of the residual and the depth of the pipeline, and
+`register_rule` the registers. `configuration` defines which configurations can run.
 """
 
 from mpjax.kernels.attention.plans.configuration import (

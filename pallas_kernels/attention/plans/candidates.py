@@ -14,13 +14,13 @@ from mpjax.kernels.attention.plans.split_rule import MOST_SPLITS, SMALL_KEYS
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.registers import MOST_REGISTERS
 
-REGISTERS = (None, CROWDED_REGISTERS, MOST_REGISTERS)  # besides the registers by the rule
+REGISTERS = (None, CROWDED_REGISTERS, MOST_REGISTERS)  # beside the rule's choice
 OTHER_REGISTERS = 1.5  # the distance between configurations that differ in registers
 SPLIT_FACTORS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)
 
 
 def candidates(problem: Problem, most: int = 24) -> list[Plan]:
-    """The sound plans for a problem that are nearest to the rule's, nearest first; `most` at most.
+    """The valid plans for a problem that are nearest to the rule's, nearest first; at most `most`.
 
     The distance of two plans adds up doublings of a tile's sides, of warps and of splits, steps of
     stages and of programs for the residual, and OTHER_REGISTERS for registers that differ from the
@@ -50,7 +50,7 @@ def _distance(config: AttentionConfig, center: AttentionConfig) -> float:
 
 
 def _neighbours(problem: Problem, center: AttentionConfig) -> list[AttentionConfig]:
-    """The configurations around `center`, sound or not, whose tiles suit the page size."""
+    """The configurations around `center`, valid or not, whose tiles fit the page size."""
     shared = {min(MOST_SPLITS, max(1, round(center.splits * f))) for f in SPLIT_FACTORS}
     largest = max(problem.cache.page_size, SMALL_KEYS)
     space = itertools.product(

@@ -1,4 +1,4 @@
-"""The configuration of paged attention's kernel, and the checks of whether a problem can use it."""
+"""The configuration of paged attention's kernel, and checks whether a problem can use it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MOST_ROWS = 128
 LEAST_KEYS, MOST_KEYS = 16, 128  # in a tile
 MOST_WARPS = 8
 ACCUMULATOR_REGISTERS = 128  # the most registers of a thread that hold float32 sums of values
-# Bytes of shared memory that tiles of keys and values can't have: OTHER_BYTES for queries and
-# outputs, and where heads have more than 128 channels, WEIGHT_BYTES for each row, whose softmax
-# weights change their layout in shared memory.
+# Bytes of shared memory that are not available for tiles of keys and values: OTHER_BYTES for
+# queries and outputs, and for heads of more than 128 channels WEIGHT_BYTES per row, since their
+# softmax weights change layout through shared memory.
 OTHER_BYTES = 32768
 WEIGHT_BYTES = 192
 
@@ -25,17 +25,17 @@ class AttentionConfig:
     """The tiles of a program, the number of programs for a sequence, and compiler settings.
 
     tile_rows: rows of a program: (token, query head) pairs that share a KV head.
-    tile_keys: keys that a program reads at once, a piece of a page or several pages.
+    tile_keys: keys of a tile, which is a piece of a page or several pages.
     splits: programs that share the packed keys of one sequence.
     warps: warps of a program.
-    stages: pipeline stages; stages − 1 tiles are read ahead.
+    stages: pipeline stages; stages − 1 tiles are loaded ahead.
     residual_keys: keys of a tile of the 16-bit residual.
-    residual_splits: programs that share one sequence's residual; 0 where the programs of the packed
-        keys read the residual afterwards.
+    residual_splits: programs that share one sequence's residual; 0 if the programs of the packed
+        keys process the residual afterwards.
     registers: the most registers of a thread; None leaves the number to the assembler.
-    is_balanced: whether programs of short sequences help where others are long (`balance`).
-    has_one_loop: whether programs that help read all their tiles in one loop, not those of other
-        sequences in a second loop.
+    is_balanced: whether programs of short sequences help with long ones (`balance`).
+    has_one_loop: whether helping programs process all their tiles in one loop, instead of other
+        sequences' tiles in a second loop.
     """
 
     tile_rows: int
@@ -66,19 +66,19 @@ class AttentionConfig:
 
 
 def tile_memory(problem: Problem, tile_rows: int) -> int:
-    """The most bytes of shared memory that one program's tiles of keys and values can have."""
+    """The shared memory, in bytes, that is available for one program's tiles of keys and values."""
     weights = WEIGHT_BYTES * tile_rows if problem.cache.head_dim > 128 else 0
     return problem.limits.shared_memory - OTHER_BYTES - weights
 
 
 def why_unsound(config: AttentionConfig, problem: Problem) -> str | None:
-    """Why a problem can't run with a configuration; None if it can."""
+    """The reason why a problem can't run with a configuration, or None if it can."""
     checks = (_why_not_tiles, _why_not_splits, _why_not_residual, _why_no_room)
     return next((reason for check in checks if (reason := check(config, problem))), None)
 
 
 def why_not_config(config: AttentionConfig) -> str | None:
-    """Why no problem can run with a configuration; None if some can."""
+    """The reason why no problem can run with a configuration, or None if some can."""
     for name, least, most in (
         ("tile_rows", MINIMUM_ROWS, MOST_ROWS),
         ("tile_keys", LEAST_KEYS, MOST_KEYS),

@@ -1,4 +1,4 @@
-"""Attention over the paged cache as an operation that is planned."""
+"""Paged attention as a planned operation: its keys in tables, and its rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE_SIZE = 128  # tokens of a page, in measurements of plans
 
 
 class Key(NamedTuple):
-    """The key of a plan: a KV format, heads, and buckets of the rows, the batch and the tokens."""
+    """The key of a measured plan: KV format, heads, and buckets of rows, batch and tokens."""
 
     format: str  # as str(KVFormat)
     kv_heads: int
@@ -34,13 +34,13 @@ class Key(NamedTuple):
     tokens: int
 
     def problem(self, limits: Limits) -> Problem:
-        """The largest problem with this key, on a GPU with some limits, for pages of PAGE_SIZE."""
+        """The largest problem with this key, on a GPU with these limits, for pages of PAGE_SIZE."""
         cache = CacheShape(KVFormat.parse(self.format), self.kv_heads, self.head_dim, PAGE_SIZE)
         return Problem(self.batch, self.rows, self.tokens, cache, limits, self.is_varlen)
 
 
 def bucket(number: int) -> int:
-    """The smallest bucket that is not below a number.
+    """The smallest bucket that is at least `number`.
 
     Buckets are numbers of three binary digits followed by zeros, such as 7, 8, 10 and 12. A plan
     measured for a bucket serves the numbers down to the next smaller bucket, a fifth less at most,
@@ -51,7 +51,7 @@ def bucket(number: int) -> int:
 
 
 def _exact(problem: Problem) -> Key:
-    """The key with a problem's own sizes; page sizes make no difference."""
+    """The key with a problem's exact sizes; page sizes are not part of it."""
     cache, sizes = problem.cache, (problem.rows, problem.batch, problem.tokens)
     heads = str(cache.format), cache.kv_heads, cache.head_dim
     return Key(*heads, problem.is_varlen, *sizes)
@@ -64,7 +64,7 @@ def _bucketed(key: Key) -> Key:
 
 
 def _suits(problem: Problem, plan: Plan) -> bool:
-    """Whether a problem can run with a plan of its key, whose tiles may not suit its pages."""
+    """Whether a problem can run with a plan of its key: the tiles may not fit its page size."""
     fits = plan.config.tile_keys <= max(problem.cache.page_size, SMALL_KEYS)
     return fits and why_unsound(plan.config, problem) is None
 
@@ -92,7 +92,7 @@ forced = functools.partial(plans.forced, OPERATION)
 
 
 def config_of(problem: Problem) -> AttentionConfig:
-    """The configuration of a problem's plan."""
+    """The configuration of the plan for a problem."""
     config = plan_of(problem).config
     assert isinstance(config, AttentionConfig)
     return config

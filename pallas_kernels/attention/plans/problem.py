@@ -31,11 +31,11 @@ class CacheShape:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Attention of new tokens over the pages of a batch, on a GPU with some limits.
+    """Attention of new tokens over the pages of a batch, on a GPU with these limits.
 
-    batch: sequences.
-    rows: pairs of a new token and a query head that share one KV head, of a sequence; of varlen
-        tokens, of all sequences together.
+    batch: number of sequences.
+    rows: the number of pairs of a new token and a query head that share one KV head, of one
+        sequence, or of all sequences together if varlen.
     tokens: the capacity of each sequence, by its block table.
     cache: the pages.
     limits: of the GPU.
@@ -58,7 +58,7 @@ class Problem:
         *,
         is_varlen: bool = False,
     ) -> Problem:
-        """The problem of attention over some pages on the default device.
+        """The problem of attention over these pages on the default device.
 
         block_tables_shape: [batch, pages per sequence].
         """
@@ -86,12 +86,12 @@ class Problem:
 
     @property
     def has_channel_keys(self) -> bool:
-        """Whether key channels have scales, which multiply the queries anew for each tile."""
+        """Whether key channels have scales, which multiply the queries again for each tile."""
         return self.cache.format.key_codes.scaling == "channel"
 
     @property
     def has_slow_keys(self) -> bool:
-        """Whether decoding keys takes programs longer than reading them from memory."""
+        """Whether decoding keys takes longer than loading them from memory."""
         return self.has_channel_keys or self.has_two_bit_keys
 
     @property
@@ -106,13 +106,13 @@ class Problem:
 
     @property
     def packed_tokens(self) -> int:
-        """The number of tokens of a full sequence that are in codes, not in its residual."""
+        """The number of tokens of a full sequence that are codes, outside the residual."""
         return self.tokens - ((self.tokens - 1) % self.residual + 1 if self.residual else 0)
 
     def programs(self, tile_rows: int) -> int:
-        """The number of programs of all sequences, if no sequence's keys were split.
+        """The number of programs of all sequences if keys are not split.
 
-        Of varlen sequences any may have all rows, and then the others have none.
+        Any of the varlen sequences may have all rows, while the others have none.
         """
         sequences = 1 if self.is_varlen else self.batch
         return sequences * self.cache.kv_heads * -(-self.rows // tile_rows)

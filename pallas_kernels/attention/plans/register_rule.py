@@ -1,4 +1,4 @@
-"""The rule for registers: how many a thread may have, so that enough programs fit at once."""
+"""The rule for registers per thread: few enough that the intended programs are resident."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.split_rule import AHEAD, MOST_RESIDENT, SMALL_TILE
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
-# Below its least number, each program loses more by having few registers than their number gains.
-# CROWDED_REGISTERS is the least for programs that help others or that should all run at once, and
-# LEAST_REGISTERS for other programs. With ENOUGH_REGISTERS, no program loses anything; programs of
-# two-bit keys, whose loop is the longest, need as many.
+# Below a certain number, programs lose more by having few registers than gained by more resident
+# programs. It is CROWDED_REGISTERS for programs that help others or that should all run at once,
+# and LEAST_REGISTERS for other programs. With ENOUGH_REGISTERS, no program loses anything; programs
+# of two-bit keys, whose loop is the longest, need as many.
 CROWDED_REGISTERS, LEAST_REGISTERS, ENOUGH_REGISTERS = 168, 192, 224
 
 
 def registers_by_rule(problem: Problem, config: AttentionConfig) -> int | None:
-    """The most registers of a thread by the rule; None to leave the number to the assembler."""
+    """The rule's limit of registers per thread; None leaves the number to the assembler."""
     if config.tile_rows > NARROW_ROWS:
         return None
     reads_both = problem.residual > 0 and config.residual_splits == 0
@@ -45,6 +45,6 @@ def _registers_for_channel_keys(
 
 
 def _fitting(problem: Problem, config: AttentionConfig, ahead: int) -> int:
-    """How many programs fit in a multiprocessor's shared memory with `ahead` tiles each."""
+    """The number of programs, each with `ahead` tiles, that fit in a multiprocessor's memory."""
     memory = tile_memory(problem, config.tile_rows)
     return max(1, memory // (ahead * config.tile_keys * problem.token_bytes))

@@ -13,23 +13,23 @@ from mpjax.kernels.attention.plans.configuration import (
 from mpjax.kernels.attention.plans.problem import Problem
 
 SMALL_KEYS = 64  # keys of a small tile, for any page size
-CHANNELS_OF_WARP = 16  # head channels: the warps of a narrow tile divide a plane of values
-BYTES_IN_FLIGHT = 131072  # to a multiprocessor, enough to keep an H200's memory busy
-AHEAD = 2  # tiles that a program reads ahead
-SMALL_TILE = 16384  # bytes of a tile that is small enough to always read AHEAD of them ahead
-MOST_RESIDENT = 8  # programs on a multiprocessor; joining the partials of more costs their gain
+CHANNELS_OF_WARP = 16  # head channels per warp, among which a narrow tile divides a plane of values
+BYTES_IN_FLIGHT = 131072  # per multiprocessor, enough to saturate an H200's memory
+AHEAD = 2  # tiles that a program loads ahead
+SMALL_TILE = 16384  # bytes of a tile up to which AHEAD tiles are always loaded ahead
+MOST_RESIDENT = 8  # programs per multiprocessor; joining more partials costs more than it gains
 MOST_SPLITS = 130  # with two programs for the residual, 8 KV heads then fill an H200
-MOST_TILES = 64  # tiles of a program of one long sequence, where no program helps another
-# The most tiles of a program that ends soon: if it reads 16 bits without decoding, if it decodes,
-# and if other programs read a residual beside it.
+MOST_TILES = 64  # tiles of a program of one long sequence, if programs don't help each other
+# The most tiles of a program that ends soon: if it loads 16 bits without decoding, if it decodes,
+# and if other programs process a residual at the same time.
 FEW_TILES, FEW_TILES_OF_CODES, FEW_TILES_BESIDE = 16, 8, 1.5
-FITTING_WARPS = 8  # warps that fit on a multiprocessor with all the registers that they ask for
-FEW_SPLITS = 2  # two splits that end soon gain less than joining their partials costs
+FITTING_WARPS = 8  # warps that fit on a multiprocessor with unlimited registers
+FEW_SPLITS = 2  # so few splits gain less than joining their partials costs, if they end soon
 FAST_SPLITS, SPLITS_UNIT = 32, 8  # more splits than 32 are joined faster in multiples of 8
 
 
 class Tile(NamedTuple):
-    """The rows and keys of a tile, and the warps of the program that reads it."""
+    """The rows and keys of a tile, and the warps of its program."""
 
     rows: int
     keys: int
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether rows are fewer than keys, so that scales are applied to scores, not to keys."""
+        """Whether it has fewer rows than keys, so that scales apply to scores, not to keys."""
         return self.rows <= NARROW_ROWS
 
 
@@ -46,9 +46,9 @@ class Split(NamedTuple):
 
     tile: of each program.
     tiles: the number of tiles of a sequence.
-    resident: programs that are on a multiprocessor at once.
-    room: how many programs of a sequence fit on the GPU together with those of all others.
-    splits: how many programs a sequence has.
+    resident: the number of programs on a multiprocessor at once.
+    room: the number of programs per sequence that fit on the GPU at once.
+    splits: the number of programs per sequence.
     is_small: whether tiles are small because programs end soon.
     """
 
@@ -61,14 +61,14 @@ class Split(NamedTuple):
 
 
 def split_by_rule(problem: Problem) -> Split:
-    """The tile, and the number of programs for a sequence: large tiles, or small where faster.
+    """The tile, and the number of programs for a sequence: large tiles, or small ones if faster.
 
-    Small tiles are for programs that end soon, and for programs that only with small tiles all run
-    at once.
+    Small tiles are for programs that end soon, and for programs that all run at once only with
+    small tiles.
     """
     tile = largest_tile(problem)
-    # Programs that multiply queries by channel scales are limited by their own instructions, not by
-    # memory: as many are resident as fit.
+    # Programs that multiply queries by channel scales are limited by instructions, not by memory:
+    # as many are resident as fit.
     has_channels = problem.has_channel_keys and tile.is_narrow
     most_bytes = tile_memory(problem, tile.rows) if has_channels else BYTES_IN_FLIGHT
     split = _split(problem, tile, most_bytes)
@@ -91,7 +91,7 @@ def split_by_rule(problem: Problem) -> Split:
 
 
 def _split(problem: Problem, tile: Tile, most_bytes: int, *, is_small: bool = False) -> Split:
-    """The split whose programs have `most_bytes` in flight to a multiprocessor at most."""
+    """The split whose programs have at most `most_bytes` in flight per multiprocessor."""
     memory = tile_memory(problem, tile.rows)
     resident = min(most_bytes, memory) // (AHEAD * tile.keys * problem.token_bytes)
     resident = max(1, min(resident, MOST_RESIDENT))
@@ -106,7 +106,7 @@ def _split(problem: Problem, tile: Tile, most_bytes: int, *, is_small: bool = Fa
 
 
 def _needs_small_tiles(problem: Problem, split: Split) -> bool:
-    """Whether all programs, one for each sequence, run at once with small tiles alone."""
+    """Whether all programs, one per sequence, run at once only with small tiles."""
     programs = problem.programs(split.tile.rows) / problem.limits.multiprocessors
     is_fitting = split.resident < programs <= min(2 * split.resident, MOST_RESIDENT)
     return is_fitting and split.tile.warps < 4 and split.tiles <= MOST_TILES // 2
@@ -120,9 +120,9 @@ def _few_tiles(problem: Problem) -> float:
 
 
 def _has_one_each(problem: Problem, split: Split) -> bool:
-    """Whether the GPU is filled by programs of one large tile each, faster than by small tiles.
+    """Whether programs of one large tile each fill the GPU, faster than with small tiles.
 
-    Four warps share a large tile well. With channel scales of keys two suffice, since scales are
+    Four warps divide a large tile well. With channel scales of keys two suffice, since scales are
     loaded once for each tile.
     """
     least = 2 if problem.has_channel_keys else 4
@@ -134,7 +134,7 @@ def _has_one_each(problem: Problem, split: Split) -> bool:
 
 
 def largest_tile(problem: Problem) -> Tile:
-    """The tile of a program that reads many keys."""
+    """The tile for a program with many keys."""
     head_dim, format = problem.cache.head_dim, problem.cache.format
     rows = _rows(problem)
     keys = min(max(problem.cache.page_size, SMALL_KEYS), MOST_KEYS, format.group or MOST_KEYS)
@@ -150,17 +150,17 @@ def largest_tile(problem: Problem) -> Tile:
 
 
 def _rows(problem: Problem) -> int:
-    """The rows of a tile: narrow where a few narrow tiles are faster than a wide one."""
+    """The rows of a tile: narrow if a few narrow tiles are faster than a wide one."""
     if problem.has_channel_keys:
         narrow, tiles = MINIMUM_ROWS, 4 if problem.has_two_bit_keys else 2
     else:
         narrow, tiles = NARROW_ROWS, 2 if problem.is_decoded else 1
-    # Decoding takes registers, too: two programs with half of the rows each are faster.
+    # Decoding takes registers, too: two programs with half of the rows are faster.
     wide = 64 if problem.is_decoded or problem.cache.head_dim > 128 else 128
     most = narrow if problem.rows <= tiles * narrow else wide
     return max(MINIMUM_ROWS, min(most, 1 << (problem.rows - 1).bit_length()))
 
 
 def power_below(number: int) -> int:
-    """The largest power of two that is no more than a number."""
+    """The largest power of two that is at most `number`."""
     return 1 << (number.bit_length() - 1)

@@ -1,11 +1,11 @@
 """Cuts packed tensors into parts along K and N, and joins the parts again.
 
-A part is a packed tensor, and all parts have one shape: where an axis does not divide, the last
-ones end with zeros. Along N, and along K at multiples of `cutting_unit`, words are copied as they
-are. Elsewhere along K the codes are unpacked and packed again, in smaller groups if the parts do
-not hold whole ones. Leading axes (experts) stay as they are.
+A part is a packed tensor, and all parts have one shape: the last parts of uneven axes are padded
+with zeros. Along N, and along K at multiples of `cutting_unit`, words are copied unchanged.
+Elsewhere along K the codes are unpacked and packed again, in smaller groups if groups would be
+split. Leading axes (experts) stay as they are.
 
-Functions take arrays of NumPy and of JAX: slices of the former need no compilation.
+Functions take NumPy and JAX arrays: slices of NumPy arrays need no compilation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, unpack
 
 
 class Run(NamedTuple):
-    """The places [begin, end) of an axis, followed by zeros up to `size` places."""
+    """The range [begin, end) of an axis, padded with zeros to a length of `size`."""
 
     begin: int
     end: int
@@ -33,15 +33,15 @@ class Run(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of places without the zeros."""
+        """The length of the range without padding."""
         return self.end - self.begin
 
     def moved(self, places: int) -> Run:
-        """The same run, so many places further."""
+        """The run shifted by `places`."""
         return self._replace(begin=self.begin + places, end=self.end + places)
 
     def times(self, channels: int) -> Run:
-        """The same run in channels, of which each place has so many."""
+        """The run of channels if each index stands for this many channels."""
         return Run(*(channels * place for place in self))
 
 
@@ -49,7 +49,7 @@ Runs = Sequence[Run]
 
 
 def take_runs(array: Any, runs: Runs, axis: int) -> Any:
-    """The runs of an array along an axis, one after the other."""
+    """The concatenated runs of an array along an axis."""
     axis, numpy = axis % array.ndim, _namespace(array)
     pieces = []
     for run in runs:
@@ -61,7 +61,7 @@ def take_runs(array: Any, runs: Runs, axis: int) -> Any:
 
 
 def put_runs(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
-    """The array from which `take_runs` took each of `parts`.
+    """The array of which `parts` are the results of `take_runs`.
 
     runs: of each part. Several parts may have the same run; together they cover the axis.
     """
@@ -83,22 +83,22 @@ def cutting_unit(format: WeightFormat) -> int:
 
 
 def cut_outputs(tensor: QuantizedTensor, runs: Runs) -> QuantizedTensor:
-    """The output channels of the runs, one run after the other.
+    """The output channels of the concatenated runs.
 
-    The zeros after a run are channels whose weights are zero.
+    The padding after a run is channels with zero weights.
     """
     return _each_output_array(tensor, lambda name, axis: take_runs(name(tensor), runs, axis))
 
 
 def join_outputs(parts: Sequence[QuantizedTensor], runs: Sequence[Runs]) -> QuantizedTensor:
-    """The tensor from which `cut_outputs` took the parts; runs: of each part."""
+    """The tensor of which `parts` are the results of `cut_outputs`. runs: of each part."""
     return _each_output_array(
         parts[0], lambda name, axis: put_runs([name(part) for part in parts], runs, axis)
     )
 
 
 def _each_output_array(tensor: QuantizedTensor, function: Any) -> QuantizedTensor:
-    """The tensor with the result of a function instead of each array that N divides.
+    """The tensor with each array that has an axis of N replaced by the result of a function.
 
     function: takes a getter of the array, and its axis of output channels.
     """
@@ -114,7 +114,7 @@ def _each_output_array(tensor: QuantizedTensor, function: Any) -> QuantizedTenso
 
 
 def require_cuttable(format: WeightFormat, runs: Runs) -> None:
-    """Raises ValueError where `cut_inputs` can't cut a tensor of a format into these runs."""
+    """Raises ValueError if `cut_inputs` can't cut a tensor of this format into these runs."""
     if format.is_packed and not _is_aligned(format, runs):
         _group_size(format, runs)
 
@@ -122,16 +122,16 @@ def require_cuttable(format: WeightFormat, runs: Runs) -> None:
 def cut_inputs(tensor: QuantizedTensor, runs: Runs, number: int, begin: int = 0) -> QuantizedTensor:
     """The part with the input channels of one of the runs.
 
-    runs: of all parts, which have one size and together each input channel once. The channels of a
-        part after its run must meet zeros in x.
-    number: of the part.
-    begin: the place at which the tensor begins, where it has some of the input channels alone, with
-        those of the part: a multiple of `cutting_unit` and of the group size.
+    runs: of all parts, of equal size, which contain each input channel once. In x, the channels of
+        a part after its run must be zeros.
+    number: the index of the part.
+    begin: the channel at which the tensor begins, if it has only a window of the input channels
+        that contains the part: a multiple of `cutting_unit` and of the group size.
 
     With a permutation, a run is of rows of the packed matrix, and the part's permutation has the
-    places of these rows' channels in the x of all parts, one part after the other.
+    indices of these rows' channels in the x of all parts, concatenated.
 
-    Raises ValueError where the parts would not have whole groups of any size that the format has.
+    Raises ValueError if no group size of the format divides the parts into whole groups.
     """
     run, permutation = runs[number].moved(-begin), tensor.permutation
     if begin and permutation is not None:
@@ -152,7 +152,7 @@ def cut_inputs(tensor: QuantizedTensor, runs: Runs, number: int, begin: int = 0)
 def join_inputs(
     parts: Sequence[QuantizedTensor], runs: Runs, format: WeightFormat
 ) -> QuantizedTensor:
-    """The tensor from which `cut_inputs` took the parts; runs: of all parts. format: its own."""
+    """The tensor of which `parts` are the results of `cut_inputs`, in its own format."""
     plain, each = [unpack(part) for part in parts], [[run] for run in runs]
     permutation = None
     if plain[0].permutation is not None:
@@ -184,7 +184,7 @@ def join_inputs(
 
 
 def _places(runs: Runs) -> np.ndarray:
-    """The place of each input channel in the x of all parts, int32 [K]."""
+    """The index of each input channel in the concatenated x of all parts, int32 [K]."""
     places = np.zeros(max(run.end for run in runs), np.int32)
     for number, run in enumerate(runs):
         places[run.begin : run.end] = number * run.size + np.arange(run.length)
@@ -194,7 +194,7 @@ def _places(runs: Runs) -> np.ndarray:
 def _sources_of_groups(
     runs: Runs, local: WeightFormat, whole: WeightFormat
 ) -> list[tuple[int, int]]:
-    """The part, and the row of its scales, that has the scale of each group of the whole tensor."""
+    """For each group of the whole tensor, the part with its scale, and the scale's row there."""
     found, channels = [], max(run.end for run in runs)
     for group in range(whole.groups(channels)):
         row = group * (whole.group_size or channels)
@@ -204,7 +204,7 @@ def _sources_of_groups(
 
 
 def _is_aligned(format: WeightFormat, runs: Runs) -> bool:
-    """Whether all runs are whole units, except for the end of the tensor."""
+    """Whether all runs begin and end at multiples of the unit, or at the end of the tensor."""
     unit, channels = cutting_unit(format), max(run.end for run in runs)
     return all(
         run.begin % unit == run.size % unit == 0 and (run.end % unit == 0 or run.end == channels)
@@ -214,7 +214,7 @@ def _is_aligned(format: WeightFormat, runs: Runs) -> bool:
 
 
 def _cut_words(tensor: QuantizedTensor, run: Run) -> QuantizedTensor:
-    """The input channels of a run of whole units."""
+    """The input channels of a run that begins at a multiple of the unit."""
     format, unit = tensor.format, cutting_unit(tensor.format)
     begin = run.begin if run.length else 0
     units = Run(begin, begin + -(-run.length // unit) * unit, run.size)
@@ -261,10 +261,10 @@ def _cut_codes(tensor: QuantizedTensor, run: Run, size: int | None) -> Quantized
 
 
 def _cut_widths(tensor: QuantizedTensor, run: Run) -> Any:
-    """The activation bits of a run of whole groups; None for a tensor without any.
+    """The activation widths of a run of whole groups; None for a tensor without them.
 
-    Groups of zeros after the run have the fewest bits of any group, so that those of a tensor
-    whose groups are alike stay alike.
+    Padding after the run gets the fewest bits of any group, so that groups of equal widths stay
+    equal.
     """
     bits, size = tensor.activation_bits, tensor.format.group_size
     if bits is None or size is None:
@@ -277,7 +277,7 @@ def _cut_widths(tensor: QuantizedTensor, run: Run) -> Any:
 
 
 def _regrouped(plain: PlainCodes, size: int) -> PlainCodes:
-    """The same weights in groups of `size`, which repeat the parameters of larger ones."""
+    """The same weights in smaller groups of `size`, which repeat the larger groups' parameters."""
     assert plain.format.group_size is not None
     repeats = plain.format.group_size // size
     return dataclasses.replace(
@@ -289,9 +289,9 @@ def _regrouped(plain: PlainCodes, size: int) -> PlainCodes:
 
 
 def _group_size(format: WeightFormat, runs: Runs) -> int | None:
-    """The largest group size, at most the format's own, of which all runs have whole groups.
+    """The largest group size, at most the format's own, that divides all runs into whole groups.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     size = format.group_size
     if size is None:
@@ -299,7 +299,7 @@ def _group_size(format: WeightFormat, runs: Runs) -> int | None:
     if format.codes == "float8" and all(
         run.begin % size == 0 or (run.end - 1) // size == run.begin // size for run in runs
     ):
-        return size  # a part's last group may be cut
+        return size  # a part's last group may be shorter
     shared = math.gcd(*(place for run in runs for place in run))
     for smaller in sorted((s for s in group_sizes(format.codes) if s), reverse=True):
         if size % smaller == 0 and shared % smaller == 0:
@@ -312,7 +312,7 @@ def _group_size(format: WeightFormat, runs: Runs) -> int | None:
 
 
 def _other_formats(format: WeightFormat) -> str:
-    """Weight formats, for messages, that can be cut where whole groups of this one can't."""
+    """Names of weight formats, for messages, that can be cut where this format can't."""
     if len(group_sizes(format.codes)) == 1:
         return f"another weight format, as {format.codes} has groups of {format.group_size} alone"
     return "a weight format with smaller groups, or with one group for all channels (gK)"

@@ -17,14 +17,14 @@ LEAST_SHARED_KIBIBYTES = 99  # every GPU since Ampere has at least this
 
 
 class UnsupportedError(ValueError):
-    """A requested implementation cannot run; the message gives the reason."""
+    """A forced implementation can't run; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The properties of a GPU that plans depend on.
 
-    kind: the GPU's name in JAX, by which measured plans are looked up; None to use the rule alone.
+    kind: the GPU's name in JAX, by which measured plans are looked up; None to use only the rule.
     """
 
     multiprocessors: int
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A device as kernels are chosen for it; `compute_capability` is None if it is not a GPU."""
+    """The device for which kernels are chosen; compute_capability None means that it is no GPU."""
 
     kind: str
     compute_capability: float | None
@@ -51,7 +51,7 @@ class Description:
         return "cpu" if self.compute_capability is None else "gpu"
 
 
-_description: Description | None = None  # set by `pretend`: stands in for the default device
+_description: Description | None = None  # set by `pretend`: replaces the default device
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def described_as(
 ) -> Iterator[None]:
     """Chooses kernels as on the described device while the context is open, in this process.
 
-    For tests and tools that lower kernels for a GPU that is not there. Arrays stay on the default
+    For tests and tools that lower kernels for a GPU that is not present. Arrays stay on the default
     device.
 
     kind: the device's name in JAX, by which tables of plans are looked up.
@@ -90,7 +90,7 @@ def pretend(
 
 
 def default_device() -> jax.Device:
-    """The device on which arrays are put by default."""
+    """The device of new arrays."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
 
@@ -145,7 +145,7 @@ def why_triton_cannot_run() -> str | None:
 
 
 def why_not_float8(capability: float | None = None) -> str | None:
-    """The reason why kernels can't hold FP8 values, or None if they can.
+    """The reason why kernels can't use FP8 values, or None if they can.
 
     capability: the compute capability of a GPU; the default device's unless given.
     """
@@ -158,7 +158,7 @@ def why_not_float8(capability: float | None = None) -> str | None:
 def why_too_large(elements: int) -> str | None:
     """The reason why a kernel can't index an 8-bit array of `elements`, or None if it can.
 
-    Offsets are signed 32-bit numbers of elements. Pallas uses them for arrays of up to 2**32 bytes,
+    Offsets are signed 32-bit element indices. Pallas allows them for arrays of up to 2**32 bytes,
     which is correct only for elements of 16 bits or more.
     """
     if elements < 2**31:

@@ -1,4 +1,4 @@
-"""Activations whose rows are divided among devices, and rounded as one device rounds whole rows."""
+"""Rounding of activations whose rows are divided among devices, with scales of whole rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpjax.kernels.product_format import ActivationFormat
 
 @dataclasses.dataclass(frozen=True)
 class DividedRows:
-    """How x [..., K] is rounded where the devices of a mesh axis have some of the K channels each.
+    """How x [..., K] is rounded if each device of a mesh axis has some of the K channels.
 
     The scale of a row follows from its largest magnitude on all devices, so that codes and scales
-    are those of one device with the whole row. It takes one float32 of each row from device to
-    device. Only for use under `shard_map`; static and hashable.
+    equal those of one device with the whole row. The devices exchange one float32 for each row.
+    Only for use under `shard_map`; static and hashable.
 
     format: of the activations, with one scale for each row. axis: the name of the mesh axis.
 
@@ -43,13 +43,13 @@ class DividedRows:
 
     @property
     def scales_rows(self) -> bool:
-        """Whether activations become codes with one scale for each row of x, as they must."""
+        """Whether activations become codes with one scale per row of x: always true here."""
         return self.format.scales_rows
 
     def largest(self, peaks: jax.Array) -> jax.Array:
-        """The largest of all devices' peaks, float32 ≥ 0 or NaN, which is above all others.
+        """The largest of all devices' peaks, float32 ≥ 0 or NaN, which counts as the largest.
 
-        Peaks are compared as integers, since collectives may ignore a NaN.
+        Peaks are compared as integers, since collectives may ignore NaN.
         """
         order = jax.lax.bitcast_convert_type(peaks, jnp.int32) & jnp.int32(0x7FFFFFFF)
         return jax.lax.bitcast_convert_type(jax.lax.pmax(order, self.axis), jnp.float32)

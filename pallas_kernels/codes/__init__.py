@@ -2,8 +2,8 @@
 
 A kind fits parameters to weights and finds the nearest codes, packs codes into words, and has the
 few instructions that decode words to operands of the tensor cores. All kinds share one packed
-tensor and one main loop. A new kind is a file and a line of the table: formats, precisions,
-packing, products, quantising and saving ask the kind for all that they need.
+tensor and one main loop. A new kind is a file and a line in the table: formats, precisions,
+packing, products, quantising and saving call the kind.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpjax.kernels.codes.table import Table
 if TYPE_CHECKING:
     from mpjax.kernels.formats import WeightFormat
 
-SYMMETRIC = ":sym"  # behind the name of codes whose zero points are all the middle
+SYMMETRIC = ":sym"  # suffix of codes whose zero points are all the middle
 
 
 def key(codes: str, *, symmetric: bool) -> str:
-    """The name of codes with their symmetry, as in `KINDS` and in the texts of formats."""
+    """The name of codes with their symmetry, as in `KINDS` and in the string form of formats."""
     return codes + SYMMETRIC if symmetric else codes
 
 
@@ -55,7 +55,7 @@ def of(format: WeightFormat) -> CodeKind:
 
 
 def has_table(format: WeightFormat) -> bool:
-    """Whether codes of a format are indices of a table; plain weights have no codes."""
+    """Whether a format's codes are indices of a table; False for plain weights."""
     return format.is_packed and of(format).has_table
 
 

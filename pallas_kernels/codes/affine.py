@@ -1,7 +1,7 @@
 """Integer codes with a scale and a float minimum for each group: GGUF's Q4_1 and Q4_K, and HQQ.
 
-A zero point that is a float, as HQQ has it, is a minimum of −zero · scale. The minimum stays exact
-where all weights of a group are equal, and so the scale is zero.
+HQQ's float zero point corresponds to a minimum of −zero · scale. The minimum stays exact if all
+weights of a group are equal, so that the scale is zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Affine(CodeKind):
     """W = code · scale + minimum, both float16.
 
     The zeros of `Parameters` and `PlainCodes` are the minima. In a product with bfloat16, scale and
-    minimum are rounded to bfloat16 first, as all scales that multiply bfloat16 weights are.
+    minimum are rounded to bfloat16 first, like all scales of bfloat16 weights.
     """
 
     scale_dtypes = ("float16",)
@@ -49,7 +49,7 @@ class Affine(CodeKind):
         return Parameters(scales.astype(jnp.float16), minima.astype(jnp.float16))
 
     def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
-        """round((value − minimum) / scale), within the codes that there are."""
+        """round((value − minimum) / scale), clamped to the range of codes."""
         scales, minima = self._floats(parameters)
         codes = jnp.round((values - minima) * (1 / scales))
         return jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
@@ -80,7 +80,7 @@ class Affine(CodeKind):
     ) -> Group:
         """Unpacks words of parameters [tile_n] to a step and a minimum in the dtype `operand`.
 
-        The minimum is scaled by 2**`scaled_exponent`, as the decoder's result is.
+        The minimum is scaled by 2**`scaled_exponent`, like the decoder's result.
         """
         step, minimum = bit_planes.widen_pair(parameters, scale_dtype)
         minimum = minimum * 2.0 ** self.scaled_exponent(operand)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from mpjax.kernels.formats import WeightFormat
     from mpjax.kernels.plain_codes import PlainCodes
 
-Decoder = Callable[[int], jax.Array]  # from the number of a plane to its decoded tile
+Decoder = Callable[[int], jax.Array]  # from the index of a plane to its decoded tile
 
 
 class Parameters(NamedTuple):
-    """The numbers that make weights of codes.
+    """The parameters that map codes to weights.
 
     Shapes are given for a whole weight. `of_groups` expands them to broadcast with its groups, and
-    `Grid.row` takes the part of one row.
+    `Grid.row` returns the parameters of one row.
 
     scales: [groups, N]. zeros: [groups, N], or None. channel_scales: float32 [N], or None.
     table: float32 [2**bits], or None. Dtypes are those of PlainCodes.
@@ -46,9 +46,9 @@ class Group(NamedTuple):
     """The parameters of a group in a kernel, for `tile_n` output channels.
 
     scale: float32 [tile_n, 1], the factor of the sum over the group; None if decoding applies it.
-    arguments: the decoder's, each [tile_n, 1] or [tile_n]. A decoder that needs no parameters takes
-        a piece of them all the same, since the compiler loads ahead only what operands of the
-        tensor cores depend on.
+    arguments: of the decoder, each [tile_n, 1] or [tile_n]. Decoders that need no parameters take a
+        part of them all the same, since the compiler pipelines only loads on which operands of the
+        tensor cores depend.
     """
 
     scale: jax.Array | None
@@ -58,7 +58,7 @@ class Group(NamedTuple):
 class Spelling(NamedTuple):
     """How a precision such as `W4A16` names a kind of codes: its W part, and its A part.
 
-    usual_size: the group size that is left out; None for all input channels.
+    usual_size: the group size that is omitted from names; None for all input channels.
     """
 
     weights: str
@@ -70,11 +70,11 @@ GROUP_SIZES = (32, 64, 128)  # of most kinds
 
 
 class CodeKind(abc.ABC):
-    """The meaning of codes, outside and inside of kernels. Kinds hold no state.
+    """The meaning of codes, outside and inside of kernels. Kinds have no state.
 
     bits: of a code. group_sizes: the numbers of input channels that can share parameters; None for
         all. operands: the dtypes to which codes can be decoded for the tensor cores, the default
-        first; None for that of 16-bit activations. spellings: one for each operand.
+        first; None for the activations' 16-bit dtype. spellings: one for each operand.
     """
 
     bits: int
@@ -96,9 +96,9 @@ class CodeKind(abc.ABC):
     why_scales_are_fixed: str | None = None
 
     def require_values(self, plain: PlainCodes) -> None:
-        """Raises ValueError for codes or parameters whose values are none of the kind's.
+        """Raises ValueError for codes or parameters with values that are invalid for this kind.
 
-        Under `jit`, values are not known, and pass.
+        Under `jit`, values are not known and not checked.
         """
         if self.code_dtype == jnp.uint8:
             require_range("codes", plain.codes, 2**self.bits - 1)
@@ -111,7 +111,7 @@ class CodeKind(abc.ABC):
     ) -> Parameters:
         """Fits parameters, so that the range of codes spans all weights of each group.
 
-        groups: float32 [groups, size, N]. table: of a kind with a table; None for its usual one.
+        groups: float32 [groups, size, N]. table: of a kind with a table; None for its default.
         """
 
     @abc.abstractmethod
@@ -136,24 +136,24 @@ class CodeKind(abc.ABC):
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
         """Packs the parameters of groups to words uint32 [..., words, N].
 
-        scales: [..., groups, N] in one of `scale_dtypes`. zeros: uint16 [..., groups, N]. There are
-        groups for whole blocks.
+        scales: [..., groups, N] in one of `scale_dtypes`. zeros: uint16 [..., groups, N]. The
+        groups fill whole blocks.
         """
         if scales.dtype == jnp.float32:
             return jax.lax.bitcast_convert_type(scales, jnp.uint32)
         return pack_pair(scales, zeros)
 
     def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
-        """The inverse of `pack_parameters`: scales and zeros; zeros are 0 if there are none."""
+        """The inverse of `pack_parameters`: scales and zeros, which are 0 if there are none."""
         if scale_dtype == "float32":
             scales = jax.lax.bitcast_convert_type(words, jnp.float32)
             return scales, jnp.zeros_like(words, jnp.uint16)
         return unpack_pair(words, scale_dtype, jnp.uint16)
 
     def split_parameters(self, words: jax.Array) -> list[jax.Array]:
-        """In a kernel, what `load` takes of each group with a scale of its own.
+        """In a kernel, the argument of `load` for each group with its own scale in a word.
 
-        words: uint32 [tile_n], words of parameters, which have `scales_of_word` such groups.
+        words: uint32 [tile_n], words of parameters with `scales_of_word` such groups.
         """
         bits = 32 // self.scales_of_word
         return [words, *(words >> jnp.uint32(bits * i) for i in range(1, self.scales_of_word))]
@@ -170,16 +170,16 @@ class CodeKind(abc.ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes of shared memory that `shared` takes, in addition to Triton's own."""
+        """The bytes of shared memory that the result of `shared` takes, beside Triton's own."""
         return 0
 
     def shared(self, table: Any, operand: jnp.dtype, width: int) -> tuple[jax.Array, ...]:
-        """In a kernel, before its loop, the arguments of decoding that all groups share.
+        """In a kernel, before its loop: the arguments of decoding that all groups share.
 
         table: a reference to float32 [2**bits], or None.
         width: of tiles of words [tile_n, width].
 
-        Returns a prepared table, or nothing for kinds without tables.
+        Returns a prepared table, or () for kinds without tables.
         """
         return ()
 
@@ -197,7 +197,7 @@ class CodeKind(abc.ABC):
         arguments: of the group (`Group.arguments`).
         shared: the result of `shared`.
 
-        If the target has inline PTX, decoding is PTX, and otherwise its equivalent in jnp.
+        If the target has inline PTX, decoding is PTX, otherwise an equivalent in jnp.
         """
 
     def scaled_decoder(
@@ -217,26 +217,26 @@ class CodeKind(abc.ABC):
         return lambda plane: multiply(decode(plane), scale)
 
     def scaled_exponent(self, operand: jnp.dtype) -> int:
-        """The exponent of the power of two by which weights decoded with their scales are scaled.
+        """The exponent of the power of two by which weights that include their scales are decoded.
 
-        `scaled_decoder` decodes such weights, and `decoder` too where `has_group_scales` is false.
+        `scaled_decoder` returns such weights, and so does `decoder` if `has_group_scales` is false.
         """
         return 0
 
 
 def require_range(name: str, array: jax.Array, largest: int, least: int = 0) -> None:
-    """Raises ValueError for an array with values out of a range; for unknown values, nothing."""
+    """Raises ValueError for known values outside of a range."""
     if not is_known(array):
         return
-    # On a CPU, NumPy reads the array where it is, in no time beside that of two programs.
+    # On a CPU, NumPy reads the array in place, much faster than by running two programs.
     is_on_host = isinstance(array, jax.Array) and array.platform() == "cpu"
     found = np.asarray(array) if is_on_host else array
-    with jax.ensure_compile_time_eval():  # under `jit`, arrays that are constants are known
+    with jax.ensure_compile_time_eval():  # under `jit`, constant arrays are known
         low, high = int(found.min()), int(found.max())
     if low < least or high > largest:
         raise ValueError(f"{name} are {low} to {high}; expected {least} to {largest}")
 
 
 def divisible(scales: jax.Array) -> jax.Array:
-    """Float32 scales; those of groups of zeros, too small to divide by, are replaced by 1."""
+    """Float32 scales; 1 for groups of zeros, whose scales are too small to divide by."""
     return jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)

@@ -1,7 +1,7 @@
 """FP4 (e2m1) codes with a power of two for every 32 input channels: MXFP4.
 
 The format is that of OCP's Microscaling Formats v1.0 (sections 5.3 and 6.3): a code has a sign, two
-bits of exponent and one of mantissa. Words hold planes of four bits, as those of `uint4`.
+bits of exponent and one of mantissa. Words have planes of four bits, as for `uint4`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _EXPONENT_BITS = 0x7F800000  # of float32
 _MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
 _BIAS = 127  # of the exponents of e8m0 and of float32
 _NAN = 255  # the byte of e8m0 that is no power of two
-# Bits of numbers in bfloat16: of 2**−127, which is subnormal; of infinity, whose exponent field of
-# 255 is NaN in e8m0; and of NaN.
+# Bit patterns in bfloat16: of 2**−127, which is subnormal; of infinity, which has the exponent
+# field 255 (NaN in e8m0); and of NaN.
 _LEAST_SCALE, _INFINITY, _NOT_A_NUMBER = 0x0040, 0x7F80, 0x7FC0
 _HALF_BITS = 16  # the low bits of a float32 number, which bfloat16 does not have
 
 
 class Float4(CodeKind):
-    """W = e2m1(code) · scale. Scales are powers of two, in bfloat16, which holds all of e8m0.
+    """W = e2m1(code) · scale. Scales are powers of two, in bfloat16, which represents all of e8m0.
 
-    A word of parameters has the exponents of four groups, which are those of a block of K. The
-    exponent 255, NaN in e8m0, is infinity in a kernel, whose results are infinite or NaN.
+    A 32-bit parameter word has the exponents of four neighbouring groups (128 input channels).
+    Kernels decode exponent 255, which is NaN in e8m0, as infinity, so the outputs that use it are
+    infinite or NaN.
     """
 
     bits = 4
@@ -54,7 +55,7 @@ class Float4(CodeKind):
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
     ) -> Parameters:
-        """Scale = 2**(⌊log2 max|w|⌋ − 2), as the specification has it; 1 for a group of zeros.
+        """Scale = 2**(⌊log2 max|w|⌋ − 2), as in the specification; 1 for a group of zeros.
 
         Weights beyond 6 · scale are clipped.
         """
@@ -65,7 +66,7 @@ class Float4(CodeKind):
         return Parameters(scales.astype(jnp.bfloat16))
 
     def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
-        """The code nearest to value / scale; of two, the one whose mantissa is 0."""
+        """The code nearest to value / scale; ties go to the code with mantissa 0."""
         scaled = jnp.abs(values) * (1 / parameters.scales.astype(jnp.float32))
         code = jnp.zeros(scaled.shape, jnp.uint8)
         for index, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
@@ -77,9 +78,9 @@ class Float4(CodeKind):
     def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """e2m1(code) · scale; NaN where the scale's exponent is 255.
 
-        The scale is a product of two powers of two, because 2**−127 is a subnormal, which XLA takes
-        for zero on a CPU. To compare scales with 2**−127 instead goes wrong on a GPU: where XLA
-        fuses the comparison with `scales_of`, it takes max(x << 7, 64) == 64 for true.
+        The scale is a product of two powers of two, because XLA on a CPU flushes the subnormal
+        2**−127 to zero. Comparing scales with 2**−127 instead fails on a GPU: if XLA fuses the
+        comparison with `scales_of`, max(x << 7, 64) == 64 is always true.
         """
         values = jnp.asarray(np.array(E2M1, np.float32))
         bits = jax.lax.bitcast_convert_type(parameters.scales, jnp.uint16)
@@ -89,9 +90,9 @@ class Float4(CodeKind):
         return values[codes] * first * _power(exponent - half - (_BIAS - _BIAS // 2))
 
     def require_values(self, plain: PlainCodes) -> None:
-        """As CodeKind does; scales are powers of two from 2**−127, 0 or NaN.
+        """As in CodeKind; scales are powers of two from 2**−127, 0 or NaN.
 
-        Bits are compared, since XLA on a CPU takes subnormals for 0.
+        Bits are compared, since XLA on a CPU flushes subnormals to zero.
         """
         super().require_values(plain)
         if not is_known(plain.scales):
@@ -116,9 +117,9 @@ class Float4(CodeKind):
         return bit_planes.unpack_planes(words[..., 0, :], 4)
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
-        """Packs the exponents of four groups to a word, those of the first in its lowest byte.
+        """Packs the exponents of four groups to a word, the first group's in its lowest byte.
 
-        Scales of 0, as padding has them, become 2**−127.
+        Scales of 0, which padding has, become 2**−127.
         """
         *leading, groups, outputs = scales.shape
         exponents = exponents_of(scales).astype(jnp.uint32)
@@ -136,7 +137,7 @@ class Float4(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale, from the lowest byte, and a piece that decoding does not use."""
+        """The scale, from the lowest byte, and a tile that decoding doesn't use (see Group)."""
         exponent = parameters & jnp.uint32(0xFF)
         bits = exponent << jnp.uint32(_MANTISSA_BITS + _HALF_BITS)
         bits = jnp.maximum(bits, jnp.uint32(_LEAST_SCALE << _HALF_BITS))
@@ -152,7 +153,7 @@ class Float4(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """Decodes to e2m1(code), which both operands hold exactly."""
+        """Decodes to e2m1(code), which both operand dtypes represent exactly."""
         [words], [carried] = columns, arguments
         return lambda plane: _decode_plane(words, plane, operand, carried)
 
@@ -182,14 +183,14 @@ def _decode_plane(
     """Decodes four bits of each uint16 word to bfloat16 or float16.
 
     The code's exponent and mantissa become the low bits of the operand's exponent and the top of
-    its mantissa. One product then corrects the bias of the exponent, and normalises 0.5, which is a
+    its mantissa. One product then corrects the exponent bias, and normalises 0.5, which is a
     subnormal.
 
-    carried: an argument that is not used (Group.arguments).
+    carried: unused; see Group.arguments.
     """
     target = current_target()
     if not target.has_ptx:
-        # By way of float16, since XLA takes subnormals of float32 for zeros on a CPU.
+        # Via float16, since XLA on a CPU flushes subnormals of float32 to zero.
         code = words >> jnp.uint16(4 * plane)
         moved = (code & jnp.uint16(7)) << jnp.uint16(9) | (code & jnp.uint16(8)) << jnp.uint16(12)
         tiny = jax.lax.bitcast_convert_type(moved, jnp.float16)
@@ -211,7 +212,7 @@ def _decode_plane(
 
 
 def _shift(register: str, places: int) -> str:
-    """PTX that moves the words in $1 so many places up, or down if it is negative."""
+    """PTX that shifts the words in $1 left by `places`, or right if it is negative."""
     if places >= 0:
         return f"shl.b32 {register}, $1, {places};"
     return f"shr.b32 {register}, $1, {-places};"

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) codes: against 16-bit activations, or as the operand of an FP8 product."""
+"""FP8 (e4m3) codes: for 16-bit activations, or as the operand of an FP8 product."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpjax.kernels.formats import WeightFormat
 
 LARGEST = 448.0  # of e4m3, which has no infinities
-GROUP = 128  # input channels that share a scale, where not all of an output channel do
+GROUP = 128  # input channels that share a scale, unless a whole output channel does
 
 
 def to_float8(x: jax.Array) -> jax.Array:
@@ -31,9 +31,9 @@ def to_float8(x: jax.Array) -> jax.Array:
 
 
 class Float8(CodeKind):
-    """W = e4m3(code) · scale, the scale of an output channel or of 128 of its input channels.
+    """W = e4m3(code) · scale, one scale per output channel or per 128 of its input channels.
 
-    The last of these runs of 128 may be cut.
+    The last group of input channels may be shorter.
     """
 
     bits = 8
@@ -79,7 +79,7 @@ class Float8(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale, and a piece of the parameters that decoding does not use."""
+        """The scale, and a part of the parameters that decoding doesn't use (see Group)."""
         column = current_target().column
         scale = column(jax.lax.bitcast_convert_type(parameters, jnp.float32), width)
         return Group(scale, (column(parameters.astype(jnp.int16), width),))
@@ -91,7 +91,7 @@ class Float8(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """Decodes e4m3 numbers exactly to 16 bits; for FP8 activations, the words are operands."""
+        """Decodes e4m3 exactly to 16 bits; for FP8 activations, the words are the operand."""
         [words], [carried] = columns, arguments
         if operand == jnp.float8_e4m3fn:
             return lambda plane: words
@@ -102,16 +102,16 @@ def decode_plane(words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.
     """Decodes one byte of each uint16 word, an e4m3 number, to bfloat16 or float16.
 
     The result is exact for all numbers but NaN. Exponent and mantissa are moved to the mantissa and
-    the low bits of the exponent of the wider type. One product then corrects the bias of the
-    exponent, and normalises e4m3's subnormals.
+    the low bits of the exponent of the wider type. One product then corrects the exponent bias, and
+    normalises e4m3's subnormals.
 
-    plane: 0 for the low byte, 1 for the high one.
-    carried: an argument that is not used (Group.arguments).
+    plane: 0 for the low byte, 1 for the high byte.
+    carried: unused; see Group.arguments.
     """
     target = current_target()
     if not target.has_ptx:
-        # Both operands are decoded by way of float16. In bfloat16, e4m3's subnormals would become
-        # subnormals of float32, which XLA takes for zeros on the CPU.
+        # Both operands are decoded via float16. In bfloat16, e4m3's subnormals would become
+        # subnormals of float32, which XLA flushes to zero on a CPU.
         high = words if plane else words << jnp.uint16(8)
         moved = (high & jnp.uint16(0x8000)) | ((high & jnp.uint16(0x7F00)) >> jnp.uint16(1))
         tiny = jax.lax.bitcast_convert_type(moved, jnp.float16)
@@ -128,7 +128,7 @@ def decode_plane(words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.
 
 
 def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype) -> jax.Array:
-    """`decode_plane` without the product that corrects the bias: times 2**`exponent_moved`."""
+    """`decode_plane` without the correction of the exponent bias: times 2**`exponent_moved`."""
     target = current_target()
     if not target.has_ptx:
         return decode_plane(words, plane, operand, words)
@@ -150,7 +150,7 @@ def exponent_moved(operand: jnp.dtype) -> int:
 
 
 def _move(plane: int, operand: jnp.dtype) -> str:
-    """Assembly that puts the bytes of a plane into `high`, as 16-bit floats with e4m3's bias."""
+    """PTX that sets `high` to the bytes of a plane as 16-bit floats with e4m3's exponent bias."""
     shift = 4 if operand == jnp.bfloat16 else 1
     mask = 0x7F00 >> shift
     return f"""

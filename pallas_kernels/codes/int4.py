@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from mpjax.kernels.plain_codes import PlainCodes
 
 BITS = 4
-# Input channels of a weight, and of the activations that meet it, that share a scale.
+# The number of input channels that share a scale, in weights and in their activations.
 GROUP = 128
 LEAST, MOST = -8, 7
-# A code is decoded in the upper half of its byte, which saves the extension of its sign.
+# Codes are decoded into the upper half of a byte, which saves the sign extension.
 EXPONENT = 4
 
 
 class Int4(Signed):
     """W = code · scale, with codes from −8 to 7 that kernels multiply as int8.
 
-    A product with int8 codes of 128 channels stays below 2**21 in magnitude, sixteen times the sum
-    of codes: decoding leaves a code times 16, for which the scale makes up.
+    A sum of 128 products of code and int8 activation, times 16, stays below 2**21 in magnitude. So
+    decoding may return 16 · code, which the scale compensates.
     """
 
     bits = BITS
@@ -43,7 +43,7 @@ class Int4(Signed):
     may_cut_groups = True
 
     def require_values(self, plain: PlainCodes) -> None:
-        """As CodeKind does; codes are from −8 to 7."""
+        """As in CodeKind; codes are from −8 to 7."""
         super().require_values(plain)
         require_range("codes", plain.codes, MOST, LEAST)
 
@@ -54,7 +54,7 @@ class Int4(Signed):
         return Parameters(divisible(jnp.abs(groups).max(1) * (2 / (2**BITS - 1))))
 
     def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
-        """round(value / scale), within the codes that there are."""
+        """round(value / scale), clamped to the range of codes."""
         return jnp.clip(jnp.round(values / parameters.scales), LEAST, MOST).astype(jnp.int8)
 
     def pack(self, planes: jax.Array) -> jax.Array:
@@ -71,9 +71,9 @@ class Int4(Signed):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale of decoded codes, and the words of parameters.
+        """The scale for decoded codes, and the words of parameters.
 
-        Decoding takes the words so that the compiler loads them ahead.
+        The decoder takes the words so that the compiler pipelines their load.
         """
         scale = jax.lax.bitcast_convert_type(parameters, jnp.float32) * 2.0**-EXPONENT
         return Group(current_target().column(scale, width), (parameters,))

@@ -39,7 +39,7 @@ class Integer(CodeKind):
         """Fits scale = (max − min) / (2**bits − 1) and zero point = round(−min / scale).
 
         The range min … max includes zero. Scales are rounded to float16, as they are stored, before
-        codes are chosen; this costs accuracy only at the ends of a range. A group of zeros gets the
+        codes are chosen; this loses accuracy only at the ends of a range. A group of zeros has
         scale 1.
         """
         low = jnp.minimum(groups.min(1), 0.0)
@@ -56,7 +56,7 @@ class Integer(CodeKind):
         return jnp.where(steps == 0, 1.0, steps)
 
     def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
-        """round(value / scale) + zero, within the codes that there are."""
+        """round(value / scale) + zero, clamped to the range of codes."""
         codes = jnp.round(values * (1 / parameters.scales.astype(jnp.float32)))
         codes = jnp.clip(codes + self._zeros(parameters), 0, 2**self.bits - 1)
         return codes.astype(jnp.uint8)
@@ -85,7 +85,7 @@ class Integer(CodeKind):
         """Unpacks words of parameters [tile_n], each a scale and a zero point of 16 bits.
 
         The group's scale, float32 [tile_n, 1], includes the inverse of the power of two by which
-        `bits.decode_plane` scales codes; so a stored scale must be below 2**122. The zero point, of
+        `bits.decode_plane` scales codes; so a stored scale must be below 2**122. The zero point, in
         the dtype `operand`, is the argument of the decoder.
         """
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
@@ -100,7 +100,7 @@ class Integer(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """Decodes to code − zero, exact, times a power of two that the scale makes up for."""
+        """Decodes to code − zero, exact, times a power of two that the scale compensates."""
         [words], [zero] = columns, arguments
         return lambda plane: bit_planes.decode_plane(words, plane, self.bits, zero)
 
@@ -109,8 +109,8 @@ class Symmetric(Integer):
     """W = (code − 2**(bits − 1)) · scale.
 
     With one zero point for all groups, a code becomes a scaled weight in one multiply-add, since
-    the zero point times a scale is exact. The scale is rounded to bfloat16 first, as all scales
-    that multiply bfloat16 weights are, and must lie between 1e-17 and 1e17.
+    the zero point times a scale is exact. The scale is rounded to bfloat16 first, like all scales
+    of bfloat16 weights, and must be between 1e-17 and 1e17.
     """
 
     has_zeros = False
@@ -134,7 +134,7 @@ class Symmetric(Integer):
     ) -> Decoder:
         """A decoder with one multiply-add for two weights in bfloat16.
 
-        float16 lacks the range for that, and takes two instructions, as without symmetry.
+        float16 lacks the range for that, and takes two instructions, as asymmetric codes do.
         """
         if operand != jnp.bfloat16:
             return super().scaled_decoder(columns, group, shared, operand)

@@ -1,9 +1,9 @@
 """LiquidQuant: four-bit codes that become int8 with one multiply-add and one XOR (LiquidGEMM §4).
 
-Two levels. Per output channel, weights become int8 in −119 … 119. Per 64 input channels, those
-become four bits: u = q − min(q) in 0 … 238, step s = round(max(u) / 15), code = round(u / s). Then
-q ≈ code·s + min(q), which in bytes is (code·s + a) XOR 0x80 with a = 128 + min(q): no product or
-sum of a code that occurs exceeds 255, so that four bytes fit one 32-bit multiply-add and no carry
+There are two levels. Per output channel, weights become int8 in −119 … 119. Per 64 input channels,
+these become four bits: u = q − min(q) in 0 … 238, step s = round(max(u) / 15), code = round(u / s).
+Then q ≈ code·s + min(q), which in bytes is (code·s + a) XOR 0x80 with a = 128 + min(q): no product
+or sum for an actual code exceeds 255, so four bytes fit one 32-bit multiply-add, and no carry
 crosses them.
 """
 
@@ -36,7 +36,7 @@ TOP = 15
 
 
 class Liquid(CodeKind):
-    """W = (code · step + offset − 128) · channel scale, the bracket an int8."""
+    """W = (code · step + offset − 128) · channel scale; the term in brackets is an int8."""
 
     bits = 4
     group_sizes = (64,)
@@ -54,9 +54,9 @@ class Liquid(CodeKind):
     ) -> Parameters:
         """Channel scales of the first level; steps and offsets of the second.
 
-        The paper leaves the rounding of the step open. Rounded to nearest, at least 1, with the
-        code clamped to 15, no pair (min, max) overflows a byte, and the error is smaller than
-        with a step that is rounded up.
+        The paper doesn't specify the rounding of the step. If it is rounded to nearest, at least 1,
+        and codes are clamped to 15, no pair (min, max) overflows a byte, and the error is smaller
+        than with a step that is rounded up.
         """
         channel_scales = divisible(jnp.abs(groups).max((0, 1)) * (1 / PROTECTED))
         first = _round_first(groups, channel_scales[None, None])
@@ -66,7 +66,7 @@ class Liquid(CodeKind):
         return Parameters(steps.astype(jnp.uint16), offsets, channel_scales)
 
     def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
-        """Rounds at both levels, halves of the second up."""
+        """Rounds at both levels; at the second, ties are rounded up."""
         assert parameters.channel_scales is not None
         assert parameters.zeros is not None
         first = _round_first(values, parameters.channel_scales)
@@ -76,12 +76,12 @@ class Liquid(CodeKind):
         return jnp.clip(codes, 0, TOP).astype(jnp.uint8)
 
     def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
-        """The int8 of the first level times its channel's scale."""
+        """The int8 of the first level times the channel's scale."""
         assert parameters.channel_scales is not None
         return self.first_level(codes, parameters).astype(jnp.float32) * parameters.channel_scales
 
     def require_values(self, plain: PlainCodes) -> None:
-        """Codes, steps and offsets in their ranges, and code · step + offset a byte."""
+        """As in CodeKind; codes, steps, offsets and code · step + offset must be in range."""
         assert plain.zeros is not None
         for name, array, most in (
             ("codes", plain.codes, TOP),
@@ -92,7 +92,7 @@ class Liquid(CodeKind):
         _require_bytes(plain.codes, plain.scales, plain.zeros)
 
     def first_level(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
-        """The int8 that the kernel multiplies."""
+        """The int8 of the first level, which the kernel multiplies."""
         assert parameters.zeros is not None
         steps, offsets = (a.astype(jnp.uint8) for a in (parameters.scales, parameters.zeros))
         values = (codes.astype(jnp.uint8) * steps + offsets) ^ jnp.uint8(0x80)
@@ -108,7 +108,7 @@ class Liquid(CodeKind):
         return jnp.stack([words & jnp.uint8(0xF), words >> jnp.uint8(4)], -2)
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
-        """Packs the steps and offsets of two groups to a word, a byte each.
+        """Packs the steps and offsets of two groups to a word, one byte each.
 
         From the lowest byte: step and offset of one group, step and offset of the next.
         """
@@ -126,7 +126,7 @@ class Liquid(CodeKind):
     ) -> Group:
         """The words of parameters, unchanged.
 
-        Plane i of a block is group i of a word: decoding takes the group's bytes out of the word.
+        Plane i of a block is group i of a word: decoding extracts the group's bytes from the word.
         """
         return Group(None, (parameters,))
 
@@ -137,7 +137,7 @@ class Liquid(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """Decodes to the int8 of the first level, with seven instructions for eight numbers."""
+        """Decodes to the int8 of the first level, with seven instructions for eight weights."""
         [words], [parameters] = columns, arguments
         target = current_target()
         if target.has_ptx:
@@ -147,7 +147,7 @@ class Liquid(CodeKind):
 
 
 def _round_first(values: jax.Array, channel_scales: jax.Array) -> jax.Array:
-    """The integers int32 of the first level."""
+    """The first level's integers, as int32."""
     rounded = jnp.round(values / channel_scales)
     return jnp.clip(rounded, -PROTECTED, PROTECTED).astype(jnp.int32)
 
@@ -167,7 +167,7 @@ def _decode(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:
 
 
 def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:
-    # A register holds four bytes of one output channel, so that one step serves all four.
+    # A register has four bytes of one output channel, so that one step serves all four.
     assembly = f"""{{
         .reg .b32 codes, step, offset;
         shr.b32 codes, $1, {4 * plane};

@@ -1,8 +1,8 @@
-"""Ways for a kernel to look up values in a table, by codes in the nibbles of 32-bit registers.
+"""Table look-ups inside kernels, by codes in the nibbles of 32-bit registers.
 
-A register holds the codes of two neighbouring lanes in four planes: nibble n is the code of lane
-n % 2 in plane n // 2. So a byte holds two lanes' codes of one plane, and their two 16-bit values
-are one register of an operand.
+A register has the codes of two neighbouring lanes in four planes: nibble n is the code of lane
+n % 2 in plane n // 2. So a byte has two lanes' codes of one plane, and their two 16-bit values are
+one register of an operand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax.kernels.launch import load
 from mpjax.kernels.ptx import PAIR_BYTES
 from mpjax.kernels.target import current_target
 
-# From i to the codes of planes 4 · i … 4 · i + 3: a tile of 16-bit words, two in a register.
+# A function from i to the codes of planes 4 · i … 4 · i + 3: 16-bit words, two per register.
 Nibbles = Callable[[int], jax.Array]
 
 
@@ -43,7 +43,7 @@ class LookUp(abc.ABC):
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """A function from a plane's number to the values of its codes, a tile of dtype `operand`.
+        """A function from a plane's index to the values of its codes, a tile of dtype `operand`.
 
         prepared: the result of `prepare`.
         """
@@ -53,14 +53,14 @@ class InRegisters(LookUp):
     """Looks up tables of up to eight entries with `prmt`, in registers.
 
     `prmt` selects four bytes out of the eight bytes of two registers, by the nibbles of a selector.
-    Codes in nibbles are such a selector. So one `prmt` looks up a byte of each of four values; the
-    two bytes of 16-bit values take two.
+    Codes in nibbles are such a selector. So one `prmt` looks up one byte of each of four values,
+    and 16-bit values take two.
     """
 
     def prepare(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """Tiles [1, 1] with the low bytes of all entries, four in each, then their high bytes."""
+        """Tiles [1, 1] with the low bytes of all entries, four in each, then the high bytes."""
         halves = _halves(table, bits, operand)
         return tuple(
             current_target().inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
@@ -71,7 +71,7 @@ class InRegisters(LookUp):
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """Looks up two planes at a time, and then selects the bytes of one of them."""
+        """Looks up two planes at a time, and then selects the bytes of one plane."""
         middle = len(prepared) // 2
 
         @functools.cache
@@ -79,7 +79,7 @@ class InRegisters(LookUp):
             quad, half = divmod(pair, 2)
             indices = nibbles(quad)
             words = [jnp.broadcast_to(word, indices.shape) for word in prepared]
-            # A 32-bit argument fills two operands of the assembly. Here the first of them is used.
+            # A 32-bit argument fills two operands of the assembly; only the first is used here.
             second = 4 if middle == 2 else 2
             assembly = f"""{{
                 .reg .b32 indices;
@@ -117,13 +117,13 @@ class InSharedMemory(LookUp):
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """Loads the pair whose number is a byte of codes."""
+        """Loads the pair whose index is a byte of codes."""
         [address] = prepared
 
         def decode(plane: int) -> jax.Array:
             quad, byte = divmod(plane, 4)
             codes = nibbles(quad)
-            # The address of the lane's own copy. It is computed here, because Triton takes values
+            # The address of the lane's own copy. It is computed here, because Triton assumes values
             # of `address` to be the same in all threads.
             own = current_target().inline_ptx(
                 "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }",
@@ -142,7 +142,7 @@ class InSharedMemory(LookUp):
 
 
 # Bytes of a pair's row: four for each lane of a warp, and 128 unused, so that the offset of a row
-# is its number shifted by a byte.
+# is its index shifted by a byte.
 ROW_BYTES = 256
 
 
@@ -154,8 +154,8 @@ def pair_rows(bits: int) -> int:
 class InSharedRows(LookUp):
     """Looks up tables of any size in rows of ROW_BYTES in shared memory, a row for each pair.
 
-    A byte of codes is the number of a row. The offset of a lane's word is that byte shifted by one
-    byte, with the lane's offset in the lowest byte: one `prmt` makes it.
+    A byte of codes is the index of a row. The offset of a lane's word is that byte shifted by one
+    byte, with the lane's offset in the lowest byte: one `prmt` computes it.
     """
 
     def prepare(
@@ -167,11 +167,11 @@ class InSharedRows(LookUp):
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """Loads from the row whose number is a byte of codes."""
+        """Loads from the row whose index is a byte of codes."""
 
         def decode(plane: int) -> jax.Array:
             quad, byte = divmod(plane, 4)
-            # A 32-bit argument fills two operands of the assembly. Here the first of them is used.
+            # A 32-bit argument fills two operands of the assembly; only the first is used here.
             assembly = f"""{{
                 .reg .b32 place;
                 prmt.b32 place, $1, $2, 0x77{byte}4;
@@ -187,7 +187,7 @@ class InBoth(LookUp):
     """Looks up half of the codes in registers and half in rows of shared memory.
 
     For tables of up to eight entries. Shared memory serves one warp at a time; registers serve all
-    warps, but take more `prmt`. Half and half uses both at once.
+    warps, but take more `prmt`. Dividing the codes uses both at once.
     """
 
     def prepare(
@@ -205,7 +205,7 @@ class InBoth(LookUp):
     ) -> Callable[[int], jax.Array]:
         """Looks up the first two of every four planes in registers, the other two in rows.
 
-        `prmt` reads the selector from the lower half of a register, where the first two planes are.
+        `prmt` takes the selector from the lower half of a register, where the first two planes are.
         """
         in_registers = InRegisters().decoder(nibbles, prepared[:-2], operand)
         in_rows = InSharedRows().decoder(nibbles, prepared[-2:], operand)
@@ -216,7 +216,7 @@ def _halves(table: Any, bits: int, operand: jnp.dtype) -> list[jax.Array]:
     """The values of a table in `operand`, two in each uint32 tile [1, 1]."""
 
     def entry(index: int) -> jax.Array:
-        # A tile [1, 1] rather than a scalar: Triton can give a broadcast tile the layout of an
+        # A tile [1, 1] instead of a scalar: Triton can give a broadcast tile the layout of an
         # operand, but not a scalar that is spread over a tile.
         value = load(table.at[jnp.full((1, 1), index)]).astype(operand)
         return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Signed(CodeKind):
-    """W = code · scale, with codes that are the int8 operand themselves."""
+    """W = code · scale; the codes are the int8 operand itself."""
 
     bits = 8
     group_sizes: tuple[int | None, ...] = (None,)
@@ -31,7 +31,7 @@ class Signed(CodeKind):
         return Parameters(divisible(jnp.abs(groups).max(1) * (1 / 127)))
 
     def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
-        """round(value / scale), without −128."""
+        """round(value / scale), clamped to −127 … 127."""
         return jnp.clip(jnp.round(values / parameters.scales), -127, 127).astype(jnp.int8)
 
     def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
@@ -52,5 +52,5 @@ class Signed(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """A decoder that returns the words, which are the operand."""
+        """A decoder that returns the words, which are the operand already."""
         return lambda plane: columns[0]

@@ -1,11 +1,11 @@
 """Codes that index a table of two, three or four bits: normal float, or any table (FLUTE §3).
 
-Words hold codes in nibbles. Two neighbouring words, e and e + 1, form a 32-bit register of eight
+Words have codes in nibbles. Two neighbouring words, e and e + 1, form a 32-bit register of eight
 nibbles. For planes p to p + 3, a quad, nibble n is the code of lane e + n % 2 in plane p + n // 2.
 Two-bit codes share nibbles: the next quad is in the upper halves of the nibbles. Three-bit codes
-have sixteen planes in three words. The first three quads fill the nibbles of the three words but
-for their top bits; the top bits of word i are bit i of the codes of the fourth quad. No bit is
-padding.
+have sixteen planes in three words. The first three quads fill the nibbles of the three words except
+for the top bits; the top bits of word i are bit i of the codes of the fourth quad. There are no
+padding bits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Table(CodeKind):
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
     ) -> Parameters:
-        """Scales with which the larger end of an ascending table, or normal float, is max|w|."""
+        """Scales that map an ascending table's larger end (default: normal float) to max|w|."""
         table = jnp.asarray(normal_float(self.bits)) if table is None else table
         scales = round_to(jnp.abs(groups).max(1) / jnp.abs(table).max(), jnp.float16)
         return Parameters(scales.astype(jnp.float16), table=table.astype(jnp.float32))
@@ -80,7 +80,7 @@ class Table(CodeKind):
         """The index of the nearest entry."""
         assert parameters.table is not None
         scales = parameters.scales.astype(jnp.float32)
-        # The scale of a group of zeros is 0: not every table has an entry that is.
+        # The scale of a group of zeros is 0: not every table has an entry 0.
         values = values / jnp.where(scales == 0, 1.0, scales)
         middles = (parameters.table[1:] + parameters.table[:-1]) / 2
         return jnp.searchsorted(middles, values, method="compare_all").astype(jnp.uint8)
@@ -116,7 +116,7 @@ class Table(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale, from the low half of the word, and a piece that decoding does not use."""
+        """The scale, from the word's low half, and a tile that decoding doesn't use (see Group)."""
         low = parameters.astype(jnp.uint16)
         scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
         column = current_target().column
@@ -124,11 +124,11 @@ class Table(CodeKind):
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes of shared memory that the look-up takes, in addition to Triton's own."""
+        """The bytes of shared memory that the look-up takes, beside Triton's own."""
         return self._look_up.shared_bytes
 
     def shared(self, table: Any, operand: jnp.dtype, width: int) -> tuple[jax.Array, ...]:
-        """The prepared table of the look-up; without PTX, the table itself in `operand`."""
+        """The look-up's prepared table; without PTX, the table itself in `operand`."""
         if not current_target().has_ptx:
             return (table[...].astype(operand),)
         return self._look_up.prepare(table, self.bits, operand, width)
@@ -153,9 +153,9 @@ class Table(CodeKind):
         return self._look_up.decoder(nibbles, shared, operand)
 
     def _nibbles(self, columns: list[jax.Array], quad: int, carried: jax.Array) -> jax.Array:
-        """The codes of quad number `quad`, each in a nibble.
+        """The codes of a quad, each in a nibble.
 
-        carried: an argument that is not used (Group.arguments).
+        quad: its index. carried: unused; see Group.arguments.
         """
         inline_ptx = current_target().inline_ptx
         if self.bits == 4:
@@ -183,10 +183,10 @@ class Table(CodeKind):
 
 
 def _quads(rank: int) -> jax.Array:
-    """The numbers 0, 1 and 2 of the first three quads of three-bit codes, uint8 [..., 3, 1, 1].
+    """The indices 0, 1 and 2 of the first three quads of three-bit codes, uint8 [..., 3, 1, 1].
 
-    The bits of the last quad's codes are in the top bits of these quads' nibbles. It is computed
-    here because a kernel can't close over an array.
+    The bits of the last quad's codes are in the top bits of these quads' nibbles. The array is
+    computed here because a kernel can't close over an array.
     """
     return jax.lax.broadcast_to_rank(jnp.arange(3, dtype=jnp.uint8)[:, None, None], rank)
 

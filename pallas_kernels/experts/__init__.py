@@ -1,1 +1,1 @@
-"""Products with the experts of a mixture, and the routing of tokens to them."""
+"""Grouped products with the experts of a mixture, and the routing of tokens to experts."""

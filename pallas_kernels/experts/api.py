@@ -1,4 +1,4 @@
-"""The public product of tokens and the experts that they are routed to."""
+"""The public grouped products of tokens with the experts to which they are routed."""
 
 from __future__ import annotations
 
@@ -40,30 +40,31 @@ def grouped_matmul(
     gate: Gate | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The products of tokens with the matrices of the experts that they are routed to.
+    """The products of tokens with the matrices of the experts to which they are routed.
 
-    Token t's j-th product is x[t] · weight[experts[t, j]], or x[t, j] · … where x has a row for
-    each expert. Nothing but the chosen experts' matrices is read on a GPU.
+    Token t's j-th product is x[t] · weight[experts[t, j]], or x[t, j] · … if x has a row for each
+    expert. On a GPU, only the matrices of chosen experts are loaded.
 
     x: [..., K], or [..., k, K]. weight: [experts, K, N], a stack of plain matrices, or a
         QuantizedTensor with one leading axis, in any weight format.
-    experts: int [..., k], the numbers of each token's experts; an expert may have any number of
-        tokens, also none or all. Of LocalExperts, those that the weight does not have add nothing
-        to sums with routing weights, and read nothing; without, their products are any numbers.
-    routing_weights: [..., k]. If they are given, the result is the sum of a token's products times
-        them, in the order of k; without, it is all products.
+    experts: int [..., k], the indices of each token's experts; an expert may have any number of
+        tokens, from none to all. With LocalExperts, experts outside of the weight add nothing to
+        sums with routing weights, and load nothing; without routing weights, their products are
+        undefined.
+    routing_weights: [..., k]. If given, the result is the sum of a token's products times these
+        weights, in the order of k; otherwise all products are returned.
     bias: [experts, N], added to the products, before a gate and routing weights.
-    gate: maps the two halves of a product, gate and up, to one.
+    gate: combines the two halves of a product, gate and up.
     implementation: `triton`, the fused kernel, on a CUDA GPU of compute capability 8.0 or more, for
-        x in bfloat16 or float16; `mosaic`, a kernel of warpgroups for many tokens, on compute
-        capability 9.0 alone; or `reference`, a loop over all experts in plain
-        jnp in float32. By default the faster kernel that can run.
+        x in bfloat16 or float16; `mosaic`, a warpgroup kernel for many tokens, only on compute
+        capability 9.0; or `reference`, a loop over all experts in plain jnp in float32. By default
+        the faster kernel that can run.
 
     Returns [..., k, N], with a gate [..., k, N / 2], and with routing weights without the axis k,
     in the dtype of x.
     Differentiable in reverse with respect to x, routing weights, the bias and a plain weight.
-    Raises ValueError for shapes that don't fit and, where values are known, for experts that there
-    are none of; and UnsupportedError, with the reason, if a forced implementation can't run.
+    Raises ValueError for shapes that don't fit and, if values are known, for experts out of range;
+    and UnsupportedError, with the reason, if a forced implementation can't run.
     """
     call = read_call("grouped_matmul", x, weight, experts, Epilogue(bias, gate, routing_weights))
     found, dtype = _run(call, implementation), call.x.dtype
@@ -82,13 +83,13 @@ def grouped_matmul_terms(
     activations: DividedRows | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The terms float32 [terms, ..., N] whose sum over the first axis is that of `grouped_matmul`.
+    """Terms float32 [terms, ..., N] that sum to the result of `grouped_matmul`.
 
-    They are for a consumer that adds them up itself, as `add_rms_norm` does. Arguments, errors and
+    They are for a consumer that sums them itself, as `add_rms_norm` does. Arguments, errors and
     derivatives are as for `grouped_matmul` with routing weights.
 
-    activations: how x is rounded where it and the weight are parts of rows and of input channels;
-        None for whole ones. Its format is that of the weight's activations.
+    activations: how x is rounded if x and the weight have only some of the input channels; None if
+        they have all. Its format must be that of the weight's activations.
     """
     if activations is not None:
         check_divided_rows("grouped_matmul_terms", activations, weight)
@@ -126,7 +127,7 @@ def _sums(x: jax.Array, weight: Any, experts: jax.Array, epilogue: Epilogue) -> 
 
 
 def _default(problem: Problem, x: jax.Array, weight: Any) -> str:
-    """The planned implementation, or the next best where it can't do the call."""
+    """The planned implementation, or the next best if it can't run the call."""
     name = plan_of(problem).implementation
     if name == "mosaic" and why_not(name, problem, x, weight) is not None:
         return plan_by_rule(problem, warpgroups=False).implementation

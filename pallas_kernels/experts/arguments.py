@@ -1,4 +1,4 @@
-"""The checked arguments of products with experts."""
+"""The checked arguments of grouped products."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
 class Call(NamedTuple):
-    """The arguments of a product, checked, with one axis of tokens."""
+    """The checked arguments of a grouped product, with one axis of tokens."""
 
     x: jax.Array  # [tokens, K] or [tokens, k, K]
     weight: Any  # [experts, K, N]
     experts: jax.Array  # [tokens, k]
     epilogue: Epilogue
-    tokens: tuple[int, ...]  # the axes that the tokens had
+    tokens: tuple[int, ...]  # the original axes of the tokens
     is_local: bool  # whether experts may be −1, as in LocalExperts
-    total: int | None  # the number of all experts, if it is not the weight's
+    total: int | None  # the number of all experts, if the weight has fewer
 
 
 def require_no_activation_scale(operation: str, weight: Any) -> None:
-    """Raises ValueError for a stack whose activations would be rounded with a static scale."""
+    """Raises ValueError for a stack with a static activation scale."""
     if isinstance(weight, QuantizedTensor) and weight.activation_scale is not None:
         raise ValueError(
             f"{operation}: the weight has an activation_scale, and rows that experts share have a "
@@ -46,7 +46,7 @@ def require_no_activation_scale(operation: str, weight: Any) -> None:
 
 
 def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> Call:
-    """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
+    """Converts the arguments to arrays. Raises ValueError if their shapes don't fit."""
     is_local = isinstance(experts, LocalExperts)
     total = experts.total if is_local else None
     experts = as_array(f"{operation}: experts", experts.numbers if is_local else experts)
@@ -96,9 +96,9 @@ def read_call(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilo
 def _read_epilogue(
     operation: str, epilogue: Epilogue, chosen: tuple[int, ...], outputs: tuple[int, int]
 ) -> Epilogue:
-    """The epilogue with arrays, and one axis of tokens. Raises ValueError where shapes don't fit.
+    """The epilogue with arrays, and one axis of tokens. Raises ValueError if shapes don't fit.
 
-    chosen: the shape of the experts. outputs: the numbers of experts and of each one's outputs.
+    chosen: the shape of `experts`. outputs: the numbers of experts and of each expert's outputs.
     """
     weights = optional_array(f"{operation}: routing_weights", epilogue.routing_weights)
     bias = optional_array(f"{operation}: bias", epilogue.bias)
@@ -114,7 +114,7 @@ def _read_epilogue(
 
 
 def check_divided_rows(operation: str, activations: Any, weight: Any) -> None:
-    """Raises ValueError for a rounding that is not the weight's own."""
+    """Raises ValueError for a rounding that differs from the weight's activations."""
     require_type(f"{operation}: activations", activations, DividedRows)
     is_packed = isinstance(weight, QuantizedTensor)
     own = weight.activations if is_packed else ActivationFormat()

@@ -1,7 +1,7 @@
-"""Tiles of a grouped product by a kernel that counts: without a sort, for up to some 10,000 pairs.
+"""Tiles of a grouped product by a counting kernel: without a sort, for up to some 10,000 pairs.
 
-The program of an expert counts the pairs of all experts, which gives the number of its first tile,
-and then stores its own pairs in the order of their numbers.
+The program of an expert counts the pairs of all experts, which determines the index of its first
+tile, and then stores its own pairs in order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from mpjax.kernels.experts.tiles import Tiles, most_tiles
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 
-# A step of a loop takes a third of a microsecond, however little it does, so that steps are large.
+# A loop step takes a third of a microsecond, however little it does, so steps are large.
 COMPARED = 16384  # pairs · experts that a program compares at a time
 PLACED = 1024  # pairs that a program compares with its own expert at a time
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a launch; `chunk` pairs are counted, and `placed` stored, at a time."""
+    """Sizes of a launch; steps count `chunk` pairs, and store `placed` pairs."""
 
     pairs: int
     experts: int
@@ -74,7 +74,8 @@ def _kernel(flat_ref: Any, expert_ref: Any, pairs_ref: Any, *, sizes: _Sizes) ->
     first = jnp.where(number < ours, tiles, 0).sum()
     own_pairs, own_tiles = (jnp.where(number == ours, x, 0).sum() for x in (counts, tiles))
 
-    # In interpret mode, a lane that is masked out writes what is there: it needs another place.
+    # In interpret mode, a masked-out lane writes the old value back. Index `sizes.tiles`, which no
+    # other lane uses, keeps it from overwriting a real entry.
     def place(index: jax.Array, is_wanted: jax.Array) -> jax.Array:
         return jnp.where(is_wanted, index, sizes.tiles)
 
@@ -87,7 +88,7 @@ def _kernel(flat_ref: Any, expert_ref: Any, pairs_ref: Any, *, sizes: _Sizes) ->
         return before + is_ours.astype(jnp.int32).sum()
 
     jax.lax.fori_loop(0, pl.cdiv(sizes.pairs, sizes.placed), fill, jnp.int32(0))
-    row = jnp.arange(pl.next_power_of_2(tile_m))  # of the last tile, some without a pair
+    row = jnp.arange(pl.next_power_of_2(tile_m))  # of the last tile, which may be partly empty
     is_empty = (own_tiles - 1) * tile_m + row >= jnp.where(own_tiles > 0, own_pairs, 2**30)
     if len(row) > tile_m:
         is_empty &= row < tile_m

@@ -1,4 +1,4 @@
-"""The end of a product with an expert's matrix: a bias, a gate, a routing weight."""
+"""The epilogue of a product with an expert's matrix: bias, gate, routing weight."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mpjax.kernels.experts.gate import Gate
 )
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The operations on a product [N] of a token and an expert, in their order.
+    """The operations on a product [N] of a token and an expert, in their order; None: no operation.
 
-    bias: [experts, N], added. gate: joins the two halves of the sum. routing_weights: [tokens, k],
-    a factor. None leaves an operation out.
+    bias: [experts, N], added. gate: combines the two halves of the sum. routing_weights: [tokens,
+    k], a factor.
     """
 
     bias: jax.Array | None = None

@@ -14,8 +14,8 @@ from mpjax.kernels.checks import static_number
 class Gate:
     """The product of an activated gate and an up value; static and hashable.
 
-    Without a limit it is SiLU(gate) · up. With one it is (up + 1) · gate · σ(alpha · gate), where
-    the gate is clamped from above to the limit, and up to both sides of zero (gpt-oss).
+    Without a limit it is SiLU(gate) · up. With a limit it is (up + 1) · gate · σ(alpha · gate),
+    where the gate is clamped from above, and up from both sides (gpt-oss).
 
     Raises ValueError for a number that is not positive and finite.
     """

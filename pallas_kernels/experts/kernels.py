@@ -39,14 +39,14 @@ def products_by_kernel(
 ) -> jax.Array:
     """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N].
 
-    divided: how parts of rows are rounded; None for whole rows. The others are those of a Call.
+    divided: how parts of rows are rounded; None for whole rows. Other arguments are as in Call.
     """
     rows, weight = in_packed_order(x, weight, experts, divided)
     has_terms = epilogue.routing_weights is not None
-    # Triton's terms are added by the next kernel, and warpgroups' before they are returned.
+    # Triton's terms are summed by the next kernel, warpgroups' terms before they are returned.
     by_warpgroups = isinstance(config, ExpertsWarpgroupConfig)
     out_dtype = jnp.dtype(jnp.float32) if has_terms and not by_warpgroups else x.dtype
-    apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
+    apart = epilogue.gate if config.splits > 1 else None  # a gate needs whole sums
     if apart is not None:
         epilogue = dataclasses.replace(epilogue, gate=None)
     tiles = find_tiles(experts, weight.shape[0], config, is_local=is_local)
@@ -62,9 +62,9 @@ def products_by_kernel(
 
 
 def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
-    """Terms [splits · k, tokens, N], with zeros instead of those that no program has stored.
+    """Terms [splits · k, tokens, N] with zeros for pairs without an expert, which nobody stored.
 
-    experts: int32 [tokens, k], −1 for those.
+    experts: int32 [tokens, k], −1 for no expert of the stack.
     """
     tokens, per_token = experts.shape
     split = terms.reshape(-1, per_token, tokens, terms.shape[-1])
@@ -72,7 +72,7 @@ def _without_others(terms: jax.Array, experts: jax.Array) -> jax.Array:
 
 
 def _products_of(config: ExpertsConfig | ExpertsWarpgroupConfig) -> Callable[..., jax.Array]:
-    """The function that launches the kernel of a configuration."""
+    """The function that launches the kernel for this kind of configuration."""
     if isinstance(config, ExpertsConfig):
         return triton.products
     from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
@@ -87,16 +87,16 @@ def find_tiles(
     *,
     is_local: bool = False,
 ) -> Tiles:
-    """The tiles of experts [tokens, k] below `count`, found as a configuration says.
+    """The tiles of experts [tokens, k] below `count`, by the configuration's tiling.
 
-    is_local: whether there may be −1 among the experts, whose pairs no tile has.
+    is_local: whether experts may be −1; such pairs are in no tile.
     """
     if config.tiling == "pairs":
         tiles = one_for_each_pair(experts)
     elif config.tiling == "counted":
         tiles = counting.counted(experts, count, config.tile_m)
     else:
-        if is_local:  # those that the weight does not have come last
+        if is_local:  # experts outside of the weight come last
             experts = jnp.where(experts < 0, count, experts)
         tiles = sorted_by_expert(experts, count, config.tile_m)
     return dataclasses.replace(tiles, is_partial=is_local)
@@ -105,9 +105,9 @@ def find_tiles(
 def in_packed_order(
     x: jax.Array, weight: Any, experts: jax.Array | None, divided: DividedRows | None
 ) -> tuple[Any, Any]:
-    """The rows of x as the kernel takes them, and the weight without a permutation.
+    """The rows of x as the kernel expects them, and the weight without a permutation.
 
-    experts: int32 [tokens, k], those of the rows of x; None where all experts read the same rows.
+    experts: int32 [tokens, k], the experts of x's rows; None if all experts use the same rows.
     """
     if not isinstance(weight, QuantizedTensor):
         return x.reshape(-1, x.shape[-1]), weight
@@ -115,7 +115,7 @@ def in_packed_order(
         of_rows = None if experts is None else experts.reshape(-1)
         rounded = round_to_blocks(x.reshape(-1, x.shape[-1]), weight.activations, of_rows)
         return rounded, dataclasses.replace(weight, permutation=None)
-    if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
+    if weight.permutation is not None:  # experts have different orders, so each pair has a row
         assert experts is not None
         order = weight.permutation[experts]  # [tokens, k, K]
         x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
@@ -128,7 +128,7 @@ def in_packed_order(
 
 
 def why_not(name: str, problem: Problem, x: jax.Array, weight: Any) -> str | None:
-    """The reason why an implementation with a kernel can't run, or None if it can."""
+    """The reason why a kernel can't run as an implementation, or None if it can."""
     reason = _why_not_triton(x, weight)
     if reason is not None or name == "triton":
         return reason

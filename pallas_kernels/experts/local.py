@@ -1,4 +1,4 @@
-"""The experts of tokens, for a stack that holds only some of the experts."""
+"""The experts of tokens, for a stack that has only some of the experts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpjax.kernels.checks import as_array, shown, whole_number
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["total"])
 @dataclasses.dataclass(frozen=True)
 class LocalExperts:
-    """The experts of tokens, as indices into a stack that holds only some of the experts.
+    """The experts of tokens, as indices of a stack that has only some of the experts.
 
-    numbers: int32 [..., k], places in the stack; −1 for an expert that it does not have.
-    total: the number of all experts (static), by which plans know how many tokens an expert has;
-        None to plan as if the stack had all of them.
+    numbers: int32 [..., k], indices of the stack; −1 for an expert outside of it.
+    total: the number of all experts (static), from which plans estimate the tokens per expert; None
+        to plan as if the stack had all of them.
     """
 
     numbers: jax.Array
@@ -35,8 +35,9 @@ class LocalExperts:
     ) -> LocalExperts:
         """The experts of tokens for a stack of the experts [first, first + count).
 
-        experts: int [..., k], their numbers among all experts. first: an int, or an int scalar of
-        a device. total: the number of all experts, if it is known; no result depends on it.
+        experts: int [..., k], indices among all experts. first: an int, or an int scalar on the
+        device.
+        total: the number of all experts, if it is known; no result depends on it.
         Raises ValueError for anything else.
         """
         count = whole_number("LocalExperts: count", count)

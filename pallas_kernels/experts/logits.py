@@ -19,13 +19,13 @@ from mpjax.kernels.experts.routing_rules import Routing
 )
 @dataclasses.dataclass(frozen=True)
 class RouterLogits:
-    """Tokens whose experts are still to be chosen: the arguments of `route`.
+    """Tokens whose experts are not yet chosen: the arguments of `route`.
 
     logits: [..., experts]. routing: how experts are chosen and weighted (static). correction:
-    [experts], added to scores. bias: [experts], added to logits.
+    [experts], the selection bias, added to scores. bias: [experts], added to logits.
 
-    `expert_mlp_terms` takes it instead of experts: the first product of few tokens chooses
-    experts itself, which spares a kernel.
+    `expert_mlp_terms` accepts it instead of experts: the first product of few tokens then chooses
+    experts itself, which saves a kernel.
     """
 
     logits: jax.Array
@@ -37,7 +37,7 @@ class RouterLogits:
         require_type("RouterLogits: routing", self.routing, Routing)
 
     def read(self, operation: str) -> RouterLogits:
-        """The same with arrays. Raises ValueError for anything that can't be one."""
+        """The same with arrays. Raises ValueError for arguments that can't be converted."""
         return RouterLogits(
             as_array(f"{operation}: logits", self.logits),
             self.routing,

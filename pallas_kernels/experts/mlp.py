@@ -1,8 +1,8 @@
-"""The gated MLPs of experts: two grouped products, between which rows keep their order.
+"""The gated MLPs of experts: two grouped products with one order of rows.
 
-Where both products run by warpgroups, the results of the first stay in the order of their experts,
-in which the second reads them. Two copies of them are spared. Of few tokens, the first product may
-choose experts itself (`routed_mlp`).
+If warpgroups run both products, the results of the first stay sorted by expert, as the second needs
+them, which saves two copies. For few tokens, the first product may choose experts itself
+(`routed_mlp`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Configs = tuple[ExpertsWarpgroupConfig, ExpertsWarpgroupConfig]  # of both produ
 class ExpertMLP:
     """The gated MLPs of all experts: x ↦ T(gate(x · gate_up + bias)) · down + bias.
 
-    gate_up: [experts, K, 2 · I] and down: [experts, I, N], plain or QuantizedTensors. gate: joins
-    gate and up, the halves of the first product (static). Biases are [experts, 2 · I] and
-    [experts, N]. hadamard: the channels of each block that T, Hadamard's transform, mixes (static;
-    see `hadamard`); None: T changes nothing.
+    gate_up: [experts, K, 2 · I] and down: [experts, I, N], plain or QuantizedTensors. gate:
+    combines gate and up, the halves of the first product (static). Biases are [experts, 2 · I] and
+    [experts, N]. hadamard: the block size of the Hadamard transform T (static; see `hadamard`);
+    None: no transform.
     """
 
     gate_up: jax.Array | QuantizedTensor
@@ -75,16 +75,16 @@ def expert_mlp_terms(
     activations: DividedRows | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The terms float32 [terms, ..., N] whose sum is that of a token's experts, weighted.
+    """Terms float32 [terms, ..., N] whose sum is the weighted sum of each token's experts.
 
-    It is `grouped_matmul` with the gate and `grouped_matmul_terms` with the routing weights, and
-    `hadamard` between them, where the MLP has that. Their arguments, errors and derivatives are
-    also this function's.
+    It is `grouped_matmul` with the gate, `hadamard` if the MLP has a transform, and
+    `grouped_matmul_terms` with the routing weights, and has their arguments, errors and
+    derivatives.
 
-    x: [..., K]. experts: int [..., k], or LocalExperts, with routing_weights [..., k]; or
-        RouterLogits alone, from which the first product of few tokens chooses experts itself.
-    activations: how the second product rounds its input, where that and `down` are parts of rows
-        and of input channels.
+    x: [..., K]. experts: int [..., k], or LocalExperts, with routing_weights [..., k]; or only
+        RouterLogits, from which the first product of few tokens chooses experts itself.
+    activations: how the second product rounds its input, if the input and `down` have only some of
+        the input channels.
     """
     require_type("expert_mlp_terms: mlp", mlp, ExpertMLP)
     for weight in (mlp.gate_up, mlp.down):
@@ -129,7 +129,7 @@ def expert_mlp_terms(
 
 
 def _read_experts(experts: jax.Array | LocalExperts) -> jax.Array | LocalExperts:
-    """The numbers of experts as an array."""
+    """The experts, with their indices as an array."""
     if isinstance(experts, LocalExperts):
         numbers = as_array("expert_mlp_terms: experts", experts.numbers)
         return LocalExperts(numbers, experts.total)
@@ -137,7 +137,7 @@ def _read_experts(experts: jax.Array | LocalExperts) -> jax.Array | LocalExperts
 
 
 def _routed(x: jax.Array, mlp: ExpertMLP, logits: RouterLogits) -> Routed | None:
-    """The results of a first product that chooses experts, or None where there is none."""
+    """The results of a first product that chooses experts, or None if it can't."""
     return routed_products(x, mlp.gate_up, logits, mlp.gate, mlp.gate_up_bias)
 
 
@@ -149,7 +149,7 @@ def _apart(
     experts: jax.Array | LocalExperts,
     routing_weights: jax.Array,
 ) -> jax.Array:
-    """The terms, by one product after the other."""
+    """The terms, by two separate products."""
     inner = grouped_matmul(
         *(x, mlp.gate_up, experts),
         bias=mlp.gate_up_bias,
@@ -189,9 +189,9 @@ def _joint_configs(
 
 
 def _fits(x: Any, mlp: ExpertMLP, experts: Any, routing_weights: Any) -> bool:
-    """Whether shapes fit; else the products say what is wrong.
+    """Whether shapes fit; if not, the separate products raise the error.
 
-    False also where the second product takes its channels in another order for each expert.
+    Also False if the second product permutes its channels differently for each expert.
     """
     first, second = mlp.gate_up, mlp.down
     kinds = jax.Array, QuantizedTensor
@@ -222,10 +222,10 @@ def _by_warpgroups(
     experts: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    """One term float32 [1, tokens, N] for x [tokens, K], by both kernels."""
+    """One term float32 [1, tokens, N] for x [tokens, K], by two warpgroup kernels."""
     from mpjax.kernels.experts import warpgroups  # here, as importing it takes a while
 
-    # Rows that each expert rounds in its own way are written in the order of tiles at once.
+    # If each expert rounds rows in its own way, they are written in the order of tiles immediately.
     is_apart = has_own_blocks(mlp.gate_up)
     rows, gate_up = (x, mlp.gate_up) if is_apart else in_packed_order(x, mlp.gate_up, experts, None)
     tiles = find_tiles(experts, gate_up.shape[0], configs[0], is_local=is_local)

@@ -1,4 +1,4 @@
-"""The tile of a program that multiplies plain experts, which are in 16 bits."""
+"""The program of a product with plain (16-bit) experts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def steps_of(channels: int) -> int:
 
 
 class PlainProgram:
-    """The loads, the masks and a step over K of one program, as `gemm.triton.Program` has them.
+    """The loads, masks and steps over K of one program, with `gemm.triton.Program`'s interface.
 
-    x: a reference to [rows, K]. matrix: one to [K, N]. tile: the rows [tile_m] and output channels
-    [tile_n] of the program; rows beyond x read as zeros.
+    x: a reference to [rows, K]. matrix: a reference to [K, N]. tile: the rows [tile_m] and output
+    channels [tile_n] of the program; rows beyond x load as zeros.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class PlainProgram:
         return accumulator + self.target.dot(weights.astype(rows.dtype), rows, trans_b=True)
 
     def scaled(self, accumulator: jax.Array) -> jax.Array:
-        """The sums, which have no scales."""
+        """The sums unchanged: plain weights have no scales."""
         return accumulator
 
     def _mask(self, first: jax.Array | None, channel: jax.Array) -> jax.Array | None:
-        """The mask of a tile, of whose channels some may be beyond K."""
+        """The mask of a tile, some of whose channels may be beyond K."""
         if self.channels % PLAIN_CHANNELS == 0:
             return first
         inside = (channel < self.channels)[None, :]

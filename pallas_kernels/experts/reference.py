@@ -1,4 +1,4 @@
-"""The product of tokens and their experts in plain jnp: a loop over all experts."""
+"""The grouped product in plain jnp: a loop over all experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def products(
     count = len(jax.tree.leaves(weight)[0])
     outputs = weight.shape[-1]
     start = jnp.zeros((*experts.shape, outputs), jnp.float32)
-    # The loop's products are computed again for gradients, rather than kept for every expert.
+    # For gradients, the loop's products are recomputed instead of stored for every expert.
     total, _ = jax.lax.scan(jax.checkpoint(add), start, (jnp.arange(count), weight))
     if epilogue.bias is not None:
         total += jnp.take(epilogue.bias, experts, axis=0).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Rounds each row of x to blocks of 4 and 8 bits: those of the expert that multiplies it (W4Ax)."""
+"""Rounds each row of x to the 4- and 8-bit blocks of the expert that multiplies it (W4Ax)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpjax.kernels.rowwise.api import quantize_rows
 
 
 def are_alike(blocks: ActivationBlocks) -> bool:
-    """Whether experts differ neither in widths nor in an order of channels."""
+    """Whether all experts have the same widths and the same order of channels."""
     return blocks.bits is None and blocks.permutation is None
 
 
@@ -28,14 +28,14 @@ def round_to_blocks(
     experts: jax.Array | None,
     sources: jax.Array | None = None,
 ) -> QuantizedActivations:
-    """The rows of x [rows of x, K] rounded to the blocks of experts: [rows, K].
+    """The rows of x [rows of x, K] rounded to the blocks of their experts: [rows, K].
 
-    Where experts are alike, each row of x is rounded once: [rows of x, K].
+    If experts are alike, each row of x is rounded once: [rows of x, K].
 
     blocks: of a stack, with bits [experts, blocks] and a permutation [experts, K], or None.
-    experts: int32 [rows], the expert of each row; below 0 for any. None where experts are alike.
-    sources: int32 [rows], the row of x that each row is of, where experts are not alike. None:
-        neighbouring rows are of one row of x, as many as there are rows for each of x.
+    experts: int32 [rows], the expert of each row; below 0 for any. None if experts are alike.
+    sources: int32 [rows], the row of x for each result row, if experts are not alike. None: each
+        row of x has equally many consecutive result rows.
     """
     if are_alike(blocks):
         return quantize_rows(x, blocks)
@@ -64,7 +64,7 @@ def reference(
 
 
 def has_own_blocks(weight: Any) -> bool:
-    """Whether a stack is packed, and each expert rounds rows to blocks in its own way."""
+    """Whether a stack is packed, and its experts round rows to different blocks."""
     blocks = weight.activations if isinstance(weight, QuantizedTensor) else None
     return isinstance(blocks, ActivationBlocks) and not are_alike(blocks)
 
@@ -77,7 +77,7 @@ def round_in_tiles(
     of_rows: int32, the expert of each row in the order of tiles.
     """
     assert tiles.pairs is not None
-    # The pairs of a tile that is not used are memory that no kernel has written.
+    # The pairs of unused tiles are uninitialised memory.
     sources = jnp.clip(tiles.pairs.reshape(-1) // (tiles.count // len(x)), 0, len(x) - 1)
     rounded = round_to_blocks(x, weight.activations, of_rows, sources)
     return rounded, dataclasses.replace(weight, permutation=None)

@@ -1,4 +1,4 @@
-"""The first product of an expert for few tokens, whose kernel chooses the tokens' experts."""
+"""The first product of experts for few tokens, whose kernel also chooses the tokens' experts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def routed_products(
     gate: Gate,
     bias: jax.Array | None,
 ) -> Routed | None:
-    """The gated products of tokens with the experts that they are routed to, by one kernel.
+    """The gated products of tokens with the experts to which they are routed, by one kernel.
 
-    None where another plan than Triton's kernel with a tile for each pair is made for the call, or
-    where the kernel can't choose experts; also for shapes that don't fit. x: [..., K]. The others
-    are those of `grouped_matmul`. Differentiable as `route` and `grouped_matmul` are.
+    x: [..., K]. Other arguments are as for `grouped_matmul`. Returns None if the plan is not
+    Triton's kernel with a tile for each pair, if the kernel can't choose experts, or if shapes
+    don't fit. Differentiable as `route` and `grouped_matmul` are.
     """
     config = _config(x, weight, logits, bias)
     if config is None:
@@ -81,7 +81,7 @@ def _config(
 
 
 def _fits(x: Any, weight: Any, logits: RouterLogits, bias: jax.Array | None) -> bool:
-    """Whether shapes fit, and experts read the same rows: in one order, rounded in one way."""
+    """Whether shapes fit, and all experts use the same rows: in one order, rounded in one way."""
     if not isinstance(weight, jax.Array | QuantizedTensor) or len(weight.shape) != 3:
         return False
     if isinstance(weight, QuantizedTensor) and not (

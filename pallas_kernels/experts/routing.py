@@ -1,4 +1,4 @@
-"""Routing: which experts of a mixture a token is sent to, and with which weights."""
+"""Routing: the experts to which a token is sent, and their weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def route(
     """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
 
     logits: [..., experts], of any floating dtype; scores are computed in float32. correction:
-    [experts], added to the scores by which experts are chosen, but not to weights (DeepSeek-V3).
+    [experts], the selection bias: added to scores to choose experts, but not to weights
+    (DeepSeek-V3).
     bias: [experts], added to the logits (gpt-oss).
     implementation: `triton`, one kernel, on a CUDA GPU; or `reference`, plain jnp. By default the
-        kernel where it can run.
+        kernel if it can run.
 
-    A token's experts come in the descending order of their scores; of equal ones the expert of the
-    lowest number comes first. Weights are differentiable with respect to the logits. Raises
+    A token's experts are in descending order of their scores; of equal scores the expert of the
+    lowest index comes first. Weights are differentiable with respect to the logits. Raises
     ValueError for shapes that don't fit, and UnsupportedError, with the reason, if a forced
     implementation can't run.
     """

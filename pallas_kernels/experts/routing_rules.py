@@ -20,10 +20,11 @@ class Routing:
     scoring: the function from logits to scores, in float32: a softmax over all experts, or a
         sigmoid.
     renormalize: whether the weights of a token's experts, their scores, are divided by their sum.
-        Of a softmax that gives the softmax over the chosen logits alone.
-    scale: the factor of all weights, after they are renormalised.
-    groups, groups_per_token: if the experts are divided into `groups` of neighbours, a token's
-        experts come out of its best `groups_per_token` of them (DeepSeek); None: out of all.
+        With softmax, that gives the softmax over only the chosen logits.
+    scale: a factor of all weights, after renormalisation.
+    groups, groups_per_token: group-limited routing (DeepSeek): experts are divided into `groups` of
+        consecutive experts, and a token's experts are chosen from its best `groups_per_token`
+        groups; None: from all.
     group_score: the score of a group: its largest score (DeepSeek-V2), or the sum of its two
         largest (DeepSeek-V3).
 
@@ -62,10 +63,10 @@ class Routing:
 
     @property
     def ranks_logits(self) -> bool:
-        """Whether experts are ranked by logits if there is no correction.
+        """Whether experts are ranked by logits if there is no selection bias.
 
-        A softmax keeps the order of logits, but may round different ones to equal scores. The sum
-        of two scores has another order than that of their logits.
+        Softmax keeps the order of logits, but may round different logits to equal scores. Sums of
+        two scores can be ordered differently from sums of their logits.
         """
         sums_scores = self.groups is not None and self.group_score == "top_two"
         return self.scoring == "softmax" and not sums_scores

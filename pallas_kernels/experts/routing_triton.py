@@ -1,4 +1,4 @@
-"""Routing as one kernel, a program for each token; XLA takes five kernels."""
+"""Routing as one kernel, with a program for each token; XLA takes five kernels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def _kernel(
     if routing.renormalize:
         total = weights.sum() + (0.0 if routing.scoring == "softmax" else LEAST_SUM)
     is_wanted = place < routing.per_token
-    # In interpret mode, a lane that is masked out writes what is there: it needs another place.
+    # In interpret mode, a masked-out lane writes the old value back. Index `per_token`, which no
+    # other lane uses, keeps it from overwriting a real entry.
     place = jnp.where(is_wanted, place, routing.per_token)
     store(experts_ref.at[token, place], chosen, mask=is_wanted)
     store(weights_ref.at[token, place], weights / total * routing.scale, mask=is_wanted)
@@ -80,9 +81,10 @@ def _kernel(
 def load_logits(
     logits_ref: Any, bias_ref: Any, token: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """In a kernel, the numbers of lanes, whether each has an expert, and a token's logits.
+    """In a kernel, the lane indices, whether each lane has an expert, and a token's logits.
 
-    There is a power of two of lanes. Logits are float32 with their bias, −∞ past the last expert.
+    The number of lanes is a power of two. Logits are float32, include the bias, and are −∞ after
+    the last expert.
     """
     count = logits_ref.shape[1]
     number = jnp.arange(pl.next_power_of_2(count))
@@ -96,7 +98,7 @@ def load_logits(
 def _is_in_best_groups(ranked: jax.Array, count: int, routing: Routing) -> jax.Array:
     """Whether each lane's expert is in one of the token's best groups.
 
-    ranked: [lanes], a power of two; lanes past the `count` experts are in no group.
+    ranked: [lanes], a power of two; lanes after the `count` experts are in no group.
     """
     assert routing.groups is not None
     assert routing.groups_per_token is not None

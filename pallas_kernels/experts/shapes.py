@@ -25,7 +25,7 @@ class ExpertShape:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMLPShape:
-    """Both products of experts, with the properties of one whose matrices have as many weights."""
+    """Both products of experts, with the properties of one product with equally many weights."""
 
     name: str
     gate_up: ExpertShape
@@ -48,7 +48,7 @@ class ExpertMLPShape:
 
     @property
     def outputs(self) -> int:
-        """The weights of an expert over `channels`."""
+        """The number of an expert's weights, divided by `channels`."""
         return self.gate_up.outputs + self.down.channels * self.down.outputs // self.channels
 
     @property
@@ -83,7 +83,7 @@ MODELS = {
 
 
 def layer_of(shape: ExpertShape) -> AnyShape:
-    """Both products of a model's experts, of which a shape is one; else the shape itself."""
+    """Both products of a model's experts if `shape` is one of them; else `shape` itself."""
     return next(
         (ExpertMLPShape(f"{name}.mlp", *pair) for name, pair in MODELS.items() if shape in pair),
         shape,

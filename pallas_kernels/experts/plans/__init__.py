@@ -1,4 +1,4 @@
-"""Plans of grouped products: from a `Problem`, the tiles that multiply it."""
+"""Plans of grouped products: from a `Problem`, the kernel and its tiles."""
 
 from mpjax.kernels.experts.plans.configuration import (
     PLAIN_CHANNELS,

@@ -24,17 +24,17 @@ from mpjax.kernels.experts.plans.warpgroup_rule import why_unsound as why_not_by
 from mpjax.kernels.gemm.plans import SCALINGS, why_unsound
 from mpjax.kernels.plans.plan import Plan
 
-MOST_COMPARISONS = 2**21  # counting pairs compares each one with every expert
-TRITON_SHARE = 3  # where the rule takes warpgroups, one candidate in three is for Triton's kernel
+MOST_COMPARISONS = 2**21  # counting compares each pair with every expert
+TRITON_SHARE = 3  # if the rule chooses warpgroups, one candidate in three is Triton's
 
 
 def candidates(problem: Problem, most: int = 40) -> list[Plan]:
-    """At most `most` plans that a problem can run with, the most promising first.
+    """At most `most` plans with which a problem can run, the most promising first.
 
-    Where the rule takes the warpgroups' kernel, its plans come first, in the order of the cost
-    model. Triton's are in the order of their distance from the rule's. The distance of two
-    configurations is the sum of the differences in the base-2 logarithms of tile_m, tile_n, splits
-    and warps, and in stages; plus 1 for another scaling or tiling.
+    If the rule chooses the warpgroup kernel, its plans come first, in the order of the cost model.
+    Triton's are in the order of their distance from the rule's. The distance of two configurations
+    is the sum of the differences in the base-2 logarithms of tile_m, tile_n, splits and warps, and
+    in stages; plus 1 for another scaling or tiling.
     """
     rule = plan_by_rule(problem, warpgroups=False)
     if rule.implementation != "triton":
@@ -56,7 +56,7 @@ def can_run(problem: Problem, plan: Plan) -> bool:
 
 
 def _by_warpgroups(problem: Problem, most: int) -> list[Plan]:
-    """Plans of the warpgroups' kernel: each configuration with every tiling, the rule's first."""
+    """Plans of the warpgroup kernel: each configuration with every tiling, the rule's first."""
     rule = warpgroups_by_rule(problem)
     tilings = [tiling for tiling in _tilings(problem) if tiling not in ("pairs", rule.tiling)]
     configs = [
@@ -74,8 +74,8 @@ def _by_triton(problem: Problem, most: int) -> list[Plan]:
         moved = sum(abs(a - b) for a, b in zip(_place(config), _place(center), strict=True))
         return moved + (config.scaling != center.scaling) + (config.tiling != center.tiling)
 
-    # A first product with whole sums and a tile for each pair routes tokens itself, and spares a
-    # kernel that a measurement of the product alone does not count.
+    # A first product with whole sums and a tile for each pair routes tokens itself, which saves a
+    # kernel that a measurement of only the product does not include.
     routes = problem.gated and center.tiling == "pairs" and center.splits == 1
     space = itertools.product(
         [rows for rows in ROWS if center.tile_m / 4 <= rows <= center.tile_m * 4],
@@ -105,7 +105,7 @@ def _is_sound(problem: Problem, config: ExpertsConfig) -> bool:
 
 
 def _tilings(problem: Problem) -> tuple[Tiling, ...]:
-    """The ways to find tiles that are worth a measurement; the experts of one token differ."""
+    """The tilings that are worth a measurement; the experts of one token differ."""
     if problem.tokens == 1:
         return ("pairs",)
     found: tuple[Tiling, ...] = ("sorted",)

@@ -1,4 +1,4 @@
-"""The configurations of grouped products: those of a product, and how tiles are found."""
+"""The configurations of grouped products: those of dense products, and how tiles are found."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ PLAIN_CHANNELS = 64  # input channels of a step of the kernel, for plain weights
 class ExpertsConfig(TritonConfig):
     """Tile sizes and compiler settings of Triton's kernel; `unsplit` is not used.
 
-    tiling: how tiles of one expert's tokens are found: a tile for each pair of a token and an
-        expert; by a kernel that counts the pairs of each expert; or by sorting all pairs.
+    tiling: how tiles of one expert's tokens are found: `pairs`, a tile for each pair of a token and
+        an expert; `counted`, a kernel that counts each expert's pairs; `sorted`, a sort of all
+        pairs.
     """
 
     tiling: Tiling = "sorted"
@@ -28,7 +29,7 @@ class ExpertsConfig(TritonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsWarpgroupConfig(WarpgroupConfig):
-    """Tile sizes of the warpgroups' kernel; there is one split and one share.
+    """Tile sizes of the warpgroup kernel; there is one split and one share.
 
     tiling: one of WARPGROUP_TILINGS.
 
@@ -36,7 +37,7 @@ class ExpertsWarpgroupConfig(WarpgroupConfig):
     """
 
     most_out_tiles: ClassVar[int] = 16
-    # Of a thread's 112 registers, 48 are sums then; no format's kernel spills any.
+    # Then 48 of a thread's 112 registers are sums; no format's kernel spills registers.
     most_rows_of_four: ClassVar[int] = 96
     tiling: Tiling = "sorted"
 

@@ -1,4 +1,4 @@
-"""Grouped products as an operation that is planned, and the configurations of chosen kernels."""
+"""Grouped products as a planned operation, and the configurations of chosen kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.kernels.product_format import ProductFormat
 
 
 class Key(NamedTuple):
-    """The key of a plan: the fields of its Problem, with the tokens' bucket."""
+    """The key of a measured plan: the fields of its Problem, with a bucket of the tokens."""
 
     format: str
     per_token: int
@@ -53,8 +53,8 @@ def _why_damaged(key: Key, plan: Plan) -> str | None:
 OPERATION = Operation[Problem](
     name="experts",
     keys=Key,
-    # A shape, such as `8/128 of 2048x1536 gated`, has the experts of a token and of all, and K and
-    # N of each.
+    # A shape, such as `8/128 of 2048x1536 gated`, has a token's experts, all experts, and K and N
+    # of each.
     levels=(
         "{format}",
         "{per_token}/{experts} of {channels}x{outputs}{gated: gated}",
@@ -73,9 +73,9 @@ forced = functools.partial(plans.forced, OPERATION)
 
 
 def runs_by_warpgroups(problem: Problem) -> bool:
-    """Whether the warpgroups' kernel is planned and able to run, on the default device.
+    """Whether the warpgroup kernel is planned and able to run, on the default device.
 
-    Activations are taken to have the weight's dtype, or bfloat16.
+    Activations are assumed to have the weight's dtype, or bfloat16.
     """
     if device.why_triton_cannot_run() is not None:
         return False
@@ -83,7 +83,7 @@ def runs_by_warpgroups(problem: Problem) -> bool:
 
 
 def config_of(problem: Problem) -> ExpertsConfig:
-    """The configuration of Triton's kernel: the plan's, or the rule's if it plans another.
+    """The configuration of Triton's kernel: the plan's, or the rule's if another kernel is planned.
 
     Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
     """
@@ -92,7 +92,7 @@ def config_of(problem: Problem) -> ExpertsConfig:
 
 
 def warpgroup_config_of(problem: Problem) -> ExpertsWarpgroupConfig:
-    """The warpgroups' configuration: the plan's, or the rule's if the plan has another kernel."""
+    """The warpgroups' configuration: the plan's, or the rule's if another kernel is planned."""
     config = plan_of(problem).config
     return config if isinstance(config, ExpertsWarpgroupConfig) else warpgroups_by_rule(problem)
 
@@ -100,10 +100,10 @@ def warpgroup_config_of(problem: Problem) -> ExpertsWarpgroupConfig:
 def joint_configs_of(
     first: Problem, second: Problem, *, planned: bool = True
 ) -> tuple[ExpertsWarpgroupConfig, ExpertsWarpgroupConfig] | None:
-    """The configurations of two products of the same tiles, by warpgroups, or None.
+    """The configurations of two products by warpgroups that share their tiles, or None.
 
-    The first product, which has more outputs, decides the tiles. planned: whether the plans of both
-    must be the warpgroups' kernel.
+    The first product, which has more outputs, decides the tiles. planned: whether both plans must
+    be the warpgroup kernel.
     """
     if planned and {plan_of(each).implementation for each in (first, second)} != {"mosaic"}:
         return None

@@ -19,8 +19,8 @@ class Problem:
     """The products of `tokens` tokens, each with `per_token` of `experts` matrices [K, N].
 
     format: of the weight and of the activations. channels: K. outputs: N. gated: whether the
-    epilogue joins the two halves of N. limits: of the GPU. held_experts: the number of matrices
-    in the stack, if it has some of the experts alone; None for all.
+    epilogue combines the two halves of N. limits: of the GPU. held_experts: the number of matrices
+    in the stack, if it has only some of the experts; None for all.
     """
 
     tokens: int
@@ -44,8 +44,8 @@ class Problem:
     ) -> Problem:
         """The problem of a stack of weights on the default device.
 
-        chosen: the numbers of tokens and of each token's experts. total: the number of all experts
-        where the stack has some of them alone (LocalExperts). All plain weights have the format
+        chosen: the numbers of tokens and of each token's experts. total: the number of all experts,
+        if the stack has only some of them (LocalExperts). All plain weights have the format
         `bfloat16` here.
         """
         plain = WeightFormat("bfloat16")
@@ -58,7 +58,7 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a token and an expert, whether the stack has that or not."""
+        """The number of pairs of a token and an expert, including experts outside of the stack."""
         return self.tokens * self.per_token
 
     @property
@@ -68,24 +68,24 @@ class Problem:
 
     @property
     def own_pairs(self) -> int:
-        """The number of pairs with experts of the stack, if all are equally likely."""
+        """The expected number of pairs with experts of the stack, if all are equally likely."""
         return -(-self.pairs * self.held // self.experts)
 
     @property
     def halves(self) -> int:
-        """The parts of N that the epilogue joins: two with a gate, else one."""
+        """The number of parts of N that the epilogue combines: two with a gate, else one."""
         return 2 if self.gated else 1
 
     @property
     def hit(self) -> int:
-        """The number of the stack's experts that get a token, if all are equally likely."""
+        """The expected number of the stack's experts with a token, if all are equally likely."""
         missed = max(0.0, 1 - self.per_token / self.experts) ** self.tokens
         return max(1, min(self.pairs, round(self.held * (1 - missed))))
 
     def product(self, rows: int) -> Product:
-        """The dense product that has as many tiles as this one: over the experts that get a token.
+        """The dense product with as many tiles: over the experts that get a token.
 
-        Its outputs are those of these experts, side by side.
+        Its outputs are the concatenated outputs of these experts.
         """
         tiles = max(self.hit, -(-self.own_pairs // rows))
         return Product(rows, self.format, self.channels, self.outputs * tiles, self.limits)

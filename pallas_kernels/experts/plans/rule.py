@@ -1,4 +1,4 @@
-"""The rule: the plan of a grouped product that no table has."""
+"""The rule: the plan of a grouped product without a measured plan."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from mpjax.kernels.experts.plans.warpgroup_rule import ranked, suits_warpgroups
 from mpjax.kernels.gemm.plans import triton_by_rule
 from mpjax.kernels.plans.plan import Plan
 
-# The constants here follow from counts, not from a card's times. A table of `mpjax tune --experts`
-# has the times of a card: its entries give tile_m and the tiling instead.
+# The constants here follow from counts, not from measured times. `mpjax tune --experts` measures
+# the times of a GPU: its table then has tile_m and the tiling instead.
 ROWS = (8, 16, 32, 64, 128)  # of a tile
-# A tile has room for this many times the mean number of an expert's tokens, since they differ. An
-# expert with more has another tile, which reads its matrix again, but mostly from the L2 cache.
+# A tile has room for this multiple of the mean number of an expert's tokens, since numbers differ.
+# An expert with more gets another tile, which loads its matrix again, mostly from the L2 cache.
 ROOM = 1.25
-# Up to this share of the experts, pairs have a tile each. Of p pairs with E experts at random, each
-# shares its expert with (p − 1) / E others on average: less than one pair in four with any.
+# Up to this share of the experts, each pair has its own tile. Of p pairs with E random experts,
+# each shares its expert with (p − 1) / E others on average: less than one pair in four with any.
 PAIRS_OF_EXPERTS = 0.25
-# The most comparisons of a pair with an expert for the kernel that counts pairs. Each of its
-# programs makes them all, 16,384 at a time, in a third of a microsecond or more: for 4096 pairs and
-# 128 experts that is 32 steps. That time grows with the pairs, and a sort's, some 45 µs, hardly
-# does; a card's table has the tiling that was faster on it.
+# The most comparisons of pairs with experts for the counting kernel. Each of its programs makes
+# them all, 16,384 at a time, in a third of a microsecond or more: for 4096 pairs and 128 experts
+# that is 32 steps. That time grows with the pairs, while a sort's, some 45 µs, hardly does; a table
+# has the tiling that was faster on its GPU.
 COUNTED_COMPARISONS = 2**19
 
 
 def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
-    """The rule's plan of any problem.
+    """The rule's plan for any problem.
 
-    warpgroups: whether it may be the warpgroups' kernel.
+    warpgroups: whether it may choose the warpgroup kernel.
     """
     if warpgroups and suits_warpgroups(problem):
         return Plan("mosaic", warpgroups_by_rule(problem))
@@ -44,7 +44,7 @@ def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
 
 
 def warpgroups_by_rule(problem: Problem) -> ExpertsWarpgroupConfig:
-    """The rule's configuration of the warpgroups' kernel, for a problem that it can multiply."""
+    """The rule's configuration of the warpgroup kernel, for a problem that it can multiply."""
     return ranked(problem, _tiling_of_shared(problem))[0]
 
 
@@ -55,12 +55,12 @@ def config_by_rule(problem: Problem) -> ExpertsConfig:
         return _plain(problem, rows)
     product = problem.product(rows)
     config = triton_by_rule(product)
-    # Only whole sums pass the gate in the kernel, which spares the next one: so K is not split if
+    # Only whole sums pass the gate in the kernel, which saves a kernel for it: so K is not split if
     # there is a tile for each multiprocessor.
     tiles = product.outputs // config.tile_n
     is_whole = problem.gated and tiles >= problem.limits.multiprocessors
-    # A dense product splits only the channels past `unsplit`, which fill no whole round of the GPU.
-    # Here all would be split, and float32 terms of several rounds written and read again.
+    # A dense product splits only the channels after `unsplit`, which don't fill the whole GPU. Here
+    # all would be split, and float32 terms of several rounds written and loaded again.
     is_whole |= config.unsplit is not None
     return ExpertsConfig(
         config.tile_m,
@@ -82,7 +82,7 @@ def tiling_of(problem: Problem) -> Tiling:
 
 
 def _tiling_of_shared(problem: Problem) -> Tiling:
-    """How tiles are found that several pairs share."""
+    """How tiles with several pairs are found."""
     is_quick = problem.pairs * problem.experts <= COUNTED_COMPARISONS
     return "counted" if is_quick else "sorted"
 
@@ -93,7 +93,7 @@ def _rows(problem: Problem) -> int:
 
 
 def _plain(problem: Problem, rows: int) -> ExpertsConfig:
-    """The configuration for weights that are not packed."""
+    """The configuration for plain weights."""
     outputs = 128 if rows >= 64 else 64
     tiles = max(problem.hit, -(-problem.own_pairs // rows)) * -(-problem.outputs // outputs)
     steps = -(-problem.channels // PLAIN_CHANNELS)

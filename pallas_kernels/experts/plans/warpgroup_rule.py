@@ -1,7 +1,7 @@
 """The rule for grouped products by warpgroups: the configuration that the cost model ranks first.
 
-The model is that of the dense product (`gemm.plans.cost_model`), with as many tiles of rows as
-tokens take that choose their experts at random.
+The model is that of the dense product (`gemm.plans.cost_model`), with the expected number of row
+tiles for tokens that choose their experts at random.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mpjax.kernels.gemm.plans import why_not_warpgroups as why_not_dense
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
 MOST_TILE_ROWS = 256
-HEIGHTS = tuple(range(48, MOST_TILE_ROWS + 1, 16))  # rows of a tile, which `wgmma` multiplies
+HEIGHTS = tuple(range(48, MOST_TILE_ROWS + 1, 16))  # rows of a tile for `wgmma`
 WARPGROUPS = (2, 3, 4)
 
 
 def why_not_warpgroups(problem: Problem) -> str | None:
-    """The reason why the warpgroups' kernel can't multiply a problem, or None if it can."""
+    """The reason why the warpgroup kernel can't multiply a problem, or None if it can."""
     weight = problem.format.weight
     if not weight.is_packed and problem.channels % weight.block:
         return (
@@ -52,7 +52,7 @@ def why_unsound(config: WarpgroupConfig, problem: Problem) -> str | None:
 
 
 def ranked(problem: Problem, tiling: Tiling = "sorted") -> list[ExpertsWarpgroupConfig]:
-    """All sound configurations, the fastest by the cost model first."""
+    """All valid configurations, the fastest by the cost model first."""
     configs = [
         ExpertsWarpgroupConfig(rows, warpgroups, 1, tiling=tiling)
         for rows in HEIGHTS
@@ -63,19 +63,19 @@ def ranked(problem: Problem, tiling: Tiling = "sorted") -> list[ExpertsWarpgroup
 
 
 def suits_warpgroups(problem: Problem) -> bool:
-    """Whether the rule takes the warpgroups' kernel.
+    """Whether the rule chooses the warpgroup kernel.
 
-    An expert that is hit has more tokens than the dense product's kernels scale sums for. There
-    Triton's kernel decodes an expert for few rows, and sorting them would take as long.
+    It does if experts with tokens have more than FEW_ROWS of them on average. For fewer, Triton's
+    kernel decodes an expert for few rows, and sorting them would take as long.
     """
     return problem.own_pairs > FEW_ROWS * problem.hit and why_not_warpgroups(problem) is None
 
 
 def expected_tiles(problem: Problem, rows: int) -> float:
-    """The mean number of tiles of `rows` rows, if every expert is as likely as any other.
+    """The expected number of tiles of `rows` rows, if all experts are equally likely.
 
-    An expert's number of tokens is taken to be normally distributed. It has a tile for every j with
-    more than j · rows tokens.
+    An expert's number of tokens is assumed to be normally distributed. It has a tile for every j
+    with more than j · rows tokens.
     """
     mean = problem.pairs / problem.experts
     spread = math.sqrt(2 * mean * max(1 - problem.per_token / problem.experts, 1e-6))
@@ -88,7 +88,7 @@ def expected_tiles(problem: Problem, rows: int) -> float:
 
 
 def _microseconds(config: WarpgroupConfig, problem: Problem) -> float:
-    """The estimated time, with the outputs of all tiles side by side."""
+    """The estimated time, with the concatenated outputs of all tiles."""
     outputs = problem.outputs * expected_tiles(problem, config.tile_m)
     product = dataclasses.replace(problem.product(config.tile_m), outputs=math.ceil(outputs))
     return microseconds(config, product)

@@ -65,7 +65,7 @@ def read_text(path: Path, error: Error, maximum_bytes: int = MAXIMUM_BYTES) -> s
         size = os.fstat(stream.fileno()).st_size
         if size > maximum_bytes:
             raise error(f"{path} has {size} bytes: expected at most {maximum_bytes}")
-        data = stream.read(size + 1)  # files in /proc have bytes although their size is 0
+        data = stream.read(size + 1)  # files in /proc have content although their size is 0
     require_content(data, path, error)
     return decode(data, str(path), error)
 
@@ -100,14 +100,14 @@ def read_object(path: Path, error: Error) -> dict[str, Any]:
 
 
 def parse_object(text: str, source: str, error: Error, *, unique: bool = False) -> dict[str, Any]:
-    """Parses a JSON object, which a byte order mark may precede.
+    """Parses a JSON object, optionally after a byte order mark.
 
     source: the name of its file, for messages.
-    unique: whether to refuse every repeated key; else a key may be repeated with the same value.
+    unique: whether to reject every repeated key; else a key may be repeated with the same value.
 
-    Raises `error` for a text that is not JSON, is not an object, is nested deeper than
-    MAXIMUM_DEPTH, has a key with two values, or has half of a surrogate pair in a string, which
-    UTF-8 cannot encode.
+    Raises `error` for a string that is not JSON, is not an object, is nested deeper than
+    MAXIMUM_DEPTH, has a key with two values, or has half of a surrogate pair, which UTF-8 can't
+    encode.
     """
     try:
         value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object_maker(unique))

@@ -1,4 +1,4 @@
-"""Weight formats: the codes that a matrix is stored in, and their layout in memory."""
+"""Weight formats: the codes in which a matrix is stored, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from mpjax.kernels.codes import KINDS, SYMMETRIC, CodeKind, key
 
 # The most input channels in one plane of a block: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
-# The most input channels of a block, however many planes it has, since K is padded to whole blocks.
+# The most input channels of a block, whatever its number of planes, since K is padded to whole
+# blocks.
 MAXIMUM_BLOCK = 512
-# Bits of the input channels that a kernel takes at a time where codes are the operand itself: a
+# Bits of the input channels that a kernel processes per step if codes are the operand itself: a
 # cache line.
 FLAT_BITS = 8 * 128
 
@@ -22,7 +23,7 @@ _SIXTEEN_BITS = ("bfloat16", "float16")  # no codes, but plain arrays
 
 
 class _Plain:
-    """What formats ask of a kind of codes, for plain arrays."""
+    """The properties of a kind of codes that formats need, for plain arrays."""
 
     bits = 16
     group_sizes = operands = (None,)
@@ -74,9 +75,9 @@ class WeightFormat:
     group_size: the number of input channels that share parameters, or None for all.
     symmetric: whether all zero points of `uint4` or `uint8` are 2**(bits − 1), which kernels for
         bfloat16 decode in fewer instructions.
-    operand: the dtype that codes are decoded to for the tensor cores: `int8` or `float8`, or None
-        for the dtype of 16-bit activations. Words are as wide as the operand. `ProductFormat` says
-        which activations an operand is multiplied with.
+    operand: the dtype to which codes are decoded for the tensor cores: `int8` or `float8`, or None
+        for the dtype of 16-bit activations. Words are as wide as the operand. `ProductFormat`
+        defines the activations that multiply an operand.
 
     Raises ValueError for fields that can't be combined.
     """
@@ -117,9 +118,9 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
-        """Reads `codes[:gSIZE][:sym][/operand]`; SIZE is a number, or K (the default) for all.
+        """Parses `codes[:gSIZE][:sym][/operand]`; SIZE is a number, or K (the default) for all.
 
-        Ignores case and surrounding spaces. Raises ValueError for a text that is no format.
+        Ignores case and surrounding spaces. Raises ValueError for a string that is not a format.
         """
         require_type("the weight format", text, str, hint=", such as 'uint4:g128'")
         lower = text.strip().lower()
@@ -136,7 +137,7 @@ class WeightFormat:
 
     @classmethod
     def of(cls, format: WeightFormat | str) -> WeightFormat:
-        """The format itself, or the one that `parse` reads; for arguments that may be either."""
+        """The format itself, or the parsed string; for arguments that may be either."""
         return format if isinstance(format, WeightFormat) else cls.parse(format)
 
     def __str__(self) -> str:
@@ -162,7 +163,7 @@ class WeightFormat:
             )
 
     def can_split(self, input_channels: int) -> bool:
-        """Whether the input channels are whole groups, or the last group may be cut."""
+        """Whether the input channels are whole groups, or the last group may be shorter."""
         is_whole = self.group_size is None or input_channels % self.group_size == 0
         return is_whole or (self.codes in KINDS and KINDS[self.codes].may_cut_groups)
 
@@ -178,12 +179,12 @@ class WeightFormat:
 
     @property
     def word_bits(self) -> int:
-        """The bits of a word, as many as the operand has: words are moved as operands would be."""
+        """The bits of a word, which are those of the operand: words are moved like operands."""
         return 8 if self.operand else 16
 
     @property
     def columns(self) -> int:
-        """The number of words that hold one code of each plane.
+        """The number of words that have one code of each plane.
 
         It is 3 for codes of three bits, of which 16 fill three words, and otherwise 1.
         """
@@ -191,7 +192,7 @@ class WeightFormat:
 
     @property
     def planes(self) -> int:
-        """The number of planes: of codes in the words of one lane, each from another plane."""
+        """The number of planes: of codes in one lane's words."""
         return self.columns * self.word_bits // self.bits
 
     @property
@@ -201,7 +202,7 @@ class WeightFormat:
 
     @property
     def plane_width(self) -> int:
-        """The number of neighbouring input channels in one plane of a block, all of one group."""
+        """The number of neighbouring input channels in one plane of a block, all in one group."""
         if self.is_flat:
             return FLAT_BITS // self.bits
         limit = min(MAXIMUM_PLANE_WIDTH, MAXIMUM_BLOCK // self.planes)
@@ -209,7 +210,7 @@ class WeightFormat:
 
     @property
     def block(self) -> int:
-        """The input channels of one row of words, which a kernel's main loop takes at a time."""
+        """The number of input channels of one row of words, which a kernel processes at a time."""
         return self.planes * self.plane_width
 
     @property
@@ -233,7 +234,7 @@ class WeightFormat:
         return 1 if self.group_size is None else -(-input_channels // self.group_size)
 
     def padding(self, input_channels: int) -> int:
-        """The number of further input channels that pad the last block of `input_channels`."""
+        """The number of padding channels after `input_channels`, in the last block."""
         return -input_channels % self.block
 
     def nbytes(self, shape: tuple[int, ...]) -> int:

@@ -91,9 +91,9 @@ def layer_of(shape: ExpertShape) -> AnyShape:
 
 
 def named(names: Iterable[str]) -> tuple[ExpertShape, ...]:
-    """The shapes of names, each once: a model's (`mixtral-8x7b`), or a single one with `.down`.
+    """The shapes of names, without repetition: a model's (`mixtral-8x7b`), or one with `.down`.
 
-    Raises ValueError, which lists the known names, for an unknown one.
+    Raises ValueError, which lists the known names, for an unknown name.
     """
     known = {shape.name: (shape,) for model in MODELS.values() for shape in model} | MODELS
     found: dict[ExpertShape, None] = {}
@@ -108,7 +108,7 @@ def named(names: Iterable[str]) -> tuple[ExpertShape, ...]:
 
 
 def named_mlps(names: Iterable[str]) -> tuple[AnyShape, ...]:
-    """The shapes of names as `named` has them, and both products at once, with `.mlp`."""
+    """As `named`; a name with `.mlp` stands for both products of a model's experts."""
     mlps = {f"{name}.mlp": ExpertMLPShape(f"{name}.mlp", *pair) for name, pair in MODELS.items()}
     found: dict[AnyShape, None] = {}
     for name in names:

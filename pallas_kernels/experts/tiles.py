@@ -1,8 +1,8 @@
-"""Tiles of rows for a grouped product: which expert each tile has, and which products.
+"""Tiles of rows for a grouped product: the expert and the pairs of each tile.
 
 A *pair* is a token and one of its experts; pair t · k + j is token t with its j-th expert. A tile
-holds up to tile_m pairs of one expert. The counts of pairs are known on the device alone, so that
-there are as many tiles as any counts could take, and the last ones are not used.
+has up to tile_m pairs of one expert. The counts of pairs are known only on the device, so there are
+as many tiles as any counts could need, and the last tiles may be unused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 class Tiles:
     """The tiles of a grouped product: arrays outside of a kernel, references inside.
 
-    expert: int32 [tiles], each tile's expert; −1 for a tile that is not used.
-    pairs: int32 [tiles, tile_m], the numbers of each tile's pairs; `count` stands for no pair. The
-        pairs of a tile that is not used mean nothing. None if tile i has pair i alone.
+    expert: int32 [tiles], each tile's expert; −1 for an unused tile.
+    pairs: int32 [tiles, tile_m], the indices of each tile's pairs; `count` stands for no pair. The
+        pairs of an unused tile are undefined. None if tile i has only pair i.
     count: the number of all pairs (static).
-    is_partial: whether there may be pairs that no tile has: those of LocalExperts (static).
+    is_partial: whether some pairs may be in no tile: with LocalExperts (static).
     """
 
     expert: jax.Array
@@ -37,13 +37,13 @@ class Tiles:
 
 
 def most_tiles(pairs: int, experts: int, tile_m: int) -> int:
-    """The most tiles that so many pairs take, whatever their experts are."""
+    """The most tiles that this number of pairs takes, whatever their experts are."""
     hit = min(pairs, experts)
     return hit + (pairs - hit) // tile_m
 
 
 def one_for_each_pair(experts: jax.Array) -> Tiles:
-    """A tile for each pair, without sorting: for so few pairs that hardly two share an expert.
+    """A tile for each pair, without sorting: for so few pairs that they hardly share experts.
 
     experts: int32 [tokens, k].
     """
@@ -51,7 +51,7 @@ def one_for_each_pair(experts: jax.Array) -> Tiles:
 
 
 def sorted_by_expert(experts: jax.Array, count: int, tile_m: int) -> Tiles:
-    """Tiles with the pairs of one expert after another, in ascending order.
+    """Tiles with the pairs sorted by expert.
 
     experts: int32 [tokens, k], from 0 to `count` − 1.
     """
@@ -73,15 +73,15 @@ def sorted_by_expert(experts: jax.Array, count: int, tile_m: int) -> Tiles:
 
 
 def places(tiles: Tiles) -> jax.Array:
-    """The place of each pair, int32 [pairs], among the rows of all tiles one after another.
+    """The index of each pair, int32 [pairs], among the rows of all tiles.
 
-    A pair that no tile has is after all rows.
+    The index of a pair in no tile is beyond all rows.
     """
     if tiles.pairs is None:
         return jnp.arange(tiles.count, dtype=jnp.int32)
     is_used = (tiles.expert >= 0)[:, None] & (tiles.pairs < tiles.count)
     row = jnp.arange(tiles.pairs.size, dtype=jnp.int32)
-    # Rows without a pair have numbers of their own past the last one, and are left out.
+    # Rows without a pair get distinct indices beyond the last pair, which are dropped.
     pair = jnp.where(is_used.reshape(-1), tiles.pairs.reshape(-1), tiles.count + row)
     found = jnp.full(tiles.count, tiles.pairs.size if tiles.is_partial else 0, jnp.int32)
     return found.at[pair].set(row, mode="drop", unique_indices=True)

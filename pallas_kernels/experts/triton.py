@@ -1,15 +1,15 @@
 """The grouped product in Triton: the main loop of `gemm/triton.py` over tiles of experts.
 
 A program has a tile of pairs (tokens with one of their experts) of one expert. It gathers their
-rows of x by number while it loads them, and indexes the expert's matrix in the stack. The epilogue
-adds the bias, multiplies by the routing weight, and stores each pair's result in its own place, so
-that nothing is permuted in memory.
+rows of x by index while it loads them, and indexes the expert's matrix in the stack. The epilogue
+adds the bias, multiplies by the routing weight, and stores each pair's result at the pair's index,
+so that nothing is permuted in memory.
 
-Of few tokens, programs may also find the experts of pairs in the logits of the router, and store
-them with their weights for the next product (`routed_products`).
+For few tokens, programs may also find the experts of pairs in the router's logits, and store them
+with their weights for the next product (`routed_products`).
 
-With a gate, a tile of outputs has as many channels of the gate as of the corresponding up values,
-and the epilogue joins both.
+With a gate, a tile of outputs has equally many channels of gate and of the corresponding up values,
+and the epilogue combines them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from mpjax.kernels.gemm.triton import Operands, Program, parts_of, steps_of
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
-Inputs = tuple[Operands, Tiles, Epilogue]  # of the kernel: arrays outside of it, references inside
+Inputs = tuple[Operands, Tiles, Epilogue]  # of the kernel: arrays outside, references inside
 
 
 class _Job(NamedTuple):
     """The static facts of a launch.
 
     weight: the stack, of ShapeDtypeStructs. steps: of the loop over K, by all splits. channels: K
-    of x, which the blocks of words may exceed. per_row: the number of pairs that read the same row
-    of x: k, or 1 if each has its own.
+    of x, less than the channels of all blocks of words if these are padded. per_row: the number of
+    pairs with the same row of x: k, or 1 if each pair has its own.
     """
 
     weight: Any
@@ -51,7 +51,7 @@ class _Job(NamedTuple):
     per_row: int
 
 
-# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
+# This function has its own `jit`, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def products(
     x: jax.Array | QuantizedActivations,
@@ -65,11 +65,11 @@ def products(
 ) -> jax.Array:
     """The products of all pairs, [splits, pairs, N], or with a gate [1, pairs, N / 2].
 
-    With routing weights they are terms [splits · k, tokens, N], whose sum is that of each token's
-    products. Several splits are float32, and are to be added; a single one has `out_dtype`.
+    With routing weights they are terms [splits · k, tokens, N] that sum to each token's weighted
+    products. Several splits are float32 and must be summed; a single split has `out_dtype`.
 
-    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], a plain one in
-    16 bits. A gate takes `config.splits` 1, because only whole sums can pass it.
+    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], packed or in 16
+    bits. A gate requires `config.splits` 1, because it needs whole sums.
     """
     operands, job = _read(x, weight, tiles.count, config)
     splits = min(config.splits, job.steps)
@@ -100,11 +100,11 @@ def routed_products(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The products [1, pairs, N], or with a gate [1, pairs, N / 2], of tokens that it routes.
 
-    Also returns the experts int32 [tokens, k] of tokens, and their weights float32 [tokens, k],
-    which are those of `route`. Each pair has a tile, whose programs find its expert in the logits.
+    Also returns the experts int32 [tokens, k] of tokens, and their weights float32 [tokens, k], as
+    `route` does. Each pair has a tile, whose programs find its expert in the logits.
 
-    x: [tokens, K]. logits: [tokens, experts], which `choosing.why_not` does not refuse. epilogue:
-    without routing weights. The others are those of `products`; there is one split.
+    x: [tokens, K]. logits: [tokens, experts], accepted by `choosing.why_not`. epilogue: without
+    routing weights. Other arguments are as for `products`; there is one split.
     """
     shape = logits.logits.shape[0], logits.routing.per_token
     pairs = shape[0] * shape[1]
@@ -151,7 +151,7 @@ def _codes(weight: jax.Array | QuantizedTensor) -> str:
 def _result(
     job: _Job, splits: int, pairs: int, epilogue: Epilogue, dtype: jnp.dtype
 ) -> jax.ShapeDtypeStruct:
-    """The products of a launch; those of several splits are float32."""
+    """The shape of a launch's products, float32 if there are several splits."""
     outputs = job.weight.shape[-1]
     if epilogue.gate is not None:
         assert splits == 1, "a gate needs whole sums"
@@ -160,14 +160,14 @@ def _result(
 
 
 class _Experts(Program):
-    """A program whose rows of x end before the last block of words does."""
+    """A program for rows of x that are shorter than the blocks of words."""
 
     def __init__(self, *arguments: Any, channels: int):
         self.channels = channels
         super().__init__(*arguments)
 
     def x_mask(self, channel: jax.Array) -> jax.Array | None:
-        """The mask of a tile of x; channels beyond K read as zeros."""
+        """The mask of a tile of x; channels beyond K load as zeros."""
         assert self.row_mask is not None
         if self.channels % self.format.block == 0:
             return self.row_mask
@@ -175,7 +175,7 @@ class _Experts(Program):
 
 
 class _OneExpert:
-    """A reference to one expert's part of a stack: the expert's number goes before any index."""
+    """A reference to one expert's part of a stack: prepends the expert to any index."""
 
     def __init__(self, stack: Any, expert: jax.Array):
         self.stack, self.expert = stack, expert
@@ -183,7 +183,7 @@ class _OneExpert:
 
     @property
     def at(self) -> _OneExpert:
-        """Itself: an index gives a reference, as of a reference's `at`."""
+        """Itself, so that `ref.at[index]` works as for references."""
         return self
 
     def __getitem__(self, index: Any) -> Any:
@@ -219,8 +219,8 @@ def _routing_kernel(
     number, per_token = first_program_id(), experts_ref.shape[1]
     token, choice = jax.lax.div(number, per_token), jax.lax.rem(number, per_token)
     chosen = choose(logits, token, choice)
-    # A pair has a program more than tiles of outputs. It computes the weight, for which no product
-    # has to wait.
+    # A pair has one program more than tiles of outputs. It computes the routing weight, which no
+    # product waits for.
     has_outputs = pl.program_id(1) < pl.num_programs(1) - 1
     pair = jnp.where(jnp.arange(job.config.tile_m) == 0, number, out_ref.shape[1])
     _multiply(operands, epilogue, out_ref, _Place(chosen.expert, has_outputs, pair), job)
@@ -232,10 +232,10 @@ def _routing_kernel(
 
 
 class _Place(NamedTuple):
-    """The place of a program in a grouped product.
+    """The task of a program in a grouped product.
 
     expert: of its tile. is_used: whether the program has products. pairs: int32 [tile_m], the
-    numbers of the tile's pairs; that of all pairs stands for none.
+    indices of the tile's pairs; the number of all pairs stands for no pair.
     """
 
     expert: jax.Array
@@ -246,7 +246,7 @@ class _Place(NamedTuple):
 def _multiply(
     operands: Operands, epilogue: Epilogue, out_ref: Any, place: _Place, job: _Job
 ) -> None:
-    """Computes the products of a program's tile, and stores each in its pair's place."""
+    """Computes the products of a program's tile, and stores each at its pair's index."""
     expert, is_used, pair = place
     count = out_ref.shape[1]
     output = _outputs(job, epilogue.gate)
@@ -257,7 +257,7 @@ def _multiply(
     last = jnp.where(is_used, (program.split + 1) * job.steps // splits, first)
     accumulator = jax.lax.fori_loop(first, last, program.step, program.zeros)
     product = program.scaled(accumulator.astype(jnp.float32))  # [tile_n, tile_m]
-    if epilogue.bias is not None:  # which one of the splits adds
+    if epilogue.bias is not None:  # added by one of the splits
         bias = load_masked(epilogue.bias.at[expert, output], program.output_mask)
         bias = jnp.where(program.split == 0, bias.astype(jnp.float32), 0.0)
         product += bias[:, None]
@@ -279,7 +279,7 @@ def _multiply(
 
 
 def _pairs(tiles: Tiles, number: jax.Array, tile_m: int) -> jax.Array:
-    """The numbers of a tile's pairs [tile_m]."""
+    """The indices of a tile's pairs, int32 [tile_m]."""
     row = jnp.arange(tile_m)
     if tiles.pairs is None:
         return jnp.where(row == 0, number, tiles.count)
@@ -298,7 +298,7 @@ def _program(
 
 
 def _outputs(job: _Job, gate: Gate | None) -> jax.Array:
-    """The output channels of a program's tile: with a gate, half are up values."""
+    """The output channels of a program's tile; with a gate, half of them are up values."""
     number, tile_n = jnp.arange(job.config.tile_n), job.config.tile_n
     if gate is None:
         return pl.program_id(1) * tile_n + number
@@ -310,7 +310,8 @@ def _outputs(job: _Job, gate: Gate | None) -> jax.Array:
 def _halves(product: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first and the second half of a tile's rows.
 
-    They are sums over pairs of rows of which one counts, since Triton can't cut a tile.
+    They are computed as sums over two candidates of which one is 0, since Triton can't slice a
+    tile.
     """
     halves = product.reshape(2, product.shape[0] // 2, product.shape[1])
     which = jax.lax.broadcasted_iota(jnp.int32, halves.shape, 0)

@@ -1,9 +1,9 @@
 """The grouped product by Hopper's warpgroups: the dense product's kernel over tiles of experts.
 
-The rows of x are copied to the order of their experts, with rows between them so that every tile
-has one expert. A program is that of `gemm.warpgroups`: its tile of rows has an expert, whose blocks
-of words it copies out of the stack. With a gate, half of a tile's output channels are gate and half
-are up, and the epilogue joins them; without, it multiplies by the routing weights.
+The rows of x are sorted by expert, and padded so that every tile has one expert. A program is that
+of `gemm.warpgroups`, but copies the blocks of words of its tile's expert out of the stack. With a
+gate, half of a tile's output channels are gate and half are up, and the epilogue combines them;
+without a gate, it multiplies by the routing weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def products(
 ) -> jax.Array:
     """The products of all pairs, [1, pairs, N], or with a gate [1, pairs, N / 2].
 
-    With routing weights they are one term, float32 [1, tokens, N]: a token's products times them,
+    With routing weights they are one term, float32 [1, tokens, N]: a token's weighted products,
     rounded to `out_dtype`, and summed in the order of k.
 
     x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N].
@@ -51,7 +51,7 @@ def products(
 def in_tiles(x: jax.Array | QuantizedActivations, tiles: Tiles) -> jax.Array | QuantizedActivations:
     """The rows of x, of tokens or of pairs, in the order of tiles: [tiles · tile_m, K].
 
-    Rows without a pair have values of others.
+    Rows without a pair have arbitrary values.
     """
     assert tiles.pairs is not None
     count = len(x if isinstance(x, jax.Array) else x.values)
@@ -59,7 +59,7 @@ def in_tiles(x: jax.Array | QuantizedActivations, tiles: Tiles) -> jax.Array | Q
     return jax.tree.map(lambda array: jnp.take(array, row, axis=0, mode="clip"), x)
 
 
-# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
+# This function has its own `jit`, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def of_tiles(
     x: jax.Array | QuantizedActivations,
@@ -73,11 +73,11 @@ def of_tiles(
 ) -> jax.Array:
     """The products of rows in the order of tiles, [tiles · tile_m, N], or [tiles · tile_m, N / 2].
 
-    Rows of tiles that are not used have any values.
+    Rows of unused tiles are undefined.
     """
     values = x if isinstance(x, jax.Array) else x.values
     if isinstance(weight, QuantizedTensor):
-        # Copies of channels past the last ones of x are zeros, but not where they are interpreted.
+        # Copies of channels beyond x are zeros, but not in interpret mode.
         multiple = weight.padded_channels if interpret else weight.format.plane_width
         padding = -values.shape[1] % multiple
         values = jnp.pad(values, ((0, 0), (0, padding))) if padding else values
@@ -94,7 +94,7 @@ def of_tiles(
 def of_tokens(products: jax.Array, tiles: Tiles, per_token: int) -> jax.Array:
     """The float32 sums [tokens, N] of each token's products, in the order of k."""
     of_token = places(tiles).reshape(-1, per_token)
-    # Pairs of other devices' experts have places after all rows.
+    # Pairs with other devices' experts have indices beyond all rows.
     others: dict[str, Any] = {"mode": "fill", "fill_value": 0}
     rule = others if tiles.is_partial else {"mode": "clip"}
     total, *more = (jnp.take(products, place, axis=0, **rule) for place in of_token.T)

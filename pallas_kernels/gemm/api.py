@@ -45,24 +45,24 @@ def matmul(
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
       FLUTE §3). It takes 16-bit or quantised x, on a CUDA GPU of compute capability 8.0 or more.
     - `mosaic`: a fused kernel of warpgroups that decode while others multiply (LiquidGEMM §5.2),
-      for all formats but `float8:g128/float8`, and compute capability 9.0 alone.
-    - `dequantize`: writes the weight out, and multiplies by cuBLAS, or for `liquid4` by the kernel
-      of `int8`; the fastest for many rows.
+      for all formats but `float8:g128/float8`, only on compute capability 9.0.
+    - `dequantize`: dequantises the weight in memory, and multiplies by cuBLAS, or for `liquid4` by
+      the kernel of `int8`; the fastest for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
     - `reference`: plain jnp in float32, on any device.
 
     out_dtype: of the product; by default the dtype of x, or for a plain weight that of `jnp.dot`.
     scales: [groups, N] instead of the weight's own.
-    activations: the format that an array x is quantised to. The default, the format that suits the
-        weight's operand, is the only valid one (`ProductFormat`), except DividedRows of it, where
-        x and the weight are parts of rows and of input channels.
+    activations: the format to which an array x is quantised. The default, which fits the weight's
+        operand, is the only valid format (`ProductFormat`), except for its DividedRows, if x and
+        the weight have only some of the input channels.
 
-    Where x is an array, the product is differentiable in reverse (grad, vjp; JAX refuses jvp and
+    If x is an array, the product is differentiable in reverse (grad, vjp; JAX refuses jvp and
     hessian) with respect to x, to `scales` (FLUTE's learned scales), and to the table and the
     channel scales of a weight that has them. Rounding counts as the identity.
 
-    Raises ValueError where K differs or x does not suit the format, and UnsupportedError, with the
-    reason, where a forced implementation can't run.
+    Raises ValueError if K differs or x does not fit the format, and UnsupportedError, with the
+    reason, if a forced implementation can't run.
     """
     x, weight = _read("matmul", x, weight)
     if isinstance(weight, QuantizedTensor):
@@ -73,7 +73,7 @@ def matmul(
             scales=scales,
             activations=activations,
         )
-        # XLA fuses this sum, in a fixed order, into whatever consumes the product.
+        # XLA fuses this sum, in a fixed order, into the product's consumer.
         dtype = _out_dtype(x, out_dtype)
         return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(dtype)
     if isinstance(x, QuantizedActivations):
@@ -84,7 +84,7 @@ def matmul(
 
 
 def _refuse_for_plain(implementation: str | None, **others: object) -> None:
-    """A plain weight has none of these arguments."""
+    """Raises ValueError for arguments that are only for packed weights."""
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"matmul: there are {name}, but the weight is a plain array")
@@ -104,10 +104,10 @@ def matmul_terms(
     scales: jax.Array | None = None,
     activations: ActivationFormat | DividedRows | str | None = None,
 ) -> jax.Array:
-    """The terms [splits, ..., N] whose sum over the first axis is the product of `matmul`.
+    """Terms [splits, ..., N] that sum to the product of `matmul`.
 
-    Several terms are float32; a single one has the product's dtype. They are for a consumer that
-    adds them up itself, as `add_rms_norm` does. Arguments and errors are as for `matmul`, but the
+    Several terms are float32; a single term has the product's dtype. They are for a consumer that
+    sums them itself, as `add_rms_norm` does. Arguments and errors are as for `matmul`, but the
     weight is a QuantizedTensor. Derivatives are those of the sum.
     """
     x, weight = _read("matmul_terms", x, weight)
@@ -121,7 +121,7 @@ def matmul_terms(
     wanted = activations if not isinstance(activations, DividedRows) else activations.format
     format, dtype = ProductFormat.of(weight.format, wanted), _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
-    if 0 in x.shape:  # every implementation can do this; the choice refuses unknown names
+    if 0 in x.shape:  # possible for every implementation; the choice rejects unknown names
         choose("matmul", implementation, "reference", get_args(Implementation), lambda _: None)
         return jnp.zeros((1, *outputs), dtype)
     multiply = functools.partial(
@@ -144,7 +144,7 @@ def matmul_terms(
 def _read(operation: str, x: Any, weight: Any) -> tuple[Any, Any]:
     """Converts x and the weight to arrays, unless they are quantised.
 
-    Raises ValueError where their shapes don't fit.
+    Raises ValueError if their shapes don't fit.
     """
     if not isinstance(x, QuantizedActivations):
         x = as_array(f"{operation}: x", x)
@@ -213,9 +213,9 @@ def _multiply_rows(
 def _in_packed_order(
     rows: jax.Array | QuantizedActivations, weight: QuantizedTensor, format: ProductFormat
 ) -> tuple[jax.Array | QuantizedActivations, QuantizedTensor]:
-    """Rows whose channels are in the order of the words, and the weight without a permutation.
+    """The rows with channels in the order of the words, and the weight without a permutation.
 
-    Rows that are still to be rounded to blocks keep their order, and the weight its permutation.
+    Rows that are not yet rounded to blocks keep their order, and the weight its permutation.
     """
     if isinstance(rows, QuantizedActivations):
         _check_activations(rows, weight, format)
@@ -226,8 +226,8 @@ def _in_packed_order(
             rows = jnp.take(rows, weight.permutation, axis=1)
         weight = dataclasses.replace(weight, permutation=None)
     if weight.format.symmetric and rows.dtype != jnp.bfloat16:
-        # Symmetry makes decoding cheaper for bfloat16 alone. Otherwise the plans that were measured
-        # for formats with zero points are the better ones.
+        # Symmetry makes decoding cheaper only for bfloat16. Otherwise the plans that were measured
+        # for formats with zero points are better.
         unsymmetric = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=unsymmetric)
     return rows, weight
@@ -236,12 +236,12 @@ def _in_packed_order(
 def _default(
     problem: Problem, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
 ) -> Implementation:
-    """The planned implementation, or the next best where it can't do the call."""
+    """The planned implementation, or the next best if it can't run the call."""
     name: Any = plans.plan_of(problem).implementation
     if name == "mosaic" and _why_not(name, rows, weight) is not None:
         name = plans.plan_by_rule(problem, warpgroups=False).implementation
     if name == "dequantize" and _why_not(name, rows, weight) is not None:
-        return "triton"  # what can't be written out may be multiplied as it is
+        return "triton"  # a weight that can't be dequantised in memory may still be multiplied
     return name
 
 
@@ -263,7 +263,7 @@ def _why_not(
         if format.operand == "float8" and (reason := device.why_not_float8()):
             return reason
         return device.why_too_large(max(math.prod(rows.shape), weight.words.size))
-    if name == "dequantize" and weight.channel_scales is not None:  # it is written out in 8 bits
+    if name == "dequantize" and weight.channel_scales is not None:  # the copy has 8 bits
         largest = max(rows.shape[0], weight.shape[1]) * weight.padded_channels
         return device.why_too_large(largest)
     return None

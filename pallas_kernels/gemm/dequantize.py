@@ -1,4 +1,4 @@
-"""Products that first write the packed weight out as a plain matrix: faster for many rows."""
+"""Products that first dequantise the weight to a plain matrix: faster for many rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def matmul(
 ) -> jax.Array:
     """The product x [M, K] · W [K, N] in `out_dtype`, with a plain copy of W for this call.
 
-    The copy has the dtype of x, or `out_dtype` if x is FP8 or meets `int4`, and cuBLAS multiplies
-    it. For `liquid4` the copy is the int8 weight of its first level, which the kernels of `int8`
-    multiply with the same result to the bit.
+    The copy has the dtype of x, or `out_dtype` if x is FP8 or multiplies `int4`, and cuBLAS
+    multiplies it. For `liquid4` the copy is the int8 weight of its first level, which the kernels
+    of `int8` multiply with a bit-identical result.
     """
-    # Without the barrier XLA may write out the weights of several layers ahead of their products,
-    # and hold all copies at the same time.
+    # Without the barrier XLA may dequantise the weights of several layers ahead of their products,
+    # and keep all copies at the same time.
     words, x = jax.lax.optimization_barrier((weight.words, x))
     weight = dataclasses.replace(weight, words=words)
     if weight.format.operand == "int8" and weight.format.codes != "int4":
@@ -40,7 +40,7 @@ def matmul(
             return xla.matmul(x, weight, out_dtype)  # an int8 weight is a plain matrix already
         plain = first_level(weight)
         problem = plans.Problem.of(len(x.values), plain)
-        with plans.forced(None):  # a forced plan is for the packed weight, not for its copy
+        with plans.forced(None):  # a forced plan is for the packed weight only
             plan = plans.plan_of(problem)
             if plan.implementation == "mosaic" and plans.why_not_warpgroups(problem) is None:
                 from mpjax.kernels.gemm.warpgroups import launch as warpgroups  # slow to import
@@ -57,7 +57,7 @@ def matmul(
 
 
 def first_level(weight: QuantizedTensor) -> QuantizedTensor:
-    """The `int8` weight with the same values as a `liquid4` weight: codes of its first level."""
+    """The `int8` weight with the values of a `liquid4` weight: codes of its first level."""
     assert weight.channel_scales is not None
     words = write_out(weight, jnp.dtype(jnp.int8))
     scales = jax.lax.bitcast_convert_type(weight.channel_scales, jnp.uint32)
@@ -70,7 +70,7 @@ def first_level(weight: QuantizedTensor) -> QuantizedTensor:
 def write_out(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
     """The weight as a plain matrix [N, K padded] in `dtype`.
 
-    Input channels are in the packed order. If `dtype` is int8, the matrix holds the codes of
+    Input channels are in the packed order. If `dtype` is int8, the matrix has the codes of
     `liquid4`'s first level, without channel scales.
     """
     format = weight.format

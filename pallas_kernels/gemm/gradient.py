@@ -1,10 +1,10 @@
 """The derivatives of a product with a packed weight.
 
 The derivative with respect to x is a product with the transposed matrix. Codes have no derivative,
-but scales and tables have: the matrix is linear in them, so that they can be learned (FLUTE §4.1).
+but scales and tables do: the matrix is linear in them, so they can be learned (FLUTE §4.1).
 Rounding, of activations or of new scales, counts as the identity (straight-through). All
-derivatives are differentiable themselves; the transposed product is differentiated with the plain
-matrix.
+derivatives are themselves differentiable; the transposed product is differentiated with the
+plain matrix.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _backward(
     if scales is None and weight.channel_scales is None and weight.table is None:
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight)
         return x_gradient, nothing, None
-    # The compiler leaves out the gradients that nobody uses. On a mesh with explicit axes, the sum
-    # over divided rows gets the sharding of the matrix.
+    # The compiler removes unused gradients. On a mesh with explicit axes, the sum over divided rows
+    # gets the sharding of the matrix.
     matrix, pull_back = jax.vjp(_dense, weight, scales)
     matrix_gradient = jnp.einsum(
         "mk,mn->kn",
@@ -70,7 +70,7 @@ differentiable.defvjp(_forward, _backward)
 
 
 def _dense(weight: QuantizedTensor, scales: jax.Array | None) -> jax.Array:
-    """The matrix [K, N] in float32, as a function of the parameters that can be learned."""
+    """The matrix [K, N] in float32, as a function of its learnable parameters."""
     fixed = jax.lax.stop_gradient(weight)
     tensor = dataclasses.replace(fixed, channel_scales=weight.channel_scales, table=weight.table)
     return tensor.dequantize(jnp.float32, scales=scales)
@@ -102,7 +102,7 @@ def _quick_product(
     weight = weight if scales is None else with_scales(weight, scales)
     if device.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
-    # As in the forward product, the matrix is not written out before the gradient is there.
+    # As in the forward product, the matrix is not dequantised before the gradient is available.
     words, gradient = jax.lax.optimization_barrier((weight.words, gradient))
     matrix = write_out(dataclasses.replace(weight, words=words), gradient.dtype)
     product = jnp.einsum("mn,nk->mk", gradient, matrix)

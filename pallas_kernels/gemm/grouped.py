@@ -1,8 +1,8 @@
-"""The product of tiles of rows with the matrices of a stack, by the warpgroups' kernel.
+"""The product of tiles of rows with the matrices of a stack, by the warpgroup kernel.
 
-It is the dense product's kernel. A program finds the number of its matrix, the expert of its tile
-of rows, in an array, and copies that expert's blocks out of the stack, which are words, or plain
-weights that the tensor cores read as they are.
+It is the dense product's kernel. A program looks up its matrix, the expert of its tile of rows, in
+an array, and copies that expert's blocks out of the stack. Blocks are words, or plain weights,
+which the tensor cores use unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Tiles(NamedTuple):
     """The experts of tiles of rows, and the operations on their products, in this order.
 
     experts: int32 [tiles], −1 for a tile whose products are not computed.
-    bias: [experts, N], added. gate: joins the two halves of N. weights: float32 [rows], a factor.
+    bias: [experts, N], added. gate: combines the two halves of N. weights: float32 [rows], a
+    factor.
     """
 
     experts: jax.Array
@@ -38,9 +39,9 @@ class Tiles(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A stack of matrices [experts, K, N], as programs copy their blocks out of it.
+    """A stack of matrices [experts, K, N], out of which programs copy blocks.
 
-    blocks: of K, in each matrix. words, parameters, table, channel_scales: as `Arguments` has them.
+    blocks: of K, in each matrix. words, parameters, table, channel_scales: as in `Arguments`.
     """
 
     format: WeightFormat
@@ -54,7 +55,7 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, weight: jax.Array | QuantizedTensor) -> Stack:
-        """The stack of a packed weight, or of a plain one in bfloat16 or float16."""
+        """The stack of a packed weight, or of a plain weight in bfloat16 or float16."""
         if not isinstance(weight, QuantizedTensor):
             format = WeightFormat(weight.dtype.name)
             _, channels, outputs = weight.shape
@@ -82,8 +83,8 @@ def products(
 ) -> jax.Array:
     """The products [rows, N] of each tile of rows with its expert's matrix, or [rows, N / 2].
 
-    x: [rows, K], config.tile_m rows for each tile; K is padded as `Arguments` says. weight:
-    [experts, K, N], one that `why_not_warpgroups` does not refuse; a plain one has the dtype of x.
+    x: [rows, K], config.tile_m rows for each tile; K is padded as in `Arguments`. weight:
+    [experts, K, N], accepted by `why_not_warpgroups`; a plain weight has the dtype of x.
     config: without splits and shares. out_dtype: a float of 16 or 32 bits.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
@@ -104,7 +105,7 @@ def products(
         blocks=stack.blocks,
         gate=tiles.gate,
     )
-    # As in the dense product, programs that read the same words run at the same time.
+    # As in the dense product, programs that use the same words run at the same time.
     columns = pl.cdiv(outputs, config.tile_n // call.halves)
     axes = {"split": 1, "band": bands, "column": columns, "row": band_tiles}
     if bands == 1:
@@ -131,5 +132,5 @@ def products(
 
 
 def _joined(stack: Any) -> Any:
-    """A stack [experts, n, ...] as [experts · n, ...]."""
+    """Reshapes a stack [experts, n, ...] to [experts · n, ...]."""
     return stack.reshape(-1, *stack.shape[2:])

@@ -1,11 +1,11 @@
-"""Integer sums that are float32 when they end, without a conversion.
+"""Integer sums whose final bits are float32 numbers, without a conversion.
 
-Around 1.5 · 2²³, neighbouring numbers in float32 are 1 apart. An integer sum that begins with its
-bits, and changes by less than 2²², therefore ends with the bits of 1.5 · 2²³ plus the sum. A
-subtraction takes the place of a conversion, which is slow on a GPU.
+Around 1.5 · 2²³, neighbouring float32 numbers are 1 apart. An integer sum that begins with the bits
+of 1.5 · 2²³, and changes by less than 2²², therefore ends with the bits of 1.5 · 2²³ plus the sum.
+A subtraction replaces a conversion, which is slow on a GPU.
 
-A sum that is scaled at once needs no subtraction of its own: one fused multiply-add, which rounds
-once, gives float · scale − OFFSET · scale, if OFFSET · scale is exact. The significand of 1.5 ·
+A sum that is scaled immediately needs no separate subtraction: one fused multiply-add, which rounds
+once, computes float · scale − OFFSET · scale, if OFFSET · scale is exact. The significand of 1.5 ·
 scale has up to two bits more than the scale's. So the last two bits of the scale are cleared, which
 changes it by less than 2⁻²¹.
 """
@@ -36,7 +36,7 @@ def without_last_bits(scale_bits: jax.Array) -> jax.Array:
 def scaled(total: jax.Array, scale: jax.Array) -> jax.Array:
     """An int32 total that began with OFFSET_BITS, times scales `without_last_bits`, in float32."""
     target = current_target()
-    if target.is_interpreted:  # nothing there says that a product and a sum are rounded once
+    if target.is_interpreted:  # in interpret mode, product and sum may be rounded separately
         return as_float(total) * scale
     bits = jax.lax.bitcast_convert_type(total, jnp.float32)
     return target.multiply_add(bits, scale, scale * -OFFSET)

@@ -15,7 +15,7 @@ def matmul(
 ) -> jax.Array:
     """The product x [M, K] · W [K, N] in `out_dtype`, computed in float32 over exact operands.
 
-    Sums of int8 products, in blocks of 128 channels where blocks have scales, are exact integers.
+    Sums of int8 products, in blocks of 128 channels if blocks have scales, are exact integers.
     The input channels of a quantised x are in the packed order of W, those of any other x in their
     own order.
     """
@@ -32,10 +32,10 @@ def matmul(
 
 
 def _of_blocks(x: QuantizedActivations, weight: QuantizedTensor) -> jax.Array:
-    """The sum float32 [M, N] over blocks of 128 channels of their integer sums, each scaled.
+    """The float32 sum [M, N] over blocks of 128 channels of their scaled integer sums.
 
-    A block's sum of int8 · int4 is below 2**17 in magnitude, so that float32 holds it exactly, in
-    whatever order it is added up.
+    A block's sum of int8 · int4 is below 2**17 in magnitude, so float32 represents it exactly, in
+    any order of summation.
     """
     plain = unpack(weight)
     groups = in_groups(plain.codes, weight.format).astype(jnp.float32)  # [groups, 128, N]

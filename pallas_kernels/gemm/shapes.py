@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class GemmShape:
-    """The shape of a weight: `channels` is K, the input channels, `outputs` N, the output ones."""
+    """The shape of a weight: `channels` is K, the input channels; `outputs` is N."""
 
     name: str
     channels: int
@@ -32,7 +32,7 @@ LLAMA3_70B = (
 # Shapes by the name of their model.
 MODELS = {"qwen3-8b": QWEN3_8B, "llama3-70b": LLAMA3_70B}
 
-# Small enough for interpret mode; no tile divides K and N of the second.
+# Small enough for interpret mode; no tile divides the second's K and N.
 SMALL = (
     GemmShape("small.even", 512, 128),
     GemmShape("small.ragged", 384, 200),
@@ -40,9 +40,9 @@ SMALL = (
 
 
 def named(names: Iterable[str]) -> tuple[GemmShape, ...]:
-    """The shapes of names, each once: a model's (`qwen3-8b`) or a single one (`qwen3-8b.qkv`).
+    """The shapes of names, without repetition: a model's (`qwen3-8b`) or one (`qwen3-8b.qkv`).
 
-    Raises ValueError, which lists the known names, for an unknown one.
+    Raises ValueError, which lists the known names, for an unknown name.
     """
     known = {shape.name: (shape,) for model in MODELS.values() for shape in model} | MODELS
     found: dict[GemmShape, None] = {}

@@ -1,12 +1,12 @@
 """Fused dequantise-GEMM in Triton: one main loop for every packed weight format.
 
 The kernel computes out.T = W.T · x.T, so that the weight is the operand in registers and rows of x
-are the narrow side of the tensor-core instruction. A program owns a tile of `tile_n` output
-channels and `tile_m` rows of x, and one of `splits` ranges of K. It loads words of codes, decodes
-them plane by plane to operands of the tensor cores, and multiplies. Only the decoder depends on the
-kind of codes.
+are the narrow side of the tensor-core instruction. A program has a tile of `tile_n` output channels
+and `tile_m` rows of x, and one of `splits` ranges of K. It loads words of codes, decodes them plane
+by plane to operands of the tensor cores, and multiplies. Only the decoder depends on the kind of
+codes.
 
-Scales are applied where they are cheapest. Scales of output channels and of rows are left to the
+Scales are applied where they are cheapest. Scales of output channels and of rows are applied in the
 epilogue. Scales of groups multiply the sum over the group (one operation per output and group, no
 loss of precision), or the decoded weights (one per weight, rounded to 16 bits, which is cheaper for
 tiles of many rows).
@@ -38,7 +38,7 @@ CHANNELS_PER_PRODUCT = 128
 
 
 class Operands(NamedTuple):
-    """The inputs of the kernel: arrays outside of it, references inside; None if there are none."""
+    """The inputs of the kernel: arrays outside, references inside; None for missing inputs."""
 
     x: Any  # [M, K padded]
     x_scales: Any  # [M, 1 or groups], or [groups, M] for int8 in groups; of quantised activations
@@ -58,11 +58,11 @@ def matmul(
 ) -> jax.Array:
     """The product x [M, K] · W [K, N] in `out_dtype`; see `matmul_terms`."""
     terms = matmul_terms(x, weight, config, out_dtype, interpret=interpret)
-    # XLA fuses this sum, whose order is fixed, into the operation that reads the product.
+    # XLA fuses this sum, whose order is fixed, into the product's consumer.
     return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(out_dtype)
 
 
-# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
+# This function has its own `jit`, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def matmul_terms(
     x: jax.Array | QuantizedActivations,
@@ -102,8 +102,7 @@ def _launch(
 ) -> jax.Array:
     """Launches the kernel for the output channels from `first` on: terms [splits, M, N − first].
 
-    outputs: the number of channels to compute; the values of the others are undefined. None
-        computes all.
+    outputs: the number of channels to compute; the others are undefined. None computes all.
     """
     values, x_scales = parts_of(x, weight.format)
     rows, columns = values.shape[0], weight.shape[1] - first
@@ -147,14 +146,14 @@ def _launch(
 def parts_of(
     x: jax.Array | QuantizedActivations, format: WeightFormat | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The rows of x or of its codes, [M, K], and its scales as a kernel reads them, or None.
+    """The rows of x or of its codes, [M, K], and its scales as a kernel loads them, or None.
 
-    Scales are [M, 1], or [M, groups]; of blocks of `int4` [blocks, M].
-    format: of the weight; None for a plain one.
+    Scales are [M, 1], or [M, groups]; for blocks of `int4` [blocks, M].
+    format: of the weight; None for a plain weight.
     """
     if isinstance(x, jax.Array):
         return x, None
-    # The scales of a block lie side by side, as the kernels that round to blocks write them.
+    # The scales of a block are contiguous, as the kernels that round to blocks store them.
     has_blocks = format is not None and format.codes == "int4"
     return x.values, x.scales.T if has_blocks else x.scales
 
@@ -193,10 +192,10 @@ def _kernel(
 
 
 class Program:
-    """The tile of one program: what it loads, a step of its loop over K, and its last scales.
+    """The tile of one program: its loads, steps of its loop over K, and its last scales.
 
     first_output: of the launch. tile: the rows [tile_m] and output channels [tile_n] of the
-    program; None for those that its place in the grid gives.
+    program; None to derive them from the program's index in the grid.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class Program:
             self.row, self.output = tile
         self.split = pl.program_id(2)
         self.lane = jnp.arange(width)
-        # There are masks only if a tile may reach beyond the matrix.
+        # There are masks only if a tile may extend beyond the matrix.
         is_inside = tile is None and self.rows % tile_m == 0
         self.row_mask = None if is_inside else self.row < self.rows
         self.output_mask = None if self.outputs % tile_n == 0 else self.output < self.outputs
@@ -243,17 +242,17 @@ class Program:
         self.scale_sum = has_scale and not self.scale_weight
         decodes_scaled = self.scale_weight or not self.kind.has_group_scales
         self.exponent = self.kind.scaled_exponent(self.dtype) if decodes_scaled else 0
-        # 8-bit rows of x then have a scale for each group, too, even if K is a single group.
+        # Then 8-bit rows of x have a scale for each group, too, even if K is a single group.
         self.x_by_group = self.scale_sum and self.dtype in (jnp.int8, jnp.float8_e4m3fn)
 
         # Only the last product of a step runs while the next step decodes. The compiler waits for
-        # every other, because the next decoded planes overwrite the registers that it reads.
+        # all others, because the next decoded planes overwrite the registers that they read.
         most = self.scaled_run if self.scale_sum else planes
         self.joined = min(most, max(1, CHANNELS_PER_PRODUCT // width))
         sum_dtype = jnp.int32 if self.dtype == jnp.int8 else jnp.float32
         self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
-        self.no_sum = self.zeros  # of a group that is scaled on its own
-        self.sums_blocks = self.scale_sum and self.dtype == jnp.int8  # integers, of a block each
+        self.no_sum = self.zeros  # of a group that is scaled separately
+        self.sums_blocks = self.scale_sum and self.dtype == jnp.int8  # integer sums, one per block
         if self.sums_blocks:
             self.no_sum = jnp.full((tile_n, tile_m), OFFSET_BITS, jnp.int32)
             self.zeros = jnp.zeros((tile_n, tile_m), jnp.float32)
@@ -267,7 +266,7 @@ class Program:
         ]
 
     def load_columns(self, block: jax.Array, lane: jax.Array) -> list[jax.Array]:
-        """The words [tile_n, width] of a block at some lanes, for each of its columns."""
+        """The words [tile_n, width] of a block at these lanes, for each of its columns."""
         format = self.format
         if format.is_flat:
             block, lane = jnp.int32(0), block * format.block + lane
@@ -284,7 +283,7 @@ class Program:
     def load_x(self, first: jax.Array, planes: int) -> jax.Array:
         """The tile of x [tile_m, planes · width] whose first plane begins at channel `first`."""
         number = jnp.arange(planes * self.width)
-        if self.parts > 1:  # written so that the compiler sees that lanes are neighbours in memory
+        if self.parts > 1:  # written so that the compiler sees contiguous lanes
             plane, lane = jax.lax.div(number, self.width), jax.lax.rem(number, self.width)
             number = plane * self.format.plane_width + lane
         row, channel = self.row[:, None], (first + number)[None, :]
@@ -305,7 +304,7 @@ class Program:
         block, part = number, jnp.int32(0)
         if self.parts > 1:
             block, part = number // self.parts, number % self.parts * self.width
-        # Loaded before the product, since the compiler does not load ahead what no operand needs.
+        # Loaded before the product, as the compiler doesn't pipeline loads that no operand needs.
         x_scales = self.load_x_scales(block) if self.sums_blocks else None
         columns = self.load_columns(block, part + self.lane)
         total = accumulator
@@ -330,7 +329,7 @@ class Program:
         return total
 
     def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
-        """A function from a plane's number to its weights, scaled if weights are."""
+        """A function from a plane's index to its weights, scaled if `scaling` is `weight`."""
         if self.scale_weight:
             return self.kind.scaled_decoder(columns, group, self.shared, self.dtype)
         return self.kind.decoder(columns, group.arguments, self.shared, self.dtype)
@@ -346,7 +345,7 @@ class Program:
         return group.scale
 
     def scaled(self, accumulator: jax.Array) -> jax.Array:
-        """The sums times the scales that no step has applied."""
+        """The sums times the scales that the steps have not applied."""
         if self.exponent:
             accumulator *= 2.0**-self.exponent
         if self.whole is not None:

@@ -1,9 +1,9 @@
-"""Plans of products: from a `Problem`, the implementation and the tiles that multiply it.
+"""Plans of products: from a `Problem`, the implementation and its tiles.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`operation`). A problem that no table has gets the plan of the rule: `rule` chooses the
-implementation, `triton_rule` and `warpgroup_rule` the tiles, the latter with a `cost_model`.
-`limits` and `shared_memory` say which configurations a GPU can run.
+(`operation`). Without an entry, the rule decides: `rule` chooses the implementation, `triton_rule`
+and `warpgroup_rule` the tiles, the latter with a `cost_model`. `limits` and `shared_memory` define
+which configurations a GPU can run.
 """
 
 from mpjax.kernels.gemm.plans.configuration import (

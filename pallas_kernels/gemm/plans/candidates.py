@@ -23,15 +23,15 @@ WARPGROUP_SHARE = 3  # one candidate in three is for the warpgroups' kernel
 
 
 def candidates(problem: Problem, most: int = 40) -> list[Plan]:
-    """At most `most` plans that a problem can run with, the most promising first.
+    """At most `most` plans with which a problem can run, the most promising first.
 
     Plans of the kernel that the rule chooses come first, in the order of their distance from the
-    rule's configuration, then those of the other fused kernel. The last is always the unfused
+    rule's configuration, then those of the other fused kernel. The last plan is always the unfused
     implementation for many rows.
 
     problem: its rows are one of BUCKETS.
     """
-    # It has no tiles to choose, and its time is an upper bound for any plan.
+    # The unfused plan has no tiles to choose, and its time is an upper bound for any plan.
     other = Plan(unfused(problem))
     if why_not_triton(problem):
         return [other]
@@ -46,7 +46,7 @@ def candidates(problem: Problem, most: int = 40) -> list[Plan]:
 
 
 def _triton_configs(problem: Problem) -> list[TritonConfig]:
-    """Sound configurations of Triton's kernel, the nearest to the rule's first.
+    """Valid configurations of Triton's kernel, the nearest to the rule's first.
 
     The distance of two configurations is the sum of the differences in the base-2 logarithms of
     tile_m, tile_n, outputs per warp, width and the number of warps in all programs, and in stages;

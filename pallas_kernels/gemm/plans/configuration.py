@@ -1,4 +1,4 @@
-"""Configurations of the fused kernels: the tiles and settings that they are launched with."""
+"""Configurations of the fused kernels: tiles and settings of a launch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import ClassVar, Literal, get_args
 
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-# Rows of x in a tile of the warpgroups' kernel.
+# Rows of x in a tile of the warpgroup kernel.
 ROW_MULTIPLE = 8  # a tile's rows are a multiple: Pallas tiles arrays in memory by 8 rows
 INT8_ROW_MULTIPLE = 16  # with more than FEW_ROWS rows, the multiple that `wgmma` has for int8
 WGMMA_ROWS = {2: 256, 3: 128, 4: 128}  # the most rows of one `wgmma`, by a program's warpgroups
-FEW_ROWS = 32  # up to so many rows, sums are scaled instead of weights
-OVERLAP_ROWS = 16  # up to so many, the sums of a group can be scaled during the next product
-# Up to so many, warps multiply by `mma.sync`: with computed codes, and with codes of a table.
+FEW_ROWS = 32  # up to this number of rows, sums are scaled instead of weights
+OVERLAP_ROWS = 16  # up to this number, a group's sums can be scaled during the next product
+# Up to these numbers, warps multiply by `mma.sync`: with computed codes, and with codes of a table.
 MMA_SYNC_ROWS, MMA_SYNC_ROWS_OF_TABLES = 16, 8
 
 Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
@@ -30,15 +30,15 @@ class TritonConfig:
     warps, stages: the compiler's `num_warps` and `num_stages`; stages is the number of steps of K
         whose loads are in flight.
     scaling: where the scale of a group is applied: to the float32 `accumulator`, once per output
-        and group, or to each decoded `weight`, which is then rounded to 16 bits. It depends on
-        tile_m which takes fewer instructions. Only formats with group scales and 16-bit activations
-        have a choice.
-    width: the lanes of each plane that a step takes, a divisor of the format's plane width; None
-        for all. Fewer are for tiles of x that would not fit shared memory with a whole block.
-    unsplit: the first so many output channels, a multiple of tile_n, are not split; they are
-        computed in a launch of their own before the others. None splits all. Tiles that fill all
-        multiprocessors for whole rounds need no splits; the remaining ones would leave most
-        multiprocessors idle without.
+        and group, or to each decoded `weight`, which is then rounded to 16 bits. Which takes fewer
+        instructions depends on tile_m. Only formats with group scales and 16-bit activations have
+        a choice.
+    width: the lanes of each plane in a step, a divisor of the format's plane width; None for all.
+        Fewer lanes are for tiles of x that would not fit shared memory with a whole block.
+    unsplit: the first output channels, up to this multiple of tile_n, are not split; they are
+        computed in a separate launch before the others. None splits all. Tiles that fill all
+        multiprocessors for whole rounds need no splits; the remaining tiles, if not split, would
+        leave most multiprocessors idle.
     """
 
     tile_m: int
@@ -51,7 +51,7 @@ class TritonConfig:
     unsplit: int | None = None
 
     def why_not(self) -> str | None:
-        """Why no product can have this configuration; None if some can."""
+        """The reason why no product can have this configuration, or None if some can."""
         for name in ("tile_m", "tile_n", "warps", "width"):
             value = getattr(self, name)
             if value is not None and value & (value - 1):
@@ -71,15 +71,15 @@ class TritonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupConfig:
-    """Tile sizes of one launch of the warpgroups' kernel.
+    """Tile sizes of one launch of the warpgroup kernel.
 
     tile_m: rows of x in a program's tile.
     warpgroups: the number of a program's consumers, each with 64 output channels.
     splits: the number of programs that share a tile, each with a part of K.
     shares: the number of a program's consumers that share the same 64 output channels, each with a
         part of the program's K; a divisor of `warpgroups`.
-    most_out_tiles: the most tiles of a consumer's products that are on their way out at a time.
-    most_rows_of_four: the most rows of a tile of four consumers, which decode to 16 bits.
+    most_out_tiles: the most tiles of a consumer's products that are being copied out at a time.
+    most_rows_of_four: the most rows of a tile with four consumers that decode to 16 bits.
     """
 
     most_out_tiles: ClassVar[int] = 1
@@ -97,16 +97,16 @@ class WarpgroupConfig:
     def uses_mma_sync(self, *, has_table: bool) -> bool:
         """Whether warps multiply by `mma.sync`: tiles have so few rows that `wgmma` gains nothing.
 
-        has_table: whether decoding reads a table in shared memory. Each warp also reads all of x
-            from there, so that the limit is lower.
+        has_table: whether decoding uses a table in shared memory. Each warp also loads all of x
+            from there, so the limit is lower.
         """
         return self.tile_m <= (MMA_SYNC_ROWS_OF_TABLES if has_table else MMA_SYNC_ROWS)
 
     def overlaps_groups(self, bits: int) -> bool:
         """Whether a group's sums are scaled while `wgmma` adds the next group's to other registers.
 
-        bits: of a code. Tables with codes of fewer than four bits are also held in registers, which
-            four warpgroups have too few of.
+        bits: of a code. Tables with codes of fewer than four bits are also kept in registers, of
+            which four warpgroups have too few.
         """
         return self.tile_m <= OVERLAP_ROWS and (bits == 4 or self.warpgroups < 4)
 
@@ -122,10 +122,11 @@ class WarpgroupConfig:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether the programs that share a tile are a cluster, which adds their sums on the chip.
+        """Whether the programs that share a tile form a cluster, which adds their sums on the chip.
 
-        Programs of a cluster run at the same time, on neighbouring multiprocessors. Clusters are of
-        two: larger ones cannot use all multiprocessors of an H200.
+        Programs of a cluster run at the same time, on neighbouring multiprocessors. Clusters have
+        two
+        programs: larger ones can't use all multiprocessors of an H200.
         """
         return self.splits == 2 and self.has_few_rows
 

@@ -1,18 +1,19 @@
 """Models of the time of a product by warpgroups, fitted to measurements on an H200.
 
-A multiprocessor runs one program at a time, so that programs run in rounds, each of as many
-programs as there are multiprocessors. The time of a product is the sum of
+A multiprocessor runs one program at a time, so programs run in rounds, each of as many programs as
+there are multiprocessors. The time of a product is the sum of
 
 - the launch;
 - for each round, its beginning (the first loads), and the blocks of K of a program;
-- the addition of splits, if there are any, by a cluster or by a kernel of its own.
+- the addition of splits, if there are any, by a cluster or by a separate kernel.
 
-A block takes as long as the slowest of what runs at the same time: decoding, the tensor cores, and
-reading the L2 cache. Each main loop of `warpgroups.consumer` has a model (`ManyRows`, `FewRows`,
-`EightBits`), whose method `block` has the formula, and each kind of codes has constants for it. All
-times are in microseconds.
+A block takes as long as the slowest of the things that run at the same time: decoding, the tensor
+cores, and reading the L2 cache. Each main loop of `warpgroups.consumer` has a model (`ManyRows`,
+`FewRows`, `EightBits`), whose method `block` has the formula, and each kind of codes has constants
+for it. All times are in microseconds.
 
-Rows above ROW_MULTIPLE that are not a multiple of it are copied first; that time is not counted.
+If there are more than ROW_MULTIPLE rows, and not a multiple of it, they are copied first; that time
+is not counted.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class EightBits(NamedTuple):
 
     A block of K takes as long as multiplying it, or as reading its words and x from the L2 cache;
     all blocks together at least as long as reading the matrix from memory. The defaults were fitted
-    to int8/int8, a plain matrix that is not decoded. One in 16 bits has half the channels in a
-    block, which the tensor cores take as long for.
+    to int8/int8, a plain matrix that is not decoded. A block of a 16-bit matrix has half the
+    channels, for which the tensor cores take as long.
     """
 
     launch: float = 0.0
@@ -111,8 +112,8 @@ TIMES_OF_LIQUID4 = EightBits(1.48, 2.21, 0.128, 0.024, 0.00097, 0.123, 0.348, 0.
 TIMES_OF_FEW_ROWS = FewRows(0.8, 2.27, 0.17, 0.077, 0.0056, 0.105, 1.07, 0.0, 1.46)
 TIMES_BY_MMA_SYNC = FewRows(0.89, 2.13, 0.029, 0.208, 0.0034, 0.139, 0.7, 0.074, 1.84)
 # Fitted to tables: many rows with codes of three and four bits, few rows also with two bits. With 8
-# rows, TIMES_BY_MMA_SYNC is used for tables, too: it is too fast for them, but ranks their
-# configurations in the right order, and only the order matters for the choice.
+# rows, TIMES_BY_MMA_SYNC is used for tables, too: it is too optimistic for them, but ranks their
+# configurations correctly, and only the order matters for the choice.
 TIMES_OF_MANY_ROWS_OF_TABLES = ManyRows(0.8, 2.99, 0.0134, 0.0146, 0.0628, 0.0007, 0.0013, 1.01)
 TIMES_OF_FEW_ROWS_OF_TABLES = FewRows(0.8, 2.5, 0.323, 0.176, 0.0033, 0.107, 1.08, 0.0, 1.8)
 

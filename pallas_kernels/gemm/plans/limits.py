@@ -13,7 +13,7 @@ from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.shared_memory import triton_bytes
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-# The most of a thread's 255 registers for sums; others hold words, decoded weights and addresses.
+# The most of a thread's 255 registers for sums; words, decoded weights and addresses need others.
 ACCUMULATOR_REGISTERS = 128
 
 
@@ -32,7 +32,7 @@ def why_no_wgmma(limits: Limits) -> str | None:
 
 
 def why_not_warpgroups(problem: Problem) -> str | None:
-    """The reason why the warpgroups' kernel can't multiply a problem, or None if it can."""
+    """The reason why the warpgroup kernel can't multiply a problem, or None if it can."""
     if reason := why_no_wgmma(problem.limits):
         return reason
     format, outputs = problem.weight, problem.outputs
@@ -45,13 +45,13 @@ def why_not_warpgroups(problem: Problem) -> str | None:
 
 
 def widths(format: WeightFormat) -> tuple[int | None, ...]:
-    """The lanes of a plane that a step may take: all (None), or half if rows stay 64 bytes long."""
+    """The possible lanes of a plane per step: all (None), or half if rows stay 64 bytes long."""
     half = format.plane_width // 2
     return (None, half) if half * format.word_bits >= 64 * 8 else (None,)
 
 
 def can_scale_weights(format: WeightFormat) -> bool:
-    """Whether `scaling="weight"` is possible: group scales, and 16-bit operands to hold them."""
+    """Whether `scaling="weight"` is possible: with group scales and 16-bit operands."""
     has_scales = format.group_size is not None and code_kinds.of(format).has_group_scales
     return has_scales and format.operand is None
 
@@ -80,11 +80,11 @@ def why_unsound(config: TritonConfig, problem: Problem) -> str | None:
 
 
 def accumulator_registers(config: TritonConfig, format: WeightFormat) -> int:
-    """The registers of a thread that hold sums.
+    """The registers of a thread that contain sums.
 
     Twice as many if the sum of a group is scaled before it is added to the sum over K.
     """
-    # The groups of liquid4 are decoded to int8 with their scales, so it needs a single sum.
+    # The groups of liquid4 are decoded to int8 including their scales, so one sum suffices.
     apart = format.group_size is not None and code_kinds.of(format).has_group_scales
     sums = 2 if apart and config.scaling == "accumulator" else 1
     return sums * config.tile_m * config.tile_n // (32 * config.warps)

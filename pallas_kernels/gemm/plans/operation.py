@@ -1,7 +1,7 @@
-"""Products as an operation that is planned, and the configurations of kernels chosen already.
+"""Products as a planned operation, and the configurations of chosen kernels.
 
-A caller may force a kernel that the plan does not name, or the planned one may be unable to run the
-call. `triton_config_of` and `warpgroup_config_of` therefore give a configuration for any problem.
+A caller may force a kernel that is not planned, or the planned kernel may be unable to run the
+call. Therefore `triton_config_of` and `warpgroup_config_of` return a configuration for any problem.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mpjax.kernels.plans import Entry, Operation, Plan
 from mpjax.kernels.product_format import ProductFormat
 
 # The numbers of rows for which plans are measured. A problem with other rows uses the next larger
-# bucket. Up to 32 rows, multiples of ROW_MULTIPLE have their own buckets, because the warpgroups'
+# bucket. Up to 32 rows, multiples of ROW_MULTIPLE have their own buckets, because the warpgroup
 # kernel pads other numbers of rows above ROW_MULTIPLE.
 BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Key(NamedTuple):
-    """The key of a plan.
+    """The key of a measured plan.
 
-    format: the weight format's text. channels, outputs: K and N. rows: one of BUCKETS.
+    format: the weight format as a string. channels, outputs: K and N. rows: one of BUCKETS.
     """
 
     format: str
@@ -58,10 +58,10 @@ def _bucketed(key: Key) -> Key:
 
 
 def _find(entries: Mapping[Any, Entry], key: Key) -> Entry | None:
-    """The entry of a key, or None.
+    """The measured entry for a key, or None.
 
-    A bucket without an entry uses the one for the next multiple of ROW_MULTIPLE rows, unless that
-    entry's plan is the warpgroups' kernel.
+    The buckets of 7, 15 and 31 rows fall back to the entry of 8, 16 and 32 rows, unless that entry
+    selects the warpgroup kernel.
     """
     if key in entries or not key.rows % ROW_MULTIPLE:
         return entries.get(key)
@@ -108,9 +108,9 @@ forced = functools.partial(plans.forced, OPERATION)
 
 
 def runs_by_warpgroups(problem: Problem) -> bool:
-    """Whether the warpgroups' kernel is planned and able to run, on the default device.
+    """Whether the warpgroup kernel is planned and able to run, on the default device.
 
-    Activations are taken to be bfloat16, unless the format rounds them to 8 bits.
+    Activations are assumed to be bfloat16, unless the format rounds them to 8 bits.
     """
     if device.why_triton_cannot_run() is not None:
         return False
@@ -119,7 +119,7 @@ def runs_by_warpgroups(problem: Problem) -> bool:
 
 
 def triton_config_of(problem: Problem) -> TritonConfig:
-    """The configuration of Triton's kernel: the plan's, or the rule's if the plan has another.
+    """The configuration of Triton's kernel: the plan's, or the rule's if another kernel is planned.
 
     Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
     """
@@ -128,6 +128,6 @@ def triton_config_of(problem: Problem) -> TritonConfig:
 
 
 def warpgroup_config_of(problem: Problem) -> WarpgroupConfig:
-    """The warpgroups' configuration: the plan's, or the rule's if the plan has another kernel."""
+    """The warpgroups' configuration: the plan's, or the rule's if another kernel is planned."""
     config = plan_of(problem).config
     return config if isinstance(config, WarpgroupConfig) else warpgroups_by_rule(problem)

@@ -14,7 +14,7 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The product x [rows, K] · W [K, N] with a packed W, on a GPU with some limits.
+    """The product x [rows, K] · W [K, N] with a packed W, on a GPU with these limits.
 
     rows: of x.
     format: of the weight and of the activations.
@@ -32,7 +32,7 @@ class Problem:
     def of(cls, rows: int, weight: QuantizedTensor) -> Problem:
         """The product of `rows` rows and one matrix of a weight, on the default device.
 
-        There is no argument for activations: a weight's format multiplies one format of them.
+        The format of activations follows from the weight's format.
         """
         *_, channels, outputs = weight.shape
         return cls(rows, ProductFormat.of(weight.format), channels, outputs, device.limits())
@@ -44,10 +44,10 @@ class Problem:
 
     @property
     def has_table(self) -> bool:
-        """Whether codes are indices of a table, in which kernels look up values."""
+        """Whether codes are indices of a table in which kernels look up values."""
         return code_kinds.has_table(self.weight)
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of K, which kernels take one after another."""
+        """The number of blocks of K, which kernels process one after another."""
         return -(-self.channels // self.weight.block)

@@ -1,4 +1,4 @@
-"""The rule: the plan of a problem that no table has."""
+"""The rule: the plan of a problem without a measured plan."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mpjax.kernels.plans.plan import Plan
 
 # The most rows for which Triton's kernel is faster than an unfused product, measured on an H200 at
 # K4096 N24576. Triton's kernel decodes the weight again for every tile of rows; the unfused product
-# writes it out once. Codes of a table are slower to decode, so that their limit is lower. Triton
-# multiplies FP8 in 16 bits, so XLA's FP8 product is soon faster. XLA's int8 product never is,
-# because its sums go through memory. liquid4 (W4A8) is written out as int8, half the bytes.
+# dequantises it once. Codes of a table are slower to decode, so their limit is lower. Triton
+# multiplies FP8 in 16 bits, so XLA's FP8 product is faster beyond few rows. XLA's int8 product
+# never is, because its sums go through memory. liquid4 (W4A8) becomes int8, half the bytes.
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LIQUID4 = 2048
-# The most rows for which the warpgroups' kernel is faster than a copy of the weight and cuBLAS,
+# The most rows for which the warpgroup kernel is faster than a copy of the weight and cuBLAS,
 # measured on an H200 at K4096 N24576. Products with 8-bit activations, and uint4 in groups other
 # than 32, have no such limit.
 WARPGROUP_ROWS, WARPGROUP_ROWS_OF_TABLES = 4096, 2048
 
 
 def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
-    """The rule's plan of any problem.
+    """The rule's plan for any problem.
 
-    warpgroups: whether it may be the warpgroups' kernel.
+    warpgroups: whether it may choose the warpgroup kernel.
     """
     if warpgroups and _suits_warpgroups(problem):
         return Plan("mosaic", warpgroups_by_rule(problem))
@@ -38,16 +38,15 @@ def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
 
 
 def _suits_warpgroups(problem: Problem) -> bool:
-    # MXFP4 is the format of experts, whose rule is another; here it is not measured.
+    # MXFP4 is used for experts, which have another rule; its dense products are not measured.
     if why_not_warpgroups(problem) is not None or problem.weight.codes == "float4":
         return False
     rows, format, has_table = problem.rows, problem.weight, problem.has_table
-    # The next kernel adds the splits of Triton's product as it reads them. So with fewer rows than
-    # ROW_MULTIPLE a whole model is faster with Triton's kernel, even where the product alone is
-    # not.
+    # The next kernel sums the splits of Triton's product while loading them. So with fewer rows
+    # than ROW_MULTIPLE, whole models are faster with Triton's kernel, even if this product isn't.
     if rows < ROW_MULTIPLE:
         return has_table
-    if rows <= FEW_ROWS:  # other numbers of rows than multiples make Pallas copy x
+    if rows <= FEW_ROWS:  # with rows that are not a multiple, Pallas copies x
         return (has_table or format.codes == "uint4") and rows % ROW_MULTIPLE == 0
     if format.operand or (format.codes == "uint4" and format.group_size != 32):
         return True

@@ -1,4 +1,4 @@
-"""The shared memory of programs of the fused kernels: its content, and whether it is enough."""
+"""The shared memory of programs of the fused kernels: its contents, and whether it suffices."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, TritonConfig, W
 
 WGMMA_CAPABILITY = 9.0  # the compute capability of GPUs with `wgmma`
 BARRIER_BYTES = 2048  # the most bytes of all barriers, and of the padding between arrays
-# The most bytes between arrays, each of which begins at a multiple of 1024 bytes. They count where
-# further output tiles fill the memory that is left.
+# The most bytes between arrays, each of which begins at a multiple of 1024 bytes. They are counted
+# where further output tiles fill the remaining memory.
 ALIGNMENT_BYTES = 8192
 WORD_BLOCKS = 2  # slots for blocks of words, if x is copied plane by plane
 MOST_X_TILES = 8
-# A slot for a tile of x is free once the next tile's product has begun, so there are two at least.
+# A slot for a tile of x is free once the next tile's product has begun, so there are at least two.
 # With two slots for tiles of a plane, products would wait for copies.
 LEAST_X_TILES, LEAST_X_TILES_OF_PLANES = 2, 4
 MOST_OUT_ROWS = 64  # rows of an output tile
 
 
 class Stages(NamedTuple):
-    """The slots in shared memory of one share of a program's K, for copies in flight or in use."""
+    """The slots in shared memory for one share of a program's K, for copies in flight or in use."""
 
     blocks: int  # slots for blocks of words
     x: int  # slots for tiles of x
@@ -40,13 +40,13 @@ class Stages(NamedTuple):
 def stages(
     format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype, *, gated: bool = False
 ) -> Stages:
-    """The slots that shared memory has room for; `x` is 0 if it has room for none.
+    """The slots for which shared memory has room; `x` is 0 if it has room for none.
 
-    With few rows or 8-bit activations, a tile of x is small: it is for a whole block, and there are
-    as many slots for x as for words; so are those of plain matrices. Else a tile of x is for a
-    plane, and the number of slots is a power of two.
+    With few rows or 8-bit activations, a tile of x is small: it covers a whole block, and there are
+    as many slots for x as for words. The same applies to plain matrices. Otherwise a tile of x
+    covers a plane, and the number of slots is a power of two.
 
-    dtype: of the output. gated: whether the epilogue joins halves of a tile's output channels.
+    dtype: of the output. gated: whether the epilogue combines halves of a tile's output channels.
     """
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.parameters_of_block)
@@ -67,7 +67,7 @@ def stages(
         return Stages(count, count, 1, out_rows, _out_tiles(config, out_rows, room // row))
     room -= WORD_BLOCKS * words
     if room - out_rows * row < LEAST_X_TILES_OF_PLANES * plane:
-        out_rows = max(ROW_MULTIPLE, out_rows // 2)  # the tile is written out in more parts
+        out_rows = max(ROW_MULTIPLE, out_rows // 2)  # the tile is stored in more parts
     most = max(0, min(MOST_X_TILES, (room - out_rows * row) // plane))
     # With a power of two, the slot of a tile is computed without a division.
     x = 1 << most.bit_length() - 1 if most else 0
@@ -77,7 +77,7 @@ def stages(
 
 
 def _out_tiles(config: WarpgroupConfig, out_rows: int, more_rows: int) -> int:
-    """The output tiles of a consumer: one, and those that fit memory for `more_rows` rows."""
+    """The number of a consumer's output tiles: one, plus those that fit into `more_rows` rows."""
     parts = min(config.most_out_tiles, config.finished_rows // out_rows)
     return 1 + max(0, min(parts - 1, more_rows // out_rows))
 
@@ -93,9 +93,9 @@ def sent_bytes(config: WarpgroupConfig) -> int:
 def why_no_room(
     format: WeightFormat, config: WarpgroupConfig, *, gated: bool = False
 ) -> str | None:
-    """The reason why shared memory is too small for a configuration, or None if it is enough.
+    """The reason why shared memory is too small for a configuration, or None if it suffices.
 
-    The output's dtype is taken to be float32, the widest.
+    The output's dtype is assumed to be float32, the widest.
     """
     staged = stages(format, config, jnp.dtype(jnp.float32), gated=gated)
     least = LEAST_X_TILES if staged.parts == 1 else LEAST_X_TILES_OF_PLANES
@@ -108,8 +108,8 @@ def triton_bytes(config: TritonConfig, format: WeightFormat, limits: Limits) -> 
     """An upper bound of the bytes of shared memory of a program of Triton's kernel.
 
     A load is `stages` − 1 steps ahead of its use, and has as many buffers. It has one more if
-    `wgmma` (compute capability 9.0, four warps or more) still reads the last buffer: that is x, and
-    also the weight if its words are not decoded.
+    `wgmma` (compute capability 9.0, four warps or more) still reads the last buffer: that of x, and
+    that of the weight if its words are not decoded.
     """
     channels = format.planes * (config.width or format.plane_width)  # input channels of a step
     words = config.tile_n * channels * format.bits // 8

@@ -1,4 +1,4 @@
-"""The rule for the warpgroups' kernel: the sound configuration that the cost model ranks first."""
+"""The rule for the warpgroup kernel: the valid configuration that the cost model ranks first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.shared_memory import why_no_room
 
 # The most rows of a tile, by the number of consumers. One program has all registers of its
-# multiprocessor. With three consumers a thread has 160 of them. If weights are decoded into
-# registers, less than half can be sums. A plain int8 matrix is not decoded, and liquid4 is decoded
-# to 8 bits, which takes half the registers.
+# multiprocessor; with three consumers a thread has 160. If weights are decoded into registers, less
+# than half can be sums. A plain int8 matrix is not decoded, and liquid4 is decoded to 8 bits, which
+# takes half the registers.
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}
 MOST_ROWS_OF_INT8 = {2: 256, 3: 256, 4: FEW_ROWS}
 MOST_ROWS_OF_LIQUID4 = {2: 256, 3: 192, 4: FEW_ROWS}
-# A consumer of int4 has two sums, that of a block and that of all blocks.
+# A consumer of int4 has two sums, one of a block and one of all blocks.
 MOST_ROWS_OF_INT4 = {2: 128, 3: 96, 4: 64}
 INT4_ROW_MULTIPLE = 32  # a copy has a multiple of 128 bytes, also of the float32 scales of rows
 # Tiles of 8-bit activations with more rows than MOST_ROWS are multiplied as two products.
@@ -32,12 +32,12 @@ LEAST_BLOCKS = 2  # the fewest blocks of K in a split
 
 
 def warpgroups_by_rule(problem: Problem) -> WarpgroupConfig:
-    """The sound configuration that the cost model ranks first."""
+    """The valid configuration that the cost model ranks first."""
     return ranked(problem)[0]
 
 
 def ranked(problem: Problem) -> list[WarpgroupConfig]:
-    """All sound configurations, the fastest by the cost model first."""
+    """All valid configurations, the fastest by the cost model first."""
     rows, format = problem.rows, problem.weight
     heights = {64, 96, 128, 192, 256}
     if rows <= min(heights):
@@ -51,7 +51,7 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 
 def _row_step(rows: int, format: WeightFormat) -> int:
-    """The number whose multiples the rows of a tile are. rows: of the tile, or of the problem."""
+    """The number of which a tile's rows are a multiple. rows: of the tile, or of the problem."""
     if format.codes == "int4":
         return INT4_ROW_MULTIPLE
     is_int8 = format.operand == "int8"
@@ -59,7 +59,7 @@ def _row_step(rows: int, format: WeightFormat) -> int:
 
 
 def _row_limits(config: WarpgroupConfig, format: WeightFormat) -> tuple[int, int]:
-    """The number of which a tile's rows are a multiple, and the most that they can be."""
+    """The number of which a tile's rows are a multiple, and the most rows."""
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
     if format.codes == "int4":
         return step, MOST_ROWS_OF_INT4[config.warpgroups]
@@ -74,9 +74,9 @@ def _row_limits(config: WarpgroupConfig, format: WeightFormat) -> tuple[int, int
 def why_unsound(
     config: WarpgroupConfig, format: WeightFormat, *, gated: bool = False
 ) -> str | None:
-    """The reason why the warpgroups' kernel can't run with a configuration, or None if it can.
+    """The reason why the warpgroup kernel can't run with a configuration, or None if it can.
 
-    gated: whether the epilogue joins halves of a tile's output channels, as that of experts does.
+    gated: whether the epilogue combines halves of a tile's output channels, as for experts.
     """
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"

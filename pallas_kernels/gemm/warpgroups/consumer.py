@@ -1,7 +1,7 @@
 """The consumer warpgroups of a program: each decodes planes of codes and multiplies them with x.
 
-An operand is a plane, or with few rows several planes side by side. It is decoded while the one
-before is multiplied. A consumer has the sums of 64 output channels over its share of the program's
+An operand is a plane, or with few rows several adjacent planes. It is decoded while the previous
+operand is multiplied. A consumer has the sums of 64 output channels over its share of the program's
 blocks of K.
 """
 
@@ -42,7 +42,7 @@ class Consumer:
         call, arguments, shared = program.call, program.arguments, program.shared
         self.program, self.call, self.share = program, call, share
         self.column = column
-        # Its output channels in a half of the program's tile, which is the whole without a gate.
+        # Its output channels in a half of the program's tile; without a gate there is one half.
         self.half = program.half_of(column)
         if call.gate is not None:
             column = jax.lax.rem(column, call.columns // 2)
@@ -51,8 +51,7 @@ class Consumer:
         if shared.interpreted_sums is not None:
             self.scratch = shared.interpreted_sums.at[program.warpgroup]
         self.count = pl.cdiv(program.last - program.first - share, call.config.shares)
-        # Columns beyond the matrix read the scales of other channels, and nothing stores their
-        # sums.
+        # Columns beyond the matrix load the scales of other channels; their sums are never stored.
         output = program.outputs_of(self.half) + column * WARPGROUP_OUTPUTS
         output = jnp.minimum(output, program.outputs - WARPGROUP_OUTPUTS)
         self.output_range = pl.ds(output, WARPGROUP_OUTPUTS)  # in the matrix
@@ -63,7 +62,7 @@ class Consumer:
         self.output_parameters = None
         if of_outputs is not None:
             self.output_parameters = memory.load_row(of_outputs.at[self.output_range])
-        # The table, in the form that `kind.decoder` takes.
+        # The table, in the form of `kind.decoder`'s argument.
         self.table: tuple[jax.Array, ...] = ()
         if arguments.table is not None:
             width = call.format.plane_width
@@ -87,7 +86,7 @@ class Consumer:
         return [part * 2.0**-exponent for part in sums] if exponent else sums
 
     def scaled(self, sums: jax.Array, parameters: jax.Array) -> jax.Array:
-        """Scales sums [64, rows] by `parameters` [64], those of a group or of output channels."""
+        """Scales sums [64, rows] by `parameters` [64] of a group or of output channels."""
         call, rows = self.call, sums.shape[1]
         if call.kind.has_channel_scales:
             return sums * current_target().column(parameters, rows)
@@ -98,7 +97,7 @@ class Consumer:
     def _of_few_rows(self) -> jax.Array:
         """The main loop for few rows, which returns sums [64, tile_m].
 
-        Each block of K gives a product for every group of input channels in it; the products, times
+        Each block of K has a product for every group of input channels in it; the products, times
         the groups' scales if there are any, are added to the sums.
         """
         call, config = self.call, self.call.config
@@ -128,9 +127,9 @@ class Consumer:
         return jax.lax.fori_loop(0, self.count, go_on, zeros)
 
     def _products(self, block: Block) -> list[products.Product]:
-        """The products of a block with few rows: one for each group with a scale, else one in all.
+        """The products of a block with few rows: one for each group with a scale, else only one.
 
-        An operand has the input channels of planes side by side, `call.operand_width` in all.
+        An operand has the input channels of adjacent planes, `call.operand_width` in total.
         """
         call, width = self.call, self.call.operand_width
         planes = self._decoders(block, scaled=False)
@@ -158,7 +157,7 @@ class Consumer:
 
         def go_on(number: jax.Array, _: None) -> None:
             """Multiplies the planes of block `number`, each with its own tile of x."""
-            block = self._load(number)  # to registers, so that its slot is free at once
+            block = self._load(number)  # to registers, which frees its slot immediately
             memory.arrive(shared.free.at[block.slot])
             for plane, decode in enumerate(self._decoders(block, scaled=call.scales_groups)):
                 step = number * call.format.planes + plane
@@ -177,7 +176,7 @@ class Consumer:
         return [sums[...]]
 
     def _of_blocks(self, *sums: Any) -> list[jax.Array]:
-        """The main loop where a block's tile of x is copied at once: for 8 bits, and plain weights.
+        """The main loop if a block's tile of x is copied at once: for 8 bits, and plain weights.
 
         sums: one for each of `config.product_rows`.
         """
@@ -187,10 +186,10 @@ class Consumer:
         def go_on(number: jax.Array, _: None) -> None:
             """Multiplies the planes of block `number` with columns of its tile of x.
 
-            Products run while the next plane is decoded. So those of the block before end while the
-            first plane of this one is decoded, and only then its slot is freed.
+            Products run while the next plane is decoded. So the previous block's products end while
+            the first plane of this block is decoded, and only then its slot is freed.
             """
-            if call.format.is_flat:  # words are operands, which are read from shared memory
+            if call.format.is_flat:  # words are operands in shared memory
                 place = self.program.slot(self.share, number, call.stages.blocks)
                 memory.wait(shared.full.at[place])
                 tile = self.program.place_of(place, self.half)
@@ -219,17 +218,17 @@ class Consumer:
     def _of_scaled_blocks(self) -> jax.Array:
         """The main loop for many rows of 8 bits with a scale for each block.
 
-        The sums of a block are scaled while another consumer's block is multiplied. Consumers would
-        wait for the same copies, multiply at the same time, and scale at the same time, while the
-        tensor cores idle. So they take turns: a consumer's products begin after those of the one
-        before it.
+        The sums of a block are scaled while another consumer's block is multiplied. Otherwise
+        consumers would wait for the same copies, multiply at the same time, and scale at the same
+        time, while the tensor cores idle. So they take turns: a consumer's products begin after
+        those of the previous consumer.
         """
         call, shared = self.call, self.program.shared
         shape, width = (WARPGROUP_OUTPUTS, call.config.tile_m), call.format.plane_width
         turn, next_turn = (
             shared.turns.at[jax.lax.rem(self.column + later, call.columns)] for later in range(2)
         )
-        # The first turn is that of column 0, as if the last consumer had begun before.
+        # Column 0 has the first turn, as if the last consumer had begun already.
         pl.when(self.column == call.columns - 1)(lambda: memory.arrive(next_turn))
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
@@ -246,7 +245,7 @@ class Consumer:
             start = memory.full(shape, integer_sums.OFFSET_BITS, jnp.int32)
             memory.wait(turn)
             total = products.accumulate_from(start, multiply, self.scratch)
-            # Loaded only now: before, sums and operands take most registers.
+            # Loaded only now: before, sums and operands occupy most registers.
             scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
             memory.arrive(shared.free.at[block.slot])
             parameters = integer_sums.without_last_bits(block.parameters[0])
@@ -266,7 +265,7 @@ class Consumer:
         return words.at[tile, self.outputs, :]
 
     def _free_before(self, step: jax.Array, barriers: Any, slots: int, running: int = 1) -> None:
-        """Frees the slot of the step before `step`, after its products are done.
+        """Frees the slot of step − 1, after its products have ended.
 
         running: the number of products that the current step has begun.
         """
@@ -275,7 +274,7 @@ class Consumer:
         pl.when(step > 0)(lambda: memory.arrive(barriers.at[before]))
 
     def _load(self, number: jax.Array) -> Block:
-        """Waits for the block `number` of this share, and loads it into registers."""
+        """Waits for block `number` of this share, and loads it into registers."""
         call, shared = self.call, self.program.shared
         format, width = call.format, call.format.plane_width
         place = self.program.slot(self.share, number, call.stages.blocks)
@@ -300,7 +299,7 @@ class Consumer:
     def _decoders(self, block: Block, *, scaled: bool) -> list[Callable[[], jax.Array]]:
         """Functions that decode each plane of a block to an operand [64, plane width].
 
-        scaled: whether the operand is multiplied with the group's scale.
+        scaled: whether the operand is multiplied by the group's scale.
         """
         call, kind, operand = self.call, self.call.kind, self.call.operand
         planes, groups = call.format.planes, len(block.parameters)

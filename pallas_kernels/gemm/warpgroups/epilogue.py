@@ -1,4 +1,4 @@
-"""The epilogue: adds the sums of consumers with the same outputs, scales them and writes them out.
+"""The epilogue: adds the sums of consumers with the same outputs, scales and stores them.
 
 Consumers of a program that share outputs send their sums to the first of them. Then the two
 programs of a cluster exchange sums: each sends half of the rows to the other, both at the same
@@ -23,7 +23,7 @@ from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
 from mpjax.kernels.target import current_target
 
-# Rows whose sums a gate joins at a time: a row of them in shared memory is a swizzled one.
+# Rows whose sums a gate combines at a time: they fill one swizzled row of shared memory.
 GATED_ROWS = memory.SWIZZLED_BYTES // 4
 
 
@@ -31,7 +31,7 @@ GATED_ROWS = memory.SWIZZLED_BYTES // 4
 class Epilogue:
     """The epilogue of a consumer warpgroup.
 
-    consumer: the one that computed the sums; it has the scales of output channels.
+    consumer: which computed the sums, and has the scales of output channels.
     column, share: as for Consumer.
     """
 
@@ -41,13 +41,14 @@ class Epilogue:
     share: Any
 
     def run(self, sums: Sequence[jax.Array]) -> None:
-        """Completes a warpgroup's sums over K, scales them, and writes them out.
+        """Completes a warpgroup's sums over K, scales them, and stores them.
 
         Warpgroups with the same outputs and other parts of K send their sums to the first of them
-        (share 0) through shared memory; only the first goes on with the total.
+        (share 0) through shared memory; only the first continues with the total.
 
-        sums: arrays [64 outputs, rows] of this warpgroup, one for each of `config.product_rows`, by
-            which the rows of its tile are divided. Tiles whose sums are shared or crossed have one.
+        sums: arrays [64 outputs, rows] of this warpgroup, one for each of `config.product_rows`,
+            which divide the rows of its tile. Tiles with shared or crossed sums have a single
+            array.
         """
         shared = self.program.shared
         if shared.shared_sums is None:
@@ -73,7 +74,7 @@ class Epilogue:
         """Exchanges sums with the other program of a cluster, if there is one, and finishes.
 
         Program 0 finishes the first rows of the tile and program 1 the other rows, if there are
-        any: each sends the rows of the other, and adds those that it receives to its own.
+        any: each sends the other's rows, and adds the received rows to its own.
         """
         call, shared = self.program.call, self.program.shared
         if shared.crossed_sums is None:
@@ -97,9 +98,9 @@ class Epilogue:
             pl.when(self.program.split == rank)(functools.partial(exchange, rank))
 
     def _finish(self, sums: Sequence[jax.Array], row: int) -> None:
-        """Scales complete sums and writes them out; with a gate, joined with those of up values.
+        """Scales complete sums and stores them, with a gate combined with the up values.
 
-        row: the first row of the sums, counted from the first row of the program's tile.
+        row: the first row of the sums, relative to the first row of the program's tile.
         """
         if self.program.call.gate is not None:
             self._join(sums)
@@ -110,7 +111,7 @@ class Epilogue:
         memory.wait_for_stores()
 
     def _scaled(self, sums: jax.Array, row: int) -> jax.Array:
-        """The products [64, rows] of complete sums: with their scales and a bias."""
+        """The products [64, rows] of complete sums, with scales and bias applied."""
         arguments, parameters = self.program.arguments, self.consumer.output_parameters
         product = sums.astype(jnp.float32)
         if parameters is not None:
@@ -123,12 +124,12 @@ class Epilogue:
         return product
 
     def _of_rows(self, values: Any, row: int, product: jax.Array) -> jax.Array:
-        """The values of the rows of a product, in the product's shape [64, rows]."""
+        """The values of a product's rows, broadcast to its shape [64, rows]."""
         of_rows = values.at[pl.ds(self.program.first_row + row, product.shape[1])]
         return memory.load_column(of_rows)
 
     def _join(self, sums: Sequence[jax.Array]) -> None:
-        """Applies the gate: the consumer of up values sends them to that of the gate's."""
+        """Applies the gate: the consumer of up values sends them to the consumer of gate values."""
         shared, gate = self.program.shared, self.program.call.gate
         assert gate is not None
         pair = jax.lax.rem(self.column, self.program.call.columns // 2)
@@ -153,7 +154,7 @@ class Epilogue:
             memory.wait_for_stores()
 
     def _store(self, sums: jax.Array, row: int) -> None:
-        """Writes sums [64, rows] out through tiles in shared memory, some rows at a time."""
+        """Stores sums [64, rows] through tiles in shared memory, some rows at a time."""
         program, call = self.program, self.program.call
         rows, tiles = call.stages.out_rows, call.stages.out_tiles
         if program.arguments.row_weights is not None:

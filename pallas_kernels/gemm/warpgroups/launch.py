@@ -2,15 +2,15 @@
 
 A program has one producer warpgroup, which only begins copies (`producer`), and some consumers
 (`consumer`), each with 64 output channels; with JAX 0.12, the first consumer begins the copies of
-tiles of many rows. A consumer decodes a plane of codes into the registers that tensor cores read,
-begins its product, and decodes the next plane while the tensor cores multiply this one or another
-consumer's (LiquidGEMM §5.2). All consumers read the same tiles of x. If there are few outputs,
-several consumers or programs share them, each with a part of K and of x, and their sums are added
-on the chip (`epilogue`).
+tiles of many rows. A consumer decodes a plane of codes into registers as an operand of the tensor
+cores, begins its product, and decodes the next plane while the tensor cores multiply this one or
+another consumer's (LiquidGEMM §5.2). All consumers use the same tiles of x. If there are few
+outputs, several consumers or programs share them, each with a part of K and of x, and their sums
+are added on the chip (`epilogue`).
 
-With few rows, or 8-bit x, the scale of a group multiplies the sums, else the decoded weights, which
-are rounded to 16 bits: whichever are fewer. Scales of whole output channels are left to the
-epilogue.
+With few rows, or 8-bit x, the scale of a group multiplies the sums, otherwise the decoded weights,
+which are rounded to 16 bits: whichever are fewer. Scales of whole output channels are applied in
+the epilogue.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mpjax.kernels.mosaic.launch import Grid, give_registers, launch, take_regis
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.target import tracing_for
 
-# The bytes of x in a band of rows, which its programs read again and again from the L2 cache. This
-# is a third of Hopper's cache, which words and products pass through as well. Every band reads all
-# words once more; therefore a band may have up to twice as many bytes before it is divided.
+# The bytes of x in a band of rows, which its programs read repeatedly from the L2 cache. This is a
+# third of Hopper's cache, through which words and products also pass. Every band reads all words
+# once more, so a band may have up to twice as many bytes before it is divided.
 BAND_BYTES = 2**24
 
 
@@ -51,21 +51,21 @@ def matmul_terms(
 ) -> jax.Array:
     """Terms [splits, M, N] whose sum over the first axis is x [M, K] · W [K, N].
 
-    Several terms are float32; a single term has `out_dtype`. If the programs of a tile are a
+    Several terms are float32; a single term has `out_dtype`. If the programs of a tile form a
     cluster, they add their splits, and there is a single term.
 
     x: bfloat16 or float16, or QuantizedActivations if the format has 8-bit activations.
-    weight: one that `limits.why_not_warpgroups` does not refuse.
+    weight: accepted by `limits.why_not_warpgroups`.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     format, outputs = weight.format, weight.shape[1]
     rows, padding = values.shape[0], weight.padded_channels - values.shape[1]
-    # Pallas tiles arrays in memory by ROW_MULTIPLE rows. A single tile may reach beyond x instead.
+    # Pallas tiles arrays in memory by ROW_MULTIPLE rows. A single tile may extend beyond x instead.
     missing = -rows % ROW_MULTIPLE if rows > ROW_MULTIPLE else 0
     blocks = weight.padded_channels // format.block
     splits = min(config.splits, blocks)
     is_one_term = splits == 1 or config.is_cluster
-    is_cluster = splits > 1 and config.is_cluster and not interpret  # there are none in interpret
+    is_cluster = splits > 1 and config.is_cluster and not interpret  # none in interpret mode
     dtype = _written(out_dtype) if splits == 1 or is_cluster else jnp.dtype(jnp.float32)
     assert why_unsound(config, format) is None
     x_bytes = rows * weight.padded_channels * values.dtype.itemsize
@@ -102,9 +102,9 @@ def matmul_terms(
 
 
 def _written(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which a program writes a product out that is to have `dtype`.
+    """The dtype in which a program stores a product for which `dtype` is wanted.
 
-    A warpgroup can transpose only tiles of 16-bit and 32-bit floats, to write them out.
+    A warpgroup can transpose only tiles of 16-bit and 32-bit floats before storing them.
     """
     dtype = jnp.dtype(dtype)
     can_write = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4)
@@ -112,9 +112,9 @@ def _written(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _grid(call: Call, bands: int, columns: int, band_tiles: int) -> Grid:
-    """The programs of a product: the last axis varies fastest.
+    """The programs of a product. The last axis varies fastest.
 
-    So programs that read the same words run at the same time.
+    So programs that use the same words run at the same time.
     """
     axes = {"column": columns, "row": band_tiles}
     if bands > 1:

@@ -1,6 +1,6 @@
-"""The copies of a program's operands to shared memory, and the producer warpgroup that begins them.
+"""The copies of a program's operands to shared memory, and the producer warpgroup.
 
-In a program without a producer, its first consumer begins them (`Copies`).
+In a program without a producer, the first consumer begins the copies (`Copies`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mpjax.kernels.mosaic import memory
 
 
 class Block(NamedTuple):
-    """A block of K of a share of a program.
+    """A block of K in a program's share.
 
-    number: among the share's blocks. block: its index in x. slot: in shared memory, of its words.
+    number: its index in the share. block: its index in x. slot: of its words in shared memory.
     """
 
     number: Any
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, number: Any, share: int = 0) -> Block:
-        """The block `number` of a share."""
+        """Block `number` of a share."""
         block = program.first + number * program.call.config.shares + share
         return cls(number, share, block, program.slot(share, number, program.call.stages.blocks))
 
@@ -40,7 +40,7 @@ def produce(program: Program) -> None:
     shares = program.call.config.shares
 
     def copy_round(number: jax.Array, _: None) -> None:
-        """Copies the block `number` of each share."""
+        """Copies block `number` of each share."""
         _copy(program, number, 0)  # no share has more blocks than the first
         for share in range(1, shares):
             exists = program.first + number * shares + share < program.last
@@ -72,7 +72,7 @@ def copy_words(program: Program, block: Block) -> None:
 
 
 def copy_x(program: Program, block: Block, part: Any) -> None:
-    """Copies x of a block to the slot of its words, or x of a plane, `part`, to one of its own."""
+    """Copies x of a block to the slot of its words, or x of plane `part` to a separate slot."""
     call, shared, staged = program.call, program.shared, program.call.stages
     place, arrival = block.slot, shared.full.at[block.slot]
     if staged.parts > 1:
@@ -87,7 +87,7 @@ def copy_x(program: Program, block: Block, part: Any) -> None:
 
 
 def _copy_half(program: Program, block: jax.Array, slot: jax.Array, half: int) -> None:
-    """Copies the words and parameters of a block of K, of a half of the tile's output channels."""
+    """Copies the words and parameters of a block of K for a half of the tile's output channels."""
     call, arguments, shared = program.call, program.arguments, program.shared
     format, arrival = call.format, shared.full.at[slot]
     outputs = pl.ds(program.outputs_of(half), call.config.tile_n // call.halves)
@@ -109,8 +109,8 @@ def _copy_half(program: Program, block: jax.Array, slot: jax.Array, half: int) -
 class Copies:
     """The copies of a program without a producer, which its first consumer begins.
 
-    It fills a slot again while products of the next tile run, when all consumers have read the
-    last. In programs with a producer, nothing is begun here.
+    A slot is refilled while products of the next tile run, when all consumers have released it. In
+    programs with a producer, all methods do nothing.
 
     count: the number of the program's blocks.
     """
@@ -133,15 +133,15 @@ class Copies:
                 jax.lax.fori_loop(0, tiles, lambda step, _: self._copy_tile(step), None)
 
     def after_block(self, number: jax.Array) -> None:
-        """Fills the slot of the block before `number`, which all consumers free by now."""
+        """Refills the slot of block `number` − 1, which all consumers have released."""
         self._fill_again(number, 1, self.staged.blocks, self._copy_block)
 
     def after_words(self, number: jax.Array) -> None:
-        """Fills the slot of the words of block `number`, which all consumers load by now."""
+        """Refills the slot of the words of block `number`, which all consumers have loaded."""
         self._fill_again(number, 0, self.staged.blocks, self._copy_block)
 
     def after_tile(self, step: jax.Array) -> None:
-        """Fills the slot of the tile of x before `step`, which all consumers free by now."""
+        """Refills the slot of step − 1's x tile, which all consumers have released."""
         self._fill_again(step, 1, self.staged.x, self._copy_tile, self.staged.parts)
 
     def _fill_again(
@@ -152,7 +152,7 @@ class Copies:
         copy: Callable[[jax.Array], None],
         parts: int = 1,
     ) -> None:
-        """Copies what comes next to the slot of `back` steps ago, if there is anything.
+        """Refills the slot of `back` steps ago with the next block or tile, if there is one.
 
         parts: the steps of a block.
         """

@@ -1,4 +1,4 @@
-"""A program of the warpgroups' kernel: its static facts, arguments, shared memory and tile."""
+"""A program of the warpgroup kernel: its static facts, arguments, shared memory and tile."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Call(NamedTuple):
     operand: the dtype of x, and of decoded weights.
     axis: the name of the cluster's axis, or None if programs are not in clusters.
     band_tiles: the number of tiles of rows in a band; all programs of a band come before those of
-        the next one. None if there is a single band.
-    blocks: of K, in each matrix of a stack of experts, of which a tile of rows has one; None if
-        there is a single matrix.
-    gate: joins the sums of two output channels, one in each half of a matrix; or None.
+        the next band. None if there is a single band.
+    blocks: of K in each matrix of a stack of experts, one of which a tile of rows uses; None for a
+        single matrix.
+    gate: combines the sums of two output channels, one in each half of a matrix; or None.
     """
 
     format: WeightFormat
@@ -48,21 +48,21 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> code_kinds.CodeKind:
-        """The kind of the weight's codes, which plain weights don't have."""
+        """The kind of the weight's codes; not for plain weights."""
         return code_kinds.of(self.format)
 
     @property
     def has_producer(self) -> bool:
-        """Whether a warpgroup of its own begins the copies, and gives its registers to consumers.
+        """Whether a separate warpgroup begins the copies, and gives its registers to consumers.
 
-        Where it can't give them, the sums of many rows would not fit a consumer's: without it they
-        do, and the first consumer begins the copies.
+        If it can't give registers (JAX 0.12), many rows' sums fit only without a producer: then the
+        first consumer begins the copies.
         """
         return self.config.has_few_rows or self.scales_x_blocks or can_give_registers()
 
     @property
     def warpgroups(self) -> int:
-        """The warpgroups of a program: consumers, and a producer if there is one."""
+        """The number of a program's warpgroups: consumers, and a producer if there is one."""
         return self.config.warpgroups + self.has_producer
 
     @property
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
     @property
     def halves(self) -> int:
-        """The ranges of output channels that a tile has: two if a gate joins them, else one."""
+        """The number of ranges of output channels in a tile: two with a gate, else one."""
         return 1 if self.gate is None else 2
 
     @property
@@ -92,17 +92,17 @@ class Call(NamedTuple):
 
     @property
     def scales_x_blocks(self) -> bool:
-        """Whether x has a scale for each row and block of K, as `int4` has."""
+        """Whether x has a scale for each row and block of K, as for `int4`."""
         return ProductFormat.of(self.format).activations.group_size is not None
 
     @property
     def operand_width(self) -> int:
-        """The input channels of an operand.
+        """The number of input channels of an operand.
 
-        With many rows these are the channels of a plane. With few rows they are those of as many
-        planes as fill the 128 bytes of a row of x's tile: a copy takes as long for rows of 64 bytes
-        as for 128, and few rows wait for copies. If the sum over a group is scaled, an operand does
-        not reach beyond a group.
+        With many rows these are the channels of a plane. With few rows they are the channels of as
+        many planes as fill the 128 bytes of a row of x's tile: a copy takes as long for rows of 64
+        bytes as for 128, and few rows wait for copies. If the sum over a group is scaled, an
+        operand does not extend beyond a group.
         """
         format, width = self.format, memory.SWIZZLED_BYTES // self.operand.itemsize
         if not self.config.has_few_rows:
@@ -116,9 +116,9 @@ class Call(NamedTuple):
 class Arguments(NamedTuple):
     """References to global memory; outside of a kernel, arrays.
 
-    In a stack of E experts, the blocks, or plain matrices, and parameters of one matrix come after
-    those of another, and `table`, `channel_scales` and `bias` have a leading axis E. `Program`
-    holds references to the parts of its expert.
+    In a stack of E experts, the experts' blocks (or plain matrices) and parameters are
+    concatenated, and `table`, `channel_scales` and `bias` have a leading axis E. `Program` has
+    references to the parts of its expert.
     """
 
     x: Any  # [M, K padded to whole blocks, or, as copies past its end are zeros, to whole planes]
@@ -130,14 +130,14 @@ class Arguments(NamedTuple):
     x_block_scales: Any = None  # [K blocks, M]
     bias: Any = None  # float32 [N]
     row_weights: Any = None  # float32 [M]: a factor of each row of the output
-    experts: Any = None  # int32 [tiles of rows]: of each tile; −1 for a tile that is not used
+    experts: Any = None  # int32 [tiles of rows]: each tile's expert; −1 for an unused tile
     out: Any = None  # [splits, M, N], or with a gate [1, M, N / 2]
 
 
 class Shared(NamedTuple):
     """References to shared memory: tiles, and barriers for when they are full and free.
 
-    The names of the fields decide the order in which they lie in memory.
+    The fields' names decide their order in memory.
     """
 
     x_tiles: Any  # [slots, tile_m, input channels of a block or of a plane]
@@ -145,8 +145,8 @@ class Shared(NamedTuple):
     # tile_n / halves] of plain weights
     word_tiles: Any
     out_tiles: Any  # [columns of 64 outputs, tiles · rows, 64]
-    full: Any  # barriers [slots]: words have arrived, with their parameters, and x if of a block
-    free: Any  # barriers [slots]: all consumers have read the words
+    full: Any  # barriers [slots]: words, their parameters, and x of whole blocks have arrived
+    free: Any  # barriers [slots]: all consumers have loaded the words
     # [slots · halves, parameters of a block, tile_n / halves], if groups have any
     parameter_tiles: Any = None
     x_scale_tiles: Any = None  # [slots, 1, tile_m], if x has a scale for each row and block
@@ -159,7 +159,7 @@ class Shared(NamedTuple):
     crossed_full: Any = None  # a single barrier for all columns: see `memory.send`
     pair_rows: Any = None  # rows with the pairs of a table's values, if codes index a table
     filled: Any = None  # a barrier: the rows are filled
-    up_sums: Any = None  # [columns / 2, products, 64, rows of a product], if a gate joins sums
+    up_sums: Any = None  # [columns / 2, products, 64, rows of a product], with a gate
     up_full: Any = None  # barriers [columns / 2]: the sums of the other half have arrived
     interpreted_sums: Any = None  # [warpgroups, 64, tile_m], if the kernel is interpreted
 
@@ -226,7 +226,7 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program: the tile at `first_row` and `first_output`, and its blocks of K, first … last − 1.
+    """A program: the tile at `first_row` and `first_output`, and blocks first … last − 1 of K.
 
     With a gate, half of the tile is at `first_output` in each half of the matrix.
 
@@ -258,7 +258,7 @@ class Program:
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
         expert = None
         if call.blocks is not None:
-            # Tiles past the last one, in the last band, are not run.
+            # In the last band, tiles beyond the last one are not run.
             expert = arguments.experts[jnp.minimum(tile, arguments.experts.shape[0] - 1)]
             arguments = _of_expert(arguments, jnp.maximum(expert, 0))
         indices = warpgroup, split, first_row, first_output, first, last
@@ -266,7 +266,7 @@ class Program:
 
     @property
     def is_used(self) -> jax.Array | None:
-        """Whether there is anything to compute; None if that is known to be so.
+        """Whether there is anything to compute; None if there always is.
 
         The last band may have fewer tiles of rows than others, and a grouped product has tiles
         without an expert.
@@ -281,11 +281,11 @@ class Program:
 
     @property
     def matrix(self) -> Any:
-        """The number of the program's matrix in the weight."""
+        """The index of the program's matrix in the weight."""
         return 0 if self.expert is None else self.expert
 
     def block_of_weight(self, block: jax.Array) -> jax.Array:
-        """The number of a block of K among the blocks of all matrices."""
+        """The index of a block of K among the blocks of all matrices."""
         if self.expert is None or self.call.blocks is None:
             return block
         return self.expert * self.call.blocks + block
@@ -297,37 +297,37 @@ class Program:
         return count
 
     def half_of(self, column: Any) -> Any:
-        """The half of the tile that a column of 64 output channels is in: 0 without a gate."""
+        """The half of the tile with this column of 64 output channels; 0 without a gate."""
         return 0 if self.call.gate is None else column // (self.call.columns // 2)
 
     def outputs_of(self, half: Any) -> Any:
-        """The first output channel of a half of the tile, in the matrix."""
+        """The first output channel of a half of the tile, as an index of the matrix."""
         if self.call.gate is None:
             return self.first_output
         return self.first_output + half * (self.outputs // 2)
 
     def place_of(self, slot: jax.Array, half: Any) -> jax.Array:
-        """The tile of words, or of parameters, of a half in a slot."""
+        """The index of the tile of words, or of parameters, of a half in a slot."""
         return slot if self.call.gate is None else slot * 2 + half
 
     @property
     def target(self) -> Target:
-        """The target of the consumers; if codes index a table, it has the table's shared memory."""
+        """The consumers' target; if codes index a table, with the table's shared memory."""
         shared, config = self.shared, self.call.config
         if shared.pair_rows is None:
             return current_target()
         pairs = decoding.Pairs(shared.pair_rows, shared.filled, config.warpgroups)
-        # With many rows, sums take all registers that there are.
+        # With many rows, sums occupy all available registers.
         return decoding.Warpgroups(pairs, has_spare_registers=config.has_few_rows)
 
     def slot(self, share: Any, number: jax.Array, count: int) -> jax.Array:
-        """The slot of a share's block (or tile of x) `number`; each share has `count` slots."""
+        """The slot of block (or tile of x) `number` of a share; each share has `count` slots."""
         place = jax.lax.rem(number, count)
         return place if self.call.config.shares == 1 else share * count + place
 
 
 def _of_expert(arguments: Arguments, expert: jax.Array) -> Arguments:
-    """The arguments of one expert, except for words and parameters, whose axes are joined."""
+    """The arguments of one expert, except words and parameters, which stay concatenated."""
     names = "table", "channel_scales", "bias"
     stacks = {name: getattr(arguments, name) for name in names}
     own = {name: stack.at[expert] for name, stack in stacks.items() if stack is not None}

@@ -22,6 +22,7 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.recurrent.delta_chunks import MOST
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.convolution import convolve, is_step
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations, shared
@@ -111,10 +112,14 @@ class GatedDeltaSpec(MixerSpec):
         return "qkvz", "ba"
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Peak bytes: qkvz's outputs, and in float32 the convolution's, gates and outputs."""
+        """Peak bytes: qkvz's outputs, and in float32 the convolution's, gates and outputs.
+
+        Beside these, kernels keep two numbers for each pair of tokens of a chunk.
+        """
         item = as_dtype("dtype", config.dtype).itemsize
         read, values = self.key_heads * sum(self.sizes), self.value_heads * self.value_dim
-        return tokens * (2 * read * item + 4 * (self.channels + 2 * values))
+        pairs = 2 * MOST * self.value_heads
+        return tokens * (2 * read * item + 4 * (self.channels + 2 * values + pairs))
 
     def divide(self, count: int, units: Mapping[str, int]) -> GatedDeltaSpec:
         """The spec with a share of the key heads, and the value heads that they serve."""

@@ -166,6 +166,10 @@ class Triton(Target):
         assembly = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
         return self.inline_ptx(assembly, tile, dtype=jnp.int32).max()
 
+    def dot_float32(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """A [n, k] · b [k, m] of float32 numbers, in three products of tf32."""
+        return jnp.dot(a, b, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
+
     def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
         """Factor · other + addend as one `fma`, which the compiler doesn't make of `*` and `+`."""
         return _float32_ptx("fma.rn.f32 $0, $1, $2, $3;", factor, other, addend)

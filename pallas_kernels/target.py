@@ -47,6 +47,10 @@ class Target:
         dimensions = (((1,), (1 if trans_b else 0,)), ((), ()))
         return jax.lax.dot_general(a, b, dimensions, preferred_element_type=sum_dtype)
 
+    def dot_float32(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """A [n, k] · b [k, m] of float32 numbers; on a GPU in three products of tf32."""
+        return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
+
     def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
         """Factor · other + addend in float32; the operands are broadcast."""
         return factor * other + addend

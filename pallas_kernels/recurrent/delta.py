@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, require_floats, shown
+from mpjax.kernels.gradients import with_gradients_of
+from mpjax.kernels.implementation import choose
+from mpjax.kernels.recurrent import delta_chunks
 from mpjax.kernels.recurrent import delta_reference as reference
 from mpjax.kernels.recurrent.chunks import read_in_chunks
 from mpjax.kernels.recurrent.counts import read_counts
 from mpjax.kernels.recurrent.delta_inputs import DeltaInputs, require_inputs
+
+Implementation = Literal["triton", "reference"]
 
 
 def gated_delta_rule(
     inputs: DeltaInputs,
     state: jax.Array | None = None,
     counts: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Lets tokens read and write the states of their sequences, one after another.
 
@@ -31,21 +39,63 @@ def gated_delta_rule(
     counts: int32 [batch], the real tokens of each sequence; None: all. Varlen tokens need them.
 
     Returns the outputs float32 [..., value heads, V], which have no meaning for padding, and the
-    states after each sequence's real tokens. Padding may hold any numbers. Everything is computed
-    in float32, a single token as a step and several in chunks of dense products. Differentiable, in
-    plain jnp.
+    states after each sequence's real tokens. Padding may hold any numbers. Everything is as exact
+    as float32, a single token as a step and several in chunks of dense products: on a GPU by
+    kernels for queries and keys in bfloat16, else in plain jnp, as are gradients.
 
     Raises ValueError for shapes and dtypes that don't fit, and where their values are known for
-    counts out of range.
+    counts out of range; and UnsupportedError, with the reason, if a requested implementation can't
+    run.
     """
     inputs = require_inputs("gated_delta_rule", inputs)
     places = inputs.decay.shape[:-1]
     counts = read_counts("gated_delta_rule", counts, places)
     batch = places[0] if counts is None else len(counts)
     state = _read_state(state, (batch, *inputs.state_shape))
-    grouped = state.reshape(batch, inputs.key.shape[-2], -1, *state.shape[2:])
+    chosen = choose(
+        "gated_delta_rule",
+        implementation,
+        "triton" if places[-1] > 1 and batch else "reference",
+        ("triton", "reference"),
+        lambda _: device.why_triton_cannot_run() or delta_chunks.why_not(inputs),
+    )
+    if chosen == "reference":
+        return _plain(inputs, state, counts)
+    found: tuple[jax.Array, jax.Array] = with_gradients_of(
+        _plain, _by_kernels, inputs, state, counts
+    )
+    return found
+
+
+def _plain(
+    inputs: DeltaInputs, state: jax.Array, counts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The rule in plain jnp."""
+    grouped = state.reshape(len(state), inputs.key.shape[-2], -1, *state.shape[2:])
+    places = inputs.decay.shape[:-1]
     after, outputs = read_in_chunks(reference.read, grouped, inputs, counts, places)
     return outputs.reshape(inputs.value.shape), after.reshape(state.shape)
+
+
+def _by_kernels(
+    inputs: DeltaInputs, state: jax.Array, counts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The rule by kernels, which read padded sequences as parts of one array."""
+    *batch, tokens, _ = inputs.decay.shape
+    if batch:
+        begins = jnp.arange(batch[0], dtype=jnp.int32) * tokens
+        inputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
+        own = jnp.full(batch, tokens, jnp.int32) if counts is None else counts
+    else:
+        assert counts is not None
+        begins, own = jnp.cumsum(counts) - counts, counts
+    outputs, state = delta_chunks.read(inputs, state, begins, own, longest=tokens)
+    outputs = outputs.reshape(*batch, tokens, *outputs.shape[1:])
+    if counts is None:
+        return outputs, state
+    token = jnp.arange(tokens)  # the others' outputs are not written
+    is_real = token[None] < counts[:, None] if batch else token < counts.sum()
+    return jnp.where(jax.lax.expand_dims(is_real, (-2, -1)), outputs, 0.0), state
 
 
 def _read_state(state: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -212,7 +212,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
         {"query": HEADS, "key": HEADS, "value": HEADS, "decay": -(HEADS[..., 0] ** 2)}
         | {"rate": HEADS[..., 1], "state": jnp.ones((2, 2, 32, 32))}
-        | {"counts": jnp.array([8, 2])},
+        | {"counts": jnp.array([8, 2]), "implementation": "reference"},
     ),
     "convolution_step": (
         lambda slots, is_new, **others: kernels.convolution_step(

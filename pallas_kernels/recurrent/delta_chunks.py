@@ -1,0 +1,273 @@
+"""The gated delta rule over prompts as Triton kernels, on tensor cores.
+
+Two kernels read chunks of tokens. The first solves the system of each chunk, all chunks at the same
+time: what the tokens of a chunk write depends on the state before it in one product alone. The
+second goes from chunk to chunk with the state in registers; its programs have some values of a head
+each.
+
+All products are as exact as those of float32. Queries and keys stay in bfloat16, as they come: the
+products of both are exact, and those with a state take three parts of it in bfloat16. Their norms
+are factors of the results. Products of two float32 tiles take three products of tf32. Source:
+Yang et al., Parallelizing Linear Transformers with the Delta Rule (arXiv 2406.06484).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mpjax.kernels.kv_cache.varlen import tokens_of
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
+from mpjax.kernels.recurrent.delta_inputs import EPSILON, DeltaInputs
+from mpjax.kernels.target import current_target
+
+LEAST, MOST = 16, 64  # tokens of a chunk
+PART = 32  # values of a head that a program has
+WARPS = 4
+MOST_CHANNELS = 128  # of keys: more would not fit the registers and the shared memory
+
+
+class Chunks(NamedTuple):
+    """The chunks of sequences whose tokens lie one after another in arrays.
+
+    begins, counts: int32 [sequences], the first token of each sequence, and their number.
+    firsts: int32 [sequences], the first chunk of each.
+    chunk_begins, chunk_counts: int32 [chunks], the same of each chunk; 0 tokens for those that no
+        sequence has.
+    """
+
+    begins: Any
+    counts: Any
+    firsts: Any
+    chunk_begins: Any
+    chunk_counts: Any
+
+    @classmethod
+    def of(cls, begins: jax.Array, counts: jax.Array, size: int, most: int) -> Chunks:
+        """The chunks of `size` tokens of all sequences, `most` at most."""
+        needed = -(-counts // size)
+        found = tokens_of(needed, most)
+        passed = found.number * size
+        own = jnp.clip(counts[found.sequence] - passed, 0, size)
+        own = jnp.where(found.is_real, own, 0).astype(jnp.int32)
+        chunk_begins = (begins[found.sequence] + passed).astype(jnp.int32)
+        firsts = (jnp.cumsum(needed) - needed).astype(jnp.int32)
+        return cls(begins, counts, firsts, chunk_begins, own)
+
+
+class _Solved(NamedTuple):
+    """What a head's tokens of a chunk do to any state; inside the kernels, references.
+
+    inverse: float32 [chunks, value heads, tokens, tokens], from the differences between values and
+        what the state has for keys to what is written. asked: of the same shape, from what is
+        written to outputs.
+    factors: float32 [chunks, value heads, 4, tokens], of the products of the state with keys and
+        with queries, and of keys with what is written; the last are all that of the state.
+    """
+
+    inverse: Any
+    asked: Any
+    factors: Any
+
+
+def why_not(inputs: DeltaInputs) -> str | None:
+    """The reason why the kernels can't read such inputs, or None if they can."""
+    sizes = inputs.key.shape[-1], inputs.value.shape[-1]
+    if inputs.query.dtype != jnp.bfloat16 or inputs.key.dtype != jnp.bfloat16:
+        return (
+            f"query and key are {inputs.query.dtype} and {inputs.key.dtype}, and the kernels need "
+            "bfloat16"
+        )
+    are_powers = all(size >= LEAST and not size & size - 1 for size in sizes)
+    if not are_powers or sizes[0] > MOST_CHANNELS:
+        return (
+            f"heads have {sizes[0]} and {sizes[1]} channels, and the kernels need powers of two "
+            f"from {LEAST}, and {MOST_CHANNELS} of keys at most"
+        )
+    return None
+
+
+def read(
+    inputs: DeltaInputs,
+    state: jax.Array,
+    begins: jax.Array,
+    counts: jax.Array,
+    *,
+    longest: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs float32 [tokens, value heads, V], and the states [sequences, value heads, K, V].
+
+    inputs: of tokens [tokens]; those of a sequence follow one another. begins, counts: int32
+    [sequences]. longest: tokens of a sequence, at most. Outputs of other tokens are not written.
+    """
+    size = max(LEAST, min(MOST, pl.next_power_of_2(longest)))
+    tokens, heads, width = inputs.value.shape
+    most = min(tokens // size + len(counts), len(counts) * pl.cdiv(longest, size))
+    chunks = Chunks.of(begins, counts, size, most)
+    square, vectors = (
+        jax.ShapeDtypeStruct((most, heads, rows, size), jnp.float32) for rows in (size, 4)
+    )
+    solved = launch(
+        functools.partial(_solve, size=size),
+        inputs,
+        chunks,
+        out_shape=(square, square, vectors),
+        grid=(heads, most),
+        settings=Settings("gated_delta_solve", warps=WARPS),
+        interpret=interpret,
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, heads, width), jnp.float32),
+        jax.ShapeDtypeStruct(state.shape, jnp.float32),
+    )
+    found: tuple[jax.Array, jax.Array] = launch(
+        functools.partial(_advance, size=size),
+        inputs,
+        chunks,
+        _Solved(*solved),
+        state,
+        out_shape=shapes,
+        grid=(heads * (width // min(PART, width)), len(counts)),
+        settings=Settings("gated_delta_chunks", warps=WARPS),
+        interpret=interpret,
+    )
+    return found
+
+
+def _solve(inputs: DeltaInputs, chunks: Chunks, *references: Any, size: int) -> None:
+    """What a head's tokens of a chunk write, from their differences; and what their queries read.
+
+    The inverse of I + A, with the strictly lower part A of rate · (K Kᵀ) ⊙ Γ, is joined from the
+    inverses of blocks on its diagonal: the block A' below two of them gives −second · A' · first.
+    """
+    head, chunk, solved = first_program_id(), pl.program_id(1), _Solved(*references)
+    begin, count = load(chunks.chunk_begins.at[chunk]), load(chunks.chunk_counts.at[chunk])
+    own = jnp.arange(size)
+    (query, asking), (key, known) = _keys(inputs, head, begin + own, own < count)
+    decay, rate = _gates(inputs, head, begin + own, own < count)
+    rows, columns = own[:, None], own[None, :]
+    after = jnp.where(rows > columns, decay[:, None], 0.0)
+    # Sums of decays between two tokens, not differences of sums: see `delta_reference`.
+    between = jnp.cumsum(after, axis=0)
+    begun, left = jnp.exp(jnp.cumsum(decay)), jnp.exp(after.sum(0))
+    total = jnp.broadcast_to(jnp.exp(decay.sum()), (size,))
+    for number, vector in enumerate((begun * known, begun * asking, left * known, total)):
+        store(solved.factors.at[chunk, head, jnp.int32(number), own], vector)
+    factors = jnp.where(rows >= columns, jnp.exp(between), 0.0)
+    factors *= known[None, :]
+    products = (rate * known)[:, None] * current_target().dot(key, key.T)
+    lower = jnp.where(rows > columns, products * factors, 0.0)
+    found = jnp.where(rows == columns, 1.0, 0.0)
+    block = 1
+    while block < size:
+        is_below = (rows // block == columns // block + 1) & (rows // block % 2 == 1)
+        below = jnp.where(is_below, lower, 0.0)
+        found -= below if block == 1 else _dot(_dot(found, below), found)
+        block *= 2
+    where = chunk, head, rows, columns
+    store(solved.inverse.at[where], found * rate[None, :])
+    asked = asking[:, None] * current_target().dot(query, key.T)
+    store(solved.asked.at[where], asked * factors)
+
+
+def _advance(
+    inputs: DeltaInputs,
+    chunks: Chunks,
+    solved: _Solved,
+    before: Any,
+    outputs: Any,
+    after: Any,
+    *,
+    size: int,
+) -> None:
+    """Reads the chunks of a sequence into some values of a head's state."""
+    program, sequence = first_program_id(), pl.program_id(1)
+    heads, channels, width = before.shape[1:]
+    part = min(PART, width)
+    head, values = (
+        program // (width // part),
+        program % (width // part) * part + jnp.arange(part),
+    )
+    group = head // (heads // inputs.key.shape[1])
+    keys, channel = (inputs.query, inputs.key), jnp.arange(channels)[None, :]
+    begin, count = load(chunks.begins.at[sequence]), load(chunks.counts.at[sequence])
+    first, own = load(chunks.firsts.at[sequence]), jnp.arange(size)
+    where = sequence, head, jnp.arange(channels)[:, None], values[None, :]
+
+    def step(number: jax.Array, state: jax.Array) -> jax.Array:
+        passed = number * size
+        is_real = own < count - passed
+        token = begin + passed + own
+        query, key = (load_masked(ref.at[token[:, None], group, channel], is_real) for ref in keys)
+        tile = first + number, head, own[:, None], own[None, :]
+        of_keys, of_queries, left = (
+            load(solved.factors.at[first + number, head, jnp.int32(which), own])[:, None]
+            for which in range(3)
+        )
+        kept = load(solved.factors.at[first + number, head, jnp.int32(3), jnp.int32(0)])
+        target = token[:, None], head, values[None, :]
+        value = load_masked(inputs.value.at[target], is_real).astype(jnp.float32)
+        parts = _in_parts(state)
+        inverse = load(solved.inverse.at[tile])
+        written = _dot(inverse, value - of_keys * _dot_parts(key, parts))
+        output = of_queries * _dot_parts(query, parts) + _dot(load(solved.asked.at[tile]), written)
+        store(outputs.at[target], output, mask=jnp.broadcast_to(is_real[:, None], (size, part)))
+        return kept * state + _dot_parts(key.T, _in_parts(left * written))
+
+    state = jax.lax.fori_loop(0, pl.cdiv(count, size), step, load(before.at[where]))
+    store(after.at[where], state)
+
+
+def _keys(
+    inputs: DeltaInputs, head: jax.Array, token: jax.Array, is_real: jax.Array
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Queries and keys of tokens, [tokens, K], and float32 [tokens] what to multiply them by.
+
+    So they are normalised, and queries scaled. Those of other tokens are zeros.
+    """
+    key_heads, channels = inputs.key.shape[1:]
+    own = head // (inputs.value.shape[1] // key_heads)
+    where = token[:, None], own, jnp.arange(channels)[None, :]
+    mask = jnp.broadcast_to(is_real[:, None], (len(token), channels))
+    found = []
+    for ref, scale in ((inputs.query, channels**-0.5), (inputs.key, 1.0)):
+        x = load(ref.at[where], mask=mask, other=0)
+        wide = x.astype(jnp.float32)
+        found.append((x, scale * jax.lax.rsqrt((wide * wide).sum(1) + EPSILON)))
+    return found
+
+
+def _gates(
+    inputs: DeltaInputs, head: jax.Array, token: jax.Array, is_real: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The decays and rates of tokens, float32 [tokens]; zeros of others."""
+    decay, rate = (
+        load(ref.at[token, head], mask=is_real, other=0).astype(jnp.float32)
+        for ref in (inputs.decay, inputs.rate)
+    )
+    return decay, rate
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return current_target().dot_float32(a, b)
+
+
+def _in_parts(x: jax.Array) -> list[jax.Array]:
+    """Three tiles of bfloat16 whose sum is float32 x to its last bit."""
+    parts = []
+    for _ in range(3):
+        rounded = current_target().round_to(x, jnp.bfloat16)
+        parts.append(rounded.astype(jnp.bfloat16))
+        x = x - rounded
+    return parts
+
+
+def _dot_parts(a: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    """A of bfloat16 · the sum of the parts, the smallest first."""
+    first, *others = (current_target().dot(a, part) for part in reversed(parts))
+    return first + others[0] + others[1]

@@ -1,0 +1,102 @@
+"""The delta rule's kernels for prompts, against a recurrence in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import UnsupportedError, gated_delta_rule
+from mpjax.kernels.recurrent import delta_chunks
+from tests.pallas_kernels.recurrent.delta_oracle import draw, recurrence
+
+COUNTS = np.array([70, 0, 1, 150])  # of which no chunk of the last but one is full
+SIZES = (2, 4, 32, 64)  # two programs have the values of a head
+
+
+def inputs_of(tokens: int, gates: str, sizes=SIZES):
+    """Inputs whose queries and keys are in bfloat16."""
+    found = draw(np.random.default_rng(0), tokens, sizes, gates)
+    narrow = (jnp.asarray(x, jnp.bfloat16) for x in (found.query, found.key))
+    return dataclasses.replace(found, **dict(zip(("query", "key"), narrow, strict=True)))
+
+
+def require_alike(found, expected, scale: float, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(found, expected, atol=tolerance * scale)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels run, interpreted."""
+    run = functools.partial(delta_chunks.read, interpret=True)
+    monkeypatch.setattr(delta_chunks, "read", run)
+    monkeypatch.setattr("mpjax.kernels.device.why_triton_cannot_run", lambda: None)
+    return jax.jit(functools.partial(gated_delta_rule, implementation="triton"))
+
+
+@pytest.mark.parametrize("gates", ["mixed", "kept"])
+def test_varlen_prompts_are_those_of_a_recurrence(gates, interpreted):
+    inputs = inputs_of(COUNTS.sum() + 5, gates)
+    state = np.random.default_rng(1).normal(size=(4, 4, 32, 64)).astype(np.float32)
+    outputs, after = interpreted(inputs, state, jnp.asarray(COUNTS))
+    assert np.isfinite(outputs).all()
+    for row, (end, count) in enumerate(zip(np.cumsum(COUNTS), COUNTS, strict=True)):
+        own = jax.tree.map(lambda x, end=end, count=count: x[end - count : end], inputs)
+        expected, last = recurrence(own, state[row])
+        scale = max(np.abs(expected).max(initial=0), np.abs(last).max())
+        require_alike(outputs[end - count : end], expected, scale)
+        require_alike(after[row], last, scale)
+
+
+def test_padded_prompts_and_gradients_are_those_of_plain_jnp(interpreted):
+    flat = inputs_of(2 * 20, "usual", (1, 2, 16, 16))
+    inputs = jax.tree.map(lambda x: jnp.asarray(x).reshape(2, 20, *x.shape[1:]), flat)
+    state, counts = jnp.ones((2, 2, 16, 16)), jnp.array([20, 3])
+
+    def loss(inputs, state, implementation):
+        given = inputs, state, counts
+        outputs, after = gated_delta_rule(*given, implementation=implementation)
+        return (outputs[0] ** 2).sum() + (outputs[1, :3] ** 2).sum() + (after**3).sum()
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    found, expected = (both(inputs, state, each) for each in ("triton", "reference"))
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        # A gradient of bfloat16 numbers is rounded to bfloat16.
+        require_alike(one, other, np.abs(other).max(), 1e-5 if one.ndim < 4 else 1e-2)
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.parametrize("form", ["padded", "varlen"])
+def test_a_gpu_runs_both_kernels(form, lower_for_cuda):
+    inputs = inputs_of(96, "usual", (1, 2, 128, 128))
+    if form == "padded":
+        inputs = jax.tree.map(lambda x: x[None], inputs)
+    program = lower_for_cuda(gated_delta_rule, inputs, None, jnp.array([90]))
+    assert 'name = "gated_delta_solve"' in program
+    assert 'name = "gated_delta_chunks"' in program
+
+
+def test_inputs_that_the_kernels_cannot_read_are_told(interpreted):
+    with pytest.raises(UnsupportedError, match="query and key are float32 and float32"):
+        interpreted(draw(np.random.default_rng(0), 9), None, jnp.array([9]))
+    with pytest.raises(UnsupportedError, match="heads have 24 and 16 channels"):
+        interpreted(inputs_of(9, "usual", (1, 1, 24, 16)), None, jnp.array([9]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["usual", "kept", "forgotten", "mixed"])
+def test_long_prompts_on_a_gpu(gates):
+    inputs = inputs_of(4000, gates, (2, 6, 128, 128))
+    counts = jnp.array([3000, 1, 999])
+    found = jax.jit(gated_delta_rule)(inputs, None, counts)
+    outputs, after = (np.asarray(x, np.float64) for x in found)
+    for row, (begin, end) in enumerate(((0, 3000), (3000, 3001), (3001, 4000))):
+        own = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], inputs)
+        expected, last = recurrence(own, np.zeros((6, 128, 128)))
+        require_alike(outputs[begin:end], expected, np.abs(expected).max(), 5e-6)
+        require_alike(after[row], last, np.abs(last).max(), 5e-6)

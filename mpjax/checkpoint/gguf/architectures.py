@@ -50,6 +50,7 @@ class Architecture:
     is_mixed: whether layers may have no KV heads, or no MLP.
     is_rotated: whether attention has RoPE; without it, rope.dimension_count isn't checked.
     more: a function from metadata and tensors to further keys of config.json.
+    joins: whether gate and up projections are one map in Hugging Face's files.
     delta: of linear layers, how files order value heads: `tiled`, or `joint` for Hugging Face's
         order with rates and decays in one map; None for architectures without such layers.
     """
@@ -65,6 +66,7 @@ class Architecture:
     is_mixed: bool = False
     is_rotated: bool = True
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
+    joins: bool = False
     delta: Literal["tiled", "joint"] | None = None
 
     def translate(self, name: str) -> str:
@@ -166,20 +168,27 @@ def _gemma(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _granite(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if not metadata.flag("granite.rope.scaling.finetuned", True):
+        raise CheckpointError(
+            f"{metadata.path}: granite.rope.scaling.finetuned is false, by which llama.cpp knows a "
+            "Granite without a rotary embedding: expected true"
+        )
+    return _biases(metadata, tensors) | _multipliers(metadata)
+
+
+def _multipliers(metadata: Metadata) -> dict[str, Any]:
+    name = metadata.text("general.architecture")
     keys = {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    if not metadata.flag("granite.rope.scaling.finetuned", True):
-        raise CheckpointError(
-            f"{metadata.path}: granite.rope.scaling.finetuned is false, by which llama.cpp knows a "
-            "Granite without a rotary embedding: expected true"
-        )
-    return _biases(metadata, tensors) | {
-        key: metadata.number(f"granite.{written}") for key, written in keys.items()
-    }
+    return {key: metadata.number(f"{name}.{written}") for key, written in keys.items()}
+
+
+def _granite_hybrid(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return hybrids.granite_keys(metadata, tensors) | _multipliers(metadata)
 
 
 def _phi3(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -229,6 +238,14 @@ NEMOTRON = Architecture(
     is_rotated=False,
     more=hybrids.nemotron_keys,
 )
+GRANITE_HYBRID = Architecture(
+    *("GraniteMoeHybridForCausalLM", "granitemoehybrid", hybrids.GRANITE_NAMES),
+    interleaved=True,
+    arrays=hybrids.arrays("mamba"),
+    is_mixed=True,
+    more=_granite_hybrid,
+    joins=True,
+)
 QWEN_DELTA_MOE = Architecture(
     *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", delta.EXPERT_NAMES),
     offset_norms=True,
@@ -270,6 +287,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         more=hybrids.falcon_keys,
     ),
     "nemotron_h": NEMOTRON,
+    "granitehybrid": GRANITE_HYBRID,
     "qwen35": Architecture(
         *("Qwen3_5ForCausalLM", "qwen3_5_text", delta.DENSE_NAMES),
         offset_norms=True,
@@ -303,6 +321,7 @@ MIXTURES: Mapping[str, Architecture] = {
         more=hybrids.lfm2_moe_keys,
     ),
     "nemotron_h_moe": NEMOTRON,
+    "granitehybrid": dataclasses.replace(GRANITE_HYBRID, names=hybrids.GRANITE_MOE_NAMES),
     "qwen35moe": QWEN_DELTA_MOE,
     "qwen3next": dataclasses.replace(QWEN_DELTA_MOE, delta="joint"),
 }

@@ -69,6 +69,30 @@ NEMOTRON_NAMES: Mapping[str, str] = {
 }
 
 
+_GRANITE: Mapping[str, str] = {
+    **_ATTENTION,
+    **_mamba("mamba"),
+    "attn_norm": "input_layernorm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+# Both halves of a map of Hugging Face's files have its name.
+GRANITE_NAMES: Mapping[str, str] = {
+    **_GRANITE,
+    **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
+    "ffn_down": "shared_mlp.output_linear",
+}
+_EXPERT = "block_sparse_moe.experts.{expert}"
+GRANITE_MOE_NAMES: Mapping[str, str] = {
+    **_GRANITE,
+    **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), "shared_mlp.input_linear"),
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), f"{_EXPERT}.input_linear"),
+    "ffn_down_exps": f"{_EXPERT}.output_linear",
+}
+
+
 def arrays(block: str, correction: str | None = None) -> dict[str, str]:
     """`Architecture.arrays` of Mamba2, without `blk.<layer>.` and the layer's prefix.
 
@@ -154,6 +178,44 @@ def falcon_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, 
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
         "mamba_norm_before_gate": False,
     }
+
+
+def granite_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of Granite 4, with or without experts."""
+    name, sizes = "granitehybrid", _mamba_sizes(metadata)
+    heads, hidden = sizes["time_step_rank"], metadata.whole(f"{name}.embedding_length")
+    if heads < 1 or hidden < 1 or sizes["inner_size"] % heads or sizes["inner_size"] % hidden:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.ssm.inner_size is {sizes['inner_size']}: expected a multiple "
+            f"of the {heads} heads and of the {hidden} channels of embedding_length"
+        )
+    gates = (tensors.get(f"blk.0.ffn_gate{end}.weight") for end in ("_shexp", ""))
+    usual = max(_by_layer(metadata, "feed_forward_length"))
+    shared = next((gate.shape[0] for gate in gates if gate is not None and gate.shape), usual)
+    experts = metadata.whole(f"{name}.expert_count", 0)
+    found: dict[str, Any] = {
+        "layer_types": [
+            "attention" if count else "mamba"
+            for count in _by_layer(metadata, "attention.head_count_kv")
+        ],
+        "position_embedding_type": (
+            "rope" if metadata.flag(f"{name}.rope.scaling.finetuned", True) else "nope"
+        ),
+        "attention_bias": any(key.endswith("attn_q.bias") for key in tensors),
+        "shared_intermediate_size": shared,
+        "num_local_experts": experts,
+        "mamba_n_heads": heads,
+        "mamba_d_head": sizes["inner_size"] // heads,
+        "mamba_expand": sizes["inner_size"] // hidden,
+        "mamba_n_groups": sizes["group_count"],
+        "mamba_d_state": sizes["state_size"],
+        "mamba_d_conv": sizes["conv_kernel"],
+        "mamba_conv_bias": any(key.endswith("ssm_conv1d.bias") for key in tensors),
+        "mamba_proj_bias": any(key.endswith("ssm_in.bias") for key in tensors),
+    }
+    if experts:
+        found["num_experts_per_tok"] = metadata.whole(f"{name}.expert_used_count")
+    return found
 
 
 def nemotron_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

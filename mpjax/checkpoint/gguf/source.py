@@ -38,16 +38,20 @@ class GGUFCheckpoint(Checkpoint):
     blocks, bytes of a block].
 
     changes: by name, the conversions that `read` applies: of values, of row order, or a selection
-    of rows. whole: by name, tensors of which only some rows are taken.
+    of rows. sources: by name, what to read instead of the tensor's own bytes: two tensors whose
+    rows are concatenated, or a tensor of which `changes` selects some rows.
     """
 
     changes: Mapping[str, architectures.Change] = dataclasses.field(default_factory=dict)
-    whole: Mapping[str, TensorInfo] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, tuple[TensorInfo, ...]] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, converted to Hugging Face's values and order; see Checkpoint.read."""
-        is_part = name in self.whole
-        array = Checkpoint(self.folder, self.whole).read(name) if is_part else super().read(name)
+        if (sources := self.sources.get(name)) is None:
+            array = super().read(name)
+        else:
+            read = [Checkpoint(self.folder, {name: source}).read(name) for source in sources]
+            array = np.concatenate(read)
         if (change := self.changes.get(name)) is None:
             return array
         try:
@@ -106,7 +110,7 @@ class GGUFSource(Source):
         architecture, config = architectures.of(self.metadata), self.read_config()
         tensors: dict[str, TensorInfo] = {}
         changes: dict[str, architectures.Change] = {}
-        whole: dict[str, TensorInfo] = {}
+        sources: dict[str, tuple[TensorInfo, ...]] = {}
         for tensor in self.tensors.values():
             if tensor.name in FACTORS:  # converted to config.json
                 continue
@@ -114,19 +118,25 @@ class GGUFSource(Source):
             suffix = suffix if tensor.type.dtype is not None else tensor.type.name.lower()
             own = architecture.array(tensor.name)
             name = own or f"{architecture.translate(module)}.{suffix}"
+            info = _info(tensor, name, self.parts[1])
+            if name in tensors and architecture.joins and len(sources.get(name, ())) < 2:
+                pair = info, tensors[name]
+                sources[name] = pair if "ffn_gate" in module else pair[::-1]
+                tensors[name] = _joined(*pair)
+                continue
             if name in tensors:
                 raise CheckpointError(
                     f"{self.path}: {tensor.name} is the second tensor for {name} of Hugging Face's "
                     "files: expected one"
                 )
-            tensors[name] = _info(tensor, name, self.parts[1])
+            tensors[name] = info
             if (change := architecture.change(tensor.name if own else module, config)) is not None:
                 changes[name] = change
             if architecture.delta == "joint" and module.endswith(("ssm_beta", "ssm_alpha")):
-                whole[name] = tensors[name]
-                rows, *rest = tensors[name].shape
-                tensors[name] = dataclasses.replace(tensors[name], shape=(rows // 2, *rest))
-        return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes, whole)
+                sources[name] = (info,)
+                rows, *rest = info.shape
+                tensors[name] = dataclasses.replace(info, shape=(rows // 2, *rest))
+        return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes, sources)
 
     def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
         """A policy with the block type of each quantised module."""
@@ -173,6 +183,13 @@ class GGUFSource(Source):
             texts[name] = json.dumps(keys)
         texts["config.json"] = json.dumps(self.read_config(), indent=2)
         return {name: text for name, text in texts.items() if name in wanted}
+
+
+def _joined(first: TensorInfo, second: TensorInfo) -> TensorInfo:
+    """The rows of both, of as many bytes."""
+    (rows, *rest), more = first.shape, second.shape[0]
+    end = first.end + second.nbytes
+    return dataclasses.replace(first, shape=(rows + more, *rest), end=end)
 
 
 def _info(tensor: Tensor, name: str, files: Sequence[Path]) -> TensorInfo:

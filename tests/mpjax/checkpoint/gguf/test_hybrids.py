@@ -73,6 +73,16 @@ _QWEN = {
     **{f".mlp.{which}_proj": f".ffn_{which}" for which in _HALVES},
     **{f".mlp.experts.{which}_proj": f".ffn_{which}_exps.weight" for which in ("gate_up", "down")},
 }
+_GRANITE = {
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
+    **{f".mamba{name}": own for name, own in _MAMBA.items()},
+    **{**_ATTENTION, ".self_attn.o_proj": ".attn_output", ".mamba.norm": ".ssm_norm"},
+    **{".input_layernorm": ".attn_norm", ".post_attention_layernorm": ".ffn_norm"},
+    ".block_sparse_moe.router.": ".ffn_gate_inp.",
+    ".block_sparse_moe.experts.down_proj": ".ffn_down_exps.weight",
+    ".shared_mlp.output_linear": ".ffn_down_shexp",
+}
+NAMES["granitehybrid"] = _GRANITE
 NAMES |= dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _QWEN)
 SSM = {"ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.inner_size": 96, "ssm.group_count": 2}
 KEYS: dict[str, dict] = {
@@ -117,6 +127,14 @@ KEYS |= {
     },
     "qwen35moe": {**_DELTA, **_OF_EXPERTS},
     "qwen3next": {**_DELTA, **_OF_EXPERTS},
+    "granitehybrid": {
+        **{"attention.head_count_kv": [0, 2, 0], "feed_forward_length": 128},
+        **{"ssm.conv_kernel": 3, "ssm.state_size": 12, "ssm.inner_size": 128},
+        **{"ssm.group_count": 2, "ssm.time_step_rank": 8, "expert_count": 4},
+        **{"expert_used_count": 2, "expert_shared_feed_forward_length": 96},
+        **{"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4},
+        **{"logit_scale": 0.5},
+    },
 }
 # Changes of the models of test_hybrid_families.py: what GGUF's files can say.
 CHANGES: dict[str, tuple[str, dict]] = {
@@ -143,6 +161,10 @@ CHANGES: dict[str, tuple[str, dict]] = {
 
 CHANGES |= {
     "qwen35": ("qwen3.5", {"linear_value_head_dim": 32, "attention_bias": False}),
+    "granitehybrid": (
+        "granite-hybrid",
+        {"time_step_limit": [0.0, float("inf")], "position_embedding_type": "rope"},
+    ),
     "qwen35moe": ("qwen3.5-moe", {"linear_value_head_dim": 32}),
     "qwen3next": (
         "qwen3-next",
@@ -217,6 +239,14 @@ def parts(architecture: str, name: str, array: np.ndarray) -> dict[str, np.ndarr
         return {f"{begin}ffn_{half}_exps.weight": part for half, part in halves}
     if name.endswith("feed_forward.experts.down_proj"):
         return {name.replace("feed_forward.experts.down_proj", "ffn_down_exps.weight"): array}
+    if name.endswith(("input_linear.weight", "block_sparse_moe.experts.gate_up_proj")):
+        begin, axis = ".".join(name.split(".")[:2]), array.ndim - 2
+        end = "exps" if array.ndim == 3 else "shexp"
+        halves = zip(("up", "gate"), np.split(array, 2, axis)[::-1], strict=True)
+        return {f"{begin}.ffn_{half}_{end}.weight": part for half, part in halves}
+    if architecture == "granitehybrid" and (".attn_q." in name or ".attn_k." in name):
+        pairs = array.reshape(-1, 2, 8, array.shape[1])  # neighbours are rotated together
+        return {name: pairs.swapaxes(1, 2).reshape(array.shape)}
     return as_qwen(architecture, name, array) if "qwen" in architecture else {name: array}
 
 

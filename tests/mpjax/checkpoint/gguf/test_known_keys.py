@@ -50,6 +50,9 @@ OF_ONE = {
         "residual_scale": 3.0,
         "logit_scale": 3.0,
     },
+    "granitehybrid": dict.fromkeys(
+        ("embedding_scale", "attention.scale", "residual_scale", "logit_scale"), 3.0
+    ),
     "phi3": {"attention.sliding_window": 4, "rope.dimension_count": 8},
 }
 

@@ -35,9 +35,11 @@ from mpjax.models.registry import FAMILIES, family
 from mpjax.models.smollm import SmolLM3
 from mpjax.models.state import DecoderCache, SequenceState, StepContext
 from mpjax.models.trainable import trainable
+from mpjax.models.watch import Addition, Replacement, Steer
 
 __all__ = [
     "FAMILIES",
+    "Addition",
     "ArrayPlace",
     "Attention",
     "AttentionSpec",
@@ -83,9 +85,11 @@ __all__ = [
     "Qwen35",
     "Qwen35MoE",
     "RMSNorm",
+    "Replacement",
     "RopeScaling",
     "SequenceState",
     "SmolLM3",
+    "Steer",
     "StepContext",
     "family",
     "llama_layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -27,13 +28,23 @@ from mpjax.models.cache_scales import CacheScales
 from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.keeper import Keeper
-from mpjax.models.layer import DecoderLayer
+from mpjax.models.layer import DecoderLayer, stream_of
 from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.low_rank import LowRank, read_numbers
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 from mpjax.models.specs import SPECS
 from mpjax.models.state import WHOLE, DecoderCache, StepContext
 from mpjax.models.vocabulary import Vocabulary
+from mpjax.models.watch import (
+    Capture,
+    Captured,
+    Steer,
+    Watch,
+    put_captured,
+    read_capture,
+    read_steer,
+    watching,
+)
 from mpjax.models.window import Window
 
 
@@ -190,6 +201,33 @@ class Decoder(Keeper):
         logits, _ = self.forward(as_array("tokens", tokens), context, (), every_position=True)
         return logits[..., : self.config.vocab_size]
 
+    def inspect(
+        self,
+        tokens: jax.Array,
+        adapters: jax.Array | None = None,
+        *,
+        capture: Capture = MappingProxyType({}),
+        steer: Steer | Sequence[Steer] = (),
+    ) -> tuple[jax.Array, Captured]:
+        """The logits of a call, and what its layers have computed; differentiable as a call.
+
+        tokens, adapters: as for a call.
+        capture: the layers of each point, such as {"residual": [3, 7]}: "residual", the stream that
+            enters a layer, or with the number of layers the one behind the last; "attention" and
+            "mlp", the outputs that are added to it; "router", the experts of each token, int32.
+        steer: changes of what layers compute, in their order, of which each sees the one before;
+            see Addition and Replacement. What is captured has been changed.
+
+        Returns logits as a call, and arrays [batch, tokens, ...] by point and layer. Raises
+        ValueError as a call, for points and layers that the model lacks, and for a divided model.
+        """
+        tokens, context = as_array("tokens", tokens), self._whole(tokens, adapters)
+        captured, steer = read_capture(self, capture), read_steer(self, steer)
+        watch = Watch(captured, steer, context.positions(tokens.shape))
+        context = dataclasses.replace(context, watch=watch)
+        logits, _ = self.forward(tokens, context, (), every_position=True)
+        return logits[..., : self.config.vocab_size], watch.found
+
     def hidden(self, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
         """Hidden states [batch, tokens, hidden] after the final norm; errors are as for calls.
 
@@ -254,10 +292,12 @@ class Decoder(Keeper):
     def _advance(
         self, tokens: jax.Array, context: StepContext, cache: DecoderCache, *, every_position: bool
     ) -> tuple[jax.Array, DecoderCache]:
+        context = watching(cache, context, tokens)
         logits, layers = self.forward(tokens, context, cache.layers, every_position=every_position)
         assert context.counts is not None
-        lengths = cache.lengths + context.counts
-        return logits, dataclasses.replace(cache, layers=layers, lengths=lengths)
+        lengths, captured = cache.lengths + context.counts, put_captured(cache.captured, context)
+        cache = dataclasses.replace(cache, layers=layers, lengths=lengths, captured=captured)
+        return logits, cache
 
     def forward(
         self,
@@ -276,6 +316,7 @@ class Decoder(Keeper):
         Returns logits float32 [..., columns], and the states with these tokens.
         """
         hidden, states = self._hidden(tokens, context, states)
+        context = dataclasses.replace(context, watch=None)
         if every_position:
             return self._logits(hidden, context), states
         return self._logits(context.last(hidden), context.of_last), states
@@ -411,16 +452,26 @@ class Decoder(Keeper):
         """
         # A layer takes its predecessor's output as terms, whose sum it adds to the residual stream.
         # Before the first layer, the embedding is the only term, and there is no residual stream.
+        watch, context = context.watch, dataclasses.replace(context, watch=None)
         terms = self._look_up(tokens, context)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 state = states[index] if states else None
+                if watch is not None and watch.touches(index):
+                    stream = watch.see("residual", index, stream_of(terms, residual))
+                    found = layer.watched(index, stream, context, state, watch)
+                    terms, residual, state = found
+                    written.append(state)
+                    continue
                 terms, residual, state = _apply(
                     plan_conditions(), layer, terms, residual, context, state
                 )
                 written.append(state)
+        if watch is not None and watch.touches(len(self.layers)):
+            stream = watch.see("residual", len(self.layers), stream_of(terms, residual))
+            terms, residual = stream[None], None
         _, hidden = self.norm.add(terms, residual, None)
         assert isinstance(hidden, jax.Array)
         return hidden, tuple(written) if states else ()

@@ -16,6 +16,7 @@ from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models.cache_scales import CacheScales, scales_for
 from mpjax.models.config import DecoderConfig
 from mpjax.models.state import DecoderCache, Room, StepContext
+from mpjax.models.watch import Capture, empty_captured, read_capture, read_steer
 
 
 class Keeper(nnx.Module):
@@ -57,6 +58,21 @@ class Keeper(nnx.Module):
             page_size,
             rotary_lengths=jnp.zeros(batch, jnp.int32) if by_length else None,
         )
+
+    def watch(
+        self, cache: DecoderCache, positions: int, *, capture: Capture, steer: Any
+    ) -> DecoderCache:
+        """The cache whose steps look at layers and change them, as `Decoder.inspect` does.
+
+        positions: that are captured, from 0 on: `cache.captured` has arrays [batch, positions, ...]
+        by point and layer, zeros where no token was read. Raises ValueError as `inspect`.
+        """
+        steer, found = read_steer(self, steer), read_capture(self, capture)
+        # Copies: caches are donated.
+        steer = jax.tree.map(jnp.array, steer)
+        shape = len(cache.lengths), positions
+        captured = empty_captured(self.config, found, shape) if found else None
+        return dataclasses.replace(cache, steer=steer, captured=captured)
 
     def create_states(
         self,

@@ -18,6 +18,7 @@ from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.layers import Projection, RMSNorm, Rounding, rounded
 from mpjax.models.mlp import MLP, Inputs
 from mpjax.models.state import StepContext
+from mpjax.models.watch import Watch
 
 
 class DecoderLayer(nnx.Module):
@@ -65,6 +66,41 @@ class DecoderLayer(nnx.Module):
         terms, residual = _after_mixer(plan_conditions(), self, mixed, shared, residual, context)
         return terms, residual, state
 
+    def watched(
+        self, number: int, stream: jax.Array, context: StepContext, state: Any, watch: Watch
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Runs the layer in parts, between which it is looked at; the result is that of a call.
+
+        number: of the layer. stream: the residual stream that enters it. watch: sees the outputs.
+        """
+        mixer: Mixer | None = self.attention
+        mlp: MLP | None = self.mlp
+
+        def output(point: str, norm: RMSNorm | None, terms: jax.Array) -> jax.Array:
+            """The output of a half, as the only term."""
+            wide = _written(norm, terms).astype(jnp.float32).sum(0)
+            if not watch.touches(number, point):
+                return wide[None]
+            return watch.see(point, number, wide.astype(stream.dtype)).astype(jnp.float32)[None]
+
+        terms, x = jnp.zeros_like(stream, jnp.float32)[None], stream
+        if mixer is not None:
+            format = mixer.activations if context.is_cached and not self.shares_norm else None
+            _, x = _read(self.attention_norm, stream[None], None, format)
+            mixed, state = mixer.mix(x, context, state)
+            terms = mixer.terms(mixed, context)
+            terms = output("attention", self.attention_post_norm, terms)
+        if mlp is None:
+            return terms, stream, state
+        before = terms
+        if not self.shares_norm:
+            reading = mlp.activations if context.is_cached else None
+            stream, x = _read(self.mlp_norm, terms, stream, reading)
+        if watch.captures("router", number):
+            watch.see("router", number, mlp.route(x)[0])  # type: ignore[attr-defined]
+        found = output("mlp", self.mlp_post_norm, mlp.terms(x, context))
+        return (jnp.concatenate([before, found]) if self.shares_norm else found), stream, state
+
     def inputs(self, hidden: jax.Array, angles: dict[str, jax.Array]) -> tuple[jax.Array, Inputs]:
         """The next residual stream, and the input of each linear map, by path.
 
@@ -106,6 +142,12 @@ def _read(
         terms = residual  # for the stream's dtype
     stream = wide.astype(terms.dtype)
     return stream, rounded(stream, None if isinstance(format, Projection) else format)
+
+
+def stream_of(terms: jax.Array, residual: jax.Array | None) -> jax.Array:
+    """The residual stream behind the terms of a layer."""
+    stream, _ = _read(None, terms, residual, None)
+    return stream
 
 
 def _written(norm: RMSNorm | None, terms: jax.Array) -> jax.Array:

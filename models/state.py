@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import KVFormat, Span, StateRows
 from mpjax.kernels.kv_cache.varlen import tokens_of
+
+if TYPE_CHECKING:
+    from mpjax.models.watch import Captured, Steer, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,10 @@ class SequenceState:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["layers", "tables", "lengths", "slots", "rotary_lengths", "adapters"],
+    data_fields=[
+        *("layers", "tables", "lengths", "slots", "rotary_lengths", "adapters"),
+        *("steer", "captured"),
+    ],
     meta_fields=["format", "page_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +147,8 @@ class DecoderCache:
         models whose rotary frequencies depend on the length. None for other models.
     adapters: int32 [batch], the adapter of each sequence, on which its keys and values depend, as
         in StepContext; None if no sequence has one.
+    steer: changes of what layers compute, of type Steer. captured: what they have computed, [batch,
+        positions, ...], by point and layer; None where nothing is captured. See `Keeper.watch`.
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
     cache reuses its buffers.
@@ -154,6 +162,8 @@ class DecoderCache:
     slots: jax.Array | None = None
     rotary_lengths: jax.Array | None = None
     adapters: jax.Array | None = None
+    steer: tuple[Steer, ...] = ()
+    captured: Captured | None = None
 
     def rows(self, sequences: jax.Array) -> DecoderCache:
         """The cache of some sequences, int32 [rows]; `layers` are those of all sequences."""
@@ -203,7 +213,7 @@ class DecoderCache:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["angles", "starts", "counts", "tables", "slots", "encoded", "adapters"],
-    meta_fields=["fresh", "tentative"],
+    meta_fields=["fresh", "tentative", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
 class StepContext:
@@ -222,6 +232,7 @@ class StepContext:
         sequence has one.
     tentative: whether tokens may be removed again, so that fixed-size states are not updated until
         `Decoder.settle` (static).
+    watch: what is captured and changed; None for nothing, and inside of layers.
     """
 
     angles: dict[str, jax.Array]
@@ -233,6 +244,7 @@ class StepContext:
     fresh: bool = False
     adapters: jax.Array | None = None
     tentative: bool = False
+    watch: Watch | None = None
 
     @classmethod
     def of(

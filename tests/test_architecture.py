@@ -51,7 +51,7 @@ CLOSED = {
 MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command line
 # Functions whose parameters are the options of a generation, which people write in a call.
 CALLS_WITH_OPTIONS = {
-    "mpjax/generation/decoding.py": {"generate_tokens": 11},
+    "mpjax/generation/decoding.py": {"generate_tokens": 13},
     "mpjax/engine/engine.py": {"__init__": 11, "submit": 12, "generate": 9},
     "mpjax/engine/generate.py": {"generate": 11, "stream": 11, "stream_batch": 11},
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from mpjax.models.low_rank import read_numbers
 from mpjax.models.rereading import reads_again
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.state import DecoderCache
+from mpjax.models.watch import Capture, Captured, Steer
 from mpjax.sampling.controls import controls
 from mpjax.sampling.processors import Attachment, Processor, attach, read, read_processors
 from mpjax.sampling.settings import RowSettings, Samplings, read_samplings
@@ -38,7 +40,7 @@ from mpjax.sampling.settings import RowSettings, Samplings, read_samplings
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "logprobs", "stopped", "finite", "speculated"],
+    data_fields=["tokens", "lengths", "logprobs", "stopped", "finite", "speculated", "captured"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class GeneratedTokens:
     finite: bool [batch], whether all logits of the row were finite. If not, its tokens are
         meaningless. float16 overflows beyond 65504: load such a model with dtype="bfloat16".
     speculated: how many tokens were proposed and accepted; None without speculation.
+    captured: what layers have computed, by point and layer: [batch, positions, ...] of the prompts
+        and new tokens, zeros behind the last one that was read; None where nothing was asked for.
     """
 
     tokens: jax.Array
@@ -61,6 +65,7 @@ class GeneratedTokens:
     stopped: jax.Array
     finite: jax.Array
     speculated: Speculated | None = None
+    captured: Captured | None = None
 
 
 def prefill(
@@ -208,6 +213,8 @@ def generate_tokens(
     adapters: Any = None,
     processors: Sequence[Processor] = (),
     constraint: Automaton | None = None,
+    capture: Capture = MappingProxyType({}),
+    steer: Steer | Sequence[Steer] = (),
 ) -> GeneratedTokens:
     """Continues a batch of prompts, as a pure function of arrays.
 
@@ -233,6 +240,8 @@ def generate_tokens(
     processors: logits processors of all rows, applied in order after those of the sampling.
     constraint: what all texts may be, as tables: `Automaton.of(lm, mpjax.Regex(...))`. A text ends
         with one of the model's stop ids, so these should be those of the sampling.
+    capture, steer: layers of which to return what they compute, and changes of it, as for
+        `model.inspect`; a draft model is not looked at.
 
     A row's output does not depend on its neighbours, except for rounding: kernels choose their
     tiles, and so the order of sums, by the size of the batch.
@@ -265,6 +274,7 @@ def generate_tokens(
     if adapters is not None:
         places = jnp.array(read_numbers(model, adapters, batch))  # copy: the cache is donated
         cache = dataclasses.replace(cache, adapters=places)
+    cache = model.watch(cache, padded + max_new_tokens - 1, capture=capture, steer=steer)
     attached = [attach(one, batch, model.columns, shared=False) for one in own]
     attached += [attach(one, batch, model.columns, shared=True) for one in shared]
     arguments = (model, *prompts, cache, settings)
@@ -331,4 +341,5 @@ def collect(loop: Loop) -> GeneratedTokens:
     stopped = state.settings.stops(state.newest[:, None])[:, 0] & (state.counts > 0)
     finite = ~jnp.isnan(loop.logprobs).any(-1)
     speculated = None if state.speculation is None else state.speculation.done
-    return GeneratedTokens(loop.tokens, state.counts, loop.logprobs, stopped, finite, speculated)
+    found = loop.tokens, state.counts, loop.logprobs, stopped, finite, speculated
+    return GeneratedTokens(*found, state.cache.captured)

@@ -16,8 +16,8 @@ from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.codes import Float8
 from mpjax.kernels.kv_cache.varlen import as_single_tokens
 
-HEAD_DIMS = (64, 96, 128, 256)  # the head dimensions that the Triton kernels take
-WRITTEN_DIMS = (*HEAD_DIMS, 512)  # those that `append` takes, of keys and of values
+# The head dimensions that the Triton kernels take.
+HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256, 512)
 
 
 def append(
@@ -140,6 +140,6 @@ def why_not_written(pages: KVPages) -> str | None:
         if isinstance(side.codes, Float8) and (reason := device.why_not_float8()):
             return reason
     for dim in (pages.head_dim, pages.value_dim):
-        if dim not in WRITTEN_DIMS:
-            return f"head dimension {dim} is not one of {WRITTEN_DIMS}"
+        if dim not in HEAD_DIMS:
+            return f"head dimension {dim} is not one of {HEAD_DIMS}"
     return None

@@ -119,4 +119,6 @@ def _ahead(problem: Problem, split: Split, splits: int) -> int:
     most = memory if only_reads else min(memory, BYTES_IN_FLIGHT)
     all_run = tile_bytes <= SMALL_TILE or AHEAD * programs * tile_bytes <= most
     ahead = AHEAD if all_run or (only_reads and programs * tile_bytes > memory) else 1
+    if problem.residual:
+        tile_bytes = max(tile_bytes, 2 * 2 * problem.cache.head_dim * LEAST_KEYS)
     return max(1, min(ahead, memory // tile_bytes))

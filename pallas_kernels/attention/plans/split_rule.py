@@ -157,6 +157,7 @@ def _rows(problem: Problem) -> int:
         narrow, tiles = NARROW_ROWS, 2 if problem.is_decoded else 1
     # Decoding takes registers, too: two programs with half of the rows are faster.
     wide = 64 if problem.is_decoded or problem.cache.head_dim > 128 else 128
+    wide = 32 if problem.cache.head_dim > 256 else wide  # queries stay in OTHER_BYTES
     most = narrow if problem.rows <= tiles * narrow else wide
     return max(MINIMUM_ROWS, min(most, 1 << (problem.rows - 1).bit_length()))
 

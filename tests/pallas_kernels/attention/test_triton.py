@@ -109,6 +109,12 @@ def test_decoding(text, dtype, heads, splits, window, rng):
     [
         ("KV16", "bfloat16", (1, 6), 96, 256, CHUNKS),
         ("KV4", "float16", (1, 1), 256, 32, CHUNKS),
+        ("KV4", "bfloat16", (1, 4), 80, 32, DECODE),
+        in_sweep("KV8", "float16", (1, 2), 112, 32, CHUNKS),
+        in_sweep("KV4t", "bfloat16", (1, 4), 160, 32, DECODE),
+        in_sweep("KV8", "bfloat16", (1, 4), 192, 32, DECODE),
+        ("KV8", "bfloat16", (1, 12), 512, 32, DECODE),
+        in_sweep("KV16", "bfloat16", (1, 4), 512, 32, CHUNKS),
     ],
 )
 def test_heads_and_pages_of_other_sizes(text, dtype, heads, head_dim, page_size, lengths, rng):
@@ -305,6 +311,11 @@ def test_lowers_for_named_shapes(text, tokens, kinds, lower_for_cuda):
         ((1, 6), 256, 256, 1, 30),
         ((1, 12), 96, 32, 3, None),
         ((2, 4), 256, 64, 2, None),
+        ((2, 4), 80, 64, 2, None),
+        ((2, 4), 112, 64, 2, None),
+        ((1, 8), 160, 64, 2, 30),
+        ((1, 8), 192, 64, 2, None),
+        ((1, 8), 512, 64, 2, None),
     ],
 )
 def test_on_the_gpu(operands, case, rng):

@@ -77,7 +77,7 @@ def test_keys_and_values_must_fit_the_pages(keys, values, rng):
     ("changes", "reason"),
     [
         ({"bits": 16, "dtype": "float32"}, "pages of float32 are not 16 bits wide"),
-        ({"head_dim": 80}, "head dimension 80 is not one of (64, 96, 128, 256, 512)"),
+        ({"head_dim": 72}, f"head dimension 72 is not one of {api.HEAD_DIMS}"),
     ],
 )
 def test_what_the_kernel_cannot_do_goes_to_the_reference(changes, reason, rng, pretend_gpu):

@@ -34,6 +34,8 @@ interpreted = jax.jit(functools.partial(triton.append, interpret=True))
         ("KV4", "bfloat16", 96, 32, 1),
         ("K8sV8", "float16", 96, 64, 1),
         ("K8V4", "float16", 64, 64, 5),
+        ("KV4", "bfloat16", 80, 16, 1),
+        ("K4V8", "float16", 512, 16, 1),
     ],
 )
 def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):

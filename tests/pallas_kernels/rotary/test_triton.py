@@ -28,6 +28,7 @@ CASES = [
     (4, "bfloat16", (2, 2), 64, 128, 1, 1),
     ("K4V8", "float16", (2, 1), 96, 64, 2, 1),
     ("K8V4", "float16", (4, 1), 96, 64, 5, 3),
+    ("K4V8", "bfloat16", (2, 1), 80, 64, 2, 1),
 ]
 each_case = pytest.mark.parametrize(
     ("bits", "dtype", "heads", "head_dim", "page_size", "tokens", "splits"), CASES

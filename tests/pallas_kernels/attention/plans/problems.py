@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mpjax.kernels import KVFormat
 from mpjax.kernels.attention.plans.problem import CacheShape, Problem
 from mpjax.kernels.device import Limits
+from mpjax.kernels.kv_cache.api import HEAD_DIMS
 
 H200 = Limits(132, 9.0)
 DEVICES = (H200, Limits(108, 8.0), Limits(142, 8.9), Limits(84, 8.6), Limits(16, 8.0))
@@ -49,7 +50,7 @@ any_problem = given(
         st.integers(1, 100_000),
         st.integers(1, 5000),
         st.integers(1, 128),
-        st.sampled_from([64, 96, 128, 256]),
+        st.sampled_from(HEAD_DIMS),
         st.sampled_from([16, 32, 64, 128, 256]),
         st.integers(0, len(DEVICES) - 1),
         st.integers(0, 1),

@@ -195,6 +195,26 @@ def test_logits_greedy_tokens_and_an_engine(family):
         check_engine(lm, [*rows, rows[0][3:]], found.tolist())
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "granite-hybrid-dense", "lfm2"])
+def test_greedy_tokens_over_200_steps(name, tmp_path):
+    """Also where they are verified, several at a time."""
+    model = build(*FAMILIES[name])
+    model.save_pretrained(tmp_path)
+    lm = mpjax.load(tmp_path, dtype="float32", precision="W32A32KV16")
+    prompt, options = prompts()[:1], OPTIONS | {"max_new_tokens": 200}
+    found = generate_tokens(lm.model, prompt, LENGTHS[:1], **options).tokens[0]
+    whole = torch.from_numpy(np.concatenate([prompt[0], found])[None].astype(np.int64))
+    with torch.no_grad():
+        likeliest = model(whole).logits[0].argmax(-1).numpy()
+    np.testing.assert_array_equal(found, likeliest[LENGTHS[0] - 1 : -1])
+    again = generate_tokens(
+        lm.model, prompt, LENGTHS[:1], speculate=mpjax.Ngram(k=4, n=1), **options
+    )
+    np.testing.assert_array_equal(again.tokens[0], found)
+    assert int(again.speculated.proposed.sum()) > 10
+
+
 def check_engine(lm, texts: list[np.ndarray], known: list[list[int]]) -> None:
     """Rows in pieces, two of which have no room at once, say what they say alone."""
     small = {"slots": 2, "max_tokens": 96, "chunk_tokens": 8, "steps": 4, "table_states": 0}

@@ -9,12 +9,16 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mpjax.errors import CheckpointError
 from mpjax.sampling.settings import FILTERS, Sampling
+from mpjax.sampling.token_lists import NO_ID
 
 NAME = "generation_config.json"
 DRAWING = ("temperature", *FILTERS)
-OBEYED = {*DRAWING, "repetition_penalty", "do_sample"}
+LISTS = ("bad_words_ids", "suppress_tokens", "sequence_bias")
+OBEYED = {*DRAWING, *LISTS, "repetition_penalty", "do_sample"}
 # Keys of transformers that don't change sampling without beam search: token ids (read elsewhere),
 # lengths (arguments here), outputs, caches, compilation, and assisted generation.
 IRRELEVANT = {
@@ -37,11 +41,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
     **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
-    **dict.fromkeys(("stop_strings", "bad_words_ids", "suppress_tokens"), ([],)),
-    **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "constraints"), ([],)),
+    **dict.fromkeys(("stop_strings", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("force_words_ids", "constraints"), ([],)),
     **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "dola_layers"), ()),
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
-    "sequence_bias": ({}, []),
     "token_healing": (False,),
 }
 
@@ -51,7 +54,8 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
 
     `do_sample` chooses between sampling and greedy. Without it, a temperature or a filter implies
     sampling, although transformers' own default is greedy. A `top_k` of 0 or -1 is off, and a
-    `top_p` of 0 keeps only the likeliest token.
+    `top_p` of 0 keeps only the likeliest token. `suppress_tokens` become bad words of one token. A
+    `sequence_bias` may have biases of single tokens alone.
 
     where: the file, for messages. Warns of unsupported keys with non-neutral values. Raises
     CheckpointError for values out of range.
@@ -66,11 +70,12 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
         fields = {"temperature": 1.0} | fields
     if "repetition_penalty" in given:
         fields["repetition_penalty"] = given["repetition_penalty"]
-    if not fields and "do_sample" not in given:
-        return None
     for name, value in fields.items():
         if type(value) not in (int, float, type(None)):
             raise CheckpointError(f"{where}: {name} is {value!r:.80}: expected a number")
+    fields |= _lists(given, where)
+    if not fields and "do_sample" not in given:
+        return None
     if fields.get("top_k") in (0, -1):
         del fields["top_k"]
     if fields.get("top_p") == 0:
@@ -79,6 +84,24 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
         return Sampling.of(fields)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of the keys that are lists of token ids. Raises CheckpointError."""
+    for name in LISTS:
+        if not isinstance(given.get(name, []), list):
+            raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected a list")
+    words = [*given.get("bad_words_ids", []), *([i] for i in given.get("suppress_tokens", []))]
+    biases = given.get("sequence_bias", [])
+    pairs = [it for it in biases if isinstance(it, list) and len(it) == 2]
+    single = [(ids[0], bias) for ids, bias in pairs if isinstance(ids, list) and len(ids) == 1]
+    if len(single) < len(biases):
+        raise CheckpointError(
+            f"{where}: sequence_bias is {biases!r:.80}: expected pairs of a list with one token id "
+            "and a number"
+        )
+    found = {"bad_words": words or None, "logit_bias": dict(single) or None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _warn_of_others(given: Mapping[str, Any], where: str) -> None:
@@ -91,8 +114,24 @@ def _warn_of_others(given: Mapping[str, Any], where: str) -> None:
         warnings.warn(f"{where} has {', '.join(ignored)}: mpjax does not follow it", stacklevel=3)
 
 
-def to_keys(sampling: Sampling) -> dict[str, Any]:
-    """The keys of generation_config.json that `read_sampling` converts to this Sampling."""
+def to_fields(sampling: Sampling) -> dict[str, Any]:
+    """The fields of a Sampling that generation_config.json has keys for, as values of JSON."""
     fields = {name: getattr(sampling, name) for name in (*DRAWING, "repetition_penalty")}
     found = {name: value for name, value in fields.items() if value is not None}
+    if sampling.bad_words is not None:
+        rows = np.asarray(sampling.bad_words).tolist()
+        found["bad_words"] = [[i for i in row if i != NO_ID] for row in rows]
+    if sampling.logit_bias is not None:
+        pairs = (np.asarray(each).tolist() for each in sampling.logit_bias)
+        found["logit_bias"] = dict(zip(*pairs, strict=True))
+    return found
+
+
+def to_keys(sampling: Sampling) -> dict[str, Any]:
+    """The keys of generation_config.json that `read_sampling` converts to this Sampling."""
+    found = to_fields(sampling)
+    if words := found.pop("bad_words", None):
+        found["bad_words_ids"] = words
+    if biases := found.pop("logit_bias", None):
+        found["sequence_bias"] = [[[i], value] for i, value in biases.items()]
     return {"do_sample": not sampling.greedy, **found}

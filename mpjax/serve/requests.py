@@ -12,7 +12,7 @@ from mpjax.engine.options import TooLongError
 from mpjax.files.json_text import json_text
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.controls import Penalties, changes_logits
-from mpjax.sampling.generation_config import to_keys
+from mpjax.sampling.generation_config import to_fields
 from mpjax.sampling.settings import FILTERS, Sampling
 from mpjax.serve.constraints import of_chat, read_constraint
 from mpjax.serve.errors import NOT_OFFERED, TOO_LONG, RequestError
@@ -25,6 +25,7 @@ from mpjax.text.prompts import encode, is_single
 from mpjax.text.tokenizer import Tokenizer
 
 PENALTIES = Penalties.names
+LISTS = ("bad_words", "logit_bias")  # that a model's own sampling may have
 # The keys of clients for what the engine's messages call otherwise.
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -288,13 +289,13 @@ def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
 
     Where the model's files say nothing, the temperature is OpenAI's 1.
     """
-    sampling: dict[str, Any] = {"temperature": 1.0} if lm.sampling is None else to_keys(lm.sampling)
-    sampling.pop("do_sample", None)
+    own = lm.sampling
+    sampling: dict[str, Any] = {"temperature": 1.0} if own is None else to_fields(own)
     names = ("temperature", *FILTERS, *PENALTIES)
     sampling |= {name: values[name] for name in names if values[name] is not None}
     # With a temperature or a top_p of 0, only the likeliest token is left.
     if not sampling.get("temperature") or sampling.get("top_p") == 0:
-        kept = {name: sampling[name] for name in PENALTIES if name in sampling}
+        kept = {name: sampling[name] for name in (*PENALTIES, *LISTS) if name in sampling}
         sampling = {"temperature": 0.0} | kept
     elif sampling.get("top_k") in (0, -1):  # as other servers switch it off
         sampling["top_k"] = None

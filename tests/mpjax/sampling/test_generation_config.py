@@ -11,7 +11,6 @@ import pytest
 from mpjax import Sampling
 from mpjax.errors import CheckpointError
 from mpjax.sampling.generation_config import (
-    DRAWING,
     IRRELEVANT,
     NEUTRAL,
     OBEYED,
@@ -65,12 +64,26 @@ def test_the_authors_sampling_is_read(written, expected):
         ({"temperature": -1}, r"file: temperature is -1.0: expected a number .* 0 or above"),
         ({"top_p": 1.5}, "file: top_p is 1.5: expected a number above 0 and at most 1"),
         ({"top_k": 2.5}, "file: top_k is 2.5: expected a whole number"),
+        ({"bad_words_ids": "a"}, "file: bad_words_ids is 'a': expected a list"),
+        ({"bad_words_ids": [["a"]]}, r"file: bad_words are .*: expected a list of lists of token"),
+        ({"suppress_tokens": [*range(65)]}, "file: there are 65 bad_words: expected at most 64"),
+        ({"sequence_bias": [[[1, 2], 3.0]]}, "expected pairs of a list with one token id"),
         ({"do_sample": 1}, "file: do_sample is 1: expected true or false"),
     ],
 )
 def test_values_out_of_range_are_refused(written, message):
     with pytest.raises(CheckpointError, match=message):
         read_sampling(written, "file")
+
+
+def test_lists_are_read_and_written():
+    written = {"bad_words_ids": [[3, 4]], "suppress_tokens": [5]}
+    found = read_sampling(written | {"sequence_bias": [[[7], 2.0]]}, "file")
+    assert found is not None
+    keys = json.loads(json.dumps(to_keys(found)))
+    expected = {"bad_words_ids": [[3, 4], [5]], "sequence_bias": [[[7], 2.0]]}
+    assert keys == {"do_sample": False, **expected}
+    assert to_keys(read_sampling(keys, "file")) == keys
 
 
 def test_keys_that_are_not_followed_are_named():
@@ -105,8 +118,9 @@ def test_logits_are_processed_as_by_transformers():
     from mpjax.sampling.settings import RowSettings
 
     written = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05}
-    written["repetition_penalty"] = 1.3
-    assert {*written} == {*DRAWING, "repetition_penalty", "do_sample"} == OBEYED
+    lists = {"bad_words_ids": [[7, 20, 5], [11], [8, 4]], "suppress_tokens": [2, 30]}
+    written |= {"repetition_penalty": 1.3, **lists, "sequence_bias": [[[9], 2.5], [[1], -3.0]]}
+    assert {*written} == OBEYED
     logits = np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2
     ids = torch.tensor([[3, 7, 7, 20]])
     sampling = read_sampling(written, "file")
@@ -119,6 +133,9 @@ def test_logits_are_processed_as_by_transformers():
     steps = transformers.generation.logits_process
     expected = torch.from_numpy(logits)
     for each in (
+        steps.NoBadWordsLogitsProcessor(lists["bad_words_ids"], eos_token_id=49),
+        steps.SuppressTokensLogitsProcessor(lists["suppress_tokens"]),
+        steps.SequenceBiasLogitsProcessor(written["sequence_bias"]),
         steps.RepetitionPenaltyLogitsProcessor(written["repetition_penalty"]),
         steps.TemperatureLogitsWarper(written["temperature"]),
         steps.TopKLogitsWarper(written["top_k"]),

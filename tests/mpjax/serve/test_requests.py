@@ -95,6 +95,11 @@ def test_what_is_left_out_is_the_models_own(tiny):
     greedy = dataclasses.replace(tiny, sampling=mpjax.Sampling())  # "do_sample": false
     assert completion(greedy).sampling == {"temperature": 0.0}
     assert completion(greedy, temperature=2, top_k=3).sampling == {"temperature": 2.0, "top_k": 3}
+    lists = {"bad_words": [[3], [4, 5]], "logit_bias": {6: 1.5}}
+    bound = dataclasses.replace(tiny, sampling=mpjax.Sampling(**lists))
+    assert completion(bound).sampling == {"temperature": 0.0} | lists
+    words = completion(bound, temperature=1, logit_bias={"7": 2}).sampling
+    assert words == {"temperature": 1.0} | lists | {"logit_bias": {7: 2}}
 
 
 def test_penalties_and_lists_of_tokens_become_a_sampling(tiny):

@@ -103,6 +103,12 @@ class ToolFormat:
         return tuple(filter(None, found))
 
 
+def _listed(name: str, required: tuple[str, ...], begin: str, end: str = "") -> ToolFormat:
+    """A format in which all calls are one list of JSON objects between two markers."""
+    listed = InObject(listed=True)
+    return ToolFormat(name, required, listed, begin=begin, end=end, wraps_each=False)
+
+
 HARMONY = ToolFormat(
     "harmony",
     ("<|channel|>", "<|call|>"),
@@ -185,13 +191,7 @@ HERMES = ToolFormat(
 # Jinja sources spell a newline in two ways.
 HERMES_2 = dataclasses.replace(HERMES, required=("<tool_call>\n", '"arguments": '))
 NEMOTRON = dataclasses.replace(
-    HERMES,
-    name="Nemotron Nano 2",
-    required=("<TOOLCALL>",),
-    arguments=InObject(listed=True),
-    begin="<TOOLCALL>",
-    end="</TOOLCALL>",
-    wraps_each=False,
+    _listed("Nemotron Nano 2", ("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>"), between="\n"
 )
 GEMMA_4 = ToolFormat(
     "Gemma 4",
@@ -207,14 +207,8 @@ FUNCTION_GEMMA = ToolFormat(
     open="<start_function_call>call:",
     close="<end_function_call>",
 )
-MISTRAL = ToolFormat(
-    "Mistral",
-    ("[TOOL_CALLS]",),
-    InObject(listed=True),
-    begin="[TOOL_CALLS]",
-    wraps_each=False,
-    id_prefix="",
-    id_size=9,
+MISTRAL = dataclasses.replace(
+    _listed("Mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]"), id_prefix="", id_size=9
 )
 MISTRAL_ARGS = dataclasses.replace(
     MISTRAL,
@@ -241,20 +235,9 @@ LLAMA = ToolFormat(
     is_bare=True,
     is_single=True,
 )
-PHI = ToolFormat(
-    "Phi-4-mini",
-    ("<|tool|>", "'tools'"),
-    InObject(listed=True),
-    begin="<|tool_call|>",
-    end="<|/tool_call|>",
-    wraps_each=False,
-)
-GRANITE = ToolFormat(
-    "Granite 3", ("<|tool_call|>",), InObject(listed=True), begin="<|tool_call|>", wraps_each=False
-)
-FUNCTOOLS = ToolFormat(
-    "functools", ("functools",), InObject(listed=True), begin="functools", wraps_each=False
-)
+PHI = _listed("Phi-4-mini", ("<|tool|>", "'tools'"), "<|tool_call|>", "<|/tool_call|>")
+GRANITE = _listed("Granite 3", ("<|tool_call|>",), "<|tool_call|>")
+FUNCTOOLS = _listed("functools", ("functools",), "functools")
 KNOWN = (
     HARMONY,
     KIMI,

@@ -1,4 +1,4 @@
-"""The derivatives of kernels: those of a reference that computes the same."""
+"""The derivatives of kernels: those of an equivalent reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def with_gradients_of(
 ) -> Any:
     """The result of kernel(*arguments), with the derivatives of reference(*arguments).
 
-    The kernel may give terms [terms, …] of the reference's result […], in another dtype. They have
-    the derivatives of their sum.
+    The kernel may return terms [terms, …] of the reference's result […], in another dtype. They
+    have the derivatives of their sum.
     """
     return kernel(*arguments)
 

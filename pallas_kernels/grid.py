@@ -1,7 +1,7 @@
-"""Grids: the values that a weight can be rounded to, before any code is chosen.
+"""Grids: the values to which a weight can be rounded, before codes are chosen.
 
 A quantiser first fits a grid to a weight (scales, zero points), and then chooses a code of the grid
-for each element. Quantisers use a format through these two steps alone: a search of ranges fits
+for each element. Quantisers use a format only through these two steps: a search of ranges fits
 several grids, and GPTQ chooses codes other than the nearest.
 """
 
@@ -26,8 +26,8 @@ class Grid:
     """The grid of a weight [K, N]; a pytree.
 
     format: of the weight. channels: K.
-    parameters: scales [groups, N] and, by format, zero points, channel scales and a table; see
-        PlainCodes. With the code of an element, they give its value.
+    parameters: scales [groups, N] and, depending on the format, zero points, channel scales and a
+        table; see PlainCodes. They determine the value of each code.
     """
 
     format: WeightFormat

@@ -24,15 +24,15 @@ def choose(
     choices: Sequence[str],
     why_not: Callable[[str], str | None],
 ) -> Any:
-    """The name of the implementation of an operation that runs.
+    """The name of the implementation of an operation to run.
 
-    wanted: the caller's choice, one of `choices`. None means the default; where that can't run,
-        the reference runs instead, with a warning on a GPU.
-    why_not: gives the reason why an implementation can't run, or None if it can. The reference
+    wanted: the caller's choice, one of `choices`. None means the default; if that can't run, the
+        reference runs instead, with a warning on a GPU.
+    why_not: returns the reason why an implementation can't run, or None if it can. The reference
         always can.
 
     Raises ValueError for a name that is not among the choices, and UnsupportedError, with the
-    reason, where the caller's choice can't run.
+    reason, if the caller's choice can't run.
     """
     name = default if wanted is None else wanted
     if not isinstance(name, str) or name not in choices:
@@ -56,7 +56,7 @@ def warn_of_reference(operation: str, reason: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Warns about the line that called this package, also through JAX's transformations."""
+    """Warns with the line that called this package, even through JAX's transformations."""
     frame, level = sys._getframe(), 1
     while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1

@@ -1,9 +1,9 @@
-"""Launches kernels of Pallas-Triton; this is the only module that imports that backend.
+"""Launches kernels of Pallas-Triton; the only module that imports that backend.
 
-Kernels take their loads, stores and launches from here, and call the current target (`target`) for
-operations that have a special instruction. So another backend would change this file and the
-callers of `launch`, but not the mathematics of kernels. JAX deprecated the backend in 0.11 and
-still ships it in 0.12; importing this module silences its warning.
+Kernels use this module's loads, stores and launches, and call the current target (`target`) for
+operations with a special instruction. So another backend would change this file and the callers of
+`launch`, but not the mathematics of kernels. JAX deprecated the backend in 0.11 and still ships it
+in 0.12; importing this module silences its warning.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ lowering.register_lowering(limit_registers_p)(lower_limit_registers)
 
 EARLY_LAUNCH_CAPABILITY = 9.0  # the first with programmatic dependent launch
 
-# A reference is typed as the array that it stands for, as in the trees of a kernel's arguments.
+# A reference has the type of its array, as in the trees of a kernel's arguments.
 load: Callable[..., jax.Array] = plgpu.load
 store: Callable[..., None] = plgpu.store
 
 
 def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """Loads a tile; masked-out elements read as zero.
+    """Loads a tile; masked-out elements are zero.
 
     mask: bools, one for each row of the tile, or broadcastable to it. None loads without a mask,
         which lets the compiler use its widest copies.
@@ -64,23 +64,23 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
 def first_program_id() -> jax.Array:
     """The program's index along the grid's first axis; each kernel calls this once.
 
-    On a GPU, the call also puts two settings of the launch into the kernel's code, which Pallas has
-    no parameter for: the limit of registers, and that the next kernel may be launched early (see
-    `Triton`). They are tied to the index, since every kernel needs it, and else the compiler would
-    drop them as dead code.
+    On a GPU, the call also puts two settings of the launch into the kernel's code, for which Pallas
+    has no parameter: the limit of registers, and that the next kernel may be launched early (see
+    `Triton`). They are tied to the index, since every kernel uses it; otherwise the compiler would
+    remove them as dead code.
     """
     return current_target().first_program_id()
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A kernel's name, and how it is compiled.
+    """A kernel's name and compiler settings.
 
-    warps: of a program. stages: iterations of a loop whose loads are under way at a time.
-    registers: how many a thread of a kernel that asks for `first_program_id` may have; None leaves
-        it to the assembler, which keeps room for programs that may never come.
+    warps: of a program. stages: iterations of a loop whose loads are in flight at a time.
+    registers: the most registers of a thread, in a kernel that calls `first_program_id`; None
+        leaves it to the assembler, which reserves room for programs that may never run.
 
-    Raises ValueError for more registers than there are.
+    Raises ValueError for more registers than a thread can have.
     """
 
     name: str
@@ -111,7 +111,7 @@ def launch(
 
     out_shape: a tree of `jax.ShapeDtypeStruct`s.
     interpret: run as plain JAX on any device, traced for the current target.
-    aliases: from the number of an argument's array to that of the output that takes its buffer.
+    aliases: index of an argument's array → index of the output that reuses its buffer.
     """
 
     def run(*references: Any) -> None:
@@ -135,11 +135,11 @@ def launch(
 class Triton(Target):
     """The target of kernels that Triton compiles for a GPU.
 
-    early: whether the next kernel may be launched as soon as all programs of this one have begun
+    early: whether the next kernel may be launched as soon as all programs of this kernel have begun
         ("programmatic dependent launch", compute capability 9.0). XLA makes a kernel that is
-        launched early wait for the end of the one before it reads anything, so that this hides the
-        time of a launch.
-    registers: the most that a thread may have; None leaves the choice to the assembler.
+        launched early wait for the end of the previous kernel before it reads anything, so this
+        hides only the launch latency.
+    registers: the most registers of a thread; None leaves the choice to the assembler.
     """
 
     is_interpreted = False
@@ -150,18 +150,18 @@ class Triton(Target):
 
     @classmethod
     def here(cls, registers: int | None) -> Triton:
-        """The target of a kernel for the default device; registers: as for the class."""
+        """The target of a kernel for the default device. registers: as for the class."""
         capability = device.compute_capability() or 0.0
         return cls(early=capability >= EARLY_LAUNCH_CAPABILITY, registers=registers)
 
     def first_program_id(self) -> jax.Array:
-        """The program's index; limits registers and allows the next kernel to be launched."""
+        """The program's index; limits registers and allows the next kernel's early launch."""
         index = super().first_program_id()
         if self.registers is not None:
             index = limit_registers(index, self.registers)
         if not self.early:
             return index
-        # Without the index as its operand, the compiler would drop the assembly as dead code.
+        # Without the index as its operand, the compiler would remove the assembly as dead code.
         tile = jnp.full((1,), index, jnp.int32)
         assembly = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
         return self.inline_ptx(assembly, tile, dtype=jnp.int32).max()
@@ -235,11 +235,11 @@ class Triton(Target):
         return result
 
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Broadcasts the values along rows; a register's first element is the first operand."""
+        """Broadcasts the values along rows; each register's first element is the first operand."""
         return jnp.broadcast_to(x[:, None], shape)
 
     def share_pairs(self, halves: Sequence[jax.Array]) -> jax.Array:
-        """Fills an array that the PTX declares, in addition to Triton's own shared memory."""
+        """Fills an array that the PTX declares, beside Triton's own shared memory."""
         return self.inline_ptx(ptx.share_pairs(len(halves)), *halves, dtype=jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Functions of one matrix, applied to stacks of matrices: experts, layers."""
+"""Applies functions of one matrix to stacks of matrices: experts, layers."""
 
 from __future__ import annotations
 

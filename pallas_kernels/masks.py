@@ -22,14 +22,15 @@ class Masks:
     """The scale, the window, the softcap and the sinks of attention's scores.
 
     scale: the positive factor of scores; None for 1/√(head dim).
-    window: the number of keys that a query sees, its own included (sliding window); None for all.
+    window: the number of keys that a query attends to, its own included (sliding window); None for
+        all.
     softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for no cap.
     sinks: [query heads], a learned score of each head that is added to its softmax without a value,
         neither scaled nor capped (gpt-oss); None for no sinks.
 
     Kernels are compiled for scale, window and softcap, which are static under `jit`.
 
-    Raises ValueError unless these three are positive numbers, the window a whole one.
+    Raises ValueError unless these three are positive numbers, and the window a whole number.
     """
 
     scale: float | None = None

@@ -1,7 +1,7 @@
 """Functions that XLA optimises once for all of their calls, on a CPU.
 
-On a CPU, compiling a model takes longer than many of its steps, and most of that is the repetition
-of alike layers.
+On a CPU, compiling a model takes longer than many of its steps, mostly because equal layers are
+compiled repeatedly.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from mpjax.kernels import device
 
 
 def optimized_once(*static: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: under `jit` on a CPU, the function is called rather than inlined.
+    """A decorator: under `jit` on a CPU, the function is called instead of inlined.
 
-    XLA's passes then see one function in the place of all calls with arguments of the same shapes.
-    A call copies the arguments that it returns changed, so a cache should not be one of them.
-    Arguments are pytrees of arrays, or `static`. On a GPU, and with JAX before 0.12, the function
-    is inlined.
+    XLA's passes then process one function for all calls with arguments of the same shapes. A call
+    copies arguments that it returns changed, so a cache should not be an argument. Arguments are
+    pytrees of arrays, or `static`. On a GPU, and with JAX before 0.12, the function is inlined.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

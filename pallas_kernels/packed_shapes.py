@@ -1,4 +1,4 @@
-"""The shapes and dtypes of a packed weight, from its format alone."""
+"""The shapes and dtypes of a packed weight, from only its format."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from mpjax.kernels.checks import require_type, shown
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
-# Names of the mesh axes that divide an axis of an array, one or several; None divides nothing.
+# One or several names of mesh axes that divide an axis of an array; None: not divided.
 AxisNames = str | tuple[str, ...] | None
 
 
@@ -23,13 +23,13 @@ def partition_specs(
     n: AxisNames = None,
     leading: tuple[AxisNames, ...] | None = None,
 ) -> QuantizedTensor:
-    """The tensor with a `PartitionSpec` instead of each array, as `jax.shard_map` takes it.
+    """The tensor with a `PartitionSpec` instead of each array, for `jax.shard_map`.
 
     A shard is itself a packed tensor. Divided along K, a shard multiplies its own input channels of
-    x, and `jax.lax.psum` adds up the products (row-parallel). Divided along N, shards give the
-    products of different output channels.
+    x, and `jax.lax.psum` adds up the products (row-parallel). Divided along N, shards compute
+    different output channels (column-parallel).
 
-    tensor: a QuantizedTensor of arrays, or of shapes as `jax.eval_shape` gives them.
+    tensor: a QuantizedTensor of arrays, or of shapes such as `jax.eval_shape` returns.
     k, n: names of the mesh axes that divide the input channels and the output channels.
     leading: names of the mesh axes that divide each of the leading axes; None divides none.
 
@@ -90,7 +90,7 @@ def _require_blocks(tensor: QuantizedTensor, input_channels: int, count: int) ->
 
 
 class _Counts:
-    """The numbers of shards along the axes of a mesh, each of which can be used once."""
+    """The numbers of shards along the axes of a mesh, each of which can be used only once."""
 
     def __init__(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
         require_type("partition_specs: mesh", mesh, jax.sharding.Mesh, jax.sharding.AbstractMesh)
@@ -98,9 +98,9 @@ class _Counts:
         self.names = ", ".join(map(repr, self.free))
 
     def take(self, argument: str, names: AxisNames) -> int:
-        """The number of shards along the named axes, which become used.
+        """The number of shards along the named axes, which count as used from now on.
 
-        argument: of `partition_specs`, for messages. Raises ValueError for names of no unused axis.
+        argument: of `partition_specs`, for messages. Raises ValueError for unknown and used axes.
         """
         count = 1
         for name in names if isinstance(names, tuple) else (names,):
@@ -117,7 +117,7 @@ class _Counts:
     def require_equal_shards(self, argument: str, names: AxisNames, size: int, things: str) -> None:
         """Takes the named axes, and raises ValueError unless they divide `size` equally.
 
-        things: the name of the divided things in messages, in the plural.
+        things: what is divided, for messages, in the plural.
         """
         if size % (count := self.take(argument, names)):
             raise ValueError(

@@ -30,7 +30,7 @@ def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
 
     operation: the function that takes the codes, for messages.
 
-    Raises ValueError for fields that are neither arrays nor such.
+    Raises ValueError for fields that can't be converted.
     """
     arrays: dict[str, Any] = {
         name: as_array(f"{operation}: {name}", getattr(plain, name)) for name in ("codes", "scales")
@@ -39,7 +39,7 @@ def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
 
 
 def require_sound(plain: PlainCodes) -> None:
-    """Raises ValueError unless shapes, dtypes and values are as PlainCodes documents them."""
+    """Raises ValueError unless shapes, dtypes and values are as documented in PlainCodes."""
     _check_layout(plain)
     code_kinds.of(plain.format).require_values(plain)
     if plain.activation_bits is not None:
@@ -51,7 +51,7 @@ def require_sound(plain: PlainCodes) -> None:
 
 
 def _check_layout(plain: PlainCodes) -> None:
-    """Raises ValueError unless shapes and dtypes are as the format demands."""
+    """Raises ValueError unless shapes and dtypes are as the format requires."""
     format, codes, scales = plain.format, plain.codes, plain.scales
     if not format.is_packed:
         raise ValueError(f"{format} is not packed: a plain array needs no packing")
@@ -117,7 +117,7 @@ def _check_permutation(permutation: jax.Array) -> None:
     channels = permutation.shape[-1]
     for found in np.asarray(permutation).reshape(-1, channels):
         missing = np.setdiff1d(np.arange(channels), found)
-        if missing.size:  # without missing channels, there is no room for repeated or wrong ones
+        if missing.size:  # if none is missing, none is repeated or out of range
             raise ValueError(
                 f"permutation lacks {missing.size} of {channels} channels, such as {missing[0]}; "
                 f"expected each of 0 to {channels - 1} once"

@@ -27,14 +27,14 @@ from mpjax.kernels.leading_axes import over_leading_axes
 )
 @dataclasses.dataclass(frozen=True)
 class PlainCodes:
-    """A quantised weight W [..., K, N], as quantisers and checkpoint readers give it to `pack`.
+    """A quantised weight W [..., K, N], as quantisers and checkpoint readers pass it to `pack`.
 
     Row i of the codes belongs to group i // group_size. It is input channel permutation[i] of W, or
-    channel i if there is no permutation. Leading axes (experts, layers) come before the axes that
-    are given here, in every array, also in a table: `jax.vmap` and `jax.lax.scan` over them see one
+    channel i without a permutation. Leading axes (experts, layers) come before the axes that are
+    given here, in every array, even in a table: `jax.vmap` and `jax.lax.scan` over them get one
     matrix at a time.
 
-    format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
+    format: a WeightFormat, or a string that WeightFormat.parse accepts, such as "uint4:g128".
     codes: [K, N]: int8 for `int8` and `int4`, float8_e4m3fn for `float8`, and otherwise unsigned
         integers. K is a multiple of the group size, except for `float8` and `int4`, whose last
         group may be shorter.
@@ -42,15 +42,15 @@ class PlainCodes:
         powers of two in bfloat16 for `float4`, where 0 becomes 2**−127, float32 for `int8`, `int4`
         and `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits, or the offsets of
-        `liquid4`, from 0 to 255. Of `affine…` the minima, float16. None for other formats, and for
-        symmetric ones, whose zero points are all 2**(bits − 1).
+        `liquid4`, from 0 to 255. For `affine…` the minima, float16. None for other formats, and for
+        symmetric formats, whose zero points are all 2**(bits − 1).
     permutation: integers [K], each of range(K) once (GPTQ's act-order), or None.
     channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
     activation_bits: integers [groups] of `int4`, the bits, 4 or 8, of the activations that each
-        group meets; None for 8 in all groups, and for other formats.
-    activation_scale: float32 [1], positive, to which the activations of all tokens are rounded, of
-        formats whose products round each row; None for a scale of each row's own.
+        group multiplies; None for 8 in all groups, and for other formats.
+    activation_scale: float32 [1], positive, the static scale of all tokens' activations, for
+        formats whose products round each row; None for a scale per row.
     """
 
     format: WeightFormat
@@ -72,7 +72,7 @@ class PlainCodes:
         return self.codes.shape
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The weight [..., K, N], its input channels in their order, computed in float32."""
+        """The weight [..., K, N], its input channels in original order, computed in float32."""
         dtype = as_dtype("dequantize: dtype", dtype)
         return over_leading_axes(_dequantize, len(self.shape) - 2)(self).astype(dtype)
 
@@ -86,7 +86,7 @@ def _dequantize(plain: PlainCodes) -> jax.Array:
 
 
 def operands(plain: PlainCodes) -> jax.Array:
-    """The int8 operand [K, N] of a product with int8 activations, without any float scale."""
+    """The int8 operand [K, N] of a product with int8 activations, before any float scale."""
     kind = code_kinds.of(plain.format)
     return _decode(plain, kind.first_level) if isinstance(kind, Liquid) else plain.codes
 
@@ -101,7 +101,7 @@ def _decode(
 
 
 def in_groups(values: jax.Array, format: WeightFormat) -> jax.Array:
-    """Values [K, N] as [groups, size, N]; a shorter last group is filled up with zeros."""
+    """Values [K, N] as [groups, size, N]; a shorter last group is padded with zeros."""
     channels, outputs = values.shape
     size = format.group_size or channels
     missing = -channels % size

@@ -12,7 +12,7 @@ from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown
 from mpjax.kernels.codes import float8, int4
 from mpjax.kernels.formats import WeightFormat
 
-# The group sizes of each kind of activations: the input channels of a row that can share a scale.
+# Possible group sizes by kind of activations: the input channels of a row that share a scale.
 _GROUP_SIZES: dict[str | None, tuple[int | None, ...]] = {
     None: (None,),
     "int8": (None, int4.GROUP),
@@ -24,10 +24,10 @@ _NAMES = f"{_SIXTEEN_BITS}, int8, int8:g{int4.GROUP}, float8 or float8:g{float8.
 
 @dataclasses.dataclass(frozen=True)
 class ActivationFormat:
-    """The format that the activations x [..., K] of a product are quantised to on the fly.
+    """The format to which the activations x [..., K] of a product are quantised on the fly.
 
-    Written as `16-bit`, `int8`, `int8:g128`, `float8` or `float8:g128`; static and hashable. In
-    `int8:g128`, `ActivationBlocks` says which blocks of channels have codes of 4 bits.
+    Written as `16-bit`, `int8`, `int8:g128`, `float8` or `float8:g128`; static and hashable. With
+    `int8:g128`, `ActivationBlocks` defines which blocks of channels have codes of 4 bits.
 
     values: `int8` or `float8` (e4m3) codes, or None for x unquantised, in 16 bits.
     group_size: the number of input channels of a row that share a scale, or None for all.
@@ -50,9 +50,9 @@ class ActivationFormat:
 
     @classmethod
     def parse(cls, text: str) -> ActivationFormat:
-        """Reads a text that `str` writes; ignores case and surrounding spaces.
+        """Parses the string form (`str`); ignores case and surrounding spaces.
 
-        Raises ValueError for any other text.
+        Raises ValueError for any other string.
         """
         require_type("the format of activations", text, str, hint=", such as 'int8'")
         lower = text.strip().lower()
@@ -69,13 +69,12 @@ class ActivationFormat:
 
     @classmethod
     def of(cls, format: ActivationFormat | ProductFormat | WeightFormat | str) -> ActivationFormat:
-        """The activation format of a format or of its text.
+        """Converts any kind of format, or its string form, to an activation format.
 
-        format: an activation format; a product format; a weight format, which is multiplied with
-            the activations of its operand; or a text of one of them, such as `float8` or
-            `int8/int8`.
+        format: an activation format; a product format; a weight format, for the activations that
+            multiply its operand; or the string form of one, such as `float8` or `int8/int8`.
 
-        Raises ValueError for a text that is none.
+        Raises ValueError for a string that names no format.
         """
         if isinstance(format, ActivationFormat):
             return format
@@ -94,7 +93,7 @@ class ActivationFormat:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the codes. Raises ValueError for 16 bits, which have none."""
+        """The dtype of the codes. Raises ValueError for 16 bits, which have no codes."""
         if self.values is None:
             raise ValueError("activations in 16 bits keep their dtype: there are no codes")
         return jnp.dtype(jnp.int8 if self.values == "int8" else jnp.float8_e4m3fn)
@@ -113,10 +112,10 @@ class ActivationFormat:
 class ProductFormat:
     """The format of a product over a run of input channels: its weight's and its activations'.
 
-    Written as the weight's format alone, such as `uint4:g128` or `int8/int8`, since its operand
-    says which activations it is multiplied with.
+    Written as only the weight's format, such as `uint4:g128` or `int8/int8`, since the weight's
+    operand determines the activations that multiply it.
 
-    Raises ValueError for activations that the weight's operand can't be multiplied with.
+    Raises ValueError for activations that can't multiply the weight's operand.
     """
 
     weight: WeightFormat
@@ -139,11 +138,11 @@ class ProductFormat:
     ) -> ProductFormat:
         """The format of a product with a weight and activations.
 
-        format: of the weight, or of a product, with its weight.
-        activations: their format; by default the one that suits the weight's operand. Those of
+        format: of the weight, or of a product with this weight.
+        activations: their format; by default the one that fits the weight's operand. Activations of
             float8 operands, and of `int4` weights, have the weight's group size.
 
-        Raises ValueError for a text that is no format, and for activations that don't suit.
+        Raises ValueError for a string that is not a format, and for activations that don't fit.
         """
         if isinstance(format, ProductFormat) and activations is None:
             return format

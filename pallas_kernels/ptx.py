@@ -8,15 +8,15 @@ PAIR_BYTES = 128 * 16**2 + 1024  # bytes of shared memory that `share_pairs` dec
 def share_pairs(halves: int) -> str:
     """PTX that fills shared memory with all pairs of a table's values, and sets $0 to its address.
 
-    halves: the number of operands $1, $2, …; each holds two of the table's sixteen 16-bit values.
+    halves: the number of operands $1, $2, …; each has two of the table's sixteen 16-bit values.
 
-    Word i + 16 · j holds entry i in its lower half and entry j in its upper half. Each of a warp's
+    Word i + 16 · j has entry i in its lower half and entry j in its upper half. Each of a warp's
     32 lanes has its own copy of all words, in its own bank, so that a warp looks up any 32 words
     without bank conflicts: the copy of lane l is at address + 128 · word + 4 · l.
     """
     words = "".join(f" st.shared.b32 [table+{4 * i}], ${i + 1};" for i in range(halves))
-    # A thread writes the 32 copies of a word in eight stores of 16 bytes, beginning with the one at
-    # 16 · lane modulo 128, so that lanes write to different banks.
+    # A thread writes the 32 copies of a word in eight stores of 16 bytes, beginning with the copy
+    # at 16 · lane modulo 128, so that lanes write to different banks.
     copies = "".join(
         f"""
         add.u32 place, lane, {16 * eighth};
@@ -25,7 +25,7 @@ def share_pairs(halves: int) -> str:
         st.shared.v4.b32 [place], {{low, low, low, low}};"""
         for eighth in range(8)
     )
-    # `wgmma` wants tiles aligned to 1024 bytes. A multiple of 1024 bytes leaves Triton's tiles so.
+    # `wgmma` requires tiles aligned to 1024 bytes. A multiple of that keeps Triton's tiles so.
     return f"""{{
         .shared .align 1024 .b8 pairs[{PAIR_BYTES - 1024}];
         .shared .align 1024 .b8 values[1024];

@@ -19,8 +19,8 @@ from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
-# float16 rounds a smaller scale by 3 % or more, or to zero. Smaller scales in float32 and
-# bfloat16 are subnormal, and quantisers do not divide by them.
+# float16 rounds a smaller scale by 3 % or more, or to zero. Smaller scales in float32 and bfloat16
+# are subnormal, and quantisers do not divide by them.
 LEAST_FLOAT16_SCALE, LEAST_SCALE = 2.0**-20, float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -32,15 +32,16 @@ def quantize(
 ) -> QuantizedTensor | jax.Array:
     """Rounds `weight` [..., K, N] to the nearest codes of `format`: a QuantizedTensor.
 
-    A 16-bit format just casts, to a plain array.
+    A 16-bit format only casts, to a plain array.
 
-    Each kind of codes in `pallas_kernels/codes` describes how its scales are chosen.
-    format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
-    table: ascending values [2**bits] for `table…` formats, taken as float32; None for normal float.
+    Each kind of codes in `pallas_kernels/codes` documents how its scales are chosen.
+    format: a WeightFormat, or a string that WeightFormat.parse accepts, such as "uint4:g128".
+    table: ascending values [2**bits] for `table…` formats, converted to float32; None for normal
+        float.
 
     Raises ValueError if groups don't divide K (FP8's last may be shorter), the table does not fit,
     or weights are NaN, infinite, too large for the scales, or all too small. A group that is too
-    small beside larger ones becomes zeros. Under `jit`, values are not known and not checked:
+    small beside larger groups becomes zeros. Under `jit`, values are not known and not checked:
     weights that can't be rounded give meaningless results, without an error.
     """
     weight, format = as_array("quantize: weight", weight), WeightFormat.of(format)
@@ -84,7 +85,7 @@ def _quantize(
 
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:
-    """The reason why finite weights are too large for a format, or all too small; None if neither.
+    """The reason why finite weights are too large for a format, or all too small, or None.
 
     packed: the weights in the format.
     """
@@ -97,7 +98,7 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
         if packed.channel_scales is not None:
             stored = packed.channel_scales
         least = LEAST_FLOAT16_SCALE if stored.dtype == jnp.float16 else LEAST_SCALE
-        # The most that a code is worth, of any kind: beyond it no largest scale is too small.
+        # The largest value that any code has: weights above least · reach have sufficient scales.
         reach = LARGEST_FLOAT8 if packed.table is None else float(jnp.abs(packed.table).max())
         has_small_scales = np.asarray(_largest_scale(stored, leading)) < least
         is_small = (largest > 0) & (largest < least * reach) & has_small_scales
@@ -118,7 +119,7 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
 
 
 def _are_minima_finite(packed: QuantizedTensor | jax.Array) -> bool:
-    """Whether the minima of groups are finite; True for formats without any."""
+    """Whether the minima of groups are finite; True for formats without minima."""
     if not isinstance(packed, QuantizedTensor) or not code_kinds.of(packed.format).has_minima:
         return True
     return bool(are_finite(packed.zeros()))
@@ -126,11 +127,11 @@ def _are_minima_finite(packed: QuantizedTensor | jax.Array) -> bool:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _largest(array: jax.Array, leading: int) -> jax.Array:
-    """The largest magnitude after so many leading axes."""
+    """The largest magnitude over all axes after `leading` leading axes."""
     return jnp.abs(array).max(tuple(range(leading, array.ndim)))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _largest_scale(scales: jax.Array, leading: int) -> jax.Array:
-    # For tiny weights, a scale of one stands for a scale that is zero or too small to divide by.
+    # For tiny weights, scale 1 replaces a scale that is zero or too small to divide by.
     return _largest(jnp.where(scales < 1, scales, 0), leading)

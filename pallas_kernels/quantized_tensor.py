@@ -47,33 +47,32 @@ ARRAYS = [
 class QuantizedTensor:
     """A packed weight W [..., K, N]; `mpjax.kernels.codes` defines the meaning of its codes.
 
-    Leading axes (experts, layers) stand in front of the shape of every array, also of a table:
-    `jax.vmap` and `jax.lax.scan` take one matrix after another, and slices along leading axes are
-    tensors. `partition_specs` divides a tensor among devices, along K and along N.
+    Leading axes (experts, layers) precede the shape of every array, even of a table: `jax.vmap` and
+    `jax.lax.scan` process one matrix after another, and slices along leading axes are tensors.
+    `partition_specs` divides a tensor among devices, along K and along N.
 
-    words: [K blocks, N, columns · plane width], unsigned integers as wide as the operand that they
-        are decoded to. Words at `lane` of block i hold one code of each plane: code j is input
+    words: [K blocks, N, columns · plane width], unsigned integers as wide as the operand to which
+        they are decoded. Words at `lane` of block i have one code of each plane: code j is input
         channel i·block + j·plane_width + lane. A tile of neighbouring output channels is
         contiguous. In flat formats, whose words are codes, the plain matrix [1, N, padded K] in
         int8 or float8_e4m3fn.
     parameters: uint32 [groups, N], the parameters of a group in one 32-bit word, because narrower
-        loads are not pipelined: the 16-bit scale below the zero point (0 where codes have none), or
+        loads are not pipelined: the 16-bit scale below the zero point (0 if codes have none), or
         the bits of a float32 scale. `liquid4` has [groups / 2, N]: a byte of step and a byte of
         offset of one group, below those of the next group. `float4` has [groups / 4, N]: the bytes
-        of four scales in e8m0, exponents of two plus 127, that of the first group lowest.
+        of four scales in e8m0, exponents of two plus 127, the first group's lowest.
     format: of the weight (static).
-    scale_dtype: the dtype of the scales that `parameters` stand for: `float16`, `bfloat16`,
-        `float32`, or `uint16` for the steps of `liquid4` (static).
+    scale_dtype: the dtype of the scales in `parameters`: `float16`, `bfloat16`, `float32`, or
+        `uint16` for the steps of `liquid4` (static).
     padding: the number of input channels beyond K that pad the last block (static). Their codes are
-        multiplied with zeros instead of activations.
+        multiplied by zeros instead of activations.
     permutation: int32 [K] or None; row i of the packed matrix is input channel permutation[i]
         (GPTQ's act-order, or the order of an `int4` weight's blocks).
     channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
     activation_bits: uint8 [ceil(K / 128)] of `int4`, the bits, 4 or 8, of the activations that each
-        group of packed rows meets; None for 8 in all groups, and for other formats.
-    activation_scale: float32 [1], the scale to which all activations are rounded; None where each
-        row has a scale of its own.
+        group of packed rows multiplies; None for 8 in all groups, and for other formats.
+    activation_scale: float32 [1], the static scale of all activations; None for a scale per row.
     """
 
     words: jax.Array
@@ -90,7 +89,7 @@ class QuantizedTensor:
     def __repr__(self) -> str:
         """The format, the shape, and the dtype and shape of each array, without the codes.
 
-        JAX also puts other objects instead of arrays, such as the specs of a division.
+        JAX also puts other objects in the arrays' fields, such as partition specs.
         """
         arrays = {name: getattr(self, name) for name in ARRAYS}
         has_shape = len(getattr(self.words, "shape", ())) >= 3
@@ -112,7 +111,7 @@ class QuantizedTensor:
 
     @property
     def activations(self) -> ActivationFormat | ActivationBlocks | StaticRows:
-        """How the activations that meet the weight are rounded: in blocks for `int4`."""
+        """How the activations that multiply the weight are rounded: in blocks for `int4`."""
         if self.format.codes == "int4":
             return ActivationBlocks(self.activation_bits, self.permutation)
         found = ActivationFormat.of(self.format)
@@ -122,7 +121,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays in device memory; also for shapes, as of `jax.eval_shape`."""
+        """The bytes of all arrays in device memory; also for shapes, as from `jax.eval_shape`."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scales(self) -> jax.Array:
@@ -135,7 +134,7 @@ class QuantizedTensor:
     def zeros(self) -> jax.Array:
         """The zero points [..., groups, N] in uint16, groups of padding included.
 
-        Of `affine…` the minima, in `scale_dtype`.
+        For `affine…` the minima, in `scale_dtype`.
         """
         return self._scales_and_zeros[1]
 
@@ -149,9 +148,8 @@ class QuantizedTensor:
         """The weight [..., K, N] in the order of the input channels, computed in float32.
 
         scales: [..., groups, N] instead of the tensor's own, without groups of padding.
-
-        Raises ValueError for scales of another shape, and for any scales where the format is
-        `liquid4`, whose steps are integers, or `float4`, which has exponents for scales.
+        Raises ValueError for scales of another shape, and for any scales if the format is
+        `liquid4`, whose steps are integers, or `float4`, whose scales are exponents.
         """
         dtype = as_dtype("dequantize: dtype", dtype)
         plain = unpack(self)
@@ -161,18 +159,18 @@ class QuantizedTensor:
 
 
 def _kind(array: Any) -> str:
-    """The dtype and shape of an array, such as `uint16[1, 512, 64]`; other objects as they are."""
+    """The dtype and shape of an array, such as `uint16[1, 512, 64]`; `repr` of other objects."""
     if not hasattr(array, "dtype"):
         return repr(array)
     return f"{array.dtype}{list(array.shape)}"
 
 
 def pack(plain: PlainCodes) -> QuantizedTensor:
-    """Packs plain codes into the layout that kernels read; `unpack` is its exact inverse.
+    """Packs plain codes into the layout of the kernels; `unpack` is the exact inverse.
 
-    Raises ValueError for shapes and dtypes that don't fit. Where values are known, as they are not
-    under `jit`, it also raises ValueError for codes or zero points that are too large, for
-    code · step + offset above 255 in `liquid4`, and for a permutation that is none.
+    Raises ValueError for shapes and dtypes that don't fit. If values are known, unlike under `jit`,
+    it also raises ValueError for codes or zero points that are too large, for code · step + offset
+    above 255 in `liquid4`, and for an invalid permutation.
     """
     require_type("pack: plain", plain, PlainCodes)
     plain = read_arrays("pack", plain)
@@ -265,11 +263,11 @@ def _unpack_matrix(tensor: QuantizedTensor) -> PlainCodes:
 def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
     """The tensor with other scales, such as learned ones, rounded to its `scale_dtype`.
 
-    scales: [..., groups, N]. `matmul(x, tensor, scales=scales)` rounds scales alike, and gives the
-        same product as the returned tensor.
+    scales: [..., groups, N]. `matmul(x, tensor, scales=scales)` rounds scales in the same way, and
+        gives the same product as the returned tensor.
 
     Raises ValueError for scales of another shape, for `liquid4`, whose steps are integers, for
-    `float4`, which has exponents for scales, and, where values are known, for scales that are NaN,
+    `float4`, whose scales are exponents, and, if values are known, for scales that are NaN,
     infinite or beyond the range of the dtype.
     """
     require_type("replace_scales: tensor", tensor, QuantizedTensor)
@@ -296,8 +294,8 @@ def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     """Concatenates tensors along the output channels; None unless they share a layout.
 
     Tensors share a layout if their formats, leading axes, K, scale dtypes, permutations, tables,
-    activation bits and activation scales are equal. These arrays are read back from the device for
-    the comparison.
+    activation bits and activation scales are equal. These arrays are copied from the device for the
+    comparison.
     """
     first = tensors[0]
     if len({(tensor.format, tensor.shape[:-1], tensor.scale_dtype) for tensor in tensors}) > 1:
@@ -318,7 +316,7 @@ def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
 
 
 def split(tensor: QuantizedTensor, sizes: Sequence[int]) -> list[QuantizedTensor]:
-    """Tensors of so many output channels each, one after the other: undoes `concatenate`."""
+    """Splits a tensor into tensors with these numbers of output channels: undoes `concatenate`."""
     ends = [0, *itertools.accumulate(sizes)]
     return [
         dataclasses.replace(
@@ -334,7 +332,7 @@ def split(tensor: QuantizedTensor, sizes: Sequence[int]) -> list[QuantizedTensor
 
 
 def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor:
-    """The tensor of some output channels, int [count], in their order; also under `jit`.
+    """The tensor of the output channels `indices`, int [count], in their order; also under `jit`.
 
     Indices beyond the last output channel give zeros, infinities or NaN.
     """
@@ -350,7 +348,7 @@ def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
     """Scales [..., groups, N] instead of a tensor's own.
 
-    Raises ValueError for another shape, and where a tensor's scales are fixed.
+    Raises ValueError for another shape, and if a tensor's scales are fixed.
     """
     if reason := code_kinds.of(tensor.format).why_scales_are_fixed:
         raise ValueError(f"{tensor.format} {reason}")

@@ -31,8 +31,8 @@ def scaled_dot(
 ) -> jax.Array:
     """(x [M, K] · matrix [N, K].T) · scales [N] · x's scales [M, 1], in `out_dtype`.
 
-    The matrix is multiplied without a transposition, as it is stored. On a GPU, if `out_dtype` is
-    bfloat16, cuBLAS writes sums of FP8 products in bfloat16, which are rounded once more when they
+    The matrix is multiplied in its stored layout, without a transposition. On a GPU, if `out_dtype`
+    is bfloat16, cuBLAS stores sums of FP8 products in bfloat16, which are rounded again when they
     are scaled. This halves the bytes, and its error is far smaller than that of rounding x to FP8.
     """
     values = jnp.pad(x.values, ((0, 0), (0, matrix.shape[1] - x.values.shape[1])))

@@ -32,19 +32,19 @@ def append(
 
     pages: one layer of the cache.
     keys, values: [batch, tokens, KV heads, head dim], keys after the rotary embedding; or
-        varlen, [tokens, KV heads, head dim]. Values have a size of their own in pages whose layout
-        has a `value_dim`. They must not be NaN: a NaN may be stored as a number,
-        since minima and maxima pass over it.
-    span: where these tokens lie. Padding is not written, and neither are tokens past the end of a
-        sequence's block table: make room first (PagedKVCache.require_room, outside `jit`).
+        varlen, [tokens, KV heads, head dim]. If the pages' layout has a `value_dim`, it is the head
+        dim of values. They must not be NaN: minima and maxima ignore NaN, so it may be stored as a
+        number.
+    span: the positions of these tokens. Padding is not written, and neither are tokens past the end
+        of a sequence's block table: make room first (PagedKVCache.require_room, outside `jit`).
 
     Returns the pages. Their scales and zeros are rounded to the pages' own dtype
     (KVPages.parameter_dtype), whatever the dtype of the keys.
 
-    Raises UnsupportedError where a forced implementation can't run. Raises ValueError for shapes
-    that don't fit the pages, keys or values that are not floating point, and a span of other
-    tokens. Outside `jit`, it also raises ValueError for negative starts, and for counts above the
-    number of tokens: it reads an array of starts or counts back from the device for that, once.
+    Raises UnsupportedError if a forced implementation can't run. Raises ValueError for shapes that
+    don't fit the pages, keys or values that are not floating point, and a span of other tokens.
+    Outside `jit`, it also raises ValueError for negative starts, and for counts above the number of
+    tokens: for that it copies starts and counts back from the device, once.
     """
     require_pages("append", pages)
     keys, values = as_arrays("append", keys=keys, values=values)
@@ -80,13 +80,13 @@ def make_room(
     *,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> KVPages:
-    """Encodes the residuals of sequences whose next token begins another block.
+    """Encodes the residuals of sequences whose next token begins a new block.
 
     `append` does this before it writes. Callers that write to the residual themselves, at most one
     token of each sequence (span.longest is 1), call this first, and then write with the span of
     `residual.residual_span`.
 
-    Returns the pages, with the residual as it was.
+    Returns the pages, with the residual unchanged.
     """
     return _module(pages, implementation).flush(pages, None, None, span)
 
@@ -98,14 +98,14 @@ def _module(pages: KVPages, wanted: str | None) -> Any:
 
 
 def require_pages(operation: str, pages: Any) -> None:
-    """Raises ValueError unless `pages` is a KVPages; a whole cache, for example, is none."""
+    """Raises ValueError unless `pages` is a KVPages (and not a whole cache, for example)."""
     require_type(f"{operation}: pages", pages, KVPages, hint=", one of a PagedKVCache's layers")
 
 
 def read_span(operation: str, span: Span, pages: KVPages, new: tuple[int, ...]) -> Span:
-    """`Span.read`, but it also raises ValueError if the pages' residual is of another batch.
+    """As `Span.read`, but also raises ValueError if the pages' residual is of another batch.
 
-    new: the shape [batch, tokens] of the new tokens, or [tokens] of varlen ones.
+    new: the shape [batch, tokens] of the new tokens, or [tokens] if varlen.
     """
     require_type(f"{operation}: span", span, Span)
     span = span.read(operation, new)
@@ -120,7 +120,7 @@ def read_span(operation: str, span: Span, pages: KVPages, new: tuple[int, ...]) 
 
 
 def why_not_triton(pages: KVPages) -> str | None:
-    """Why the Triton kernels of attention can't work on these pages here, or None if they can."""
+    """The reason why attention's Triton kernels can't use these pages here, or None if they can."""
     if reason := why_not_written(pages):
         return reason
     if pages.head_dim not in HEAD_DIMS:
@@ -131,7 +131,7 @@ def why_not_triton(pages: KVPages) -> str | None:
 
 
 def why_not_written(pages: KVPages) -> str | None:
-    """Why a Triton kernel can't write to these pages here, or None if it can."""
+    """The reason why a Triton kernel can't write to these pages here, or None if it can."""
     if reason := device.why_triton_cannot_run():
         return reason
     for side in pages.sides + (() if pages.residual is None else pages.residual.sides):

@@ -34,26 +34,26 @@ class Side(NamedTuple):
 class KVPages:
     """The pages of one layer.
 
-    Slots of a page after its sequence's length must hold finite numbers, since attention reads
-    them with the weight zero: clear a page with NaN or infinity before another sequence takes it.
+    Slots of a page after its sequence's length must have finite values, since attention multiplies
+    them by weight zero: clear a page with NaN or infinity before another sequence gets it.
 
     keys, values: for 16-bit kinds, [pages, KV heads, page size, head dim] in the compute dtype. For
         other kinds, uint16 words [pages, KV heads, page size, head dim / planes]: code j of word w
-        is head channel j · head dim / planes + w. Where `KVCodes.hadamard` is set, keys are stored
+        is head channel j · head dim / planes + w. If `KVCodes.hadamard` is set, keys are stored
         after the Hadamard transform of their channels.
     key_parameters, value_parameters: if pages keep scales, uint32 pairs, the 16-bit scale below the
         16-bit zero: of tokens [pages, KV heads, page size], or of channels [pages, KV heads, groups
-        of tokens, head dim]. If scales are given, float32: of FP8 [KV heads], of 8s [KV heads, head
-        dim]. Otherwise None.
+        of tokens, head dim]. If scales are static, float32: for FP8 [KV heads], for 8s [KV heads,
+        head dim]. Otherwise None.
     residual: for formats with blocks, 16-bit pages of the size of a block; else None. Page b is for
-        row b of the batch: it holds the tokens of the last block that sequence b has begun, at
-        their positions in the block. When the first token after a block comes, the block is
-        encoded into the other pages. Row b must stay the same sequence, whose length must not
-        shrink, except to 0.
+        row b of the batch: it has the tokens of the last block that sequence b has begun, at their
+        positions in the block. When the first token after a block is appended, the block is encoded
+        into the other pages. Row b must stay the same sequence, whose length must not shrink,
+        except to 0.
     parameter_dtype: "bfloat16" or "float16", the dtype of the scales and zeros of tokens and of
         value channels, whatever the dtype of appended keys and values and of queries; None if pages
-        keep no scales. The kernel attends with queries of this dtype. Scales and zeros of key
-        channels are always float16.
+        keep no scales. The kernel requires queries of this dtype. Scales and zeros of key channels
+        are always float16.
     """
 
     keys: jax.Array
@@ -89,7 +89,7 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
-        """The number of channels of a head, or of its keys alone."""
+        """The number of channels of a head's keys, and of its values unless `value_dim` differs."""
         return self.keys.shape[3] * self.format.key_codes.planes
 
     @property
@@ -110,11 +110,11 @@ class PagedKVCache:
     layers: one KVPages for each decoder layer.
     block_tables: int32 [batch, pages per sequence]; entry p of a sequence is the page of its tokens
         from position p · page_size on, the same in every layer.
-    lengths: int32 [batch], the number of tokens that each sequence holds.
+    lengths: int32 [batch], the number of cached tokens of each sequence.
     format: of the keys and values (static).
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
-    cache takes over its buffers.
+    cache reuses its buffers.
     """
 
     layers: tuple[KVPages, ...]
@@ -132,17 +132,17 @@ class PagedKVCache:
         max_tokens: int,
         scales: jax.typing.ArrayLike | None = None,
     ) -> PagedKVCache:
-        """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
+        """An empty cache with room for `max_tokens` tokens in each of `batch` sequences.
 
         The capacity is rounded up to whole pages.
 
         layout: the heads of every layer, and the format and size of its pages.
-        scales: positive, for formats that are given scales; those of keys come first. For FP8 (a
+        scales: positive, for formats with static scales; keys' scales come first. For FP8 (a
             checkpoint's k_scale and v_scale) they broadcast to [layers, 2, KV heads]; the default,
             1, represents magnitudes up to 448. For 8s they broadcast to [layers, 2, KV heads, head
             dim] (`cache_scales`), and there is no default.
 
-        Raises ValueError for sizes that are no positive whole numbers, and for scales that the
+        Raises ValueError for sizes that are not positive whole numbers, and for scales that the
         format does not take.
         """
         require_type("PagedKVCache: layout", layout, KVLayout)
@@ -163,7 +163,7 @@ class PagedKVCache:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that each sequence can hold."""
+        """The most tokens that each sequence can have."""
         return self.block_tables.shape[1] * self.page_size
 
     @property
@@ -172,17 +172,17 @@ class PagedKVCache:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def require_room(self, tokens: int | jax.Array) -> None:
-        """Raises ValueError unless each sequence has room for more tokens; see `require_room`."""
+        """Raises ValueError unless each sequence has room for `tokens` more; see `require_room`."""
         require_room(self.lengths, self.capacity, tokens)
 
 
 def require_room(lengths: jax.Array, capacity: int, tokens: int | jax.Array) -> None:
-    """Raises ValueError unless sequences of some lengths have room for `tokens` more tokens.
+    """Raises ValueError unless sequences have room for `tokens` more tokens.
 
-    lengths: int32 [batch], of which none may be above `capacity` then. tokens: a whole number for
-    all sequences, or one for each.
+    lengths: int32 [batch], the current lengths. capacity: the most tokens of a sequence. tokens: a
+    whole number for all sequences, or one for each.
 
-    Reads lengths back from the device. Under `jit`, where lengths are unknown, it never raises.
+    Copies lengths back from the device. Under `jit`, where lengths are unknown, it never raises.
     """
     added = as_array("require_room: tokens", tokens)
     if added.shape not in ((), lengths.shape) or not jnp.issubdtype(added.dtype, jnp.integer):
@@ -208,7 +208,7 @@ def create_pages(
     sequences: int,
     scales: jax.typing.ArrayLike | None = None,
 ) -> tuple[KVPages, ...]:
-    """Empty pages for each of `layers` layers, which block tables may give to any sequence.
+    """Empty pages for each of `layers` layers, not yet assigned to sequences.
 
     pages: their number in a layer. sequences: the number of residuals, for formats with blocks.
     scales: as for PagedKVCache.create, with its errors.
@@ -224,12 +224,12 @@ def _empty_pages(
 ) -> KVPages:
     """The empty pages of one layer.
 
-    pages: their number. batch: sequences, for the residual.
-    scales: float32 [2, KV heads] or [2, KV heads, head dim], those of keys first.
+    pages: their number. batch: the number of sequences, for the residual.
+    scales: float32 [2, KV heads] or [2, KV heads, head dim], keys' scales first.
     """
     format, shape = KVFormat.of(layout.format), (pages, layout.kv_heads, layout.page_size)
 
-    # Every array is a buffer of its own: a buffer that appears twice can't be donated.
+    # Every array is a separate buffer: a buffer that appears twice can't be donated.
     def stored(
         codes: KVCodes, dim: int, scale: jax.Array | np.ndarray
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -268,9 +268,10 @@ def _broadcast_scales(
 ) -> jax.Array | np.ndarray:
     """The scales of `PagedKVCache.create` as float32, broadcast to their full shape.
 
-    Returns [layers, 2, KV heads], or [layers, 2, KV heads, head dim] for 8s: NumPy's for known
-    scales, so that slices of them need no program. Raises ValueError for scales that the format
-    does not take, that are not positive (unless unknown, under `jit`), or that don't broadcast.
+    Returns [layers, 2, KV heads], or [layers, 2, KV heads, head dim] for 8s: a NumPy array if
+    scales are known, so that slicing needs no compilation. Raises ValueError for scales that the
+    format does not take, that are not positive (unless unknown, under `jit`), or that don't
+    broadcast.
     """
     format = KVFormat.of(layout.format)
     if scales is None and format.scaling == "static":

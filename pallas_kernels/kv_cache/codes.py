@@ -2,9 +2,9 @@
 
 Keys and values each have a kind. `append` uses it to encode channels to words, and attention to
 decode a tile of words to an operand of the tensor cores. Decoding is linear in scales and zeros, so
-that attention need not apply them to each code: it multiplies scores and softmax weights by scales
-of tokens, and queries by scales of key channels. Decoding itself applies scales of value channels;
-and all scales, if many queries use a tile.
+attention need not apply them to each code: it multiplies scores and softmax weights by scales of
+tokens, and queries by scales of key channels. Only scales of value channels, or with many queries
+per tile all scales, are applied by decoding itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class KVCodes:
 
     bits: of a code; 16 also stands for unquantised float32.
     scaling: "token" and "channel" for a scale and a zero of each token, or of each channel over
-        `group` tokens, which `encode` computes; "head" and "static" for a scale of each head, or of
-        each channel of a head, which the caller gives; None for no scales.
+        `group` tokens, which `encode` computes; "head" and "static" for a static scale of each
+        head, or of each channel of a head, which the caller passes; None for no scales.
     block: the number of tokens that are kept in 16 bits until they are encoded together
-        (BitDecoding's residual block); None if each token is encoded when it comes.
+        (BitDecoding's residual block); None if each token is encoded immediately.
     hadamard: whether vectors are transformed before they are encoded, so that `decode` returns
         their Hadamard transform.
     """
@@ -44,12 +44,12 @@ class KVCodes:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether pages hold codes in uint16 words rather than values."""
+        """Whether pages have codes in uint16 words instead of values."""
         return self.bits < 16
 
     @property
     def has_given_scales(self) -> bool:
-        """Whether the caller gives the scales, so that `encode` computes none."""
+        """Whether scales are static, so that `encode` computes none."""
         return self.scaling in ("head", "static")
 
     @property
@@ -72,14 +72,13 @@ class KVCodes:
 
         pieces: `planes` equal slices [..., width] of the head dimension, or a multiple of `planes`.
             If channels have scales, slices are [..., group, width], whole groups of tokens.
-        scales: if the caller gives scales, those of each piece, broadcastable to it; else None.
+        scales: static scales of each piece, broadcastable to it; None without static scales.
         dtype: of the scales and zeros that this function computes, bfloat16 or float16; None if it
             computes none.
 
         Returns len(pieces) / planes slices of words, and a list of parameters, which is empty if
-        the caller gives scales. Parameters are pairs of scale and zero in uint32
-        (`bits.pack_pair`): of tokens, one array [..., 1]; of channels, an array [..., 1, width] for
-        each piece.
+        scales are static. Parameters are pairs of scale and zero in uint32 (`bits.pack_pair`): of
+        tokens, one array [..., 1]; of channels, an array [..., 1, width] for each piece.
         """
         return list(pieces), []
 
@@ -104,7 +103,7 @@ class KVCodes:
         return words.astype(dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """The power of two by which `operand` scales a plane's codes, as an exponent."""
+        """The exponent of the power of two by which `operand` scales a plane's codes."""
         return 0
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
@@ -114,9 +113,9 @@ class KVCodes:
     def sums_apart(self, dtype: jax.typing.DTypeLike) -> bool:
         """Whether each tile's product should be added to the sum by float32 instructions.
 
-        Tensor cores truncate what they add, and lose more of a larger sum. With 8-bit codes from
-        which no offset is subtracted, they lose too much, since most of each code is the same for
-        all.
+        Tensor cores truncate what they add, and lose more with a larger sum. With 8-bit codes from
+        which no offset is subtracted, they lose too much, since all codes share a large common
+        part.
         """
         return self.bits == 8 and self.scaling == "token" and self.offset(dtype) == 0
 
@@ -207,7 +206,7 @@ class Integers(KVCodes):
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
         """The number that `operand` subtracts: `bits.offset`, or 0 if channels have scales.
 
-        Products of codes with scales of channels sum over the channels of a head alone, and such
+        Products of codes with channel scales are summed over only the channels of a head, and such
         short sums lose little.
         """
         return 0 if self.scaling == "channel" else bit_planes.offset(self.bits, dtype)
@@ -219,9 +218,9 @@ class Integers(KVCodes):
 
 
 class StaticIntegers(Integers):
-    """Symmetric 8-bit codes, x ≈ (code − 128) · scale, with given scales of a head's channels.
+    """Symmetric 8-bit codes, x ≈ (code − 128) · scale, with static scales of a head's channels.
 
-    This is LiquidServe's format (LiquidGEMM, section 6), which stores no parameters for a token.
+    This is LiquidServe's format (LiquidGEMM, section 6), which stores no parameters of tokens.
     """
 
     def __init__(self) -> None:
@@ -267,7 +266,7 @@ class StaticIntegers(Integers):
 
 
 class Float8(KVCodes):
-    """FP8 (e4m3) codes, x ≈ e4m3(code) · scale, with given scales of heads."""
+    """FP8 (e4m3) codes, x ≈ e4m3(code) · scale, with static scales of heads."""
 
     bits = 8
     scaling = "head"
@@ -309,11 +308,11 @@ class Float8(KVCodes):
 
 
 BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits of a code
-GROUPS = (128, 64, 32)  # tokens that share a channel's scale; names leave the first one out
+GROUPS = (128, 64, 32)  # tokens that share a channel's scale; names omit the first
 
 
 def _of_channels(name: str, bits: int) -> dict[str, KVCodes]:
-    """Kinds with scales of channels, by name, one for each size of GROUPS."""
+    """Kinds with channel scales, by name, one for each size in GROUPS."""
     return {
         f"{name}{f'g{group}' if group != GROUPS[0] else ''}": Integers(
             bits, group=group, block=BLOCKS[bits]
@@ -331,8 +330,8 @@ VALUE_KINDS: dict[str, KVCodes] = {
     "2": Integers(2, block=BLOCKS[2]),
     "fp8": Float8(),
 }
-# With two bits, keys need scales of channels. With four, scales of tokens are often enough if no
-# channel is much larger than others; the Hadamard transform ensures that.
+# With two bits, keys need channel scales. With four, scales of tokens usually suffice if no channel
+# is much larger than the others, which the Hadamard transform ensures.
 KEY_KINDS: dict[str, KVCodes] = {
     **VALUE_KINDS,
     "4": Integers(4, hadamard=True),

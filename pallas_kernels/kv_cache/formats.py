@@ -28,20 +28,20 @@ class KVFormat:
         (max − min) / (2**bits − 1) and zero = min over a head of a token. Keys in 4 bits are stored
         after a Hadamard transform of each head, which leaves no channel much larger than the rest
         (QuaRot).
-    "4t": 4 without the transform, as TurboMind's and QServe's keys are.
+    "4t": 4 without the transform, like TurboMind's and QServe's keys.
     "8s": LiquidServe's symmetric integers, x ≈ code · scale, with codes from −127 to 127 and a
-        given scale for each channel of a head, from a calibration. Tokens have no parameters.
-    "fp8": x ≈ e4m3(code) · scale, with a given scale for each head (PagedKVCache.create).
+        static scale for each channel of a head, from a calibration. Tokens have no parameters.
+    "fp8": x ≈ e4m3(code) · scale, with a static scale for each head (PagedKVCache.create).
     "4c", 2: BitDecoding's integers. Keys have a scale and a zero for each channel over a group of
         128 tokens, or of 64 or 32 ("4cg64", "2g32"), since a few channels are large in all tokens.
         Values have a scale and a zero for each token; values of "4c" have them for each channel,
         as in COMET's K4cV4c. The tokens of a block, 128 at four bits and 256 at two, are kept in
         the compute dtype, and encoded when the next block begins.
-    "2t": 2 with keys that have a scale and a zero for each token.
+    "2t": 2 with a scale and a zero for each token's key.
 
     values: by default in as many bits as keys.
 
-    Raises ValueError for names that are no formats, and for pairs that can't be combined.
+    Raises ValueError for names that are not formats, and for pairs that can't be combined.
     """
 
     keys: KindName = 16
@@ -51,7 +51,7 @@ class KVFormat:
         if self.values is None:
             require_type("KVFormat: keys", self.keys, str, int)
             object.__setattr__(self, "values", _values_beside(self.keys))
-        for field in ("keys", "values"):  # the text "8" becomes the number 8
+        for field in ("keys", "values"):  # the string "8" becomes the number 8
             require_type(f"KVFormat: {field}", getattr(self, field), str, int)
             object.__setattr__(self, field, _kind_name(str(getattr(self, field))))
         for name, kinds in ((self.keys, KEY_KINDS), (self.values, VALUE_KINDS)):
@@ -74,9 +74,9 @@ class KVFormat:
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
-        """Reads a name such as `KV8` or `KV4c`, or `K8V4` for different keys and values.
+        """Parses a name such as `KV8` or `KV4c`, or `K8V4` for different keys and values.
 
-        Ignores case and surrounding spaces. Raises ValueError for a text that is no format.
+        Ignores case and surrounding spaces. Raises ValueError for a string that is not a format.
         """
         require_type("the KV format", text, str, hint=", such as 'KV8'")
         match = re.fullmatch(rf"k(?:({_NAME})v({_NAME})|v({_NAME}))", text.strip().lower())
@@ -87,7 +87,7 @@ class KVFormat:
 
     @classmethod
     def of(cls, format: KVFormat | str) -> KVFormat:
-        """The format itself, or the one that `parse` reads; for arguments that may be either."""
+        """The format itself, or the parsed string; for arguments that may be either."""
         return format if isinstance(format, KVFormat) else cls.parse(format)
 
     def __str__(self) -> str:
@@ -96,17 +96,17 @@ class KVFormat:
 
     @property
     def key_codes(self) -> KVCodes:
-        """The kind of codes that keys are stored in."""
+        """The kind of codes in which keys are stored."""
         return KEY_KINDS[str(self.keys)]
 
     @property
     def value_codes(self) -> KVCodes:
-        """The kind of codes that values are stored in."""
+        """The kind of codes in which values are stored."""
         return VALUE_KINDS[str(self.values)]
 
     @property
     def scaling(self) -> Literal["head", "static"] | None:
-        """The kind of scales that a cache is given; None if it is given none.
+        """The kind of a cache's static scales; None without static scales.
 
         "head" is one scale for each head, "static" one for each channel of a head.
         """
@@ -127,7 +127,7 @@ class KVFormat:
     def block(self) -> int | None:
         """The number of tokens that are kept in the compute dtype until they are encoded together.
 
-        None if each token is encoded when it comes.
+        None if each token is encoded immediately.
         """
         blocks = [codes.block for codes in (self.key_codes, self.value_codes) if codes.block]
         return max(blocks, default=None)

@@ -1,10 +1,10 @@
 """The Hadamard transform of a head's channels, which spreads large channels over all others.
 
-Keys have a few channels that are much larger than the rest, and these alone decide the step with
-which a token's key is rounded. The transform is orthogonal and its own inverse, so that scores do
-not change if both queries and keys are transformed (QuaRot section 4.2). A head of n · m channels,
-n a power of two and m odd, is transformed by H / √n, with H the Hadamard matrix of order n, in m
-sets of n channels that are m apart.
+Keys have a few channels that are much larger than the rest, and these alone determine the step with
+which a token's key is rounded. The transform is orthogonal and its own inverse, so scores do not
+change if both queries and keys are transformed (QuaRot section 4.2). A head of n · m channels, n a
+power of two and m odd, is transformed by H / √n, with H the Hadamard matrix of order n, in m sets
+of n channels that are m apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def order(dim: int) -> int:
 def transform(x: jax.Array) -> jax.Array:
     """The transform of x [..., dim], computed as a float32 product and returned in x's dtype.
 
-    For queries, and for reading keys back. The rounding of its sums depends on the device.
+    For queries, and for decoding keys. The rounding of its sums depends on the device.
     """
     dim = x.shape[-1]
     count = order(dim)
@@ -41,7 +41,7 @@ def transform(x: jax.Array) -> jax.Array:
 def transform_pieces(
     pieces: Sequence[jax.Array], dim: int, dtype: jax.typing.DTypeLike
 ) -> list[jax.Array]:
-    """The transform of a head in pieces, with the same bits on every device; also inside kernels.
+    """The transform of a head in pieces, bit-identical on every device; also inside kernels.
 
     pieces: a power of two of equal slices [..., lanes] of a head of `dim` channels. The lanes of a
         slice are those of `writing.lanes`: runs of m neighbouring channels, m the odd factor of

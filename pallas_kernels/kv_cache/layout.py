@@ -17,7 +17,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def read_page_size(page_size: Any, format: KVFormat) -> int:
-    """The page size as an int. Raises ValueError for a size that the format can't have."""
+    """The page size as an int. Raises ValueError for a size that the format does not support."""
     page_size = whole_number("page_size", page_size)
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
@@ -28,21 +28,21 @@ def read_page_size(page_size: Any, format: KVFormat) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """The heads of a layer, and the pages that hold their keys and values.
+    """The heads of a layer, and the pages with their keys and values.
 
     kv_heads, head_dim: the number of heads of keys and values, and of channels of each.
-    value_dim: the number of channels of each value, if it is another; None for head_dim.
-    format: a KVFormat, or a text that KVFormat.parse reads, such as "K8V4".
+    value_dim: the number of channels of each value, if it differs; None for head_dim.
+    format: a KVFormat, or a string that KVFormat.parse accepts, such as "K8V4".
     page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups of
-        tokens if it has groups (KV4c, KV2). It changes results by rounding alone.
+        tokens if it has groups (KV4c, KV2). It changes results only by rounding.
     dtype: the model's compute dtype, of its keys, values and queries. Unquantised keys, values and
-        residuals are stored in it. Scales and zeros that pages keep are bfloat16 if it is bfloat16,
+        residuals are stored in it. Scales and zeros in pages are bfloat16 if it is bfloat16,
         else float16 (KVPages.parameter_dtype). Scales and zeros of key channels are float16: keys
-        beyond ±65,504 are clipped to that, and keys below about 1e-3 lose more precision than
-        others. Keys and queries of another dtype give the right result, too, but no kernel attends
-        with 16-bit queries of another dtype than that of the scales.
+        beyond ±65,504 are clamped, and keys below about 1e-3 lose more precision than others. Keys
+        and queries of another dtype give correct results, too, but kernels require 16-bit queries
+        to have the dtype of the scales.
 
-    Raises ValueError for sizes that are no positive whole numbers or don't suit the format.
+    Raises ValueError for sizes that are not positive whole numbers or don't fit the format.
     """
 
     kv_heads: int
@@ -80,6 +80,6 @@ class KVLayout:
 
     @property
     def parameter_dtype(self) -> str | None:
-        """The dtype of the scales and zeros that pages keep; None if they keep none."""
+        """The dtype of the scales and zeros in pages; None if pages keep none."""
         dtype = quantize.parameter_dtype(jnp.dtype(self.dtype))
         return dtype.name if KVFormat.of(self.format).keeps_scales else None

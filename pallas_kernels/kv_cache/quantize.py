@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from mpjax.kernels.target import current_target
 
-# The scale of equal values, a token's channels or a channel's tokens. It is small because attention
-# multiplies by scales and adds zeros separately. A large scale would lose precision for others: in
-# float16, that of softmax weights times other tokens' scales, and that of the sum with a channel's
-# scale (attention/queries.py).
+# The scale if all values (a token's channels, or a channel's tokens) are equal. It is small because
+# attention multiplies by scales and adds zeros separately, where a large scale would cost other
+# values precision: in float16, in softmax weights times other tokens' scales, and in sums with a
+# channel's scale (attention/queries.py).
 FLAT_STEP = 2.0**-14
 
 
@@ -24,13 +24,13 @@ def parameters(
 ) -> tuple[jax.Array, jax.Array]:
     """Scales and zeros for float32 minima and maxima, in float32 but rounded to `dtype`.
 
-    An empty range, `low` = `high`, has the scale FLAT_STEP, because codes of a scale of 0 would be
-    NaN. For float16, minima and maxima are clipped to its range.
+    An empty range, `low` = `high`, has the scale FLAT_STEP, because a scale of 0 would make codes
+    NaN. For float16, minima and maxima are clamped to its range.
     """
     if jnp.dtype(dtype) == jnp.float16:
         end = float(jnp.finfo(dtype).max)
         low, high = jnp.clip(low, -end, end), jnp.clip(high, -end, end)
-    # Not a division by a constant: XLA replaces that by this product, but in a kernel Triton would
+    # Not a division by a constant: XLA replaces it by this product, but in a kernel Triton would
     # divide, and the results would differ.
     round_to = current_target().round_to
     scale = round_to((high - low) * (1 / (2**bits - 1)), dtype)
@@ -44,7 +44,7 @@ def encode(values: jax.Array, scale: jax.Array, zero: jax.Array, bits: int) -> j
         rounding adds an error only to values at an end of the range that it leaves uncovered.
     """
     top = 2**bits - 1
-    # One division for each scale. XLA would rewrite a division of all values in the same way, but a
+    # One division for each scale. XLA would rewrite a division of all values in this way, but a
     # kernel would not.
     halves = (values - zero) * current_target().divide(jnp.full_like(scale, 2.0), scale)
     # Rounds half up in integers. Adding 0.5 to the product may or may not be fused with it, which

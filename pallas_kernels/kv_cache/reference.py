@@ -1,6 +1,6 @@
-"""The reference of append, in plain jnp, and reading a cache back.
+"""The reference of append, in plain jnp, and decoding of a cache.
 
-It is the oracle of the kernels, and the path on a CPU.
+It is the oracle of the kernels, and the implementation on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:
     Returns words [..., tokens, KV heads, head dim / planes], and the scales and zeros that `encode`
     computes, uint32 pairs: of tokens [..., tokens, KV heads], or of channels [..., groups of
     tokens, KV heads, head dim]; None if it computes none. If channels have scales, the number of
-    tokens is a multiple of `codes.group`.
+    tokens must be a multiple of `codes.group`.
     """
     codes, scales = side.codes, None
     if codes.has_given_scales:
@@ -54,11 +54,11 @@ def append(pages: KVPages, keys: jax.Array, values: jax.Array, span: Span) -> KV
 def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span: Span) -> KVPages:
     """Encodes the complete blocks of sequences whose new tokens begin a block after them.
 
-    keys, values: the new tokens as api.append takes them; None where each sequence gets at most one
-        token, since complete blocks are then in the residual alone.
+    keys, values: the new tokens as in api.append; None if each sequence gets at most one token,
+        since complete blocks are then only in the residual.
     span: of the new tokens, a result of `Span.read`.
 
-    Returns the pages with the encoded blocks. The residual stays as it is.
+    Returns the pages with the encoded blocks, and an unchanged residual.
     """
     assert pages.residual is not None
     first_tokens = residuals.first_tokens(span, keys)
@@ -86,7 +86,7 @@ def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span
     sides = (pages.residual.keys, keys), (pages.residual.values, values)
     contents = tuple(content(*side) for side in sides)
     written = _write(pages, contents, block_tables, position, full)
-    # The residual is written to next. That must come after these reads, or XLA would copy it.
+    # The residual is written next. That must happen after these reads, or XLA would copy it.
     return jax.lax.optimization_barrier(written)
 
 
@@ -141,13 +141,13 @@ def gather(
     *,
     transformed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Decodes all slots of the pages in block tables, also slots that were never written.
+    """Decodes all slots of the pages in block tables, even slots that were never written.
 
     block_tables: int32 [batch, pages per sequence].
-    lengths: int32 [batch], the tokens of each sequence, which say what is in the residual.
+    lengths: int32 [batch], the tokens of each sequence, which determine the residual's content.
     rows: int32 [batch], the page of each sequence in the residual; by default 0, 1, 2 and so on.
         Without a residual, neither lengths nor rows matter.
-    transformed: whether keys are returned as they are stored, after the Hadamard transform.
+    transformed: whether keys are returned as stored, after the Hadamard transform.
 
     Returns keys and values, each float32 [batch, capacity, KV heads, head dim].
     """

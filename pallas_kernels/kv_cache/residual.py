@@ -2,8 +2,8 @@
 
 The residual is a set of 16-bit pages of the size of a block, one for each sequence. `append` writes
 to it as to other pages, with positions in the block. A block is encoded when the first token after
-it comes. So a token always attends to its own block in 16 bits, whether tokens come one by one or a
-block at a time.
+it is appended. So a token always attends to its own block in 16 bits, whether tokens are appended
+one by one or a block at a time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def begin(lengths: jax.Array, block: int) -> jax.Array:
 def residual_span(pages: KVPages, span: Span) -> Span:
     """The span with which `append` writes new tokens to the residual.
 
-    span: where the new tokens lie in the encoded pages.
+    span: the positions of the new tokens in the encoded pages.
 
-    A start may be negative. Tokens at negative positions are not written: only those of the block
+    A start may be negative. Tokens at negative positions are not written: only tokens of the block
     that is in the residual after the append have positions from 0 on.
     """
     assert pages.residual is not None
@@ -44,16 +44,16 @@ def residual_span(pages: KVPages, span: Span) -> Span:
 def first_block(span: Span, begins: jax.Array) -> jax.Array:
     """The position of the first block of each sequence that may have to be encoded, int32 [batch].
 
-    begins: of the residuals before the new tokens. A block that is encoded already stays as it is.
+    begins: of the residuals before the new tokens. A block that is already encoded is skipped.
     """
     return begins if span.encoded is None else jnp.maximum(begins, span.encoded)
 
 
 def first_tokens(span: Span, new: jax.Array | None) -> jax.Array:
-    """The index of each sequence's first token among all new ones, int32 [batch].
+    """The index of each sequence's first token among all new tokens, int32 [batch].
 
-    new: [batch, tokens, KV heads, head dim], or varlen [tokens, KV heads, head dim]; or None, where
-        no new token is read.
+    new: [batch, tokens, KV heads, head dim], or varlen [tokens, KV heads, head dim]; or None if no
+        new token is needed.
     """
     if new is None:
         return jnp.zeros_like(span.starts)

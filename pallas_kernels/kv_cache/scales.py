@@ -1,4 +1,4 @@
-"""Calibration of the scales that formats with static scales are given."""
+"""Calibration of scales for formats with static scales."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def cache_scales(x: jax.Array, format: KVFormat | str) -> jax.Array:
     """Static scales for keys or values like x: max|x| over the largest code.
 
     x: keys (after the rotary embedding) or values [..., KV heads, head dim] of enough tokens to be
-        representative. Larger values of other tokens will be clipped to the largest code.
-    format: a KVFormat, or a text that KVFormat.parse reads, such as "KV8s". Scales belong to
-        channels with 8s, to heads with FP8.
+        representative. Larger values of other tokens will be clamped to the largest code.
+    format: a KVFormat, or a string that KVFormat.parse accepts, such as "KV8s". Scales belong to
+        channels for 8s, to heads for FP8.
 
-    Returns float32 [KV heads, head dim] with 8s, [KV heads] with FP8. A scale is 1 if all of its
-    values are zero or too small for a normal float32, and NaN if any is NaN or infinite.
-    `PagedKVCache.create` takes the scales of keys and values of all layers, stacked.
+    Returns float32 [KV heads, head dim] for 8s, [KV heads] for FP8. A scale is 1 if all of its
+    values are zero or too small for a normal float32, and NaN if any value is NaN or infinite.
+    `PagedKVCache.create` takes the stacked scales of keys and values of all layers.
 
     Raises ValueError for a format without static scales, and for x of another rank or without
     tokens.

@@ -31,12 +31,12 @@ class _Size(NamedTuple):
     """The largest piece of a block that a program encodes, and the program's warps."""
 
     width: int  # the most channels of each plane, if channels have scales
-    elements: int  # the most keys or values times channels, if they have not
+    elements: int  # the most keys or values times channels, if channels have no scales
     warps: int
 
 
-# Measured on the H200. A step of one token completes few blocks: small pieces end soonest. A prompt
-# completes many: large pieces read whole sectors of memory.
+# Measured on an H200. A step of one token completes few blocks: small pieces finish soonest. A
+# prompt completes many: large pieces read whole sectors of memory.
 TOKEN_SIZE, PROMPT_SIZE = _Size(2, 2048, 1), _Size(16, 8192, 4)
 FEW_SEQUENCES = 16  # with no more sequences, most steps of one token complete no block
 
@@ -79,9 +79,9 @@ def flush(
 ) -> KVPages:
     """`reference.flush` as a kernel, whose programs share the pieces of all complete blocks.
 
-    Most steps of one token complete no block. So there are few programs, and program i takes pieces
-    i, i + programs and so on. The pages are aliased, and so is the residual, although it does not
-    change: its next writes then come after these reads.
+    Most steps of one token complete no block. So there are few programs, and program i processes
+    pieces i, i + programs and so on. The pages are aliased, and so is the residual, although it
+    does not change: then its next writes come after these reads.
     """
     assert pages.residual is not None
     first_tokens = residuals.first_tokens(span, keys)
@@ -110,14 +110,14 @@ def flush(
 def flush_programs(pieces: int, likely: int, sequences: int) -> int:
     """The number of programs of `flush`.
 
-    pieces: the most pieces that there can be. likely: how many are expected.
+    pieces: the most pieces that are possible. likely: the expected number.
     """
     idle = device.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
     return min(pieces, max(likely, idle))
 
 
 class _Operands(NamedTuple):
-    """The arrays that the append kernel reads; inside the kernel, references."""
+    """The inputs of the append kernel: arrays outside of it, references inside."""
 
     span: Span
     keys: Any  # [batch, tokens, KV heads, head dim]
@@ -142,7 +142,7 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
                 ]
                 write(side, pieces, source.dtype, slot, head)
 
-        if is_only_one:  # without a branch, which would wait for the load of `slot.valid`
+        if is_only_one:  # no branch, which would wait for the load of `slot.valid`
             append_token()
         else:
             pl.when(slot.valid)(append_token)
@@ -151,7 +151,7 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
 
 
 class _FlushOperands(NamedTuple):
-    """The arrays that the flush kernel reads; inside the kernel, references."""
+    """The inputs of the flush kernel: arrays outside of it, references inside."""
 
     span: Span
     first_tokens: Any  # int32 [batch], the index of each sequence's first token in `keys`
@@ -168,7 +168,7 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(cls, side: Side, most_rows: int, size: _Size) -> _Cut:
-        """The cut that keeps channels' groups of tokens whole, or else all channels of a token."""
+        """Pieces with whole groups of tokens if channels have scales, else with whole tokens."""
         stored, planes = side.words.shape[3], side.codes.planes
         if side.codes.group is not None:
             width = max(width for width in range(1, size.width + 1) if stored % width == 0)
@@ -245,7 +245,7 @@ def _encode(
     cut: _Cut,
     piece: jax.Array,
 ) -> None:
-    """Encodes piece number `piece` of a block's keys (side 0) or values (side 1), and stores it."""
+    """Encodes a piece of a block's keys (side 0) or values (side 1), and stores it."""
     assert pages.residual is not None
     residual = pages.residual.sides[side].words
     new = (operands.keys, operands.values)[side]

@@ -11,9 +11,9 @@ from mpjax.kernels.batch import Span
 
 
 class Tokens(NamedTuple):
-    """The sequence of each varlen token, and the token's number in it.
+    """The sequence of each varlen token, and the token's index in it.
 
-    Tokens after those of the last sequence are padding.
+    Tokens after the last sequence's tokens are padding.
     """
 
     sequence: jax.Array  # int32 [tokens]
@@ -22,7 +22,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(counts: jax.Array, tokens: int) -> Tokens:
-    """The sequence and number of each of `tokens` varlen tokens.
+    """The sequence and index of each of `tokens` varlen tokens.
 
     counts: int32 [batch], the number of tokens of each sequence, in order.
     """
@@ -33,10 +33,10 @@ def tokens_of(counts: jax.Array, tokens: int) -> Tokens:
 
 
 def as_single_tokens(span: Span, tokens: int, page_size: int) -> Span:
-    """The span in which each of `tokens` varlen tokens is a sequence of its own.
+    """The span in which each of `tokens` varlen tokens is a separate sequence.
 
-    A token's block table is its page alone, [tokens, 1], and its start the slot in that page.
-    Padding and tokens without a page have the count 0.
+    A token's block table is only its page, [tokens, 1], and its start the slot in that page.
+    Padding and tokens without a page have count 0.
     """
     sequence, number, is_real = tokens_of(span.counts, tokens)
     position = span.starts[sequence] + number

@@ -18,20 +18,20 @@ from mpjax.kernels.launch import load, store
 
 
 def shapes_of(pages: KVPages) -> KVPages:
-    """The shapes of pages, as the outputs of a kernel that takes over their buffers."""
+    """The shapes of pages, for a kernel's outputs that reuse the pages' buffers."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pages)
 
 
-# Programs of one warp are started one after another; about this many start while one program runs.
+# Programs of one warp are started one after another; about this many start while one runs.
 PROGRAMS_STARTED_PER_TASK = 2000
-PROGRAMS_PER_MULTIPROCESSOR = 32  # the most of compute capability 9.0 at a time
+PROGRAMS_PER_MULTIPROCESSOR = 32  # the most at a time, on compute capability 9.0
 
 
 def programs_for(tasks: int, heads: int) -> int:
-    """The best number of programs of one warp that share the tasks of a head.
+    """The best number of one-warp programs that share the tasks of a head.
 
     The time to start n programs grows with n, and the time of their work with tasks / n. The sum is
-    smallest where n is in proportion to the square root of the tasks.
+    smallest if n is proportional to the square root of the tasks.
     """
     programs = math.isqrt(tasks * heads * PROGRAMS_STARTED_PER_TASK)
     programs = min(programs, device.multiprocessors() * PROGRAMS_PER_MULTIPROCESSOR)
@@ -56,11 +56,11 @@ def for_each(
 
 
 class Slot(NamedTuple):
-    """The place of a token in the pages, or of the first of several tokens on one page."""
+    """The position of a token in the pages, or of the first of several tokens on one page."""
 
     page: jax.Array
     position: jax.Array  # in the page
-    valid: jax.Array  # whether the token is to be stored at all
+    valid: jax.Array  # whether the token is stored at all
 
 
 class Channels(NamedTuple):
@@ -71,9 +71,9 @@ class Channels(NamedTuple):
 
 
 def find_slot(span: Span, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
-    """The slot of the new token number `token` of sequence `batch`, inside a kernel.
+    """The slot of new token `token` of sequence `batch`, inside a kernel.
 
-    span: of references. The slot is not valid for tokens beyond the sequence's count or its block
+    span: of references. The slot is invalid for tokens beyond the sequence's count or its block
         table, or at negative positions.
     """
     position = load(span.starts.at[batch]) + token
@@ -85,16 +85,16 @@ def find_slot(span: Span, page_size: int, batch: jax.Array, token: jax.Array) ->
 
 
 def lanes(width: int) -> jax.Array:
-    """The channel of each lane of a tile that holds `width` channels: [next power of two].
+    """The channel of each lane of a tile with `width` channels: [next power of two].
 
-    If the width is a power of two, lane i holds channel i. Else channels are divided into runs of
-    neighbours as long as the odd factor of the width, and each run is padded to a power of two with
-    copies of its last channel. Copies change neither minimum nor maximum, and the runs are a power
-    of two of lanes apart, as the Hadamard transform needs.
+    If the width is a power of two, lane i has channel i. Otherwise channels are divided into runs
+    of neighbours as long as the odd factor of the width, and each run is padded to a power of two
+    with copies of its last channel. Copies change neither minimum nor maximum, and the runs are a
+    power of two of lanes apart, as the Hadamard transform requires.
     """
     lane = jnp.arange(pl.next_power_of_2(width))
     # Returned without the formula below: through its minimum the compiler would not see that lanes
-    # are neighbours, and load them one by one.
+    # are contiguous, and would load them one by one.
     if len(lane) == width:
         return lane
     run, filled = _run(width)
@@ -104,8 +104,8 @@ def lanes(width: int) -> jax.Array:
 def targets(width: int) -> tuple[jax.Array, jax.Array]:
     """The channel to which each lane is stored, and whether it is stored, both [next power of two].
 
-    Copies that pad a run are not stored. They have distinct places beyond `width`, because lanes
-    with the same place would have to be stored alike.
+    Copies that pad a run are not stored. They have distinct indices beyond `width`, because lanes
+    with one index would have to be stored alike.
     """
     lane = jnp.arange(pl.next_power_of_2(width))
     if len(lane) == width:
@@ -131,11 +131,11 @@ def write(
     head: jax.Array,
     channels: Channels | None = None,
 ) -> None:
-    """Encodes and stores a key or value of a head, or those of several tokens, inside a kernel.
+    """Encodes and stores a key or value of a head, of one or several tokens, inside a kernel.
 
     pieces: equal slices of the head's channels, as many as the codes have planes, or a multiple.
         Each is [lanes] for one token, or [tokens, lanes] for several on one page, with channels in
-        lanes as `lanes` says.
+        the order of `lanes`.
     dtype: of the key or value.
     channels: if channels have scales, the channels of each slice that are in its piece; None for
         all channels.

@@ -1,1 +1,1 @@
-"""Changes of products by adapters of low rank, from which each row chooses one."""
+"""Changes of products by low-rank adapters, one of which each row selects."""

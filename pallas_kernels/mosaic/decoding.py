@@ -1,4 +1,4 @@
-"""The target of Mosaic GPU's kernels, which decode codes in the registers of `wgmma`'s operand."""
+"""The target of Mosaic GPU kernels, which decode codes in registers as an operand of `wgmma`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def shared_rows_of_pairs(bits: int) -> Any:
 
 
 class Pairs(NamedTuple):
-    """Shared memory for all pairs of a table's values, as `look_up.InSharedRows` reads them."""
+    """Shared memory for all pairs of a table's values, for `look_up.InSharedRows`."""
 
     rows: Any  # a reference to memory of the type `shared_rows_of_pairs`
-    filled: Any  # a barrier at which each consumer warpgroup arrives
-    warpgroups: int  # the number of consumer warpgroups, which are a program's first
+    filled: Any  # a barrier for all consumer warpgroups
+    warpgroups: int  # the number of consumer warpgroups, the first ones of a program
 
 
 class Warpgroups(Target):
     """The target of kernels whose warpgroups have tiles [64, width], a row for each output channel.
 
-    pairs: shared memory for the pairs of a table, if the codes index one.
-    has_spare_registers: whether there are registers for a table of up to eight entries, too.
+    pairs: shared memory for the pairs of a table, if codes index a table.
+    has_spare_registers: whether registers have room for a table of up to eight entries, too.
     """
 
     is_interpreted = False
@@ -48,7 +48,7 @@ class Warpgroups(Target):
         self.pairs, self.has_spare_registers = pairs, has_spare_registers
 
     def column(self, x: jax.Array, width: int) -> jax.Array:
-        """Broadcasts values [64] to a whole tile [64, width]; registers of a row are the same."""
+        """Broadcasts values [64] to a whole tile [64, width]; all registers of a row are equal."""
         return jax.lax.broadcast_in_dim(x, (WARPGROUP_OUTPUTS, width), (0,))
 
     def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ class Warpgroups(Target):
         return result
 
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Spreads 32-bit values [64] to tiles of uint8, with the same 4 bytes in each register."""
+        """Broadcasts 32-bit values [64] to tiles of uint8, with the same bytes in each register."""
         layout = memory.operand_layout(jnp.uint8)
         spread = plgpu.inline_mgpu(
             arg_types=(layout.reduce(1),),
@@ -122,7 +122,7 @@ def _multiply_add(context: Any, *tiles: mosaic_gpu.FragmentedArray) -> mosaic_gp
 
 
 def _uniform(shape: tuple[int, int]) -> Any:
-    """The type of an int32 tile of one value, which takes one register of each thread."""
+    """The type of an int32 tile with one value, which takes one register of each thread."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=_layouts.WG_SPLAT(shape))
 
 
@@ -135,7 +135,8 @@ def _fill(
     table: ir.Value,
     rows: ir.Value,
 ) -> tuple[mosaic_gpu.FragmentedArray, mosaic_gpu.FragmentedArray]:
-    # Eight threads write a row, each four copies of its word. The last rows may be written twice.
+    # Eight threads write a row, each of them four copies of its word. The last rows may be written
+    # twice.
     word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     constant = functools.partial(mosaic_gpu.c, ty=word)
     value_type = mosaic_gpu.utils.dtype_to_ir_type(operand)
@@ -158,8 +159,8 @@ def _fill(
 
     lane = arith.shli(arith.andi(thread, constant(31)), constant(2))
     address = llvm.ptrtoint(word, mosaic_gpu.utils.memref_ptr(rows))
-    # A splat should be the same in all threads. Here each thread's register holds its own value,
-    # which is safe because only `_apply_ptx` reads it.
+    # A splat should be the same in all threads. Here each thread's register has its own value,
+    # which is safe because only `_apply_ptx` uses it.
     return _splat(shape, lane), _splat(shape, address)
 
 
@@ -213,7 +214,7 @@ def _apply_ptx(
     elements = 4 // dtype.itemsize  # elements of a register
     register = ir.VectorType.get((elements,), mosaic_gpu.utils.dtype_to_ir_type(dtype))
     # As with Triton's inline assembly, an argument of 32-bit elements fills one operand for each
-    # element of a register; here all of these are the splat's one register.
+    # element of a register; here all of these operands are the splat's one register.
     uniform = [isinstance(t.layout, mosaic_gpu.WGSplatFragLayout) for t in tiles]
     copies = [elements if is_uniform else 1 for is_uniform in uniform]
     constraints = ",".join(["=r"] + ["r"] * sum(copies))

@@ -1,7 +1,7 @@
-"""Launches kernels of Mosaic GPU, and divides registers between their warpgroups.
+"""Launches Mosaic GPU kernels, and divides registers between their warpgroups.
 
-A program has some consumer warpgroups, which compute, and perhaps one producer warpgroup more,
-which only begins copies.
+A program has some consumer warpgroups, which compute, and optionally one producer warpgroup, which
+only begins copies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST_REGISTERS = 248  # of a thread: 255, rounded down to the multiple of 8 tha
 
 
 def registers_per_thread(warpgroups: int) -> int:
-    """The registers of a thread of each of `warpgroups` consumers, beside one producer.
+    """The registers of a thread in each of `warpgroups` consumers, beside one producer.
 
     At the launch all threads get the same number. Then the producer keeps PRODUCER_REGISTERS and
-    gives the rest of its own to the consumers.
+    gives the rest of its registers to the consumers.
     """
     each = _REGISTERS // (warpgroups + 1) // 8 * 8
     return min(
@@ -44,7 +44,7 @@ def can_give_registers(version: tuple[int, ...] = jax.__version_info__) -> bool:
 
 
 def why_slow() -> str | None:
-    """The reason why products may be slower than they were measured, or None if there is none."""
+    """The reason why products may be slower than in the measurements, or None."""
     if can_give_registers():
         return None
     return (
@@ -57,10 +57,10 @@ def why_slow() -> str | None:
 class Grid:
     """The programs of a kernel, by named axes, and the warpgroups of each.
 
-    axes: programs along each axis; the last one changes first.
+    axes: programs along each axis; the last axis varies fastest.
     warpgroups: of a program.
-    cluster: axes beside those, whose programs run at the same time, and can write to each other's
-        shared memory. Not where the kernel is interpreted.
+    cluster: further axes, whose programs run at the same time and can write to each other's shared
+        memory. Not in interpret mode.
     """
 
     axes: Mapping[str, int]
@@ -79,8 +79,8 @@ def launch(
 ) -> jax.Array:
     """Launches a kernel, which runs once in each of a program's warpgroups.
 
-    The kernel gets references to the arguments and the output by position, and those of `scratch`
-    by name. The index of the axis "warpgroup" says which warpgroup it runs in.
+    The kernel gets references to the arguments and the output by position, and to `scratch` by
+    name. The index of the axis "warpgroup" is the warpgroup in which it runs.
 
     scratch: types of references to shared memory and barriers.
     interpret: run as plain JAX, traced for the current target.
@@ -117,7 +117,7 @@ def _interpreter() -> Any:
     # The class has no public name before JAX 0.11.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    # Copies may read outside of an array; the values that they read there are never stored.
+    # Copies may read outside of an array; the values read there are never stored.
     return InterpretGPUParams(out_of_bounds_reads="uninitialized")
 
 

@@ -1,4 +1,4 @@
-"""Tiles of Mosaic GPU's kernels: their memory and layouts, loads, stores, copies and barriers."""
+"""Tiles of Mosaic GPU kernels: their memory and layouts, loads, stores, copies and barriers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ arrive = plgpu.barrier_arrive
 copy_in = plgpu.copy_gmem_to_smem
 
 layouts = plgpu.Layout
-# Up to JAX 0.10, `plgpu.load` takes the index as an argument of its own.
+# Up to JAX 0.10, `plgpu.load` takes the index as a separate argument.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _is_old = _index is not None and _index.default is inspect.Parameter.empty
 
@@ -31,24 +31,24 @@ def shared(
 ) -> Any:
     """The scratch type of tiles [..., rows, columns] in shared memory, swizzled for `wgmma`.
 
-    columns: the number of columns that are read at a time; all unless given.
+    columns: the number of columns that are read at a time; None for all.
     """
     size = jnp.dtype(dtype).itemsize
     row = math.gcd(SWIZZLED_BYTES, (columns or shape[-1]) * size)
-    tiling: Any = plgpu.TilingTransform  # which JAX declares as abstract
+    tiling: Any = plgpu.TilingTransform  # JAX declares it as abstract
     swizzle: Any = plgpu.SwizzleTransform
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, row // size)), swizzle(row)))
 
 
 def shared_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """The scratch type of an array in shared memory that is laid out row by row, not swizzled."""
+    """The scratch type of an array in shared memory in row-major order, not swizzled."""
     return plgpu.SMEM(shape, dtype)
 
 
 def load_row(ref: Any) -> jax.Array:
     """Loads values [64], one for each output channel of a tile [64, columns].
 
-    ref: in shared or global memory. Each thread loads the values of the channels that it holds.
+    ref: in shared or global memory. Each thread loads the values of its own channels.
     """
     return _load(ref, layouts.WGMMA.reduce(1), optimized=False)
 
@@ -77,7 +77,7 @@ def _load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 def operand_layout(dtype: jax.typing.DTypeLike) -> Any:
     """The layout of an operand [64, columns] of `wgmma` in registers.
 
-    A register holds four neighbouring bytes of one output channel.
+    A register has four neighbouring bytes of one output channel.
     """
     return layouts.WGMMA_8BIT if jnp.dtype(dtype).itemsize == 1 else layouts.WGMMA
 
@@ -96,7 +96,7 @@ def full(shape: tuple[int, ...], value: Any, dtype: jax.typing.DTypeLike) -> jax
 def send(
     tile: jax.Array, ref: Any, received: Any, *, axis: str | None = None, program: int = 0
 ) -> None:
-    """Writes sums [64, rows] to shared memory, and arrives at a barrier when they are there.
+    """Writes sums [64, rows] to shared memory, and then arrives at a barrier.
 
     ref, received: the memory and the barrier; of this program, or, if a cluster's `axis` is given,
         of the cluster's program at the index `program`.
@@ -120,7 +120,7 @@ def store_transposed(ref: Any, tile: jax.Array) -> None:
 
 
 def copy_out(tile: Any, target: Any) -> None:
-    """Begins to copy a tile that this warpgroup has written in shared memory to global memory.
+    """Begins to copy a tile, written by this warpgroup in shared memory, to global memory.
 
     Elements outside of the target array are not written.
     """
@@ -131,6 +131,6 @@ def copy_out(tile: Any, target: Any) -> None:
 def wait_for_stores(running: int = 0) -> None:
     """Waits until the copies that this warpgroup began have read their tiles from shared memory.
 
-    running: how many of the last ones need not have.
+    running: the number of latest copies for which it does not wait.
     """
     plgpu.wait_smem_to_gmem(running, wait_read_only=True)

@@ -31,8 +31,7 @@ def accumulate(
     `multiply` adds to the sums, which are in registers of the warpgroup. Returns the result of
     `body`.
 
-    scratch: None; in a kernel that is interpreted, a reference [64, sum of rows] that holds the
-        sums instead.
+    scratch: None; in interpret mode, a reference [64, sum of rows] that contains the sums instead.
     """
     if scratch is None:
         sums = [plgpu.WGMMAAccumulatorRef((WARPGROUP_OUTPUTS, n), jnp.dtype(dtype)) for n in rows]
@@ -45,9 +44,9 @@ def accumulate(
 def accumulate_from(
     start: jax.Array, body: Callable[[Any], None], scratch: Any | None
 ) -> jax.Array:
-    """The sums that `body` leaves in a reference to sums [64, rows], which begin with `start`.
+    """The sums after `body`, which gets a reference to sums [64, rows] that begin with `start`.
 
-    `body` waits for the products that it begins. scratch: as for `accumulate`.
+    `body` must wait for the products that it begins. scratch: as for `accumulate`.
     """
     if scratch is None:
         result: jax.Array = pl.run_state(body)(plgpu.WGMMAAccumulatorRef.init(start))
@@ -59,7 +58,7 @@ def accumulate_from(
 
 
 class Transposed(NamedTuple):
-    """An operand that lies in shared memory as a tile [width, 64] of 16 bits."""
+    """An operand that is a tile [width, 64] of 16 bits in shared memory."""
 
     tile: Any
 
@@ -67,7 +66,7 @@ class Transposed(NamedTuple):
 def multiply(sums: Any, operand: Any, x: Any) -> None:
     """Begins to add operand [64, width] · x.T to sums [64, rows].
 
-    operand: in registers, or a tile in shared memory, or a Transposed one.
+    operand: in registers, or a tile in shared memory, or a Transposed tile.
     x: a tile [rows, width] in shared memory.
     """
     if current_target().is_interpreted:
@@ -117,11 +116,11 @@ Add = Callable[[jax.Array, jax.Array, int], jax.Array]
 def add_products(
     sums: jax.Array, products: Sequence[Product], add: Add, *, mma_sync: bool, scratch: Any
 ) -> jax.Array:
-    """Adds products to sums [64, rows]; an operand is decoded while the one before is multiplied.
+    """Adds products to sums [64, rows]; operands are decoded while the previous one is multiplied.
 
-    mma_sync: whether warps multiply with `mma.sync` instead of `wgmma`. It is synchronous, so that
-        the compiler can interleave it with other instructions, but there are more of it the more
-        rows there are.
+    mma_sync: whether warps multiply with `mma.sync` instead of `wgmma`. It is synchronous, so the
+        compiler can interleave it with other instructions, but the number of instructions grows
+        with the rows.
     scratch: see `accumulate`.
     """
     mma_sync = mma_sync and not current_target().is_interpreted
@@ -145,15 +144,15 @@ def add_products(
 def add_products_overlapped(sums: jax.Array, products: Sequence[Product], add: Add) -> jax.Array:
     """Adds products to sums [64, rows] by `wgmma`, each while the next one is multiplied.
 
-    Not for kernels that are interpreted.
+    Not for interpret mode.
     """
 
     def go_on(number: int, sums: jax.Array, before: Any) -> jax.Array:
         product = products[number]
-        first = product.operands[0]()  # decoded while the product before is multiplied
+        first = product.operands[0]()  # decoded while the previous product is multiplied
         if before is not None:
             # Reading a product waits for all products that have begun. So it is read before the
-            # next one begins; the compiler moves the addition to after that.
+            # next one begins; the compiler moves the addition after that.
             sums = add(sums, before[...], number - 1)
 
         def begin(accumulator: Any) -> jax.Array:
@@ -187,7 +186,7 @@ def _multiply_by_mma_sync(product: Product, sums: jax.Array) -> jax.Array:
 
 
 def _mma_rows(dtype: jnp.dtype) -> Any:
-    """The layout of x's rows [8 · n, width] as `_mma` takes them, replicated in all four warps."""
+    """The layout of x's rows [8 · n, width] for `_mma`, replicated in all four warps."""
     elements = 4 // dtype.itemsize  # elements of a register
     tiling = fragmented_array.Tiling(((8, 4 * elements), (elements,)))
     warps = fragmented_array.Replicated(4)
@@ -200,7 +199,7 @@ def _mma(
     operand: mosaic_gpu.FragmentedArray,
     rows: mosaic_gpu.FragmentedArray,
 ) -> mosaic_gpu.FragmentedArray:
-    # Each thread already holds the values that `mma.sync` takes from it. Only the order of its
+    # Each thread already has the values that `mma.sync` takes from it. Only the order of its
     # registers, and the name of the layout, differ.
     layouts = mosaic_gpu.MMALayouts(operand.mlir_dtype)
     count, width = rows.shape

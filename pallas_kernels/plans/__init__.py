@@ -1,4 +1,4 @@
-"""Planning, shared by operations: from a problem to the implementation and the tiles that run it.
+"""Planning, shared by operations: from a problem to its implementation and tiles.
 
 An `Operation` has a type of problems (shapes, formats, the limits of a GPU), a rule that plans any
 of them, and candidates that `mpjax tune` measures. A measured plan, in the tables of one kind of

@@ -1,7 +1,7 @@
 """Names of keys in a table, by templates, and the checks of a configuration's fields.
 
-A template has the fields of a key in braces: `{channels}x{outputs}` is `4096x24576`. A field that
-is a bool has the text that stands for true, such as `{gated: gated}`, and nothing for false.
+A template has the fields of a key in braces: `{channels}x{outputs}` is `4096x24576`. A boolean
+field has the text for true, such as `{gated: gated}`, and nothing for false.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def write(template: str, key: Any) -> str:
 
 
 def read(template: str, name: str, keys: type[Any]) -> dict[str, Any]:
-    """The fields that a name has, by their names. Raises ValueError for another form.
+    """The fields in a name. Raises ValueError for a name that does not match the template.
 
-    keys: the type of the keys, which gives the fields' types.
+    keys: the type of the keys, which has the fields' types.
     """
     kinds, pattern, fields = get_type_hints(keys), "", []
     for literal, field, flag in _parts(template):
@@ -43,7 +43,7 @@ def read(template: str, name: str, keys: type[Any]) -> dict[str, Any]:
 
 
 def _parts(template: str) -> Iterator[tuple[str, str, str]]:
-    """The literal texts of a template, each with the field behind it and a bool's text, or ""."""
+    """The literal parts of a template, each with the next field and a boolean's text, or ""."""
     for literal, field, flag, _ in string.Formatter().parse(template):
         yield literal, field or "", flag or ""
 
@@ -55,7 +55,7 @@ def _value(kind: type, text: str | None) -> Any:
 def require_values(kind: type, values: Mapping[str, Any]) -> None:
     """Raises ValueError for values that the fields of a configuration can't have.
 
-    An integer is at least 1, or 0 if that is the field's default. Texts are one of a Literal's.
+    An integer is at least 1, or 0 if that is the field's default. A string is one of a Literal's.
     """
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):

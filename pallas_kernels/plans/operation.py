@@ -12,7 +12,7 @@ from mpjax.kernels.plans.plan import Entry, Plan
 
 
 class OnGpu(Protocol):
-    """A problem of any operation: it has the limits of the GPU that it is planned for."""
+    """A problem of any operation, with the limits of the GPU for which it is planned."""
 
     @property
     def limits(self) -> Limits:
@@ -27,18 +27,19 @@ class Operation(Generic[Problem]):
     """How the problems of one operation are planned.
 
     name: of the operation, and of its section in a table.
-    keys: the type of the keys of measured plans, a NamedTuple of texts, integers and bools.
+    keys: the type of the keys of measured plans, a NamedTuple of strings, integers and bools.
     levels: the names of a key in the section, from outside in, as templates (`plans.names`).
-    configs: from the names of implementations to the dataclass of their configurations, or None.
-    exact: gives the key with a problem's own sizes.
-    bucketed: gives the key of the problems that share a plan with a key's. Sizes are those of their
-        buckets, and formats are written as tables have them; raises ValueError for a format that
-        there is not.
-    rule: gives the plan of a problem that no table has.
-    candidates: gives plans of a problem to measure, at most so many, the most promising first.
+    configs: name of an implementation → dataclass of its configurations, or None.
+    exact: returns the key with a problem's own sizes.
+    bucketed: returns the key whose plan a key's problems share: sizes are rounded up to buckets,
+        and formats are written as in tables. Raises ValueError for an unknown format.
+    rule: returns the plan of a problem without a measured plan.
+    candidates: returns plans of a problem to measure, at most the given number, the most promising
+        first.
     suits: whether a problem can run with a plan that was measured for its key.
-    why_damaged: why no problem of a key can run with a plan, whose fields have the right types.
-    find: gives the entry of a table that a key's problems use, or None.
+    why_damaged: the reason why no problem of a key can run with a plan whose fields have the right
+        types, or None.
+    find: returns the entry of a table that a key's problems use, or None.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Operation(Generic[Problem]):
     find: Callable[[Mapping[Any, Entry], Any], Entry | None] = lambda entries, key: entries.get(key)
 
     def key_of(self, problem: Problem) -> Any:
-        """The key of a problem; similar problems, which share a plan, have the same key."""
+        """The key of a problem; problems that share a plan have the same key."""
         return self.bucketed(self.exact(problem))
 
     def names_of(self, key: Any) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ class Operation(Generic[Problem]):
         return tuple(names.write(level, key) for level in self.levels)
 
     def key(self, found: tuple[str, ...]) -> Any:
-        """The inverse of `names_of`; raises ValueError for names that no key has."""
+        """The inverse of `names_of`. Raises ValueError for names that no key has."""
         fields = [names.read(*pair, self.keys) for pair in zip(self.levels, found, strict=True)]
         key = self.keys(**{name: value for read in fields for name, value in read.items()})
         if (expected := self.names_of(self.bucketed(key))) != found:

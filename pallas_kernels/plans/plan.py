@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 class Plan:
     """An implementation of an operation, and its configuration.
 
-    implementation: its name, as the operation's argument `implementation` takes it.
+    implementation: its name, as in the operation's argument `implementation`.
     config: the parameters of its kernel's launch, a frozen dataclass; None if it has none.
     """
 

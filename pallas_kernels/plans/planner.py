@@ -20,8 +20,8 @@ _forced = contextvars.ContextVar("forced plans", default=_NOTHING)
 def plan_of(operation: Operation[Problem], problem: Problem) -> Plan:
     """The plan of a problem.
 
-    A problem has static values only, so that this can be called while tracing. Raises TableError
-    for a damaged table.
+    A problem has only static values, so this can be called while tracing. Raises TableError for a
+    damaged table.
     """
     if (forced := _forced.get().get(operation.name)) is not None:
         return forced
@@ -30,7 +30,7 @@ def plan_of(operation: Operation[Problem], problem: Problem) -> Plan:
 
 
 def measured(operation: Operation[Problem], problem: Problem) -> Entry | None:
-    """The measured plan of a problem: of the first table that has one which suits it."""
+    """The measured plan of a problem, from the first table with a plan that suits it, or None."""
     if (kind := problem.limits.kind) is None:
         return None
     key = operation.key_of(problem)
@@ -56,7 +56,7 @@ def forced(operation: Operation[Any], plan: Plan | None) -> Iterator[None]:
 
 
 def conditions() -> Hashable:
-    """A hashable value that changes whenever the plan of a problem may: forced plans and tables.
+    """A hashable value that changes whenever a plan may change: forced plans and tables.
 
     A cache of traced programs needs it in its keys.
     """

@@ -35,9 +35,9 @@ class Table:
     """The plans of one operation in a file.
 
     device: the kind of GPU as JAX names it, such as `NVIDIA H200`.
-    stamps: the commits, versions and drivers that plans were measured with, without repetition.
+    stamps: the commits, versions and drivers with which plans were measured, without repetition.
     entries: the measured plans by the operation's keys, tuples that can be sorted.
-    others: the sections of other operations, as they are in the file.
+    others: the sections of other operations, unchanged from the file.
     """
 
     device: str
@@ -80,9 +80,9 @@ def forget() -> None:
 
 
 def in_use(operation: Operation[Any], device: str) -> list[tuple[Path, Table]]:
-    """The paths and tables for a kind of device, in the order in which they are looked up.
+    """The paths and tables for a kind of device, in lookup order.
 
-    Each file is read once in a process. Raises TableError for a damaged one.
+    Each file is read once in a process. Raises TableError for a damaged file.
     """
     own = own_folder()
     if own is None:
@@ -101,8 +101,8 @@ def record(
 ) -> None:
     """Adds entries to a file; they replace entries of the same keys, and all others are kept.
 
-    The file is replaced atomically, so that an interrupted process leaves the old or the new one.
-    Raises TableError if the old file is damaged.
+    The file is replaced atomically: an interrupted process leaves the old or the new file. Raises
+    TableError if the old file is damaged.
     """
     table = read(operation, path, device) if os.path.lexists(path) else Table(device)
     stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
@@ -112,7 +112,7 @@ def record(
 
 
 def write(operation: Operation[Any], path: Path, table: Table) -> None:
-    """Writes a table as sorted JSON, with a line for each entry."""
+    """Writes a table as sorted JSON, with one line for each entry."""
     section: dict[str, Any] = {}
     for key, entry in sorted(table.entries.items()):
         *outer, last = operation.names_of(key)
@@ -138,7 +138,7 @@ def write(operation: Operation[Any], path: Path, table: Table) -> None:
 def read(operation: Operation[Any], path: Path, device: str) -> Table:
     """Reads an operation's table in a file, which must be for `device`.
 
-    Raises TableError, which names the file, what is wrong in it, and what to do.
+    Raises TableError, which names the file, the fault, and what to do.
     """
     try:
         return _parse(operation, files.read_object(path, ValueError), device)
@@ -207,7 +207,7 @@ def _read_once(operation: Operation[Any], path: Path, device: str) -> Table | No
 
 
 def _to_json(value: Any, indent: str = "") -> str:
-    """JSON with an object or a list of plain values on one line."""
+    """JSON in which an object or a list of plain values takes one line."""
     children = value.values() if isinstance(value, dict) else value
     if not isinstance(value, dict | list) or not any(isinstance(c, dict | list) for c in children):
         return json.dumps(value, ensure_ascii=False)

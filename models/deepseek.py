@@ -43,7 +43,7 @@ _SIZES: Mapping[str, Any] = {
 
 
 class _Latent(Decoder):
-    """Base class of the families whose attention has latents, and corrected sigmoids of experts."""
+    """Base class of the families with latent attention and DeepSeek's routers."""
 
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (*Decoder.specs, LatentSpec)
     names: ClassVar[Names] = {**NAMES, **expert_names(), **_LATENT_NAMES}
@@ -102,7 +102,7 @@ class DeepseekV3(_Latent):
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2 up to `index_topk` tokens, where its sparse attention reads all of them."""
+    """DeepSeek-V3.2 up to `index_topk` tokens, up to which its sparse attention is dense."""
 
     spare: ClassVar[tuple[str, ...]] = tuple(
         f".self_attn.indexer.{name}"
@@ -178,10 +178,10 @@ def _config(
     partial_rotary: bool = False,
     **fields: Any,
 ) -> DecoderConfig:
-    """The configuration of layers with latents; the first ones have no experts.
+    """The configuration of layers with latent attention; the first layers have no experts.
 
-    experts: fields of the spec of the others. partial_rotary: as `common_fields` takes it. fields:
-    of the attention's spec.
+    experts: fields of the ExpertsSpec of the other layers. partial_rotary: as for `common_fields`.
+    fields: further fields of the LatentSpec.
     """
     rank, rotated, keys, values = (
         integer(hf, key)
@@ -212,7 +212,7 @@ def _config(
 
 
 def _has_experts(hf: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer has experts: by `mlp_layer_types`, else all but the first ones."""
+    """Whether each layer has experts: by `mlp_layer_types`, else in all but the first layers."""
     layers = layer_count(hf)
     if (kinds := hf.get("mlp_layer_types")) is None:
         dense = integer(hf, "first_k_dense_replace", minimum=0)
@@ -223,7 +223,7 @@ def _has_experts(hf: Mapping[str, Any]) -> list[bool]:
 
 
 def _growth_of_scores(hf: Mapping[str, Any]) -> float:
-    """The factor of queries and keys with YaRN's `mscale_all_dim`."""
+    """The factor of queries and keys for YaRN's `mscale_all_dim`."""
     rope = rotary_object(hf)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default" or not rope.get("mscale_all_dim"):

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one vector of each token is the keys and values of all heads.
+"""Multi-head latent attention: one vector of each token serves as keys and values of all heads.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -41,24 +41,24 @@ from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.share import Cut, HeadShares, Share
 from mpjax.models.state import Room, StepContext
 
-# Keys and values of earlier tokens are expanded for so many new tokens or more, and only if they
-# take no more bytes.
+# Latents of earlier tokens are expanded to keys and values for at least this number of new tokens,
+# if the keys and values take no more than these bytes.
 EXPANDED_TOKENS, EXPANDED_BYTES = 128, 2**30
-EPSILON = 1e-6  # of both norms, whatever the others of a model have
+EPSILON = 1e-6  # of both norms, whatever the epsilon of the model's other norms
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentSpec(AttentionSpec):
-    """Multi-head latent attention.
+    """Spec of multi-head latent attention.
 
-    rank: the channels of a token's latent. rotary: the channels of the part beside it that is
-        rotated, which is one for all heads, and of each query that is.
-    keys, values: the channels of each head that are not rotated, and those of its values.
-    query_rank: the channels between two maps of queries, behind a norm; None for one map.
+    rank: the channels of a token's latent. rotary: the channels of a token's rotary part, which all
+        heads share, and the number of rotated channels of each query.
+    keys, values: the channels of each head that are not rotated, and of its values.
+    query_rank: the channels between the two maps of queries, which have a norm; None for one map.
     bias: whether the maps of the input and the output map have biases.
-    interleaved: whether files pair neighbouring channels for the rotation.
+    interleaved: whether files have interleaved RoPE.
     scale: of the scores; None for 1/√(keys + rotary).
-    growth, growth_context: of queries with their positions, as GroupedQuerySpec has them.
+    growth, growth_context: of queries with their positions, as in GroupedQuerySpec.
     """
 
     kind: ClassVar[str] = "latent"
@@ -75,12 +75,12 @@ class LatentSpec(AttentionSpec):
 
     @property
     def first(self) -> str:
-        """The path of the maps of the input: to queries or what is between, and to latents."""
+        """The path of the input's maps: to queries (or their low-rank form) and to latents."""
         return "joint" if self.query_rank is None else "down"
 
     @property
     def head_dim(self) -> int:
-        """The channels of a query."""
+        """The number of channels of a query head."""
         return self.keys + self.rotary
 
     def why_unsound(self) -> str | None:
@@ -100,11 +100,11 @@ class LatentSpec(AttentionSpec):
         return LatentState(1, self.rank, config.dtype, None, self.rotary)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """The maps of the input, of queries behind it, from latents, and of the output.
+        """The maps of the input, the second map of queries, the map of latents, and the output map.
 
-        `expand` maps latents to keys and values, of one head after another. While decoding, its
-        transpose multiplies queries, and scales of its inputs' groups are of no use there: it
-        stays in 16 bits.
+        `expand` maps latents to keys and values, one head after another. While decoding, its
+        transpose multiplies queries, where scales of groups of its inputs can't be used: it stays
+        in 16 bits.
         """
         hidden, heads = config.hidden_size, config.num_heads
         queries, latents = heads * self.head_dim, self.rank + self.rotary
@@ -127,26 +127,26 @@ class LatentSpec(AttentionSpec):
         return found
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """From the norm of queries to their second map."""
+        """The fold of the norm of queries and their second map."""
         return () if self.query_rank is None else (Fold("query", "query_norm"),)
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Bytes of tokens' queries, keys and values."""
+        """Peak bytes of the tokens' queries, keys and values."""
         item = as_dtype("dtype", config.dtype).itemsize
         return 4 * tokens * config.num_heads * self.padded_dim * item
 
     @property
     def padded_dim(self) -> int:
-        """The channels of a head with which keys and values, padded alike, are attended to."""
+        """The channels of a head to which keys and values are padded for the attention kernels."""
         most = max(self.head_dim, self.values)
         return next((dim for dim in HEAD_DIMS if dim >= most), most)
 
     def divide(self, count: int, units: Mapping[str, int]) -> LatentSpec:
-        """The same spec: the configuration has the number of heads."""
+        """The same spec: the number of heads is in the configuration."""
         return self
 
     def cuts(self, config: DecoderConfig, local: LatentSpec, share: Share) -> dict[str, Cut]:
-        """The heads of a share; each device has all latents, and what maps the input to them."""
+        """The heads of a share; all devices have the latents and the maps to them whole."""
         heads, _ = HeadShares(config.num_heads, config.num_kv_heads, share.count).runs(share.number)
         queries = heads.times(self.head_dim)
         found = {
@@ -162,17 +162,17 @@ class LatentSpec(AttentionSpec):
 
 @dataclasses.dataclass(frozen=True)
 class LatentState(KVState):
-    """The state of latent attention: latents as keys, and their rotary parts beside them.
+    """The state of latent attention: latents as keys, and their rotary parts as values.
 
-    rotary: the channels of the part that is rotated; the other fields are those of KVState.
+    rotary: the channels of the rotary part; other fields are as in KVState.
     """
 
     rotary: int = 64
 
     def create(self, room: Room, scales: jax.Array | None) -> KVPages:
-        """Empty pages. scales: of which there are none.
+        """Empty pages. scales: unused.
 
-        Raises ValueError for a format that latents can't have.
+        Raises ValueError for a format that is not supported for latents.
         """
         layout = KVLayout(
             *(1, self.head_dim, latent_format(room.format), room.page_size, self.dtype),
@@ -212,10 +212,10 @@ class LatentAttention(nnx.Module):
         return found
 
     def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """Changes nothing, since each device has all channels of the norms."""
+        """Changes nothing: each device has all channels of the norms."""
 
     def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the output map of what `mix` returns."""
+        """Terms [splits, ..., hidden] whose sum is the output map of the result of `mix`."""
         return self.output.terms(mixed, context)
 
     def inputs(self, x: jax.Array, mixed: jax.Array) -> dict[str, jax.Array]:
@@ -230,7 +230,7 @@ class LatentAttention(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The channels of a latent."""
+        """The number of channels of a latent."""
         return self.spec.rank
 
     def mix(
@@ -238,8 +238,9 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, KVPages | None]:
         """Attends without the output map; returns [..., heads · channels] and the state.
 
-        x: [batch, tokens, hidden], or varlen [tokens, hidden]. Few new tokens attend to latents
-        with queries that went through the map from latents to keys; many, to keys and values.
+        x: [batch, tokens, hidden], or varlen [tokens, hidden]. Few new tokens attend to latents,
+        with queries multiplied by the map from latents to keys; many attend to expanded keys and
+        values.
         """
         require_type("LatentAttention: context", context, StepContext)
         x = as_activations("LatentAttention: x", x)
@@ -264,7 +265,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Queries [..., heads, keys] and [..., heads, rotary], latents and rotary parts [..., ·].
 
-        Rotary channels are rotated, and in the order of the kernels' pairs.
+        Rotary channels are rotated, with RoPE's pairs in the kernels' order.
         """
         spec = self.spec
         query, latents = self.first(x, context)
@@ -286,7 +287,7 @@ class LatentAttention(nnx.Module):
         return keys, rotated, self.latent_norm(latents), turned(part[..., None, :])[..., 0, :]
 
     def _grown(self, query: jax.Array, context: StepContext) -> jax.Array:
-        """Queries [..., heads, channels] times their growth with positions."""
+        """Queries [..., heads, channels] times their position-dependent scaling."""
         if (rate := self.spec.growth) is None:
             return query
         positions = context.positions(query.shape[:-2])
@@ -308,14 +309,14 @@ class LatentAttention(nnx.Module):
     def _absorbed(
         self, keys: jax.Array, rotated: jax.Array, state: KVPages, span: Span
     ) -> jax.Array:
-        """Attention to latents, [..., heads, values]."""
+        """Attention over latents with absorbed queries, [..., heads, values]."""
         to_keys, to_values = self._maps(keys.dtype)
         query = _einsum("...hk,rhk->...hr", keys, to_keys)
         means = latent_attention(query, rotated, state, span, scale=self.scale)
         return _einsum("...hr,rhv->...hv", means, to_values)
 
     def _expanded(self, latents: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [batch, tokens, heads, ·] of latents, padded with zeros to one size."""
+        """Keys and values [batch, tokens, heads, ·] of latents, zero-padded to one size."""
         spec = self.spec
         maps = self._maps(latents.dtype)
         keys, values = (_einsum("...r,rhc->...hc", latents, one) for one in maps)
@@ -324,13 +325,13 @@ class LatentAttention(nnx.Module):
         return _padded(keys, spec.padded_dim), _padded(values, spec.padded_dim)
 
     def _is_expanded(self, x: Activations, span: Span, state: KVPages) -> bool:
-        """Whether new tokens attend to keys and values of all that the cache can hold."""
+        """Whether latents of the whole cache are expanded: for many tokens, if memory suffices."""
         channels = 2 * self.heads * self.spec.padded_dim * jnp.dtype(x.dtype).itemsize
         capacity = span.block_tables.size * state.page_size
         return x.shape[-2] >= EXPANDED_TOKENS and capacity * channels <= EXPANDED_BYTES
 
     def _over_expanded(self, query: jax.Array, state: KVPages, span: Span) -> jax.Array:
-        """Attention to the keys and values of all latents in the cache, [..., heads, values]."""
+        """Attention over keys and values of all cached latents, [..., heads, values]."""
         latents, parts = (x[:, :, 0].astype(query.dtype) for x in gather(state, span.block_tables))
         keys, values = self._expanded(latents, parts)
 
@@ -351,12 +352,12 @@ def _linear(maps: LinearMaps, config: DecoderConfig, rngs: nnx.Rngs) -> Linear:
 
 
 def _einsum(axes: str, x: jax.Array, maps: jax.Array) -> jax.Array:
-    """A product whose sums are float32, in the dtype of x."""
+    """An einsum with float32 sums, in the dtype of x."""
     return jnp.einsum(axes, x, maps, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def _padded(x: jax.Array, channels: int) -> jax.Array:
-    """Heads [..., channels] with zeros behind their own channels."""
+    """Heads [..., channels] padded with zeros."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, channels - x.shape[-1])])
 
 

@@ -1,9 +1,9 @@
 """Limits the registers of a thread in a Triton kernel, for which Pallas has no parameter.
 
 The compiler gives a thread as many registers as make a single program fast. With fewer, more
-programs may fit a multiprocessor, and all of them together finish sooner. Triton has an attribute
-of the module for that limit, `ttg.maxnreg`, and XLA passes it on. A primitive that returns its
-operand unchanged sets the attribute when it is lowered; `launch` registers its lowering.
+programs may fit a multiprocessor, and all of them together finish sooner. Triton has a module
+attribute for that limit, `ttg.maxnreg`, and XLA passes it on. A primitive that returns its operand
+unchanged sets the attribute when it is lowered; `launch` registers its lowering.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WARP = 32  # threads
 
 
 def registers_for(programs: int, warps: int) -> int:
-    """The most registers of a thread with which a multiprocessor holds `programs` at a time.
+    """The most registers of a thread with which `programs` programs are resident at a time.
 
     warps: of each program.
     """
@@ -33,10 +33,10 @@ def registers_for(programs: int, warps: int) -> int:
 
 
 def limit_registers(index: jax.Array, registers: int) -> jax.Array:
-    """Returns `index` unchanged, and limits each thread of the kernel to so many registers.
+    """Returns `index` unchanged, and limits each thread of the kernel to `registers` registers.
 
     Runs inside a kernel that Triton compiles. The kernel has to use the result, a program's index,
-    or the compiler drops the limit.
+    or the compiler removes the limit.
     """
     result: jax.Array = limit_registers_p.bind(index, registers=registers)
     return result

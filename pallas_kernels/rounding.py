@@ -12,8 +12,8 @@ import jax.numpy as jnp
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Converts float32 x to `dtype`, so that later conversions to float32 see the rounded values.
 
-    After a plain cast they may not: XLA removes a cast to `dtype` and back, and then the kernel
-    that reads the value uses more precision than is stored.
+    After a plain cast they may not: XLA removes a cast to `dtype` and back, and then a kernel that
+    consumes the value sees more precision than is stored.
     """
     return round_to(x, dtype).astype(dtype)
 
@@ -22,9 +22,9 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rounds float32 values to the nearest value of a floating-point `dtype`; returns float32.
 
-    Two casts, to `dtype` and back, mean the same, but under `jit` XLA removes the pair. The result
-    is undefined for values beyond the range of a dtype without infinities (float8_e4m3fn). The
-    derivative is the identity's, as for casts.
+    Two casts, to `dtype` and back, would do the same, but under `jit` XLA removes the pair. The
+    result is undefined for values beyond the range of a dtype without infinities (float8_e4m3fn).
+    The derivative is the identity's, as for casts.
     """
     info = jnp.finfo(dtype)
     exponent_bits = info.nexp

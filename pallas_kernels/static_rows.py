@@ -1,4 +1,4 @@
-"""Activations that are rounded with a scale which was measured before: static quantisation."""
+"""Static quantisation: activations that are rounded with a scale from a calibration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpjax.kernels.product_format import ActivationFormat
 class StaticRows:
     """How the activations x [..., K] of one weight are rounded with one scale for all tokens.
 
-    Values out of range are clamped. The scale is an array, so that
-    layers which differ in it alone share their compiled programs.
+    Values out of range are clamped. The scale is an array, so that layers that differ only in it
+    share compiled programs.
 
-    format: of the activations, which have a scale for each row otherwise. scale: float32 [1].
+    format: of the activations, which would otherwise have a scale for each row. scale: float32 [1].
 
     Raises ValueError for another format.
     """
@@ -44,14 +44,14 @@ class StaticRows:
 
     @property
     def scales_rows(self) -> bool:
-        """Whether activations become codes with one scale for each row of x, as they must."""
+        """Whether activations become codes with one scale per row of x: always true here."""
         return self.format.scales_rows
 
     def checked(self, operation: str) -> StaticRows:
         """The same with an array instead of a number.
 
-        operation: the function that takes it, for messages. Raises ValueError for anything but one
-        number, and where it is known, unless it is positive and finite.
+        operation: the function that takes it, for messages. Raises ValueError unless the scale is a
+        single number, and if it is known, positive and finite.
         """
         scale = as_array(f"{operation}: scale of static rows", self.scale)
         if scale.size != 1:
@@ -65,7 +65,7 @@ class StaticRows:
 
 
 def require_positive(name: str, scale: Any) -> None:
-    """Raises ValueError unless all numbers, if they are known, are positive and finite."""
+    """Raises ValueError unless all elements, if they are known, are positive and finite."""
     if not is_known(scale):
         return
     numbers = np.asarray(scale).reshape(-1)

@@ -1,9 +1,9 @@
-"""The target that a kernel is traced for: plain jnp, Triton, or the warpgroups of Mosaic GPU.
+"""The target for which a kernel is traced: plain jnp, Triton, or the warpgroups of Mosaic GPU.
 
-The mathematics of kernels are functions of jnp values, written once for all targets. Where a target
+The mathematics of kernels are functions of jnp values, written once for all targets. If a target
 has a special instruction, they call a method of `current_target()`. The launch functions set the
-target while their kernel is traced. Outside of kernels, and in kernels that are interpreted, the
-target is plain jnp.
+target while their kernel is traced. Outside of kernels, and in interpret mode, the target is plain
+jnp.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Target:
     """The operations of kernels in plain jnp. Subclasses override them for a GPU.
 
     is_interpreted: whether the kernel runs as plain JAX, on any device.
-    has_ptx: whether `inline_ptx` works. Functions with PTX use it if so, else their equivalent in
-        jnp.
+    has_ptx: whether `inline_ptx` works. Functions with PTX use it if so, else an equivalent in jnp.
     has_shared_rows: whether a kernel has room in shared memory for rows with all pairs of a table's
         values (`codes.look_up.InSharedRows`).
     has_spare_registers: whether a kernel with such rows also has registers for a table of up to
@@ -72,7 +71,7 @@ class Target:
         return arithmetic.divide(numerator, denominator)
 
     def times_power(self, x: jax.Array, exponent: int) -> jax.Array:
-        """X · 2**exponent in float32, also where 2**exponent itself is out of range."""
+        """X · 2**exponent in float32, even if 2**exponent itself is out of range."""
         half = exponent // 2
         return x * 2.0**half * 2.0 ** (exponent - half) if exponent else x
 
@@ -97,9 +96,9 @@ class Target:
     ) -> jax.Array:
         """Applies PTX to tiles, one 32-bit register of neighbouring elements at a time.
 
-        $0 is a register of the result, which has the shape of the first argument and `dtype`; $1
-        is a register of the first argument. Either holds two elements of 16 bits or four of 8. An
-        argument whose elements are n times as wide as those of the first takes n operands.
+        $0 is a register of the result, which has the shape of the first argument and `dtype`; $1 is
+        a register of the first argument. Each has two elements of 16 bits or four of 8. An argument
+        whose elements are n times as wide as the first argument's takes n operands.
         """
         self._missing("inline PTX")
 
@@ -107,7 +106,7 @@ class Target:
         """Converts 32-bit values of output channels [tile_n] to an argument of `inline_ptx`.
 
         shape: of the first argument of `inline_ptx`, a tile of words [tile_n, width]. The converted
-        argument may fill several operands; the first holds the channel's value.
+        argument may fill several operands; the first operand has the channel's value.
         """
         self._missing("registers")
 

@@ -1,7 +1,8 @@
 """The mesh axes along which arrays vary under `shard_map`, in the arguments and outputs of kernels.
 
 `shard_map` tracks in an array's type along which axes of the mesh its shards may differ. Pallas
-wants all arguments of a kernel to vary along the same axes, and the types of outputs to say so.
+requires that all arguments of a kernel vary along the same axes, and that the types of outputs
+declare these axes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ Tree = TypeVar("Tree")
 
 
 def vary_alike(tree: Tree) -> Tree:
-    """Marks the arrays of a tree as varying along every axis along which one of them varies.
+    """Marks the arrays of a tree as varying along every axis along which any of them varies.
 
-    So the derivative of an argument that is the same in all shards is a sum over shards, as in
-    JAX's own operations. Outside of `shard_map`, and inside with `check_vma=False`, arrays vary
-    along no axis, and the tree is returned unchanged.
+    So the derivative of an argument that is equal in all shards is a sum over shards, as in JAX's
+    own operations. Outside of `shard_map`, and inside with `check_vma=False`, arrays vary along no
+    axis, and the tree is returned unchanged.
     """
     axes = frozenset().union(*(_axes_of(array).varying for array in jax.tree.leaves(tree)))
 
@@ -42,6 +43,6 @@ def varying_like(shapes: Tree, arguments: Any) -> Tree:
 
 
 def _axes_of(array: Any) -> Any:
-    """The part of an array's type that holds its axes; `varying` is their set of names."""
+    """The part of an array's type with its axes; `varying` is the set of their names."""
     array_type: Any = jax.typeof(array)
     return array_type.manual_axis_type

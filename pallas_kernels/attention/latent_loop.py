@@ -1,9 +1,9 @@
-"""The main loop of attention over latents: one load of a tile for its keys and for its values.
+"""The main loop of attention over latents: one load of a tile for both its keys and its values.
 
-The rows of a tile are the query heads of a token. They lie along the narrow side of the tensor
-cores' instruction, where eight of them are enough, and latents along the other one: a tile of
-latents [slots, channels] times queries gives scores, and the same tile transposed times weights
-gives sums. Words are decoded once for each of the two, in registers.
+The rows of a tile are the query heads of a token. They are on the narrow side of the tensor-core
+instruction, where eight rows suffice, and latents on the other side: a tile of latents [slots,
+channels] times queries gives scores, and the same tile transposed times weights gives sums. Words
+are decoded once for each of the two products, in registers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpjax.kernels.kv_cache.cache import Side
 class LatentQueries(NamedTuple):
     """The queries of attention over latents, [..., query heads, channels] each.
 
-    absorbed: that are multiplied with latents. rotated: that are multiplied with the rotary part.
+    absorbed: are multiplied by latents. rotated: are multiplied by the rotary part.
     """
 
     absorbed: jax.Array
@@ -32,7 +32,7 @@ class LatentQueries(NamedTuple):
 
 
 class LatentLoop(MainLoop):
-    """Attention of a tile of rows to the latents of a KeyRange, and their rotary part."""
+    """Attention of a tile of rows to the latents of a KeyRange and their rotary part."""
 
     name = "latent_attention"
     narrow_rows = few_rows = MOST_ROWS
@@ -51,12 +51,12 @@ class LatentLoop(MainLoop):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """The latents, which are the keys and the values."""
+        """The latents, as keys and as values."""
         latents, _ = self.key_range.pages.sides
         return latents, latents
 
     def _loader(self, place: Place) -> LoadOperands:
-        """The function that loads a tile's words once, and decodes them as often as asked."""
+        """A function that loads a tile's words once, and decodes them for each product."""
         loaded: dict[Any, jax.Array] = {}
 
         def operands(
@@ -80,7 +80,7 @@ class LatentLoop(MainLoop):
         return operands
 
     def _scores(self, place: Place, load_operands: LoadOperands) -> Scores:
-        """The scores of a tile of latents and their rotary part, to base 2, without masks."""
+        """The scores of a tile of latents and their rotary part, to base 2, not masked."""
         found, oriented, target = super()._scores(place, load_operands), self.oriented, self.target
         scores = self._zeros(self.key_range.tile_keys)
         loaded = load_operands(

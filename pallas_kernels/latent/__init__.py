@@ -1,5 +1,5 @@
-"""Attention over latents: one vector for each token, which is its keys and its values (MLA).
+"""Attention over latents: one vector for each token serves as its keys and values (MLA).
 
-Pages hold it as keys, and as values a part that is rotated and belongs to the keys alone. All query
-heads read the same latent, so that each cached byte is read once for all of them.
+Pages store it as keys, and as values a rotary part that belongs to the keys. All query heads use
+the same latent, so that each cached byte is read once for all of them.
 """

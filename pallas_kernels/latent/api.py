@@ -1,4 +1,4 @@
-"""The public function of attention over latents, and the pages that hold them."""
+"""The public function of attention over latents, and the format of their pages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ KINDS = (16, 8, 4, "4t")  # of latents
 
 
 def latent_format(format: KVFormat | str) -> KVFormat:
-    """The format of pages of latents: as keys in a format, and the rotary part as its values.
+    """The format of pages of latents: latents as a format's keys, the rotary part as its values.
 
-    The rotary part has 16 bits, or 8 where values have fewer: it is an eighth of a latent, and a
-    few of its channels are large.
+    The rotary part has 16 bits, or 8 if values have fewer: it has an eighth of a latent's channels,
+    and a few of them are large.
 
     Raises ValueError for formats whose keys have no scales of tokens, and for blocks.
     """
@@ -54,18 +54,17 @@ def latent_attention(
     """Causal attention of new tokens over latents, which are keys and values of all query heads.
 
     queries: [batch, tokens, query heads, channels of a latent], or varlen, [tokens, query heads,
-        channels]: what is multiplied with latents, after the product with the map from latents to
-        keys ("absorbed").
-    rotated: [..., query heads, rotary channels], what is multiplied with the rotary part.
-    pages: one layer of the cache after `append`, with one KV head: latents are its keys, and the
-        rotary part its values, which are no values here. See `latent_format`.
+        channels]: the queries after multiplication by the map from latents to keys ("absorbed").
+    rotated: [..., query heads, rotary channels], the queries for the rotary part.
+    pages: one layer of the cache after `append`, with one KV head: its keys are latents, and its
+        values the rotary part, which here is not a value. See `latent_format`.
     span: as for `paged_attention`. scale: of the sum of both products.
 
     Returns the weighted means of latents, an array of the shape and dtype of the queries. Source:
     DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
-    Raises ValueError for shapes and numbers that don't fit, and UnsupportedError, with the reason,
-    where a forced implementation can't run.
+    Raises ValueError for shapes and values that don't fit, and UnsupportedError, with the reason,
+    if a forced implementation can't run.
     """
     require_pages("latent_attention", pages)
     queries, rotated = as_arrays("latent_attention", queries=queries, rotated=rotated)
@@ -110,7 +109,7 @@ def by_triton(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Launches the kernel; `span` is the result of `Span.read`."""
+    """Launches the kernel. span: a result of `Span.read`."""
     is_turned = pages.format.key_codes.hadamard
     queries = hadamard.transform(queries) if is_turned else queries
     both = LatentQueries(queries, rotated)

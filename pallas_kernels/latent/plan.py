@@ -1,4 +1,4 @@
-"""The tiles and programs that read latents, by a rule."""
+"""The rule for tiles and programs of attention over latents."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mpjax.kernels.device import Limits
 
 LEAST_ROWS, MOST_ROWS = 8, 32  # of a tile: more would leave no registers beside the sums
 KEYS = 32  # of a tile
-RESIDENT_ROWS = 16  # with no more rows, two programs are on a multiprocessor at once
-MOST_AHEAD = 4  # tiles that a program reads ahead
+RESIDENT_ROWS = 16  # up to this number, two programs are resident on a multiprocessor
+MOST_AHEAD = 4  # tiles that a program loads ahead
 
 
 class LatentProblem(NamedTuple):
     """Attention of new tokens over the latents of a batch.
 
-    batch: sequences. rows: pairs of a new token and a query head of a sequence; of varlen tokens,
-    of all sequences together. tokens: the capacity of each sequence. token_bytes: of a token's
-    latent, rotary part and scales.
+    batch: number of sequences. rows: pairs of a new token and a query head, of one sequence, or of
+    all sequences together if varlen. tokens: the capacity of each sequence. token_bytes: of a
+    token's latent, rotary part and scales.
     """
 
     batch: int
@@ -28,7 +28,7 @@ class LatentProblem(NamedTuple):
 
 
 def plan_by_rule(problem: LatentProblem, limits: Limits) -> AttentionConfig:
-    """The configuration of a problem: as many programs for a sequence as are there at once."""
+    """The configuration for a problem: as many programs per sequence as run at once."""
     rows = min(MOST_ROWS, max(LEAST_ROWS, 1 << (problem.rows - 1).bit_length()))
     resident = 2 if rows <= RESIDENT_ROWS else 1
     keys = KEYS

@@ -1,4 +1,4 @@
-"""The change of products by the adapters of their rows, as one operation."""
+"""The low-rank change of products by each row's adapter, as one operation."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def add_low_rank(
     axis: str | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Terms of products, to which x · down · up of each row's adapter is added.
+    """Adds x · down · up of each row's adapter to terms of products.
 
-    terms: [splits, ..., N], whose sum over the first axis is the products of x with the base's
-        maps. The change is added to the first of them, in float32, and rounded to its dtype; on a
-        GPU in place, where the buffer is free. x: [..., K].
-    down: [places, K, maps · rank], the first factors of all maps side by side. ups: of each map
-        [places, rank, outputs], whose outputs come one after the other in N.
-    adapters: int32 [...], the adapter of each row, from 1; 0 for rows that stay as they are.
-    axis: the mesh axis over which the first products are added, where K is divided; None for none.
+    terms: [splits, ..., N], whose sum over the first axis is the product of x and the base's maps.
+        The change is added to the first term, in float32, and rounded to its dtype; on a GPU in
+        place, if the buffer is free. x: [..., K].
+    down: [places, K, maps · rank], the first factors of all maps side by side. ups: for each map
+        [places, rank, outputs], with the maps' outputs concatenated in N.
+    adapters: int32 [...], the adapter of each row, from 1; 0 for rows without a change.
+    axis: the mesh axis over which the products with `down` are summed, if K is divided; else None.
     implementation: `triton`, two kernels on a CUDA GPU of compute capability 8.0 or more, for x and
         factors in bfloat16 or float16 of one dtype; or `reference`, the grouped product. By default
-        the kernels wherever they can run.
+        the kernels if they can run.
 
     Returns terms of the same shape and dtype. Differentiable in reverse. Raises ValueError for
     shapes and dtypes that don't fit, and UnsupportedError, with the reason, if a forced
@@ -84,7 +84,7 @@ def _check(
     ups: Sequence[jax.Array],
     adapters: jax.Array,
 ) -> None:
-    """Raises ValueError as the public function says."""
+    """Raises ValueError as documented in `add_low_rank`."""
     shapes = [array.shape for array in (terms, x, down, adapters, *ups)]
     fit = (
         terms.ndim == x.ndim + 1

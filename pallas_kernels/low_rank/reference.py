@@ -1,4 +1,4 @@
-"""Both products of adapters by the grouped product, whose experts are adapters."""
+"""Both products of adapters by the grouped product, with adapters in the role of experts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mpjax.kernels.experts.local import LocalExperts
 
 
 def shrink(x: jax.Array, down: jax.Array, adapters: jax.Array) -> jax.Array:
-    """The products float32 [rows, maps · rank] of x [rows, K] and each row's first factors."""
+    """The products float32 [rows, maps · rank] of x [rows, K] and each row's `down`."""
     return product(x, down, adapters[:, None])[:, 0]
 
 
 def expand(
     terms: jax.Array, inner: jax.Array, ups: Sequence[jax.Array], adapters: jax.Array
 ) -> jax.Array:
-    """The terms [splits, rows, N], to the first of which the second products are added.
+    """The terms [splits, rows, N], the first of which includes the products with `ups`.
 
-    inner: [parts, rows, maps · rank], whose sum over the first axis is multiplied.
+    inner: [parts, rows, maps · rank], whose sum over the first axis is multiplied by `ups`.
     """
-    has_one = (adapters > 0)[:, None]  # of other rows, kernels leave any numbers
+    has_one = (adapters > 0)[:, None]  # kernels leave other rows undefined
     parts = jnp.split(jnp.where(has_one, inner.sum(0), 0), len(ups), -1)
     changes = [
         product(part.astype(up.dtype), up, adapters[:, None])[:, 0]
@@ -36,10 +36,10 @@ def expand(
 def product(x: jax.Array, stack: jax.Array, adapters: jax.Array) -> jax.Array:
     """Products float32 [..., k, N] of x [..., K] or [..., k, K] and k matrices of a stack.
 
-    adapters: int32 [..., k], numbers of matrices from 1; 0 for zeros. The grouped product runs as a
-    kernel wherever one can, and as a loop over the stack elsewhere.
+    adapters: int32 [..., k], indices of matrices from 1; 0 for a product of zeros. The grouped
+    product runs as a kernel if one can, else as a loop over the stack.
     """
     numbers = adapters - 1
     found = grouped_matmul(x, stack.astype(x.dtype), LocalExperts(numbers))
-    # What has no entry is any number.
+    # The grouped product leaves rows without an entry undefined.
     return jnp.where((numbers >= 0)[..., None], found, jnp.zeros_like(found)).astype(jnp.float32)

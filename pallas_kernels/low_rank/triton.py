@@ -1,9 +1,9 @@
 """Both products of adapters as Triton kernels; the second adds to the base's product in place.
 
-Programs share the rows of a block by their adapters: the rows that have one are a tile of a tensor
-core's product, and a factor is read once for all of them. A program without such rows ends at once.
-Few rows are blocks of their own, whose products are sums of a thread's numbers. The channels of the
-first product are divided among programs, whose sums the second one adds up.
+Programs divide the rows of a block by adapter: rows with the same adapter are a tile of a
+tensor-core product, for which a factor is loaded once. A program without rows ends immediately. Few
+rows are blocks of one row, whose products are computed without tensor cores. The channels of the
+first product are divided among programs (split-K), whose sums the second product adds up.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked
 from mpjax.kernels.target import current_target
 
 FEW_ROWS = 8  # with more, rows that share an adapter are multiplied together
-STEP_ROWS = 256  # with more, a block is one program, which goes through the block's adapters
+STEP_ROWS = 256  # with more, one program processes a block's adapters in turn
 MOST_ROWS = 64  # of a block
-LEAST = 16  # of each axis of a tensor core's product
+LEAST = 16  # of each axis of a tensor-core product
 CHANNELS, RANKS, OUTPUTS = 128, 64, 256  # of a program's tiles, at most
 MOST_PARTS, PROGRAMS = 32, 4  # parts of the channels; programs on each multiprocessor
 NO_MORE = 1 << 30  # above all numbers of adapters
 
 
 class Blocks(NamedTuple):
-    """How programs divide rows.
+    """The division of rows among programs.
 
     rows: of a block, a power of two. tile: rows that are multiplied together. classes: programs of
-    a block; an adapter is that of one.
+    a block; each adapter belongs to one of them.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, places: int) -> Blocks:
-        """Those of so many rows, which choose from so many adapters."""
+        """The blocks for `rows` rows that choose from `places` adapters."""
         if rows <= FEW_ROWS:
             return cls(1, 1, 1)
         if rows > STEP_ROWS:
@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
         return cls(block, LEAST, min(block, places))
 
     def programs(self, rows: int) -> int:
-        """The programs of all rows."""
+        """The number of programs for `rows` rows."""
         return pl.cdiv(rows, self.rows) * self.classes
 
 
@@ -59,10 +59,10 @@ class Blocks(NamedTuple):
 def shrink(
     x: jax.Array, down: jax.Array, adapters: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """Terms float32 [parts, rows, maps · rank] of x [rows, K] and each row's first factors.
+    """Terms float32 [parts, rows, maps · rank] of x [rows, K] and each row's `down`.
 
-    down: [places, K, maps · rank]. adapters: int32 [rows], from 1; terms of rows with 0 are any
-    numbers.
+    down: [places, K, maps · rank]. adapters: int32 [rows], from 1; terms of rows with 0 are
+    undefined.
     """
     (rows, channels), (places, _, ranks) = x.shape, down.shape
     blocks = Blocks.of(rows, places)
@@ -70,7 +70,7 @@ def shrink(
     share = PROGRAMS * device.multiprocessors() // programs
     parts = max(1, min(steps, MOST_PARTS, share))
     steps, width = pl.cdiv(steps, parts), CHANNELS
-    if blocks.tile == 1:  # the loads of a loop without a tensor core wait for each other
+    if blocks.tile == 1:  # without tensor cores, the loads of a loop are not pipelined
         steps, width = 1, CHANNELS * pl.next_power_of_2(steps)
         parts = pl.cdiv(channels, width)
     tile = min(RANKS, max(LEAST, pl.next_power_of_2(ranks)))
@@ -82,7 +82,7 @@ def shrink(
         settings=Settings("adapter_shrink", warps=4, stages=3),
         interpret=interpret,
     )
-    # A prompt's terms would be read again for every tile of outputs.
+    # For a prompt, the next kernel would load all terms again for every tile of outputs.
     return terms.sum(0, keepdims=True) if rows > STEP_ROWS else terms
 
 
@@ -95,9 +95,9 @@ def expand(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The terms [splits, rows, N], to the first of which the second products are added in place.
+    """Adds the products with `ups` to the first of the terms [splits, rows, N], in place.
 
-    inner: float32 [parts, rows, maps · rank]. ups: of each map [places, rank, outputs].
+    inner: float32 [parts, rows, maps · rank]. ups: for each map [places, rank, outputs].
     """
     rows, blocks = terms.shape[1], Blocks.of(terms.shape[1], len(ups[0]))
     tiles = [pl.cdiv(up.shape[2], OUTPUTS) for up in ups]
@@ -169,10 +169,10 @@ def _expand_map(
     place: tuple[int, jax.Array, int],
     *rows: jax.Array,
 ) -> None:
-    """Adds the outputs of one map's tile.
+    """Adds one map's products of a tile.
 
-    place: the map's number, the tile among its tiles, and its first output among those of all maps.
-    rows: the adapter's number, the rows, and whether each has the adapter.
+    place: the map's index, the tile's index among its tiles, and the map's first output in N.
+    rows: the adapter, the rows' indices, and whether each row has the adapter.
     """
     (number, tile, before), (adapter, row, has) = place, rows
     _, ranks, outputs = up_ref.shape
@@ -187,7 +187,7 @@ def _expand_map(
     wanted = _both(has[:, None], None if is_rank is None else is_rank[None, :])
 
     column = (number * ranks + rank)[None, :]
-    parts = range(inner_ref.shape[0])  # whose loads do not wait for each other
+    parts = range(inner_ref.shape[0])  # unrolled, so that loads don't wait for each other
     loads = [
         load_masked(inner_ref.at[jnp.int32(part), row[:, None], column], wanted) for part in parts
     ]
@@ -197,9 +197,9 @@ def _expand_map(
 
 
 class _Program:
-    """In a kernel, the rows of a program's block that have an adapter of the program's class.
+    """In a kernel, the rows of a program's block whose adapters belong to the program.
 
-    places: the adapters from which rows choose.
+    places: the number of adapters from which rows choose.
     """
 
     def __init__(self, adapters_ref: Any, blocks: Blocks, places: int) -> None:
@@ -207,7 +207,7 @@ class _Program:
         self.number = jnp.arange(blocks.rows)
         self.first = program // blocks.classes * blocks.rows
         row, rows = self.first + self.number, adapters_ref.shape[0]
-        self.nowhere = rows  # of lanes without a row
+        self.nowhere = rows  # index for lanes without a row
         own = load_masked(adapters_ref.at[row], None if rows % blocks.rows == 0 else row < rows)
         if blocks.classes > 1:
             is_mine = jax.lax.rem(own - 1, blocks.classes) == jax.lax.rem(program, blocks.classes)
@@ -216,7 +216,7 @@ class _Program:
         self.has_one = blocks.rows == 1 or blocks.classes >= places  # adapter at most
 
     def for_adapters(self, multiply: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
-        """Calls `multiply` for each adapter: of its number, rows, and whether each has it."""
+        """Calls `multiply` for each adapter: with the adapter, rows, and whether each has it."""
 
         def step(_: jax.Array, last: jax.Array) -> jax.Array:
             adapter = jnp.where(self.own > last, self.own, NO_MORE).min()
@@ -224,7 +224,7 @@ class _Program:
             if self.blocks.tile == self.blocks.rows:
                 multiply(adapter, self.first + self.number, has)
                 return adapter
-            behind = jnp.cumsum(has.astype(jnp.int32))  # of each row, those up to it
+            behind = jnp.cumsum(has.astype(jnp.int32))  # for each row, the number of rows up to it
             count = has.astype(jnp.int32).sum()
 
             def step_of_rows(part: jax.Array, _: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ class _Program:
         jax.lax.fori_loop(0, self._count(), step, jnp.int32(0))
 
     def _count(self) -> jax.Array:
-        """How many adapters the rows have."""
+        """The number of different adapters of the rows."""
         is_first = self.own > 0
         if self.has_one:
             return is_first.astype(jnp.int32).max()
@@ -252,7 +252,7 @@ class _Program:
 
 
 def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The product float32 of tiles [rows, K] and [K, N]; of one row without a tensor core."""
+    """The float32 product of tiles [rows, K] and [K, N]; without tensor cores for one row."""
     if left.shape[0] > 1:
         return current_target().dot(left, right)
     wide = left.astype(jnp.float32).reshape(-1, 1) * right.astype(jnp.float32)

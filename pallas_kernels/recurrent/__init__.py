@@ -1,1 +1,1 @@
-"""Operations of mixers that keep a state of one size for each sequence."""
+"""Operations of recurrent mixers, which keep a fixed-size state for each sequence."""

@@ -1,4 +1,4 @@
-"""Reads the tokens of ragged batches into states, one chunk of a sequence after another."""
+"""Runs recurrences over ragged batches of tokens, one chunk of a sequence after another."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from mpjax.kernels.kv_cache.varlen import tokens_of
 
-CHUNK = 64  # tokens, at most; a power of two
+CHUNK = 64  # the most tokens of a chunk; a power of two
 Tokens = Any  # a tree of arrays [batch, tokens, ...], or varlen [tokens, ...]
-# From states [batch, ...] and chunks [batch, C, ...] to the states after them, and outputs
-# [batch, C, ...]. C is a power of two. Tokens of zeros leave a state as it is.
+# A function of states [batch, ...] and chunks [batch, C, ...] that returns the states after them,
+# and outputs [batch, C, ...]. C is a power of two. Zero tokens leave a state unchanged.
 ReadChunk = Callable[[jax.Array, Tokens], tuple[jax.Array, jax.Array]]
 
 
@@ -24,11 +24,11 @@ def read_in_chunks(
     counts: jax.Array | None,
     places: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """The states [batch, ...] after tokens, and their outputs in the form of the tokens.
+    """The states [batch, ...] after tokens, and the tokens' outputs, in the tokens' layout.
 
-    counts: int32 [batch], the real tokens of each sequence; None: all of padded ones. Others become
-    zeros before they are read, and their outputs have no meaning.
-    places: (batch, tokens) of padded tokens, (tokens,) of varlen ones.
+    counts: int32 [batch], the real tokens of each sequence; None: all padded tokens. Other tokens
+    are zeroed first, and their outputs are undefined.
+    places: (batch, tokens) of padded tokens, (tokens,) of varlen tokens.
     """
     size = 1
     while size < min(places[-1], CHUNK):
@@ -51,7 +51,7 @@ def _padded(
         x = jnp.pad(x, [(0, 0), (0, chunks * size - length), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(x.reshape(batch, chunks, size, *x.shape[2:]), 1, 0)
 
-    # A gradient computes chunks again, rather than keep all that is inside of them.
+    # For gradients, chunks are recomputed instead of storing their intermediate values.
     state, outputs = jax.lax.scan(jax.checkpoint(read), state, jax.tree.map(split, tokens))
     outputs = jnp.moveaxis(outputs, 0, 1)
     return state, outputs.reshape(batch, chunks * size, *outputs.shape[3:])[:, :length]
@@ -60,11 +60,11 @@ def _padded(
 def _varlen(
     read: ReadChunk, state: jax.Array, tokens: Tokens, counts: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Chunks begin anew with each sequence. Sequences of one token are read together."""
+    """For varlen tokens: each sequence begins a chunk; sequences of one token share one chunk."""
     length, batch = len(jax.tree.leaves(tokens)[0]), len(counts)
     begins = jnp.cumsum(counts) - counts
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, size), *[(0, 0)] * (x.ndim - 1)]), tokens)
-    # The single tokens of all sequences, of which others' have their states back.
+    # The single tokens of all sequences; sequences with several tokens get zeros and keep states.
     first = jnp.minimum(begins, length)
     singles = _keep(jax.tree.map(lambda x: x[first][:, None], padded), (counts == 1)[:, None])
     state, single = read(state, singles)
@@ -85,7 +85,7 @@ def _varlen(
             )
             chunk = _keep(chunk, (jnp.arange(size) < counts[sequence] - passed)[None])
             after, new = read(state[sequence][None], chunk)
-            # Outputs behind the sequence's end are places of the next, which are written later.
+            # Outputs beyond the sequence's end are the next sequence's, which are written later.
             outputs = jax.lax.dynamic_update_slice_in_dim(outputs, new[0], begin, 0)
             return state.at[sequence].set(after[0]), outputs
 
@@ -99,7 +99,7 @@ def _varlen(
 
 
 def _keep(tokens: Tokens, is_real: jax.Array) -> Tokens:
-    """The tokens with zeros instead of padding. is_real: bool, of the first axes of all arrays."""
+    """The tokens with zeros instead of padding. is_real: bool, of the arrays' first axes."""
 
     def clear(x: jax.Array) -> jax.Array:
         return jnp.where(jax.lax.expand_dims(is_real, range(is_real.ndim, x.ndim)), x, 0)

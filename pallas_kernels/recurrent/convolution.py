@@ -1,4 +1,4 @@
-"""The causal convolution of each channel, with its state, padded or varlen."""
+"""The depthwise causal convolution, with its state, for padded and varlen tokens."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ def causal_convolution(
     bias: jax.Array | None = None,
     activation: Literal["silu"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolves each channel with its last tokens: y[t] = Σ weight[j] · x[t − width + 1 + j].
+    """Depthwise causal convolution over tokens: y[t] = Σ weight[j] · x[t − width + 1 + j].
 
     x: [batch, tokens, channels], padded on the right, or varlen [tokens, channels].
-    weight: [channels, width]; the last tap is that of the newest token.
+    weight: [channels, width]; the last tap multiplies the newest token.
     state: [batch, width − 1, channels], the inputs before the first token, the newest last; None
         for zeros, before a sequence begins.
-    counts: int32 [batch], the real tokens of each sequence; None: all. Varlen x needs them.
+    counts: int32 [batch], the real tokens of each sequence; None: all. Varlen x needs counts.
     bias: [channels], added to each sum. activation: of the result, `silu` or None.
 
     Returns y in the shape and dtype of x, computed in float32, and the state after each sequence's
-    real tokens, in the dtype of the state, or of x without one. Padding may hold any numbers: they
-    reach neither real tokens nor the state, nor gradients. Differentiable, in plain jnp.
+    real tokens, in the dtype of the state, or of x without one. Padding may have any values: they
+    affect neither real tokens nor the state, nor gradients. Differentiable, in plain jnp.
 
-    Raises ValueError for shapes and dtypes that don't fit, and where their values are known for
-    counts out of range.
+    Raises ValueError for shapes and dtypes that don't fit, and for known counts out of range.
     """
     x, weight = as_arrays("causal_convolution", x=x, weight=weight)
     state = optional_array("causal_convolution: state", state)
@@ -94,7 +93,7 @@ def _padded(
 
 
 def _varlen(x: jax.Array, state: jax.Array, counts: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """The same for varlen tokens."""
+    """The inputs of each tap, and the next state, for varlen tokens."""
     found, before = tokens_of(counts, len(x)), state.shape[1]
     x = jnp.where(found.is_real[:, None], x, jnp.zeros_like(x))
     earlier = state.astype(x.dtype)
@@ -103,7 +102,7 @@ def _varlen(x: jax.Array, state: jax.Array, counts: jax.Array) -> tuple[list[jax
         shifted = jnp.concatenate([jnp.zeros_like(x[:back]), x[:-back]])[: len(x)]
         old = earlier[found.sequence, jnp.clip(before + found.number - back, 0, before - 1)]
         taps.append(jnp.where((found.number >= back)[:, None], shifted, old))
-    place = counts[:, None] - before + jnp.arange(before)[None]  # in each sequence
+    place = counts[:, None] - before + jnp.arange(before)[None]  # positions in each sequence
     begins = jnp.cumsum(counts) - counts
     new = x[jnp.clip(begins[:, None] + place, 0, len(x) - 1)].astype(state.dtype)
     old = jnp.take_along_axis(state, jnp.clip(place + before, 0, before - 1)[..., None], axis=1)
@@ -118,7 +117,7 @@ def _require_floats(**arrays: jax.Array | None) -> None:
 def _require_shapes(
     x: jax.Array, weight: jax.Array, state: jax.Array | None, bias: jax.Array | None, batch: int
 ) -> None:
-    """Raises ValueError for shapes that don't fit one another."""
+    """Raises ValueError for shapes that don't fit together."""
     channels = x.shape[-1]
     if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(

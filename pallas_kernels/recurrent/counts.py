@@ -1,4 +1,4 @@
-"""The counts of real tokens, as operations of this folder take them."""
+"""Checks of the counts of real tokens, for the operations of this folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read_counts(
 ) -> jax.Array | None:
     """Counts as int32 [batch]; None for all tokens of each sequence.
 
-    shape: [batch, tokens] of padded tokens, or [tokens] of varlen ones, which need counts.
+    shape: [batch, tokens] of padded tokens, or [tokens] of varlen tokens, which need counts.
     Raises ValueError for another shape or dtype, and for known counts out of range.
     """
     counts, is_varlen = optional_array(f"{operation}: counts", counts), len(shape) == 1

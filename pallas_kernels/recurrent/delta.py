@@ -1,4 +1,4 @@
-"""The gated delta rule as one operation: a linear attention whose state forgets and corrects."""
+"""The gated delta rule: linear attention whose state decays and is corrected by each token."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ def gated_delta_rule(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Lets tokens read and write the states of their sequences, one after another.
+    """Applies the gated delta rule to each sequence's tokens, one after another.
 
-    Each value head has a state S [K, V]. A token with the query q and key k, both divided by their
-    length, and q by √K, does
+    Each value head has a state S [K, V]. With a token's query q and key k, both L2-normalised, and
+    q divided by √K, the token's update is
 
         S ← exp(decay) · S,  S ← S + k · (rate · (value − Sᵀ k))ᵀ,  output = Sᵀ q.
 
     inputs: of tokens [batch, tokens], padded on the right, or varlen [tokens].
     state: float32 [batch, value heads, K, V]; None for zeros, before a sequence begins.
-    counts: int32 [batch], the real tokens of each sequence; None: all. Varlen tokens need them.
+    counts: int32 [batch], the real tokens of each sequence; None: all. Varlen tokens need counts.
 
-    Returns the outputs float32 [..., value heads, V], which have no meaning for padding, and the
-    states after each sequence's real tokens. Padding may hold any numbers. Everything is as exact
+    Returns the outputs float32 [..., value heads, V], which are undefined for padding, and the
+    states after each sequence's real tokens. Padding may have any values. Everything is as exact
     as float32, a single token as a step and several in chunks of dense products: on a GPU by
     kernels for queries and keys in bfloat16, else in plain jnp, as are gradients.
 
-    Raises ValueError for shapes and dtypes that don't fit, and where their values are known for
-    counts out of range; and UnsupportedError, with the reason, if a requested implementation can't
-    run.
+    Raises ValueError for shapes and dtypes that don't fit, and for known counts out of range; and
+    UnsupportedError, with the reason, if a requested implementation can't run.
     """
     inputs = require_inputs("gated_delta_rule", inputs)
     places = inputs.decay.shape[:-1]

@@ -1,4 +1,4 @@
-"""What the gated delta rule reads of each token, checked."""
+"""The inputs of the gated delta rule for each token, checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels.checks import as_arrays, require_floats, require_type, shown
 
-EPSILON = 1e-6  # of the norms of queries and keys
+EPSILON = 1e-6  # of the L2 norms of queries and keys
 
 
 @functools.partial(
@@ -25,9 +25,9 @@ class DeltaInputs:
 
     query, key: [batch, tokens, key heads, K], or varlen [tokens, key heads, K]; of any length,
         since both are normalised.
-    value: [..., value heads, V]. Each key head serves as many value heads, one after another.
-    decay: [..., value heads], the logarithm of the factor of the state, 0 or below.
-    rate: [..., value heads], the part of the difference between a value and what the state has
+    value: [..., value heads, V]. Each key head serves a group of consecutive value heads.
+    decay: [..., value heads], the logarithm of the state's decay factor, 0 or below.
+    rate: [..., value heads], β: the part of the difference between a value and the state's value
         for its key that is written, usually between 0 and 1.
     """
 
@@ -65,14 +65,14 @@ class DeltaInputs:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Value heads, K and V: the shape of a sequence's state."""
+        """The shape of a sequence's state: value heads, K and V."""
         return self.value.shape[-2], self.key.shape[-1], self.value.shape[-1]
 
     def prepared(self) -> DeltaInputs:
         """Float32 inputs with normalised, scaled queries and keys, by key head.
 
         Returns query, key [..., key heads, K], value [..., key heads, group, V], and decay, rate
-        [..., key heads, group]. Tokens of zeros leave a state as it is.
+        [..., key heads, group]. Zero tokens leave a state unchanged.
         """
         *places, heads, size = self.key.shape
         grouped = (
@@ -89,7 +89,7 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 def require_inputs(operation: str, inputs: Any) -> DeltaInputs:
-    """The inputs, read. Raises ValueError for anything else."""
+    """The inputs, checked by `read`. Raises ValueError for anything else."""
     require_type(f"{operation}: inputs", inputs, DeltaInputs)
     found: DeltaInputs = inputs.read(operation)
     return found

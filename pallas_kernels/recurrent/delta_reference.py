@@ -1,8 +1,8 @@
 """The gated delta rule in plain jnp: one token of each sequence, or a chunk of tokens.
 
-Arrays here are float32, with axes of key heads h, and of the value heads r that read each; a state
-is [batch, h, r, K, V]. Products are in full precision: a state is read and written thousands of
-times. Source: Yang et al., Gated Delta Networks (arXiv 2412.06464).
+Arrays here are float32, with axes of key heads h, and of each key head's value heads r; a state is
+[batch, h, r, K, V]. Products are in full precision, since a state is updated thousands of times.
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def one_token(state: jax.Array, token: DeltaInputs) -> tuple[jax.Array, jax.Arra
     """The state after a token, e^g S + k (β (v − e^g Sᵀ k))ᵀ with the decay g and the rate β.
 
     token: query, key [batch, h, K], value [batch, h, r, V], decay and rate [batch, h, r].
-    Returns the outputs [batch, h, r, V], too. The state is read once for queries and keys.
+    Also returns the outputs [batch, h, r, V]. The state is read once, for queries and keys
+    together.
     """
     factor = jnp.exp(token.decay)[..., None]
     both = jnp.stack([token.query, token.key], -2)
@@ -54,14 +55,13 @@ def _one_chunk(state: jax.Array, chunk: DeltaInputs) -> tuple[jax.Array, jax.Arr
     """The state after C tokens, and their outputs [batch, h, r, C, V].
 
     chunk: query, key [batch, h, C, K], value [batch, h, r, C, V], decay and rate [batch, h, r, C].
-
-    Row i of D, what each token writes for its key, solves (I + A) D = β (V − e^G K S). A is the
-    strictly lower part of β (K Kᵀ) ⊙ Γ, where Γ[i, j] is the decay after token j up to token i.
+    Row i of D, the update that token i writes for its key, solves (I + A) D = β (V − e^G K S). A is
+    the strictly lower part of β (K Kᵀ) ⊙ Γ, where Γ[i, j] is the decay after token j up to token i.
     """
     size = chunk.decay.shape[-1]
     lower = jnp.tril(jnp.ones((size, size)))
-    # Sums of decays between two tokens, not differences of sums from the first: those would lose
-    # the small decays behind a large one.
+    # The log-decay between two tokens is summed directly: a difference of prefix sums cancels
+    # catastrophically after a token with a very large decay.
     after = chunk.decay[..., None] * jnp.tril(lower, -1)[None, None, None]
     between = jnp.exp(_product("im,bhrmj->bhrij", lower, after)) * lower[None, None, None]
     begun = jnp.exp(jnp.cumsum(chunk.decay, -1))[..., None]
@@ -81,8 +81,8 @@ def _one_chunk(state: jax.Array, chunk: DeltaInputs) -> tuple[jax.Array, jax.Arr
 def inverse(lower: jax.Array) -> jax.Array:
     """The inverse of I + A for the strictly lower part A of [..., C, C]; C is a power of two.
 
-    Inverses of blocks on the diagonal are joined to those of blocks twice as large. A series of
-    powers of A would exceed float32 where keys repeat.
+    Inverses of diagonal blocks are combined to those of blocks twice as large. A Neumann series
+    would overflow float32 for repeated keys.
     """
     *leading, size, _ = lower.shape
     found, block = jnp.ones((*leading, size, 1, 1)), 1

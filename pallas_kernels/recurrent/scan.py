@@ -1,4 +1,4 @@
-"""The scan of a state space (Mamba2), padded or varlen, from a given state.
+"""The scan of a selective state space (Mamba2), padded or varlen, from a given state.
 
 Source: Dao and Gu, "Transformers are SSMs", 2024, section 6.
 """
@@ -24,21 +24,19 @@ def state_space_scan(
     state: jax.Array | None = None,
     counts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reads tokens into the state S of each head: S ← exp(step · rate) · S + step · x bᵀ, y = S c.
+    """Scans tokens into the state S of each head: S ← exp(step · rate) · S + step · x bᵀ, y = S c.
 
     x: [batch, tokens, heads, channels], padded on the right, or varlen [tokens, heads, channels].
     steps: [..., tokens, heads], 0 or more. rates: [heads], 0 or less.
-    b, c: [..., tokens, groups, states], each of which serves heads / groups heads.
+    b, c: [..., tokens, groups, states], each group of which serves heads / groups heads.
     state: float32 [batch, heads, channels, states]; None for zeros.
-    counts: int32 [batch], the real tokens of each sequence; None: all. Varlen x needs them.
+    counts: int32 [batch], the real tokens of each sequence; None: all. Varlen x needs counts.
 
     Returns y in the shape of x, and the state after each sequence's real tokens, both computed in
-    float32. Tokens are read in chunks, whose outputs are dense products. Padding may hold any
-    numbers: they reach neither real tokens nor the state, nor gradients.
-    Differentiable, in plain jnp.
+    float32. Tokens are processed in chunks of dense products. Padding may have any values: they
+    affect neither real tokens nor the state, nor gradients. Differentiable, in plain jnp.
 
-    Raises ValueError for shapes and dtypes that don't fit, and where their values are known for
-    counts out of range.
+    Raises ValueError for shapes and dtypes that don't fit, and for known counts out of range.
     """
     name = "state_space_scan"
     x, steps, rates, b, c = as_arrays(name, x=x, steps=steps, rates=rates, b=b, c=c)
@@ -72,8 +70,8 @@ def _read_chunk(state: jax.Array, rates: jax.Array, tokens: Tokens) -> tuple[jax
     """The state after a chunk of tokens, and their outputs.
 
     state: [batch, heads, channels, states]. tokens: [batch, tokens, ...].
-    Logs of decays are added up for each pair of tokens: a difference of two sums would lose small
-    ones behind a large one.
+    Log-decays are summed for each pair of tokens: a difference of prefix sums would lose small
+    decays after a large one.
     """
     x, steps, b, c = tokens
     batch, size, heads, channels = x.shape
@@ -82,7 +80,7 @@ def _read_chunk(state: jax.Array, rates: jax.Array, tokens: Tokens) -> tuple[jax
     order = jnp.arange(size)
     is_after = order[:, None] > order[None]  # [m, j]
     logs = (jnp.moveaxis(steps, 1, 2) * rates[None, :, None])[..., None]  # [batch, heads, m, 1]
-    between = jnp.cumsum(jnp.where(is_after, logs, 0.0), axis=-2)  # of j + 1 to i, at [i, j]
+    between = jnp.cumsum(jnp.where(is_after, logs, 0.0), axis=-2)  # of j + 1 … i, at [i, j]
     is_causal = order[:, None] >= order[None]
     decays = jnp.exp(jnp.where(is_causal, between, -jnp.inf)).reshape(*grouped, size, size)
     since = jnp.exp(jnp.cumsum(logs[..., 0], -1)).reshape(*grouped, size)
@@ -104,7 +102,7 @@ def _product(axes: str, *arrays: jax.Array) -> jax.Array:
 def _require_shapes(
     x: jax.Array, steps: jax.Array, rates: jax.Array, b: jax.Array, c: jax.Array
 ) -> None:
-    """Raises ValueError for shapes that don't fit one another."""
+    """Raises ValueError for shapes that don't fit together."""
     tokens, heads = x.shape[:-2], x.shape[-2]
     expected = {"steps": (steps, (*tokens, heads)), "rates": (rates, (heads,))}
     for name, (array, shape) in expected.items():

@@ -1,4 +1,4 @@
-"""Named shapes of layers with a state, from published models; tests and benchmarks share them."""
+"""Named shapes of recurrent layers of published models, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentShape:
-    """The sizes of a layer with a state, and of the model's attention layers.
+    """The sizes of a recurrent layer, and of the model's attention layers.
 
-    kind: `delta` of the gated delta rule, `scan` of Mamba2.
-    heads: each of which has a state [keys, values] (delta), or [values, keys] (scan).
+    kind: `delta` for the gated delta rule, `scan` for Mamba2.
+    heads: their number; each has a state [keys, values] (delta), or [values, keys] (scan).
     groups: of heads that share a query and key, or b and c, of `keys` channels.
     attention: query heads, KV heads and head channels.
     """
@@ -40,9 +40,9 @@ PUBLISHED = (
 
 
 def named(names: Iterable[str]) -> tuple[RecurrentShape, ...]:
-    """The shapes of models, each once.
+    """The shapes of models, without repetition.
 
-    Raises ValueError, which lists the known names, for an unknown one.
+    Raises ValueError, which lists the known names, for an unknown name.
     """
     known = {shape.name: shape for shape in PUBLISHED}
     names = tuple(dict.fromkeys(names))

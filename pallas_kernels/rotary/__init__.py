@@ -1,1 +1,1 @@
-"""The operation between the query-key-value product and attention: norms, rotation, append."""
+"""The operation between the QKV product and attention: QK-norm, RoPE, append to the cache."""

@@ -1,6 +1,6 @@
-"""The operation between the query-key-value product and attention over the cache.
+"""The operation between the QKV product and attention over the cache.
 
-It applies head norms and the rotary embedding, and appends keys and values to the cache.
+It applies QK-norm and the rotary embedding, and appends keys and values to the cache.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ def rotate_and_append(
     """Rotates queries and keys and appends keys and values to one layer's pages, in place.
 
     terms: [splits, batch, tokens, (query heads + 2 · KV heads) · head dim], or varlen [splits,
-        tokens, …]. Their sum over splits is the product of the query, key and value projections,
-        which stand side by side.
+        tokens, …]. Their sum over splits is the concatenated product of the query, key and value
+        projections.
     pages, span: as for `append`.
-    rotation: of queries and keys; its cosines and sines are those of the tokens' positions.
+    rotation: of queries and keys, with cosines and sines for the tokens' positions.
     dtype: of the queries, and of keys and values before they are encoded.
 
     Returns the queries [batch, tokens, query heads, head dim], or varlen [tokens, query heads, head
     dim], in `dtype`, and the pages. On the GPU this is one kernel, where XLA makes five. For pages
-    with a residual it is two, or three where tokens are several or varlen.
+    with a residual it is two, or three if there are several or varlen tokens.
 
-    Raises ValueError for shapes that don't fit the pages or one another, and for starts and counts
-    as `append` does; and UnsupportedError, with the reason, where a forced implementation can't
-    run.
+    Raises ValueError for shapes that don't fit the pages or each other, and for starts and counts
+    as `append` does; and UnsupportedError, with the reason, if a forced implementation can't run.
     """
     terms, rotation = _read(terms, pages, rotation)
     span = read_span("rotate_and_append", span, pages, terms.shape[1:-1])
@@ -61,7 +60,7 @@ def rotate_and_append(
     implementation = _choose(terms, pages, dtype, implementation)
     is_varlen = terms.ndim == 3
     if is_varlen:
-        # Each token becomes a sequence of its own; for pages with a residual, all become one.
+        # Each token becomes a separate sequence; for pages with a residual, all become one.
         axis = -2 if pages.residual is None else -3
         terms = jnp.expand_dims(terms, axis)
         rotation = rotation.map_angles(lambda x: jnp.expand_dims(x, axis))
@@ -82,7 +81,7 @@ def rotate_and_append(
         queries, updated = run(pages.residual, residual.residual_span(pages, span))
         return queries, dataclasses.replace(pages, residual=updated)
     # Several tokens may complete a block, which can be encoded only after all of its keys are
-    # rotated. So rotated keys and values go to pages of their own first, and are appended next.
+    # rotated. So rotated keys and values first go to temporary pages, and are then appended.
     shape = batch, rotation.heads[1], tokens, pages.head_dim
     new = run(*_own_pages(shape, dtype, None if is_varlen else span.counts))
     queries, keys, values = _of_tokens(*new, is_varlen=is_varlen)
@@ -92,7 +91,7 @@ def rotate_and_append(
 def _of_tokens(
     queries: jax.Array, pages: KVPages, *, is_varlen: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, and keys and values from pages of their own, with the axes of tokens and heads."""
+    """Queries, and keys and values from temporary pages, with axes of tokens and heads."""
     keys, values = (x.swapaxes(1, 2) for x in (pages.keys, pages.values))
     return (queries[0], keys[0], values[0]) if is_varlen else (queries, keys, values)
 
@@ -121,9 +120,9 @@ def _read(terms: Any, pages: Any, rotation: Any) -> tuple[jax.Array, Rotation]:
 def _own_pages(
     shape: tuple[int, int, int, int], dtype: jnp.dtype, counts: jax.Array | None
 ) -> tuple[KVPages, Span]:
-    """Pages of zeros [batch, heads, tokens, dim], one for each sequence, and their places.
+    """Temporary pages of zeros [batch, heads, tokens, dim], one for each sequence, and their span.
 
-    counts: of each sequence's tokens; None if all are there.
+    counts: of each sequence's tokens; None if no sequence has padding.
     """
     keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
     pages = KVPages(keys, values, None, None, KVFormat())
@@ -161,8 +160,8 @@ def _require_fitting(terms: jax.Array, pages: KVPages, rotation: Rotation) -> No
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     """Rotary embedding of x [batch, tokens, heads, head dim], computed in float32 (RoFormer).
 
-    cosines, sines: [batch, tokens, head dim / 2], or with 1 instead of the batch or of the
-        tokens, of each token's angles. Channels i and i + head dim / 2 form a pair that is rotated
+    cosines, sines: of each token's angles, [batch, tokens, head dim / 2], or with 1 instead of the
+        batch or of the tokens. Channels i and i + head dim / 2 form a pair that is rotated
         together, the convention of Hugging Face checkpoints.
 
     Returns an array of the shape and dtype of x. Raises ValueError for shapes that don't fit.

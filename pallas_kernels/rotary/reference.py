@@ -1,4 +1,4 @@
-"""The reference of head norms and the rotary embedding, in plain jnp."""
+"""The reference of QK-norm and the rotary embedding, in plain jnp."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     """The rotary embedding of x; arguments and result as for api.rotate."""
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     cosines, sines = cosines[:, :, None, None], sines[:, :, None, None]
-    # (a, b) → (a · cos − b · sin, b · cos + a · sin). XLA fuses a reversal, but not a join, and
-    # compiles what it does not fuse anew in each layer.
+    # (a, b) → (a · cos − b · sin, b · cos + a · sin). XLA fuses a reversal, but not a
+    # concatenation, and compiles what it doesn't fuse again in each layer.
     signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
     turned = halves * cosines + jnp.flip(halves, -2) * (signs * sines)
     return narrow(turned.reshape(x.shape), x.dtype)
@@ -30,7 +30,7 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
 def split_heads(
     product: jax.Array, heads: tuple[int, int], norms: HeadNorms | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values [batch, tokens, heads, head dim], normalised, before the rotation.
+    """Queries, keys and values [batch, tokens, heads, head dim], normalised, before rotation.
 
     product: [batch, tokens, (query heads + 2 · KV heads) · head dim].
     heads: query heads and KV heads.
@@ -48,7 +48,7 @@ def split_heads(
 def rotate_and_append(
     terms: jax.Array, pages: KVPages, span: Span, rotation: Rotation, dtype: jnp.dtype
 ) -> tuple[jax.Array, KVPages]:
-    """Queries and pages as api.rotate_and_append returns them, for padded terms."""
+    """Queries and pages as returned by api.rotate_and_append, for padded terms."""
     query, key, value = _rotated_heads(terms, rotation, dtype)
     if rotation.transform_queries and pages.format.key_codes.hadamard:
         [transformed] = hadamard.transform_pieces([query], query.shape[-1], dtype)

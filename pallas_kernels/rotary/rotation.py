@@ -1,4 +1,4 @@
-"""The parameters of the step from the query and key projections to attention."""
+"""The parameters of the operation between the QKV product and attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpjax.kernels.checks import (
 )
 @dataclasses.dataclass(frozen=True)
 class HeadNorms:
-    """The RMS norms of queries and keys, each over the head dimension (Qwen3).
+    """QK-norm: RMSNorms of queries and keys, each over the head dimension (Qwen3).
 
     epsilon: added to the mean square; a Python number, since kernels are compiled for it (static).
     """
@@ -42,14 +42,14 @@ class HeadNorms:
 )
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Head norms, the rotary embedding, and the Hadamard transform of queries.
+    """QK-norm, the rotary embedding, and the Hadamard transform of queries.
 
     cosines, sines: float32 [batch, tokens, head dim / 2], or varlen [tokens, head dim / 2], of the
         angles of each token's position.
     heads: the numbers of query heads and of KV heads (static).
     norms: of queries and keys before the rotation, or None.
-    transform_queries: whether queries go through the Hadamard transform that the pages' keys go
-        through, if their format has one (static). Such queries are for
+    transform_queries: whether queries are transformed like the pages' keys, if the pages' format
+        has a Hadamard transform (static). Such queries are for
         `paged_attention(..., transformed=True)`.
 
     Raises ValueError unless heads are a pair of positive whole numbers. Arrays are checked by the
@@ -69,9 +69,9 @@ class Rotation:
         object.__setattr__(self, "heads", _heads(self.heads))
 
     def read(self, operation: str) -> Rotation:
-        """The rotation with lists and NumPy's arrays converted to arrays.
+        """The rotation with lists and NumPy arrays converted to JAX arrays.
 
-        Raises ValueError, which names the operation, for leaves that are no arrays of numbers.
+        Raises ValueError, which names the operation, for leaves that are not arrays of numbers.
         """
         cosines, sines = as_arrays(operation, cosines=self.cosines, sines=self.sines)
         require_floats(operation, cosines=cosines, sines=sines)
@@ -79,7 +79,7 @@ class Rotation:
         return dataclasses.replace(self, cosines=cosines, sines=sines, norms=norms)
 
     def map_angles(self, function: Callable[[jax.Array], jax.Array]) -> Rotation:
-        """The rotation with a function applied to its cosines and to its sines."""
+        """The rotation with a function applied to its cosines and its sines."""
         cosines, sines = function(self.cosines), function(self.sines)
         return dataclasses.replace(self, cosines=cosines, sines=sines)
 

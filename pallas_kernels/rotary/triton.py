@@ -1,6 +1,6 @@
-"""Head norms, rotation and append as one Triton kernel.
+"""QK-norm, rotation and append as one Triton kernel.
 
-A program works on one head of a token, or of several tokens one after another.
+A program processes one head of a token, or of several tokens one after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpjax.kernels.rotary.rotation import Rotation
 
 
 class _Operands(NamedTuple):
-    """The arrays that the kernel reads; inside the kernel, references."""
+    """The inputs of the kernel: arrays outside of it, references inside."""
 
     span: Span
     terms: Any  # [splits, batch, tokens, heads, dim]
@@ -79,7 +79,7 @@ def _rotate(
     queries_ref: Any,  # [batch, tokens, query heads, dim]
     pages: KVPages,
     head: jax.Array,
-    number: jax.Array,  # the token's, among the tokens of all sequences
+    number: jax.Array,  # the token's index among the tokens of all sequences
 ) -> None:
     rotation, heads, norms = operands.rotation, operands.rotation.heads, operands.rotation.norms
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
@@ -87,7 +87,7 @@ def _rotate(
     is_query, is_value = head < heads[0], head >= heads[0] + heads[1]
     dtype = queries_ref.dtype
 
-    # The slot comes first: two of its loads follow one another, and the compiler moves no load up
+    # The slot comes first: two of its loads depend on each other, and the compiler moves no load up
     # past a store.
     slot = find_slot(operands.span, pages.page_size, batch, token)
 

@@ -64,19 +64,18 @@ def add_rms_norm(
     terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
     residual: the stream before [..., H], or None if there is none.
     weight: [H].
-    epsilon: ε, a number that the kernel is compiled for; with a traced one, the reference runs.
-    format: what the result becomes: an ActivationFormat, or the format of the product or weight
-        that it is for, or a text of one; or the ActivationBlocks or StaticRows of that weight. If
-        it has 8 bits and one scale per token, or is one of these, the normalised rows are quantised
-        here, and the channels of blocks moved; other scales of groups are left to the product.
-    dtype: of both results; that of the weight if it is None.
+    epsilon: ε, a number for which the kernel is compiled; with a traced number, the reference runs.
+    format: of the normalised rows: an ActivationFormat, or the format of the product or weight that
+        uses them, or the string of one; or that weight's ActivationBlocks or StaticRows. If it has
+        8 bits and one scale per token, or is ActivationBlocks or StaticRows, the rows are quantised
+        here, and the channels of blocks permuted; group scales are left to the product.
+    dtype: of both results; None for the weight's.
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
-    normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
-    once; where it rounds to blocks, programs read terms again, or of many rows another kernel
-    rounds. Differentiable unless it quantises. Raises ValueError for
-    shapes that don't match, and UnsupportedError, with the reason, if a requested implementation
-    can't run.
+    normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel loads every term
+    once; if it rounds to blocks, programs load terms again, or for many rows another kernel rounds.
+    Differentiable unless it quantises. Raises ValueError for shapes that don't match, and
+    UnsupportedError, with the reason, if a requested implementation can't run.
     """
     terms, weight = as_arrays("add_rms_norm", terms=terms, weight=weight)
     require_floats("add_rms_norm", terms=terms, weight=weight)
@@ -106,7 +105,7 @@ def add_rms_norm(
 def _residual_of(
     terms: jax.Array, residual: jax.Array | None, weight: jax.Array
 ) -> jax.Array | None:
-    """The residual as an array, whose shape fits those of terms and weight."""
+    """The residual stream as an array. Raises ValueError if its shape doesn't fit."""
     if residual is not None:
         residual = as_array("add_rms_norm: residual", residual)
         require_floats("add_rms_norm", residual=residual)
@@ -140,19 +139,19 @@ def gated(
     hadamard: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
-    """activation(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
+    """activation(gate) · up in `dtype`, where the sum of terms is gate and up, concatenated.
 
-    activation: `silu`, or `gelu`, of which the tanh approximation is computed (Gemma).
+    activation: `silu`, or `gelu` (its tanh approximation, Gemma).
     terms: [splits, ..., 2 · I], from `matmul_terms`, or any x as x[None].
-    format: what the result becomes, as for `add_rms_norm`. If it is quantised here, a kernel does
-        it by default; else the default is the reference, which XLA compiles to one fusion.
-    hadamard: the channels of each block that Hadamard's transform mixes before the result is
-        rounded, a power of two that divides I (see `hadamard`); None for no transform. A kernel
-        does that, too. A result in blocks of 4 and 8 bits, of divided or of static rows, is in
-        `dtype` before it is rounded.
+    format: of the result, as for `add_rms_norm`. If the result is quantised here, a kernel runs by
+        default; otherwise the reference, which XLA compiles to one fusion.
+    hadamard: the block size of a Hadamard transform of the result before it is rounded, a power of
+        two that divides I (see `hadamard`); None for no transform. A kernel can fuse it. A result
+        that is quantised blockwise, or by DividedRows or StaticRows, is converted to `dtype` before
+        it is rounded.
 
     Returns [..., I], an array or QuantizedActivations. Differentiable unless it quantises. Raises
-    ValueError for an odd number of channels or no whole blocks, and UnsupportedError, with the
+    ValueError for an odd number of channels or partial blocks, and UnsupportedError, with the
     reason, if a requested implementation can't run.
     """
     name = f"gated_{activation}"
@@ -198,14 +197,14 @@ def hadamard(
     dtype: jax.typing.DTypeLike = "float32",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Mixes the channels of each block of x [..., K] by Hadamard's transform.
+    """The Hadamard transform of each block of channels of x [..., K].
 
-    block: the neighbouring channels that are multiplied by Sylvester's matrix / √block: a power of
-        two from 16 to 4096 that divides K. The matrix is its own inverse.
+    block: the number of neighbouring channels that are multiplied by Sylvester's matrix / √block: a
+        power of two from 16 to 4096 that divides K. The matrix is its own inverse.
     dtype: of the result. In 16 bits a kernel computes it on a GPU; in float32 XLA's product does.
 
-    Differentiable. Raises ValueError for another block, and UnsupportedError, with the reason, if a
-    requested implementation can't run.
+    Differentiable. Raises ValueError for another block size, and UnsupportedError, with the reason,
+    if a requested implementation can't run.
     """
     x = as_array("hadamard: x", x)
     require_floats("hadamard", x=x)
@@ -228,14 +227,14 @@ def hadamard(
 def quantize_rows(
     x: jax.Array, format: Format, *, implementation: Implementation | None = None
 ) -> QuantizedActivations:
-    """Quantises x [..., K] to what `format` says, on a GPU in one kernel.
+    """Quantises x [..., K] to `format`, on a GPU in one kernel.
 
-    Computes the same as `quantize_activations`, which runs instead where scales belong to groups of
+    Computes the same as `quantize_activations`, which runs instead if scales belong to groups of
     channels.
 
-    format: an ActivationFormat, or the format of the product or weight that x is for, or a text of
-        one, such as "int8"; or the ActivationBlocks of that weight; or DividedRows or StaticRows,
-        for which XLA's fusions run.
+    format: an ActivationFormat, or the format of the product or weight that uses x, or the string
+        of one, such as "int8"; or that weight's ActivationBlocks; or DividedRows or StaticRows, for
+        which XLA's fusions run.
 
     Raises ValueError for a format with 16-bit activations, and UnsupportedError, with the reason,
     if a requested implementation can't run.
@@ -255,7 +254,7 @@ def quantize_rows(
 
 
 def _rounding(operation: str, format: Format, channels: int) -> Rounding:
-    """How a result of so many channels is rounded. Raises ValueError for blocks of others."""
+    """How a result is rounded. Raises ValueError for blocks of another number of channels."""
     if isinstance(format, DividedRows | StaticRows):
         return format
     if isinstance(format, ActivationBlocks):
@@ -264,7 +263,7 @@ def _rounding(operation: str, format: Format, channels: int) -> Rounding:
 
 
 def _block(name: str, block: Any, channels: int) -> int:
-    """The argument `name`, a block. Raises ValueError unless rows of so many channels have it."""
+    """The argument `name`, a block size. Raises ValueError unless it divides rows of `channels`."""
     block = whole_number(name, block)
     if expected := expected_block(block, channels):
         raise ValueError(f"{name} is {block}: {expected}")
@@ -272,7 +271,7 @@ def _block(name: str, block: Any, channels: int) -> int:
 
 
 def _default(x: jax.Array, format: Rounding | None) -> str:
-    """A kernel where it rounds whole rows of x; XLA's fusions elsewhere."""
+    """A kernel if it rounds whole rows of x; otherwise XLA's fusions."""
     is_fused = isinstance(format, DividedRows | StaticRows)
     return "triton" if x.size and reference.quantizes(format) and not is_fused else "reference"
 
@@ -298,6 +297,6 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: Rounding | None)
 
 
 def _why_no_room(channels: int, block: int) -> str | None:
-    """The reason why this GPU can't transform a row of so many channels, or None."""
+    """The reason why this GPU can't transform a row of `channels` channels, or None."""
     capability = device.compute_capability()
     return None if capability is None else why_no_room(channels, block, capability)

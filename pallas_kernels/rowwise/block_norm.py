@@ -1,9 +1,9 @@
-"""The residual sum and its norm, rounded to blocks in the order of a permutation, on a GPU.
+"""The residual sum and its norm, permuted and rounded to blocks, on a GPU.
 
-A norm needs its whole row, and rounding to blocks loads channels out of order, of which a
-multiprocessor has few under way. So several programs share a row. Of few rows, each program sums up
-the whole row again, which it reads in order, and rounds blocks of its own. Of more rows that would
-cost more than it saves: there the norm is a kernel of its own, and another rounds it.
+A norm needs its whole row, and rounding to permuted blocks loads channels out of order, of which a
+multiprocessor has few loads in flight. So several programs share a row. For few rows, each program
+sums up the whole row again, which it loads in order, and rounds its own blocks. For more rows that
+costs more than it saves: there the norm is a separate kernel, and another kernel rounds it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpjax.kernels.rowwise.blocks import (
 )
 from mpjax.kernels.rowwise.triton import NEIGHBOURS
 
-MOST_BLOCKS = 2  # of a program, which has a thread for each channel that it rounds
+MOST_BLOCKS = 2  # of a program, which has a thread for each of its channels
 WARPS_PER_BLOCK = BLOCK // 32
 
 
@@ -45,7 +45,7 @@ class _Operands(NamedTuple):
     blocks: ActivationBlocks
 
 
-# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
+# This function has its own `jit`, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("epsilon", "dtype", "interpret"))
 def add_rms_norm(
     terms: jax.Array,
@@ -61,7 +61,7 @@ def add_rms_norm(
     splits, *shape, channels = terms.shape
     rows = terms.size // (splits * channels)
     count = blocks_per_program(rows, pl.cdiv(channels, BLOCK))
-    if count is None:  # the norm is in float32 between both kernels, so that it is rounded once
+    if count is None:  # the norm is float32 between the kernels, so that it is rounded once
         stream, wide = triton.add_rms_norm(
             terms, residual, weight, epsilon, jnp.dtype(jnp.float32), dtype, interpret=interpret
         )
@@ -88,9 +88,9 @@ def add_rms_norm(
 
 
 def blocks_per_program(rows: int, blocks: int) -> int | None:
-    """The blocks that each program rounds in one kernel with the norm; None for two kernels.
+    """The number of blocks that each program rounds in one kernel with the norm; None: two kernels.
 
-    A multiprocessor has one program at a time, so that there are no more programs than these.
+    A multiprocessor runs one program at a time, so there are at most as many programs.
     """
     count = 1
     while rows * pl.cdiv(blocks, count) > device.multiprocessors():
@@ -111,7 +111,7 @@ def _kernel(
     own = _stream(operands, tile.row, moved, tile.mask, stream_ref.dtype)
     weight = load_wide(operands.weight.at[moved], tile.mask)
     size = pl.next_power_of_2(channels)
-    # The zero keeps a thread's channels to NEIGHBOURS, as in `triton.py`.
+    # The added zero limits a thread's contiguous channels to NEIGHBOURS, as in `triton.py`.
     channel = jnp.arange(size) + (tile.row >> 31) * NEIGHBOURS
     mask = None if channels == size else channel < channels
     stream = _stream(operands, tile.row, channel, mask, stream_ref.dtype)
@@ -126,7 +126,7 @@ def _kernel(
 def _stream(
     operands: _Operands, row: jax.Array, channel: jax.Array, mask: Any, dtype: jnp.dtype
 ) -> jax.Array:
-    """The residual stream with the terms, at some channels, in its dtype."""
+    """The residual stream including the terms, at some channels, in its dtype."""
     wide = sum_of(operands.terms, row, channel, mask)
     if operands.residual is not None:
         wide += load_wide(operands.residual.at[row, channel], mask)

@@ -1,6 +1,6 @@
 """The operations between two products as Triton kernels, for activations in blocks (`int4`).
 
-Rounding needs the largest magnitudes of blocks, not of rows, so that several programs share a row.
+Rounding needs the largest magnitudes of blocks, not of rows, so several programs share a row.
 `block_norm` has the norm.
 """
 
@@ -26,9 +26,9 @@ BLOCKS_PER_PROGRAM = 8
 
 
 class Operands(NamedTuple):
-    """The inputs of a kernel: arrays outside of it, references inside; None where there are none.
+    """The inputs of a kernel: arrays outside of it, references inside; None for missing inputs.
 
-    A result has the channels of `terms`, or half as many where gates come before them.
+    A result has the channels of `terms`, or half as many if their first half are gates.
     """
 
     terms: Any  # [splits, rows, channels]
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     row: jax.Array
     block: jax.Array
     channel: jax.Array
-    mask: jax.Array | None  # None where all channels exist
+    mask: jax.Array | None  # None if all channels exist
     block_mask: jax.Array | None
 
     @classmethod
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
         """`count` blocks, a power of two, from the block `first` on, of the program's row."""
         row = first_program_id()
         block = first + jnp.arange(count)
-        # The zero keeps a thread's channels to NEIGHBOURS, as in `triton.py`.
+        # The added zero limits a thread's contiguous channels to NEIGHBOURS, as in `triton.py`.
         lane = jnp.arange(BLOCK) + (row >> 31) * NEIGHBOURS
         channel = block[:, None] * BLOCK + lane[None, :]
         is_whole = channels % (count * BLOCK) == 0
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
         )
 
 
-# These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
+# These functions have their own `jit`, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def gated_silu(
     terms: jax.Array, blocks: ActivationBlocks, *, dtype: jnp.dtype, interpret: bool = False
@@ -84,7 +84,7 @@ def quantize_rows(
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
 ) -> QuantizedActivations:
-    """X [..., K] rounded to blocks, of `dtype` or that of x; see the public function."""
+    """X [..., K] rounded to blocks, with `dtype` or x's dtype; see the public function."""
     *shape, channels = x.shape
     operands = Operands(x.reshape(1, -1, channels), blocks)
     dtype = x.dtype if dtype is None else dtype
@@ -104,9 +104,9 @@ def quantize_rows_of_experts(
     """Rows of x [rows of x, K] rounded to the blocks of experts: [rows, K], in the dtype of x.
 
     blocks: bits [experts, blocks], permutation [experts, K].
-    expert: int32 [rows], which one rounds each row of the result; below 0 for the first.
-    source: int32 [rows], the row of x that each row of the result is of. None: as many rows after
-        one another are of the same row of x, as there are rows for each of x.
+    expert: int32 [rows], the expert whose blocks each result row has; below 0 for the first.
+    source: int32 [rows], the row of x for each result row. None: each row of x has equally many
+        consecutive result rows.
     """
     operands = Operands(x[None], blocks, expert, source)
     kernel = functools.partial(_routed_kernel, per_row=len(expert) // len(x))
@@ -118,7 +118,7 @@ def quantize_rows_of_experts(
 def _launch(
     kernel: Any, operands: Operands, channels: int, dtype: Any, name: str, interpret: bool
 ) -> QuantizedActivations:
-    """Launches a kernel whose programs have parts of a row each."""
+    """Launches a kernel whose programs each process a part of a row."""
     rows, blocks = operands.terms.shape[1], pl.cdiv(channels, BLOCK)
     if operands.expert is not None:
         rows = len(operands.expert)
@@ -135,10 +135,10 @@ def _launch(
 
 
 def of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
-    """A result [..., channels] of rows of that shape.
+    """Reshapes a result's rows: [..., channels], with this shape.
 
-    Kernels write the scales of a block side by side, as products read them: [blocks, rows]. Both
-    transpositions are one array to XLA.
+    Kernels store the scales of a block contiguously, as products load them: [blocks, rows]. XLA
+    merges both transpositions.
     """
     values, scales = result.values, result.scales.T
     return dataclasses.replace(
@@ -149,7 +149,7 @@ def of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedAct
 
 
 def result_of(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> Any:
-    """Shapes of a result, with scales [blocks, rows]."""
+    """The shapes of a result, with scales [blocks, rows]."""
     shape: Any = jax.ShapeDtypeStruct
     return QuantizedActivations(
         shape((rows, channels), FORMAT.dtype),
@@ -160,7 +160,7 @@ def result_of(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) ->
 
 
 def _warps(blocks: int) -> int:
-    """The warps of a program that has so many blocks at once."""
+    """The number of warps of a program that processes `blocks` blocks at once."""
     return min(16, max(1, blocks * BLOCK // CHANNELS_PER_WARP))
 
 
@@ -198,7 +198,7 @@ def _routed_kernel(operands: Operands, result_ref: Any, *, count: int, per_row: 
 def moved_channels(
     blocks: ActivationBlocks, tile: Tile, expert: jax.Array | None = None
 ) -> jax.Array:
-    """The channels of the operands that become the channels of a tile, int32 of its shape."""
+    """The operands' channels that become a tile's channels, int32 of the tile's shape."""
     if blocks.permutation is None:
         return tile.channel
     order = _of_expert(blocks.permutation, expert, tile.channel)
@@ -207,7 +207,7 @@ def moved_channels(
 
 
 def _of_expert(ref: Any, expert: jax.Array | None, index: jax.Array) -> Any:
-    """The entries of an array, or of an expert's row in it."""
+    """The entries of an array, or of an expert's row of it."""
     return ref.at[index] if expert is None else ref.at[expert, index]
 
 
@@ -230,7 +230,7 @@ def store_tile(
     blocks: ActivationBlocks,
     expert: jax.Array | None = None,
 ) -> None:
-    """Writes the codes of values [blocks, 128] and the scales of their blocks."""
+    """Stores the codes of values [blocks, 128] and the scales of their blocks."""
     top = jnp.full(tile.block.shape, 127.0, jnp.float32)
     if blocks.bits is not None:
         bits = load_masked(_of_expert(blocks.bits, expert, tile.block), tile.block_mask)
@@ -245,8 +245,8 @@ def store_tile(
 def factors_of(parts: Sequence[jax.Array], top: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The factors from values to codes, and the values of the largest codes, float32 [blocks] each.
 
-    parts: float32 [blocks, channels], which make up whole blocks together. top: float32 [blocks],
-        the largest code of each, 7 or 127.
+    parts: float32 [blocks, channels], which together are whole blocks. top: float32 [blocks], the
+        largest code of each block, 7 or 127.
     """
     peak = functools.reduce(jnp.maximum, [arithmetic.largest_magnitude(part, 1) for part in parts])
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
@@ -254,7 +254,7 @@ def factors_of(parts: Sequence[jax.Array], top: jax.Array) -> tuple[jax.Array, j
 
 
 def round_to_codes(wide: jax.Array, factors: jax.Array) -> jax.Array:
-    """Codes of values [blocks, channels], int32, of which the low 8 bits count."""
-    # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold.
+    """The codes of values [blocks, channels], int32, of which only the low 8 bits are valid."""
+    # Adding 1.5 · 2²³ rounds to an integer, which is then in the low bits of the sum.
     values = wide * factors[:, None] + 1.5 * 2.0**23
     return jax.lax.bitcast_convert_type(values, jnp.int32)

@@ -1,4 +1,4 @@
-"""Hadamard's transform of blocks of channels: in plain jnp, and of a row inside a kernel.
+"""The Hadamard transform of blocks of channels: in plain jnp, and of a row inside a kernel.
 
 A block of 2ⁿ neighbouring channels is multiplied by Sylvester's matrix H / √2ⁿ, which is symmetric
 and its own inverse: H[i, j] is −1 to the number of ones that i and j have in common. So outliers of
@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import device
 from mpjax.kernels.target import current_target
 
-LEAST = 16  # channels of a block: the least side of a tile that tensor cores multiply
+LEAST = 16  # channels of a block: the least side of a tensor-core tile
 LARGEST = 4096
 SIDE = 128  # of the largest matrix that a kernel multiplies with
 
 
 def expected_block(block: int, channels: int) -> str | None:
-    """What a block would be that a row can be transformed in, or None if this is one."""
+    """The expected block size as text, or None if `block` is a valid size for this row."""
     if block & (block - 1) or not LEAST <= block <= LARGEST:
         return f"expected a power of two from {LEAST} to {LARGEST}"
     return f"expected a divisor of {channels}, the channels" if channels % block else None
@@ -42,7 +42,7 @@ def _matrix(size: int) -> jax.Array:
 
 
 def tile_size(channels: int, block: int) -> int:
-    """Elements of a kernel's tile for a row: a power of two that fills the sides of its products.
+    """The number of elements of a kernel's tile for a row, a power of two.
 
     channels: of the row, a power of two.
     """
@@ -50,9 +50,9 @@ def tile_size(channels: int, block: int) -> int:
 
 
 def why_no_room(channels: int, block: int, capability: float) -> str | None:
-    """The reason why a kernel can't transform a row of so many channels, or None if it can.
+    """The reason why a kernel can't transform a row of `channels` channels, or None if it can.
 
-    The row passes through shared memory between two products.
+    Between its two products, the row goes through shared memory.
     """
     needed = 4 * tile_size(pl.next_power_of_2(channels), block)
     if needed <= (room := device.shared_memory(capability)):
@@ -66,8 +66,8 @@ def why_no_room(channels: int, block: int, capability: float) -> str | None:
 def transform_tile(wide: jax.Array, block: int) -> jax.Array:
     """The transform of a row inside a kernel: float32 [size], of whole blocks.
 
-    The matrix of a large block is the Kronecker product of two small ones, which multiply its
-    channels as a matrix: first along its rows, then along its columns.
+    The matrix of a large block is the Kronecker product of two small matrices, which multiply the
+    block's channels as a matrix: first along its rows, then along its columns.
     """
     rows, columns = _sides(block)
     found = _multiplied(wide.reshape(-1, columns))
@@ -88,7 +88,7 @@ def _sides(block: int) -> tuple[int, int]:
 def _multiplied(wide: jax.Array) -> jax.Array:
     """The product of float32 rows [n, size] and Sylvester's matrix [size, size], unscaled.
 
-    Rows are two bfloat16 numbers each, whose sum has 16 bits: tensor cores multiply these alone.
+    Each row is split into two bfloat16 rows whose sum has 16 bits, for the tensor cores.
     """
     target, size = current_target(), wide.shape[1]
     index = jnp.arange(size)

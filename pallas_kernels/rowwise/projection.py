@@ -1,6 +1,6 @@
-"""A norm whose result is also multiplied by the rows of a small matrix, such as a router's.
+"""A norm whose result is also multiplied by a small matrix, such as a router's.
 
-For few tokens one kernel does both: programs share the matrix, and each repeats the norm of its
+For few tokens one kernel does both: programs divide the matrix, and each repeats the norm of its
 token, which is short. A decoding step of one sequence is bound by the number of its kernels.
 """
 
@@ -19,7 +19,7 @@ from mpjax.kernels.launch import Settings, launch, load_masked, store
 from mpjax.kernels.rowwise import triton
 from mpjax.kernels.rowwise.api import add_rms_norm
 
-MOST_TOKENS = 8  # with more, programs that repeat norms would be in each other's way
+MOST_TOKENS = 8  # with more, repeating norms would cost more than a kernel
 PROGRAMS = 64  # of a token, at most
 # The stream [..., H], its norm [..., H], and the norm's products float32 [..., outputs].
 Results = tuple[jax.Array, jax.Array, jax.Array]
@@ -37,8 +37,8 @@ def project_rms_norm(
     """The stream and the norm of `add_rms_norm`, in 16 bits, and the norm's products.
 
     terms: [splits, ..., H]. residual: [..., H], or None. weight: [H]. matrix: [outputs, H], whose
-    rows the norm is multiplied by: products are float32 [..., outputs]. dtype: of stream and norm;
-    that of the weight if it is None.
+    rows multiply the norm: products are float32 [..., outputs]. dtype: of stream and norm; None for
+    the weight's.
 
     On a GPU one kernel computes all for up to MOST_TOKENS tokens. Differentiable.
     """
@@ -118,7 +118,7 @@ def _kernel(
     is_inside = (output < outputs)[:, None]
     if mask is not None:
         is_inside &= mask[None, :]
-    # Loaded first, so that the norm does not wait before the loads begin.
+    # Loaded first, so that these loads overlap with the norm.
     matrix = load_masked(matrix_ref.at[output[:, None], channel[None, :]], is_inside)
     stream, weight = triton.stream_of(operands, place, stream_ref.dtype)
     normed = triton.normed(stream, weight, operands, epsilon).astype(normed_ref.dtype)

@@ -62,12 +62,12 @@ def gated(
 
 
 def _gelu_argument(gate: jax.Array) -> jax.Array:
-    """The number whose sigmoid, times the gate, is the tanh approximation of GELU."""
+    """The argument of the sigmoid that, times the gate, is GELU's tanh approximation."""
     return GELU_SCALE * (gate + 0.044715 * gate * gate * gate)
 
 
 GELU_SCALE = 2 * math.sqrt(2 / math.pi)
-# Activations are gate · sigmoid(f(gate)); f by the activation's name.
+# Name → f of the activation gate · sigmoid(f(gate)).
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": lambda gate: gate,
     "gelu": _gelu_argument,

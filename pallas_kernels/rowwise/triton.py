@@ -19,8 +19,8 @@ from mpjax.kernels.rowwise.hadamard import tile_size, transform_tile
 from mpjax.kernels.rowwise.reference import ACTIVATIONS, quantizes
 from mpjax.kernels.target import current_target
 
-NEIGHBOURS = 4  # neighbouring channels that a thread reads at once: 16 bytes of float32
-# Eight for each thread. With few rows, so many warps have all loads of a row in flight at once.
+NEIGHBOURS = 4  # neighbouring channels that a thread loads at once: 16 bytes of float32
+# Eight per thread. With few rows, this many warps have all loads of a row in flight at once.
 CHANNELS_PER_WARP = 256
 
 
@@ -36,7 +36,7 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, terms: jax.Array, residual: jax.Array | None, weight: jax.Array) -> Terms:
-        """Those of terms [splits, ..., H] and a stream [..., H], as rows."""
+        """The inputs with terms [splits, ..., H] and a stream [..., H] reshaped to rows."""
         splits, *_, channels = terms.shape
         rows = terms.reshape(splits, -1, channels)
         return cls(rows, None if residual is None else residual.reshape(-1, channels), weight)
@@ -46,7 +46,7 @@ class Terms(NamedTuple):
 Row = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
-# These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
+# These functions have their own `jit`, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("epsilon", "format", "dtype", "interpret"))
 def add_rms_norm(
     terms: jax.Array,
@@ -60,7 +60,7 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """The stream and its norm; see the public function.
 
-    format: of the norm; a dtype, for an array of another one than the stream has.
+    format: of the norm; a dtype if the norm is an array with another dtype than the stream.
     """
     _, *shape, channels = terms.shape
     operands = Terms.of(terms, residual, weight)
@@ -101,7 +101,7 @@ def gated(
 
 @functools.partial(jax.jit, static_argnames=("block", "dtype", "interpret"))
 def hadamard(x: jax.Array, block: int, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
-    """Hadamard's transform of x [..., K] in `dtype`; see the public function."""
+    """The Hadamard transform of x [..., K] in `dtype`; see the public function."""
     *shape, channels = x.shape
     rows = x.reshape(-1, channels)
     size = tile_size(pl.next_power_of_2(channels), block)
@@ -130,7 +130,7 @@ def quantize_rows(
 def _result(
     rows: int, channels: int, dtype: jnp.dtype, format: ActivationFormat | np.dtype | None
 ) -> Any:
-    """Shapes of a result: rows in `dtype`, or as `format` says."""
+    """The shapes of a result: rows in `dtype`, or in `format`."""
     if isinstance(format, np.dtype):
         return jax.ShapeDtypeStruct((rows, channels), format)
     if format is None or not quantizes(format):
@@ -155,7 +155,7 @@ def _launch(kernel: Any, operands: Any, outputs: Any, name: str, interpret: bool
 
 
 def warps_of(channels: int) -> int:
-    """The warps of a program for a row of so many channels."""
+    """The number of warps of a program for a row of `channels` channels."""
     return min(16, max(1, pl.next_power_of_2(channels) // CHANNELS_PER_WARP))
 
 
@@ -214,11 +214,11 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 
 
 def row_of(channels: int, size: int) -> Row:
-    """The program's row of so many channels. size: a power of two, `channels` or more."""
+    """The program's row of `channels` channels. size: a power of two, `channels` or more."""
     row = first_program_id()
-    # The compiler lets a thread hold as many neighbours as fill 16 bytes of the narrowest operand.
-    # With 8-bit results these are 16, and threads would read float32 in strides of 64 bytes. So a
-    # zero is added that the compiler only knows to be a multiple of NEIGHBOURS.
+    # The compiler gives a thread enough neighbours to fill 16 bytes of the narrowest operand. With
+    # 8-bit results these are 16, and threads would load float32 in strides of 64 bytes. So a zero
+    # is added that the compiler only knows to be a multiple of NEIGHBOURS.
     channel = jnp.arange(size) + (row >> 31) * NEIGHBOURS
     return row, channel, None if channels == size else channel < channels
 
@@ -245,7 +245,7 @@ def _store(
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
     values = wide * (top / peak)
     if is_int8:
-        # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold. One
+        # Adding 1.5 · 2²³ rounds to an integer, which is then in the low bits of the sum. One
         # addition replaces the instructions to round and to convert, which are slow.
         values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
     values_ref: Any = ref.values

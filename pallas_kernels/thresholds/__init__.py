@@ -1,1 +1,1 @@
-"""Thresholds of top-k and top-p: where the weights of a row's largest numbers reach a sum."""
+"""Thresholds of top-k and top-p: where the cumulative weight of a row's largest values suffices."""

@@ -1,4 +1,4 @@
-"""The threshold of each row, as one operation."""
+"""The threshold of top-k or top-p of each row, as one operation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def threshold(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The largest number of each row for which it and all larger ones weigh `wanted` or more.
+    """The largest number of each row such that it and all larger numbers weigh `wanted` or more.
 
-    A sort would find it, too, and takes longer. This is a search for the number's bits, four at a
-    time: each of eight rounds reads the row once, and adds the weights of the numbers above each
-    of 15 candidates. Weights are whole, so that their sums are exact in any order: all
+    A sort would find it, too, but takes longer. This is a search for the number's bits, four at a
+    time: each of eight rounds reads the row once, and sums the weights of the numbers that are at
+    least each of 15 candidates. Weights are integers, so their sums are exact in any order, and all
     implementations find the same number.
 
-    numbers: float32 [rows, size]. wanted: int32 [rows, 1], or one number for all; a row of 0 or
-        less is not searched. weights: int32 [rows, size], 0 or more, whose sum is below 2³¹; None
-        for 1 each, with which the result is the `wanted`-th largest number.
+    numbers: float32 [rows, size]. wanted: int32 [rows, 1], or one number for all rows; a row of 0
+        or less is not searched. weights: int32 [rows, size], 0 or more, whose sum is below 2³¹;
+        None for 1 each, for which the result is the `wanted`-th largest number.
 
-    Returns float32 [rows, 1]: -inf for rows that are not searched, and where all weights sum to
-    less. A row with NaN may have any number. Raises ValueError for shapes or dtypes that don't
+    Returns float32 [rows, 1]: -inf for rows that are not searched, and if all weights sum to less.
+    The result for a row with NaN is arbitrary. Raises ValueError for shapes or dtypes that don't
     match, and UnsupportedError, with the reason, if a requested implementation can't run.
     """
     numbers, wanted = (as_array("threshold", array) for array in (numbers, wanted))

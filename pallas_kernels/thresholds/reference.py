@@ -1,4 +1,4 @@
-"""The search in plain JAX, which also runs where devices have parts of a row."""
+"""The search in plain JAX, which also runs if devices have parts of a row."""
 
 from __future__ import annotations
 

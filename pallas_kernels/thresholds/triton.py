@@ -1,8 +1,8 @@
-"""The search as Triton kernels, one for each round; programs share a row.
+"""The search as Triton kernels, one for each round; programs divide a row.
 
 A row of 151,936 logits is too long for one multiprocessor, and programs can't wait for each other.
-So each round is a kernel, whose programs leave the sums of their parts of a row to the next: each
-program of that adds them up, and knows the digit that the round has found.
+So each round is a kernel whose programs store the sums of their parts of a row for the next round:
+there, each program adds them up, which gives the round's digit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mpjax.kernels import device
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.thresholds.keys import BITS, DIGITS, LEAST, ROUNDS, key_of, number_of
 
-TILE, WARPS = 512, 4  # numbers that a program reads at once: 16 bytes by each thread
-PROGRAMS = 8  # of all rows, on each multiprocessor
-MOST_PARTS = 128  # programs of a row, each of which reads the sums of all
+TILE, WARPS = 512, 4  # numbers that a program loads at once: 16 bytes per thread
+PROGRAMS = 8  # of all rows, per multiprocessor
+MOST_PARTS = 128  # programs of a row, each of which loads the sums of all of them
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -51,7 +51,7 @@ def parts_of(rows: int, size: int) -> int:
     return 1 << (parts.bit_length() - 1)
 
 
-# With a `jit` of its own, the kernel is traced and compiled once for all rounds.
+# With its own `jit`, the kernel is traced and compiled once for all rounds.
 @functools.partial(jax.jit, static_argnames="interpret")
 def _round(
     numbers: jax.Array,
@@ -59,10 +59,10 @@ def _round(
     *state: jax.Array,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys after the round before, and the sums of this one.
+    """The keys after the previous round, and the sums of this round.
 
-    state: what a row wants int32 [rows], its key int32 [rows] before the round before, the sums
-    int32 [rows, parts, DIGITS] of that round, and the shift int32 [1] of this round's digit.
+    state: the wanted weight int32 [rows], the key int32 [rows] before the previous round, that
+    round's sums int32 [rows, parts, DIGITS], and the shift int32 [1] of this round's digit.
     """
     _, found, sums, _ = state
     shapes = (

@@ -1,1 +1,1 @@
-"""One token of each row: states are read and written once, at the places of the rows."""
+"""Decoding steps of recurrent layers: one token of each row, with states updated in place."""

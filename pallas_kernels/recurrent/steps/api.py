@@ -1,4 +1,4 @@
-"""Steps of one token of each row as operations, with states at the rows' places."""
+"""Steps of one token of each row as operations, with states indexed by slot."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def convolution_step(
     activation: Literal["silu"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A token of each row in `causal_convolution`.
+    """One token of each row in `causal_convolution`.
 
     x: [rows, channels]. weight: [channels, width]. bias: [channels].
     states: [slots, width − 1, channels], the last inputs of each sequence, the newest last.
 
-    Returns y in the shape and dtype of x, and the states, in place where they are donated.
+    Returns y in the shape and dtype of x, and the states, updated in place if they are donated.
 
     Raises ValueError for shapes and dtypes that don't fit, and UnsupportedError, with the reason,
-    if a requested implementation can't run.
+    if a forced implementation can't run.
     """
     name = "convolution_step"
     x, weight, states = as_arrays(name, x=x, weight=weight, states=states)
@@ -71,17 +71,17 @@ def gated_delta_step(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A token of each row in `gated_delta_rule`, with its gates.
+    """One token of each row in `gated_delta_rule`, including its gates.
 
     channels: [rows, channels], the queries and keys of all key heads, K each, and the values of all
         value heads, V each.
     states: float32 [slots, value heads, K, V].
 
-    Returns the outputs float32 [rows, value heads, V], and the states, in place where they are
-    donated. A GPU reads and writes a state once.
+    Returns the outputs float32 [rows, value heads, V], and the states, updated in place if they are
+    donated. On a GPU, each state is read and written once.
 
     Raises ValueError for shapes and dtypes that don't fit, and UnsupportedError, with the reason,
-    if a requested implementation can't run.
+    if a forced implementation can't run.
     """
     name = "gated_delta_step"
     require_type(f"{name}: gates", gates, DeltaGates)
@@ -102,16 +102,16 @@ def state_space_step(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A token of each row in `state_space_scan`, with its steps and with skip · x.
+    """One token of each row in `state_space_scan`, including its gates and skip · x.
 
     channels: [rows, channels], x of all heads, and b and c of all groups, N each.
     states: float32 [slots, heads, channels of a head, N].
 
-    Returns the outputs float32 [rows, heads, channels of a head], and the states, in place where
-    they are donated. A GPU reads and writes a state once.
+    Returns the outputs float32 [rows, heads, channels of a head], and the states, updated in place
+    if they are donated. On a GPU, each state is read and written once.
 
     Raises ValueError for shapes and dtypes that don't fit, and UnsupportedError, with the reason,
-    if a requested implementation can't run.
+    if a forced implementation can't run.
     """
     name = "state_space_step"
     require_type(f"{name}: gates", gates, ScanGates)
@@ -139,9 +139,9 @@ def _read_states(name: str, channels: Any, states: Any, axes: str) -> tuple[jax.
 def _require_groups(
     name: str, channels: jax.Array, states: jax.Array, shared: tuple[int, int]
 ) -> None:
-    """Raises ValueError unless what groups of heads share is of whole groups.
+    """Raises ValueError unless the channels that groups of heads share are whole groups.
 
-    shared: the channels that all groups share, and those of half a group.
+    shared: the number of channels that all groups share, and half of one group's number.
     """
     rest, size = shared
     groups = rest // (2 * size)
@@ -161,7 +161,7 @@ def _read_rows(name: str, rows: Any, count: int) -> StateRows:
 def _run(
     name: str, implementation: str | None, arguments: tuple[Any, ...], **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The step of an implementation, with the derivatives of the reference."""
+    """Runs the step of an implementation, with the derivatives of the reference."""
     has_work = bool(len(arguments[0]))
     chosen = choose(
         name,

@@ -1,4 +1,4 @@
-"""The gates of recurrent layers before their functions, which a step's kernel computes itself."""
+"""The raw gates of recurrent layers, whose activations a step's kernel computes itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from mpjax.kernels.checks import as_arrays, require_floats, shown, static_number
 )
 @dataclasses.dataclass(frozen=True)
 class DeltaGates:
-    """The gates of the gated delta rule.
+    """The raw gates of the gated delta rule.
 
-    A state's factor has the logarithm −exp(speed) · softplus(decay + shift), and the part of a
-    difference that is written is the sigmoid of the rate.
-
+    The log of a state's decay factor is −exp(speed) · softplus(decay + shift), and β, the part of a
+    difference that is written, is sigmoid(rate).
     decay, rate: [..., value heads]. speed, shift: [value heads].
     """
 
@@ -33,12 +32,12 @@ class DeltaGates:
     shift: Any
 
     def read(self, operation: str, shape: tuple[int, ...]) -> DeltaGates:
-        """The same as arrays. Raises ValueError unless decay and rate have such a shape."""
+        """The gates as arrays. Raises ValueError unless decay and rate have this shape."""
         of_heads = shape[-1:]
         return DeltaGates(*read_arrays(operation, vars(self), (shape, shape, of_heads, of_heads)))
 
     def applied(self) -> tuple[jax.Array, jax.Array]:
-        """The logarithms of the states' factors, and the parts that are written, float32."""
+        """The log-decays and β, in float32."""
         decay, rate, speed, shift = wide(self.decay, self.rate, self.speed, self.shift)
         speed, shift = (jax.lax.broadcast_to_rank(x, decay.ndim) for x in (speed, shift))
         return -jnp.exp(speed) * jax.nn.softplus(decay + shift), jax.nn.sigmoid(rate)
@@ -51,10 +50,10 @@ class DeltaGates:
 )
 @dataclasses.dataclass(frozen=True)
 class ScanGates:
-    """The steps and decays of Mamba2.
+    """The raw time steps and decays of Mamba2.
 
-    A step is softplus(steps + shift), between `least` and `most`, and a state's factor is
-    exp(−exp(speed) · step). Outputs have skip · x beside what the state gives.
+    A time step is softplus(steps + shift), clamped to `least` … `most`, and a state's decay factor
+    is exp(−exp(speed) · step). Outputs include skip · x.
 
     steps: [..., heads]. speed, shift, skip: [heads]. least, most: None for no limit (static).
     """
@@ -67,7 +66,7 @@ class ScanGates:
     most: float | None = None
 
     def read(self, operation: str, shape: tuple[int, ...]) -> ScanGates:
-        """The same as arrays. Raises ValueError unless steps has such a shape."""
+        """The gates as arrays. Raises ValueError unless steps has this shape."""
         arrays = {name: getattr(self, name) for name in ("steps", "speed", "shift", "skip")}
         shapes = shape, *[shape[-1:]] * 3
         steps, speed, shift, skip = read_arrays(operation, arrays, shapes)
@@ -78,13 +77,13 @@ class ScanGates:
         return ScanGates(steps, speed, shift, skip, least, most)
 
     def applied(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Steps [..., heads], rates [heads], 0 or less, and skip [heads], in float32."""
+        """Time steps [..., heads], rates [heads], 0 or less, and skip [heads], in float32."""
         steps, speed, shift, skip = wide(self.steps, self.speed, self.shift, self.skip)
         steps = jax.nn.softplus(steps + jax.lax.broadcast_to_rank(shift, steps.ndim))
         return self.limited(steps), -jnp.exp(speed), skip
 
     def limited(self, steps: jax.Array) -> jax.Array:
-        """The steps within their limits."""
+        """The time steps clamped to their limits."""
         if self.least is not None:
             steps = jnp.maximum(steps, self.least)
         return steps if self.most is None else jnp.minimum(steps, self.most)
@@ -93,7 +92,7 @@ class ScanGates:
 def read_arrays(
     operation: str, values: dict[str, Any], shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[jax.Array, ...]:
-    """Arrays of floats. Raises ValueError for other shapes."""
+    """The values as floating-point arrays. Raises ValueError for other shapes."""
     arrays = as_arrays(operation, **values)
     named = dict(zip(values, arrays, strict=True))
     require_floats(operation, **named)

@@ -1,4 +1,4 @@
-"""Steps in plain jnp: states are taken from their places, advanced, and put back."""
+"""Steps in plain jnp: states are gathered by slot, advanced, and scattered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def convolution_step(
     *,
     silu: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution of a token of each row; see the public function."""
+    """The convolution of one token of each row; see the public function."""
     y, after = causal_convolution(
         x[:, None],
         weight,
@@ -36,7 +36,7 @@ def convolution_step(
 def gated_delta_step(
     channels: jax.Array, gates: DeltaGates, states: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """The delta rule of a token of each row; see the public function."""
+    """The delta rule of one token of each row; see the public function."""
     heads, size, width = states.shape[1:]
     keys = (channels.shape[-1] - heads * width) // 2
     query, key, value = jnp.split(channels[:, None], (keys, 2 * keys), -1)
@@ -51,7 +51,7 @@ def gated_delta_step(
 def state_space_step(
     channels: jax.Array, gates: ScanGates, states: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Mamba2's step of a token of each row; see the public function."""
+    """Mamba2's step of one token of each row; see the public function."""
     heads, width, size = states.shape[1:]
     inner = heads * width
     shared = (channels.shape[-1] - inner) // 2

@@ -1,4 +1,4 @@
-"""Where the states of a step's rows are among those of all sequences."""
+"""The slots of a step's rows in the states of all sequences."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mpjax.kernels.checks import as_arrays, shown
 )
 @dataclasses.dataclass(frozen=True)
 class StateRows:
-    """The places of rows in arrays of states [slots, ...].
+    """The slots of rows in arrays of states [slots, ...].
 
-    slots: int32 [rows], all different. A row whose slot is too high has no token: no state changes,
-        and its outputs have no meaning.
-    is_new: bool [rows], whether a row's state begins with zeros, whatever its place holds.
+    slots: int32 [rows], all different. A row whose slot is out of range has no token: no state
+        changes, and its outputs are undefined.
+    is_new: bool [rows], whether a row's state begins with zeros, whatever its slot contains.
     """
 
     slots: Any
     is_new: Any
 
     def read(self, operation: str, rows: int) -> StateRows:
-        """The same as arrays. Raises ValueError for other shapes and dtypes."""
+        """The rows as arrays. Raises ValueError for other shapes and dtypes."""
         slots, is_new = as_arrays(operation, slots=self.slots, is_new=self.is_new)
         is_whole = jnp.issubdtype(slots.dtype, jnp.integer)
         if not is_whole or is_new.dtype != bool or {slots.shape, is_new.shape} != {(rows,)}:
@@ -39,11 +39,11 @@ class StateRows:
         return StateRows(slots.astype(jnp.int32), is_new)
 
     def take(self, states: jax.Array) -> jax.Array:
-        """The states of the rows, [rows, ...]; zeros for new ones."""
+        """The states of the rows, [rows, ...]; zeros for new rows."""
         rows = states.at[self.slots].get(mode="clip")
         is_new = jax.lax.expand_dims(self.is_new, range(1, rows.ndim))
         return jnp.where(is_new, jnp.zeros_like(rows), rows)
 
     def put(self, states: jax.Array, rows: jax.Array) -> jax.Array:
-        """The states with those of the rows, [rows, ...]."""
+        """The states with the rows' states [rows, ...] written to their slots."""
         return states.at[self.slots].set(rows.astype(states.dtype), mode="drop")

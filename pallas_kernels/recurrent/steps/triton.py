@@ -1,8 +1,8 @@
-"""Steps as Triton kernels: a program reads and writes a part of one row's state, in place.
+"""Steps as Triton kernels: a program updates a part of one row's state, in place.
 
-A state is divided among programs along the channels that don't meet in it: values of the delta
-rule, channels of a head in Mamba2, all channels of a convolution. So no program waits for another,
-and one row alone keeps a GPU busy. The place of a row's state is loaded inside of the kernel.
+A state is divided among programs along independent channels: values of the delta rule, channels of
+a head in Mamba2, all channels of a convolution. So no program waits for another, and a single row
+keeps a GPU busy. The slot of a row's state is loaded inside the kernel.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mpjax.kernels.recurrent.delta_inputs import EPSILON
 from mpjax.kernels.recurrent.steps.gates import DeltaGates, ScanGates
 from mpjax.kernels.recurrent.steps.rows import StateRows
 
-TILE, WARPS = 4096, 4  # numbers of a state that a program keeps in registers, 32 of each thread
+TILE, WARPS = 4096, 4  # elements of a state in a program's registers, 32 per thread
 CHANNELS, CONVOLUTION_WARPS = 256, 2  # of a program of the convolution
-LEAST_PART = 8  # channels: 32 bytes, the least that memory reads
+LEAST_PART = 8  # channels: 32 bytes, the least that memory loads
 
 
 class _Operands(NamedTuple):
-    """The arrays that a kernel reads besides states; inside the kernel, references."""
+    """The inputs of a kernel besides states: arrays outside of it, references inside."""
 
     x: Any  # [rows, channels]
     parameters: Any
@@ -35,7 +35,7 @@ class _Operands(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of a program's row among the states, inside a kernel."""
+    """The slot of a program's row among the states, inside a kernel."""
 
     slot: jax.Array
     has_token: jax.Array
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def find(cls, operands: _Operands, states: Any) -> _Place:
-        """The place of the row that the grid's second axis numbers."""
+        """The slot of the row with the program's index along the grid's second axis."""
         row = pl.program_id(1)
         slot, is_new = load(operands.slots.at[row]), load(operands.is_new.at[row])
         has_token = (slot >= 0) & (slot < states.shape[0])
@@ -60,7 +60,7 @@ def convolution_step(
     silu: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution of a token of each row; see the public function."""
+    """The convolution of one token of each row; see the public function."""
     kernel = functools.partial(_convolution, silu=silu)
     settings = Settings("convolution_step", warps=CONVOLUTION_WARPS)
     outputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -77,7 +77,7 @@ def gated_delta_step(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The delta rule of a token of each row; see the public function."""
+    """The delta rule of one token of each row; see the public function."""
     heads, size, width = states.shape[1:]
     part = _part(size, width)
     settings = Settings("gated_delta_step", warps=WARPS)
@@ -96,7 +96,7 @@ def state_space_step(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mamba2's step of a token of each row; see the public function."""
+    """Mamba2's step of one token of each row; see the public function."""
     heads, width, size = states.shape[1:]
     part = _part(size, width)
     settings = Settings("state_space_step", warps=WARPS)
@@ -114,7 +114,7 @@ def _launch(
     outputs: jax.ShapeDtypeStruct,
     how: tuple[int, Settings, bool],
 ) -> tuple[jax.Array, jax.Array]:
-    """The outputs and the states, which take over the buffer of those before.
+    """The outputs and the states, which reuse the buffer of the old states.
 
     how: the programs of a row, their settings, and whether to interpret the kernel.
     """
@@ -133,7 +133,7 @@ def _launch(
 
 
 def _part(size: int, width: int) -> int:
-    """The channels of a program, of `width`, each with `size` numbers of the state."""
+    """The channels of a program, of `width` in all, each with `size` elements of the state."""
     fitting = max(LEAST_PART, TILE // pl.next_power_of_2(size))
     return min(fitting, pl.next_power_of_2(width))
 
@@ -147,7 +147,7 @@ def _convolution(
     place = _Place.find(operands, states)
     channel = program * CHANNELS + jnp.arange(CHANNELS)
     inside = channel < channels
-    # All loads come before the first store, behind which the compiler would keep later ones.
+    # All loads come before the first store, since the compiler doesn't move loads up past a store.
     new = load(operands.x.at[row, channel], mask=inside, other=0)
     kept = [
         load(
@@ -210,7 +210,7 @@ def _normal(x: jax.Array) -> jax.Array:
 
 
 def _delta_gates(gates: Any, row: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factor of a head's state, and the part of a difference that is written, float32 [1]."""
+    """The decay factor of a head's state, and β, float32 [1]."""
     one = head + jnp.arange(1)
     decay, rate = (load(x.at[row, one]).astype(jnp.float32) for x in (gates.decay, gates.rate))
     speed, shift = (load(x.at[one]).astype(jnp.float32) for x in (gates.speed, gates.shift))
@@ -250,10 +250,10 @@ def _scan(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: 
 
 
 def _softplus(x: jax.Array) -> jax.Array:
-    """Float32 log(1 + exp(x)), of functions that Triton has."""
+    """Float32 log(1 + exp(x)), from functions that Triton has."""
     return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """Float32 1 / (1 + exp(−x)), of functions that Triton has."""
+    """Float32 1 / (1 + exp(−x)), from functions that Triton has."""
     return 1.0 / (1.0 + jnp.exp(-x))

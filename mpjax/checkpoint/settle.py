@@ -1,4 +1,4 @@
-"""Corrects config.json by a checkpoint's tensors: whether the head is tied, and the dtype."""
+"""Corrects the configuration by the checkpoint's tensors: tied head, and dtype."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def settle(
 ) -> tuple[Checkpoint, DecoderConfig]:
     """Makes a checkpoint and its configuration agree, and returns both.
 
-    A tied table may have the name of the embedding or of the head; the returned checkpoint has it
-    under the embedding's. If both are present and differ, the configuration becomes untied, as in
-    transformers, with a warning; to find that out, both are read. If hf (config.json) has no dtype,
-    the configuration takes the embedding's.
+    A tied table may have the embedding's or the head's name; the returned checkpoint uses the
+    embedding's. If both are present and differ (both are read to compare them), the configuration
+    becomes untied, as in transformers, with a warning. If hf (config.json) has no dtype, the
+    configuration takes the embedding's.
 
-    Files of a model without a head name their tensors without `model.` in front, as embedding
-    models do: the returned checkpoint has the prefix, and an untied model predicts no tokens.
+    Files of a model without a head, such as embedding models, omit the prefix `model.` of tensor
+    names: the returned checkpoint has it, and an untied model predicts no tokens.
     """
     embedding, head = name_of(decoder.names, "embedding"), name_of(decoder.names, "head")
     checkpoint, is_bare = _with_prefix(checkpoint, embedding)
@@ -62,7 +62,7 @@ def _settle_head(
     tensors = checkpoint.tensors
     if not config.tie_word_embeddings or head not in tensors:
         return checkpoint, config
-    if embedding not in tensors:  # safetensors' save_model keeps one name of a shared tensor
+    if embedding not in tensors:  # safetensors' save_model keeps only one name of a shared tensor
         named = types.MappingProxyType({**tensors, embedding: tensors[head]})
         return dataclasses.replace(checkpoint, tensors=named), config
     if len(tensors[embedding].shape) != 2:  # `make_plan` refuses such an embedding

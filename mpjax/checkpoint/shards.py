@@ -1,7 +1,7 @@
-"""Writes safetensors files as Hugging Face's libraries read them: one, or shards with an index.
+"""Writes safetensors files for Hugging Face libraries: one file, or shards with an index.
 
-All shapes and dtypes are known before; then tensors come one by one, in any order, and each goes to
-its place. Host memory holds one of them at a time.
+Shapes and dtypes are given first; then tensors are written one by one, in any order. Host memory
+holds one at a time.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from mpjax.checkpoint import array_file
 from mpjax.checkpoint.safetensors import INDEX_NAME
 
 SHARD_BYTES = 5_000_000_000
-METADATA = {"format": "pt"}  # which transformers asks for: names and layouts are PyTorch's
+METADATA = {"format": "pt"}  # required by transformers: names and layouts are PyTorch's
 
 Write = Callable[[str, jax.Array, Callable[[int], None]], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file. tensors: arrays, or their shapes and dtypes, by name, in the order of the file."""
+    """One file. tensors: by name, in file order; shapes and dtypes suffice."""
 
     name: str
     tensors: Mapping[str, Any]
 
     @property
     def header(self) -> bytes:
-        """The bytes of the file before the tensors."""
+        """The bytes of the file's header."""
         return array_file.header(self.tensors, METADATA)
 
     @property
@@ -44,7 +44,7 @@ class Shard:
 
 
 def divide(tensors: Mapping[str, Any], limit: int | None = None) -> list[Shard]:
-    """Files of at most `limit` bytes of tensors each, or of one tensor that is larger.
+    """Divides tensors into files of at most `limit` bytes each, or one larger tensor.
 
     limit: SHARD_BYTES by default.
     """
@@ -70,7 +70,7 @@ def divide(tensors: Mapping[str, Any], limit: int | None = None) -> list[Shard]:
 
 
 def index(shards: Sequence[Shard]) -> str:
-    """The text of the index, which says where each tensor is."""
+    """The JSON of the index: tensor name → file."""
     total = sum(array_file.nbytes(each) for shard in shards for each in shard.tensors.values())
     places = {name: shard.name for shard in shards for name in shard.tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
@@ -78,10 +78,10 @@ def index(shards: Sequence[Shard]) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path, shards: Sequence[Shard]) -> Iterator[Write]:
-    """Makes the files, and the index of several; gives a function that writes one tensor.
+    """Creates the files (and the index); yields a function that writes one tensor.
 
-    It takes the tensor's name, the array, and a function that is called with the bytes of it that
-    were written. Raises ValueError at the end of the block where a tensor was not written.
+    Its arguments are the tensor's name, the array, and a function that is called with the number of
+    bytes written. Raises ValueError at the end of the block if a tensor is missing.
     """
     if len(shards) > 1:
         (folder / INDEX_NAME).write_text(index(shards), encoding="utf-8")

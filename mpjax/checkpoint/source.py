@@ -1,7 +1,7 @@
-"""The interface of a checkpoint on disk, whatever its files are.
+"""Source: the interface of a checkpoint on disk, independent of its files' format.
 
-A source gives the keys of config.json, the tensors by Hugging Face's names, the policy of the
-quantised ones, and the tokenizer. `locate.py` chooses the source at a path.
+A source provides the keys of config.json, the tensors with Hugging Face's names, the policy of
+quantised modules, and the tokenizer. `locate.py` chooses the source at a path.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpjax.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
-    """A checkpoint on disk. Every method raises CheckpointError for what can't be read.
+    """A checkpoint on disk. Every method raises CheckpointError for unreadable files.
 
-    family: the name of the family that it is taken for, instead of that of its architecture.
+    family: the family to load it as, instead of that of its architecture; or None.
     """
 
     path: Path
@@ -38,15 +38,15 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read_policy(self, config: Mapping[str, Any]) -> Policy | None:
-        """The policy of the quantised modules; None where config.json names none."""
+        """The policy of the quantised modules; None without a quantization config."""
 
     @abc.abstractmethod
     def read_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where there is none."""
+        """The tokenizer, or None."""
 
     @abc.abstractmethod
     def read_sampling(self) -> Sampling | None:
-        """How the checkpoint's authors draw tokens; None where it does not say."""
+        """The checkpoint's sampling settings, or None."""
 
     @abc.abstractmethod
     def file_bytes(self, names: Iterable[str]) -> int:
@@ -54,4 +54,4 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def copy_files(self, names: Iterable[str], folder: Path) -> None:
-        """Writes those of Hugging Face's text files into a folder that the source has."""
+        """Writes the files in `names` (config, tokenizer, …) that this source has into `folder`."""

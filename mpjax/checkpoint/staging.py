@@ -1,15 +1,15 @@
-"""Replaces a folder as a whole: afterwards its path holds the new folder, or the old one.
+"""Replaces a folder atomically: afterwards its path holds either the new or the old folder.
 
-A save works in a hidden staging folder beside its target, `.<name>.saving-<host>-<boot>`. It holds
+A save uses a hidden staging folder beside its target, `.<name>.saving-<host>-<boot>`. It holds
 
     lock      a file that the saving process keeps locked until it ends
     new       the folder that is being written
     previous  the target's old folder, moved here just before `new` takes its place
 
 A process that is killed leaves its staging folder, and the next save to the same target cleans it
-up. A lock that can be taken shows that its process has ended. Some file systems don't show locks to
-other machines, so only staging folders of this host, or of this boot (which the containers of one
-machine share), are cleaned up.
+up. If the lock can be taken, its process has ended. Some file systems don't show locks to other
+machines, so only staging folders of this host, or of this boot (which the containers of one machine
+share), are cleaned up.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to write, which replaces `folder` if the block ends without error.
+    """Yields an empty folder to write to, which replaces `folder` if the block succeeds.
 
-    After an error or an interrupt, `folder` is as before, and nothing of the new files is left. An
+    After an error or an interrupt, `folder` is unchanged, and the new files are deleted. An
     interrupt during the exchange of the folders takes effect after it.
 
-    Raises ValueError where another process saves to the same folder, or may do so on a file system
-    without locks, and where the only copy of another model would be deleted.
+    Raises ValueError if another process saves (or, without file locks, may be saving) to the same
+    folder, and if the only copy of another model would be deleted.
     """
     made = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,9 +64,9 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def clean_up(folder: Path) -> None:
-    """Deletes the staging folders of killed saves to a folder, and puts back what they moved away.
+    """Deletes the staging folders of killed saves, and restores the folder they moved away.
 
-    Raises ValueError where the only copy of a model would be deleted.
+    Raises ValueError if the only copy of a model would be deleted.
     """
     folder = Path(os.path.realpath(folder))
     begin = glob.escape(f".{folder.name}.saving-")
@@ -96,10 +96,9 @@ def _boot() -> str:
 
 
 def _create(folder: Path, staging: Path) -> BinaryIO:
-    """Makes the staging folder with an empty `new`; returns the locked file, which holds the lock.
+    """Creates the staging folder with an empty `new`; returns the open file that holds the lock.
 
-    Raises ValueError where another process has the lock, or may have it on a file system without
-    locks.
+    Raises ValueError if another process holds (or, without file locks, may hold) the lock.
     """
     while True:
         staging.mkdir(exist_ok=True)
@@ -135,7 +134,7 @@ def _create(folder: Path, staging: Path) -> BinaryIO:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until all files are on the disk; some disks report only now that they are full."""
+    """Calls fsync on all files; some file systems report a full disk only then."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -143,9 +142,9 @@ def _sync(folder: Path) -> None:
 
 
 def try_to_lock(file: BinaryIO | int) -> bool | None:
-    """Whether this process now holds the lock of an open file; None if there are no locks.
+    """Tries to lock an open file: True on success, None if the file system has no locks.
 
-    Some file systems have none. file: the file, or its descriptor.
+    file: the file, or its descriptor.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +156,7 @@ def try_to_lock(file: BinaryIO | int) -> bool | None:
 
 
 def _is_file(file: BinaryIO, path: Path) -> bool:
-    """Whether the file at a path is still this open file, which may have been deleted since."""
+    """Whether the file at a path is this open file, not a later one."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -173,7 +172,7 @@ def _release(folder: Path, staging: Path, lock: BinaryIO) -> None:
 
 
 def _undo(folder: Path, staging: Path) -> None:
-    """Moves `previous` back to the target if `new` did not take its place; deletes the rest."""
+    """Restores `previous` if `new` hasn't replaced the target; deletes the rest."""
     new, previous = staging / NEW, staging / PREVIOUS
     if previous.exists() and new.exists():
         if _is_occupied(folder):

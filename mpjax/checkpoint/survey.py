@@ -1,4 +1,4 @@
-"""Describes what is at a path, whether or not it can be loaded; reads headers alone."""
+"""Describes the files at a path, loadable or not, from headers alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHOWN_FILES = 8
 
 
 def survey(path: Path) -> list[tuple[str, str]]:
-    """Labels and texts: the kind of the files, the architecture, the types and the sizes.
+    """(label, text) pairs: kind of files, architecture, tensor types and sizes.
 
-    A fact that can't be read is left out, and no error is raised for it.
+    Facts that can't be read are left out, without an error.
     """
     source = locate(path)
     config = _attempt(source.read_config) or {}

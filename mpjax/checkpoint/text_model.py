@@ -1,8 +1,8 @@
-"""The text model of a checkpoint that also reads images: its config.json and its tensors.
+"""The text model of a multimodal checkpoint: its config.json and its tensors.
 
 Such a config.json has the keys of the text model in `text_config`. Older files name the text
 model's tensors `language_model.model.…` and `language_model.lm_head.…`, newer ones
-`model.language_model.…`. The tensors that read images are left out. Source: transformers,
+`model.language_model.…`. The vision encoder's tensors are left out. Source: transformers,
 models/gemma3, models/mistral3, models/qwen2_vl and models/qwen3_vl.
 """
 
@@ -19,7 +19,7 @@ from mpjax.errors import CheckpointError
 
 
 class TextModel(NamedTuple):
-    """The architecture of a text model, its `model_type`, and keys that files may leave out."""
+    """The architecture of a text model, its `model_type`, and defaults of missing keys."""
 
     architecture: str
     model_type: str
@@ -27,8 +27,8 @@ class TextModel(NamedTuple):
 
 
 _QWEN_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
-# By the architecture of the whole, its text models, the usual one first. The defaults are those of
-# Hugging Face's classes.
+# Architecture of the multimodal checkpoint → its possible text models, the default first. The
+# defaults of missing keys are those of transformers' config classes.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": (
         TextModel(
@@ -57,13 +57,13 @@ TEXT_MODELS = {
         TextModel("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", {}),
     ),
 }
-# Models whose older files have the keys of the text model beside those of the whole.
+# Models whose older files have the text model's keys at the top level.
 FLAT = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
 }
 ROTARY = ("rope_scaling", "rope_parameters")
-# Keys of the whole that count, whatever the text model has, since writers keep them up to date.
+# Top-level keys that override the text model's, since writers keep these up to date.
 OF_THE_WHOLE = (
     *("torch_dtype", "dtype", "eos_token_id", "quantization_config"),
     "tie_word_embeddings",
@@ -74,9 +74,9 @@ PATTERNS = (_NAME, _OF_IMAGES)
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the text model; that of any other model as it is.
+    """The text model's config.json; other models' are returned unchanged.
 
-    Raises CheckpointError for a text model of another kind.
+    Raises CheckpointError for an unsupported `model_type` of the text model.
     """
     names = hf.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -105,9 +105,9 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_text(rotary: Any) -> Any:
-    """A rotary object for text alone, of which all positions are those in the sequence.
+    """A RoPE object for text only, where `mrope` is equal to default RoPE.
 
-    Images have three (`mrope`), one for each section of a head's channels.
+    For images, `mrope` has three positions, one for each section of a head's channels.
     """
     if not isinstance(rotary, Mapping):
         return rotary
@@ -116,7 +116,7 @@ def _of_text(rotary: Any) -> Any:
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the text model's tensors alone, as a text model's files name them."""
+    """The checkpoint with only the text model's tensors, under a text model's names."""
     if not any(pattern.match(name) for name in checkpoint.tensors for pattern in PATTERNS):
         return checkpoint
     tensors = {}
@@ -128,21 +128,21 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def own_name(name: str) -> str:
-    """The name in a text model's own files of a tensor or module that is in those of a whole."""
+    """The text model's name of a tensor or module of a multimodal checkpoint."""
     return _NAME.sub(lambda match: match[1] or "model.", name, count=1)
 
 
 def written_names(name: str) -> tuple[str, ...]:
-    """The names that a text model's module may have in config.json: see `text_tensors`."""
+    """The names that a text model's module may have in config.json; see `text_tensors`."""
     inner = name.removeprefix("model.")
     return name, f"language_model.{name}", f"model.language_model.{inner}"
 
 
 def matches(pattern: re.Pattern[str], name: str) -> bool:
-    """Whether a pattern of config.json matches a text model's module from its begin.
+    """Whether a pattern of config.json matches the beginning of a module's name.
 
-    A pattern with `language_model` is of a checkpoint that also reads images: it is compared with
-    the names in such files, too.
+    A pattern with `language_model` is of a multimodal checkpoint, so it is also matched against the
+    names in such files.
     """
     names = written_names(name) if "language_model" in pattern.pattern else (name,)
     return any(map(pattern.match, names))

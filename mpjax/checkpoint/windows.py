@@ -1,6 +1,6 @@
-"""Reads windows of linear maps: the channels that one process of several needs.
+"""Windows of linear maps: the ranges of channels that one of several processes needs.
 
-Tensors are mapped files, so that bytes outside of a window are not read.
+Tensors are memory-mapped, so bytes outside a window are not read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def narrow(
     windows: Sequence[Window],
     read: Callable[[TensorInfo], np.ndarray],
 ) -> tuple[tuple[LinearSource, ...], list[Window]]:
-    """The sources of a place that read the channels of windows alone, and these windows.
+    """The sources of a place, restricted to windows of channels, and these windows.
 
-    Windows are widened to whole groups and words. Where the format of a source can only be decoded
-    or rounded as a whole, all are read so, and the windows have all channels.
+    Windows are widened to whole groups and words. If a source's format can only be decoded or
+    rounded as a whole, all sources are read whole, with windows of all channels.
     """
     if windows[0].is_of_experts:
         return _some_experts(sources, list(windows))
@@ -57,7 +57,7 @@ def narrow(
 def _some_experts(
     sources: Sequence[LinearSource], windows: list[Window]
 ) -> tuple[tuple[LinearSource, ...], list[Window]]:
-    """The sources of a window's experts, which come one after the other; see `narrow`."""
+    """The sources of the experts in a window; sources are in the order of experts. See `narrow`."""
     each = len(windows)
     if not all(map(keeps_scales, sources)):
         whole = windows[0]._replace(begin=0, end=len(sources) // each)
@@ -66,7 +66,7 @@ def _some_experts(
 
 
 def take(source: LinearSource, suffix: str, array: Any) -> Any:
-    """The part of a mapped tensor that belongs to the window of a source; all without a window."""
+    """Slices a memory-mapped tensor to the channels of `source.window`; all without a window."""
     window, reader = source.window, source.reader
     if window is None:
         return array
@@ -83,7 +83,7 @@ def take(source: LinearSource, suffix: str, array: Any) -> Any:
 
 
 def _axes(source: LinearSource) -> Mapping[str, Axes]:
-    """The axes of a source's tensors; empty where it can only be read as a whole."""
+    """The axes of a source's tensors; empty if it can only be read as a whole."""
     if source.reader is not None:
         found = source.reader.axes
         return {**found, **BIAS} if found else {}
@@ -97,7 +97,7 @@ def _axis(axes: Axes | None, window: Window) -> Axis | None:
 
 
 def _unit(source: LinearSource, window: Window, order: np.ndarray | None) -> int | None:
-    """The channels at multiples of which a window can be read; None where none can."""
+    """The number of channels to whose multiples windows are widened; None if there is none."""
     axes = _axes(source)
     of_window = [_axis(axes.get(suffix), window) for suffix in source.tensors]
     found = [axis.channels for axis in of_window if axis is not None]
@@ -115,14 +115,14 @@ def _unit(source: LinearSource, window: Window, order: np.ndarray | None) -> int
 
 
 def _rounds_groups(format: WeightFormat | None) -> bool:
-    """Whether rounding to a format treats each group of input channels alone."""
+    """Whether rounding to a format treats each group of input channels independently."""
     if format is None:
         return True
     return format.group_size is not None and not code_kinds.of(format).has_channel_scales
 
 
 def keeps_scales(source: LinearSource) -> bool:
-    """Whether the dtype of scales follows from that in the file, and not from their values."""
+    """Whether the dtype of scales follows from the file's dtype, not from their values."""
     format = source.format
     if source.reader is None or format is None:
         return True

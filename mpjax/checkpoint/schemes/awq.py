@@ -22,10 +22,10 @@ from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
 SOURCE = "quantization_config of an AWQ checkpoint"
-LAYOUT = "awq"  # of an export
+LAYOUT = "awq"  # name of the export layout
 BITS = 4
 CODES_PER_WORD = 8
-# Column j of eight lies in field FIELD_OF_COLUMN[j] of its word; field 0 is the lowest bits.
+# Column j of eight is in field FIELD_OF_COLUMN[j] of its word; field 0 has the lowest bits.
 FIELD_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -34,7 +34,7 @@ class AWQReader(Reader):
     """AWQ in the `gemm` layout.
 
     group_size: input channels per group; None: one group of all channels.
-    zero_point: whether zero points differ; if not, the file stores 8 for all of them.
+    zero_point: whether quantisation is asymmetric; if not, all stored zero points are 8.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
@@ -44,7 +44,7 @@ class AWQReader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's tensors have AWQ's packing."""
+        """Whether a module's tensors have AWQ's `gemm` packing."""
         return words.packing(specs) == "awq"
 
     @property
@@ -77,7 +77,7 @@ class AWQReader(Reader):
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Words hold neighbouring output channels."""
+        """The axes of the tensors; words hold neighbouring output channels."""
         groups = None if self.group_size is None else Axis(0, self.group_size)
         return {
             "qweight": Axes(Axis(0), Axis(1, CODES_PER_WORD)),
@@ -101,7 +101,7 @@ class AWQReader(Reader):
 def read(config: Mapping[str, Any]) -> AWQReader:
     """Reads a `quantization_config`, with the keys of AutoAWQ or of GPTQModel.
 
-    Raises CheckpointError for other than 4 bits, and for another layout than `gemm`.
+    Raises CheckpointError unless it has 4 bits and the layout `gemm`.
     """
     group_size, zero_point = read_settings(config)
     for layout in layouts_of(config):
@@ -114,22 +114,22 @@ def read(config: Mapping[str, Any]) -> AWQReader:
 
 
 def matches(config: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` is AWQ's, and of no layout with a scheme of its own."""
+    """Whether a `quantization_config` is AWQ's, except for the `gemv` layouts."""
     is_gemv = any(layout.startswith("gemv") for layout in layouts_of(config))
     return checks.method_of(config) == "awq" and not is_gemv
 
 
 def layouts_of(config: Mapping[str, Any]) -> list[str]:
-    """The layouts that a `quantization_config` names, under the keys of several writers."""
+    """The layouts that a `quantization_config` names, under any of the writers' keys."""
     keys = ("version", "format", "checkpoint_format")
     layouts = [str(config[key]).lower() for key in keys if config.get(key) is not None]
     return [*layouts, "llm-awq"] if config.get("backend") == "llm-awq" else layouts
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[int | None, bool]:
-    """The group size, and whether there are zero points, in any layout of AWQ.
+    """The group size, and whether quantisation is asymmetric, for any layout of AWQ.
 
-    Raises CheckpointError for other than 4 bits.
+    Raises CheckpointError unless it has 4 bits.
     """
     bits = checks.parse_integer(config, ("bits", "w_bit"), SOURCE)
     if bits != BITS:
@@ -139,7 +139,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[int | None, bool]:
 
 
 def write(layout: str, modules: writing.Modules) -> writing.Writer:
-    """Writes 4 bits in groups of one size, with zero points, which may all be the middle."""
+    """The writer of 4-bit codes with one group size, always with zero points."""
     writing.require_codes(layout, modules, (f"uint{BITS}",), permuted="export as 'gptq'")
     group_size = writing.only_format(layout, modules).group_size
 

@@ -1,8 +1,8 @@
-"""Reads AWQ checkpoints in the layouts `gemv` and `gemv_fast`: 4 bits, packed along the inputs.
+"""Reads AWQ checkpoints in the layouts `gemv` and `gemv_fast`: 4 bits, packed along input channels.
 
-With K input and N output channels in G groups, W is the number of 32-bit words that hold G zero
-points, which writers round up. A `gemv` module has `qweight` int32 [N, K / 8] and `qzeros` int32
-[N, W], nibbles in their order, and `scales` float16 [N, 8 W]; the weight is (code − zero) · scale.
+With K input and N output channels in G groups, W is the number of 32-bit words for G zero points,
+rounded up by writers. A `gemv` module has `qweight` int32 [N, K / 8] and `qzeros` int32 [N, W],
+with nibbles in ascending order, and `scales` float16 [N, 8 W]; the weight is (code − zero) · scale.
 A `gemv_fast` module has `qweight` int16 [N / 4, K], four rows interleaved, and `scales` and
 `scaled_zeros` float16 [8 W, N]; the weight is code · scale + scaled zero. Source: AutoAWQ,
 awq/modules/linear/gemv.py and gemv_fast.py.
@@ -26,9 +26,9 @@ from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.codes.base import GROUP_SIZES
 
 PLAIN, FAST = LAYOUTS = ("gemv", "gemv_fast")
-# Writers round words of zero points up to a multiple, by the group size; of 1 for larger groups.
+# Group size → the multiple to which writers round words of zero points up; 1 for larger groups.
 MULTIPLES = {32: 4, 64: 2}
-# In gemv_fast, four rows share words, for 64 channels at a time.
+# In gemv_fast, the words of four rows are interleaved, 64 channels at a time.
 ROWS, CHANNELS = 4, 64
 
 
@@ -48,7 +48,7 @@ class AWQGemvReader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's tensors have one of the packings."""
+        """Whether a module's tensors have the packing of `gemv` or `gemv_fast`."""
         return words.packing(specs) == PLAIN or "scaled_zeros" in specs
 
     @property
@@ -137,7 +137,7 @@ def read(config: Mapping[str, Any]) -> AWQGemvReader:
 
 
 def matches(config: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` names one of the layouts."""
+    """Whether a `quantization_config` is AWQ's with one of LAYOUTS."""
     is_awq = checks.method_of(config) == "awq"
     return is_awq and any(layout in LAYOUTS for layout in awq.layouts_of(config))
 
@@ -160,15 +160,15 @@ SCHEME = Scheme(
 
 @jax.jit
 def _interleaved(qweight: jax.Array) -> jax.Array:
-    """The codes uint8 [K, N] of int16 words [N / 4, K] of the layout `gemv_fast`."""
+    """Unpacks int16 words [N / 4, K] of the layout `gemv_fast` to codes uint8 [K, N]."""
     rows, channels = qweight.shape
     unsigned = jax.lax.bitcast_convert_type(qweight, jnp.uint16)[..., None]
     shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 16, 4, dtype=jnp.uint16), unsigned.ndim)
     nibbles = ((unsigned >> shifts) & jnp.uint16(15)).astype(jnp.uint8)
-    # A run of 64 words holds 64 channels of one row after the other.
+    # 64 words hold 64 channels of each of four rows, row by row.
     nibbles = nibbles.reshape(rows, channels // CHANNELS, ROWS, CHANNELS)
     codes = nibbles.transpose(0, 2, 1, 3).reshape(rows * ROWS, channels // 32, 4, 2, 4)
-    # Eight neighbours lie in the order 0, 2, 4, 6, 1, 3, 5, 7, and of 32, pairs 8 apart side by
-    # side.
+    # Eight neighbours are stored in the order 0, 2, 4, 6, 1, 3, 5, 7; among 32, pairs at a distance
+    # of 8 are adjacent.
     codes = codes.swapaxes(-1, -2).reshape(rows * ROWS, channels // 32, 4, 4, 2)
     return codes.swapaxes(2, 3).reshape(rows * ROWS, channels).T

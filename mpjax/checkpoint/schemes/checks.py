@@ -1,4 +1,4 @@
-"""Checks of tensors and of values in config.json that schemes share."""
+"""Checks of tensors and of config.json values, shared by the schemes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import is_known
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
-# For each suffix, the shape and the names of the allowed dtypes.
+# Suffix → expected shape, allowed dtypes.
 Expected = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 
 def method_of(config: Mapping[str, Any]) -> Any:
-    """The method that a `quantization_config` names, by either of the keys that writers use."""
+    """The method of a `quantization_config`, from `quant_method` or `method`."""
     return config.get("quant_method", config.get("method"))
 
 
@@ -45,10 +45,10 @@ def check_tensors(
     expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
     said: str = "",
 ) -> None:
-    """Raises CheckpointError for a tensor that is missing, or has another shape or dtype.
+    """Raises CheckpointError for a missing tensor, or a wrong shape or dtype.
 
-    said: the setting of config.json from which the shapes follow, such as `group_size 128`, for
-    messages.
+    said: for messages, the setting of config.json that determines the shapes, such as `group_size
+    128`.
     """
     reason = f", by {said} in config.json" if said else ""
     for suffix, (shape, dtypes) in expected.items():
@@ -72,10 +72,10 @@ def check_weight_shape(
     group_size: int | None,
     said: str = "",
 ) -> None:
-    """Raises CheckpointError for a weight of another (K, N), or if groups don't divide K.
+    """Raises CheckpointError for a wrong (K, N), or if groups don't divide K.
 
     found: the (K, N) of the module's tensors. expected: the (K, N) of the model, None if unknown.
-    said: the setting of config.json from which `found` follows, such as `bits 8`, for messages.
+    said: for messages, the setting of config.json that determines `found`, such as `bits 8`.
     """
     if expected is not None and found != tuple(expected):
         reason = f", by {said} in config.json" if said else ""
@@ -93,8 +93,8 @@ def check_weight_shape(
 def check_scales(name: str, scales: jax.Array, noun: str = "scales") -> None:
     """Raises CheckpointError for scales with a NaN or an infinity; traced scales pass.
 
-    name: of the module. scales: any float dtype and shape. noun: for the message. Counts on their
-    device, and waits.
+    name: of the module. scales: any float dtype and shape. noun: for the message. Blocks until the
+    device has counted them.
     """
     if is_known(scales) and (count := int(_count_non_finite(scales))):
         raise CheckpointError(
@@ -104,10 +104,10 @@ def check_scales(name: str, scales: jax.Array, noun: str = "scales") -> None:
 
 
 def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int:
-    """The integer under the first of `keys` that a quantization_config has.
+    """The integer under the first of `keys` in a quantization_config.
 
-    source: the file and object, for messages. Raises CheckpointError where all keys are missing,
-    and for another type.
+    source: the file and object, for messages. Raises CheckpointError if all keys are missing, or
+    the value is not an integer.
     """
     for key in keys:
         if key in config:
@@ -120,7 +120,7 @@ def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str)
 
 
 def parse_switch(config: Mapping[str, Any], key: str, source: str) -> bool | None:
-    """config[key], a boolean; None where it is missing. Raises CheckpointError for another type."""
+    """The boolean config[key]; None if missing. Raises CheckpointError for other types."""
     value = config.get(key)
     if value is not None and type(value) is not bool:
         raise CheckpointError(f"{source}: {key} is {value!r:.80}: expected true or false")
@@ -130,7 +130,7 @@ def parse_switch(config: Mapping[str, Any], key: str, source: str) -> bool | Non
 def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int | None:
     """Input channels per group; None for −1, which means one group of all channels.
 
-    Raises CheckpointError for a missing key and another value.
+    Raises CheckpointError for a missing key and for other values.
     """
     group_size = parse_integer(config, keys, source)
     if group_size != -1 and group_size < 1:
@@ -141,7 +141,7 @@ def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: s
 
 
 def parse_pattern(expression: str, source: str) -> re.Pattern[str]:
-    """A regular expression of a quantization_config. Raises CheckpointError where it is none."""
+    """Compiles a regular expression. Raises CheckpointError if it is invalid."""
     try:
         return re.compile(expression)
     except (re.error, OverflowError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""The `quantization_config` of all formats of compressed-tensors.
+"""Reads and writes the `quantization_config` of all compressed-tensors formats.
 
-It has a `format`, and `config_groups`: each names the modules that it targets, and the formats of
-their weights and input activations. Source: compressed-tensors, quantization/quant_config.py,
+It has a `format`, and `config_groups`, each with target modules and the formats of their weights
+and input activations. Source: compressed-tensors, quantization/quant_config.py,
 quantization/quant_args.py and utils/match.py.
 """
 
@@ -22,19 +22,19 @@ PACKED, INTEGERS, FLOATS, NAIVE = (
     "pack-quantized",
     "int-quantized",
     "float-quantized",
-    "naive-quantized",  # either of the two before it
+    "naive-quantized",  # stands for one of the two above
 )
 NVFP4 = "nvfp4-pack-quantized"
-MIXED = "mixed-precision"  # each group has a layout of its own
-PACKED_TENSORS = ("weight_packed", "weight_shape")  # of a module of the first alone
-GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")  # of an NVFP4 module alone
-LINEAR = "Linear"  # the class of modules that a group targets, where it doesn't name them
+MIXED = "mixed-precision"  # each group has its own layout
+PACKED_TENSORS = ("weight_packed", "weight_shape")  # only of a PACKED module
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")  # only of an NVFP4 module
+LINEAR = "Linear"  # a target that stands for all linear modules
 
 
 def is_layout(config: Mapping[str, Any], layout: str) -> bool:
     """Whether a `quantization_config` is of this layout.
 
-    Raises CheckpointError where it is of a layout that no scheme reads.
+    Raises CheckpointError for a layout that no scheme supports.
     """
     if checks.method_of(config) != METHOD:
         return False
@@ -45,10 +45,10 @@ def is_layout(config: Mapping[str, Any], layout: str) -> bool:
 
 
 def split(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]] | None:
-    """The targets and the `quantization_config` of each group, if groups have several layouts.
+    """(targets, `quantization_config`) of each group, if the groups have several layouts.
 
-    None where all have one, and for groups of `pack-quantized` alone, which are read together.
-    Raises CheckpointError for groups of a mixture that can't be told apart.
+    None for one layout, also for several groups of `pack-quantized`, which are read together.
+    Raises CheckpointError for a mixture whose groups lack a format.
     """
     groups, usual = config.get("config_groups"), config.get("format")
     is_sound = isinstance(groups, Mapping) and all(isinstance(g, Mapping) for g in groups.values())
@@ -85,7 +85,7 @@ def _has_integers(config: Mapping[str, Any]) -> bool:
 def read_groups(
     config: Mapping[str, Any], layouts: tuple[str, ...], source: str
 ) -> dict[str, Mapping[str, Any]]:
-    """The `config_groups` by name, each an object of one of the layouts. Raises CheckpointError."""
+    """The `config_groups` by name, checked to have one of `layouts`. Raises CheckpointError."""
     checks.require_choice(config, "format", layouts, source)
     if config.get("transform_config"):
         raise CheckpointError(
@@ -106,7 +106,7 @@ def read_groups(
 def read_only_group(
     config: Mapping[str, Any], layouts: tuple[str, ...], source: str
 ) -> tuple[Mapping[str, Any], str]:
-    """The one group of a layout of which each group is a part, and a text that names it."""
+    """The only group of a config, and its description for messages."""
     [(name, group)] = read_groups(config, layouts, source).items()
     return group, f"{source}, group {name!r}"
 
@@ -123,7 +123,7 @@ def read_integers(group: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def read_names(value: Any, key: str, source: str) -> tuple[str, ...]:
-    """A list of modules' names, patterns (`re:…`) and classes. Raises CheckpointError."""
+    """A list of module names, patterns (`re:…`) and classes. Raises CheckpointError."""
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise CheckpointError(f"{source}: {key} is {value!r:.80}: expected a list of texts")
@@ -134,7 +134,7 @@ def read_names(value: Any, key: str, source: str) -> tuple[str, ...]:
 
 
 def names(targets: Sequence[str], module: str) -> bool:
-    """Whether targets name a module, in full or by a pattern."""
+    """Whether targets include a module, by its full name or by a pattern."""
     return any(name in targets for name in text_model.written_names(module)) or any(
         text_model.matches(checks.parse_pattern(target[3:], SOURCE), module)
         for target in targets
@@ -143,7 +143,7 @@ def names(targets: Sequence[str], module: str) -> bool:
 
 
 def by_precedence(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Rules whose order does not count: full names come before patterns, and LINEAR is last."""
+    """Orders rules by precedence: full names, then patterns, then LINEAR."""
     found: tuple[list[Rule], ...] = ([], [], [])
     for rule in rules:
         for target in rule.targets:
@@ -153,7 +153,7 @@ def by_precedence(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
-    """The format of a group's activations, in words; None for 16 bits. Raises CheckpointError."""
+    """A group's activation format in words; None for 16 bits. Raises CheckpointError."""
     written = group.get("input_activations")
     if not written:
         return None
@@ -175,10 +175,11 @@ def read_activations(
     dynamic: str,
     static: str | None,
 ) -> Activations:
-    """The activations of a group: in 16 bits, rounded, or not implemented. Raises CheckpointError.
+    """The Activations of a group: 16 bits, rounded, or unsupported. Raises CheckpointError.
 
-    rounded: those that products round to, with a scale for each token. dynamic, static: in the
-    words of `describe_activations`, those with a scale for each token, and with the file's.
+    rounded: the result for activations with a scale for each token. dynamic, static: the supported
+    formats with a scale for each token, and with the file's scale, in the words of
+    `describe_activations`.
     """
     found = describe_activations(group, source)
     if found is not None and found in (dynamic, static):
@@ -187,7 +188,7 @@ def read_activations(
 
 
 def has_cache_scales(config: Mapping[str, Any]) -> bool:
-    """Whether there is a scheme with static scales, which must be FP8's, of tensors or heads."""
+    """Whether the cache has static scales, which must be FP8's, per tensor or per head."""
     scheme = config.get("kv_cache_scheme")
     if not scheme:
         return False
@@ -197,7 +198,7 @@ def has_cache_scales(config: Mapping[str, Any]) -> bool:
     checks.require_choice(scheme, "type", ("float",), source)
     checks.require_choice(scheme, "num_bits", (8,), source)
     checks.require_choice(scheme, "symmetric", (True,), source, True)
-    if scheme.get("dynamic") is True:  # scales are computed, and none are in the files
+    if scheme.get("dynamic") is True:  # dynamic scales are not in the files
         return False
     checks.require_choice(scheme, "dynamic", (False,), source, False)
     checks.require_choice(scheme, "strategy", ("tensor", "attn_head"), source)
@@ -205,9 +206,9 @@ def has_cache_scales(config: Mapping[str, Any]) -> bool:
 
 
 def describe_cache(config: Mapping[str, Any]) -> str | None:
-    """The cache that a checkpoint was made for, in words, where its scales are in no file.
+    """The cache format of a checkpoint with dynamic cache scales, in words; else None.
 
-    config: a `quantization_config` that has been read.
+    config: a checked `quantization_config`.
     """
     scheme = config.get("kv_cache_scheme")
     if checks.method_of(config) != METHOD or not isinstance(scheme, Mapping):
@@ -220,9 +221,9 @@ def describe_cache(config: Mapping[str, Any]) -> str | None:
 def write(
     layout: str, groups: Sequence[Mapping[str, Any]], ignored: Sequence[str], cache: str | None
 ) -> dict[str, Any]:
-    """The `quantization_config` of groups, each as `write_group` makes it.
+    """The `quantization_config` of groups made by `write_group`.
 
-    cache: the strategy of an FP8 cache's scales; None where there are none.
+    cache: the strategy of an FP8 cache's scales; None without scales.
     """
     return {
         "quant_method": METHOD,
@@ -249,7 +250,7 @@ def write_group(
 
 
 def write_weights(bits: int, type: str, strategy: str, **others: Any) -> dict[str, Any]:
-    """The `weights` of a group; others: keys with values that aren't usual."""
+    """The `weights` of a group. others: keys that differ from the usual values."""
     return _numbers(bits, type, strategy) | others
 
 
@@ -258,7 +259,7 @@ def write_activations(
 ) -> dict[str, Any] | None:
     """The `input_activations` of a group: 8 bits; None for activations in 16 bits.
 
-    group_size: the channels of a token that share a scale, which is computed; None is all.
+    group_size: the channels of a token that share a dynamic scale; None for all.
     """
     if activations.operand is None:
         return None

@@ -1,8 +1,8 @@
 """Reads and writes FP8 (e4m3) checkpoints: fine-grained, compressed-tensors', and ModelOpt's.
 
-With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and scales: one for
-each block of output and input channels, `weight_scale_inv` or `weight_scale`
-[⌈N / block⌉, ⌈K / block⌉]; one for each output channel, `weight_scale` [N, 1]; or one scale, [1].
+With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and scales: for each
+block of output and input channels, `weight_scale_inv` or `weight_scale` [⌈N / block⌉, ⌈K / block⌉];
+for each output channel, `weight_scale` [N, 1]; or one for all, [1].
 The weight is code · scale under both names ("inv" is the inverse of the quantiser's factor). It may
 have `input_scale`, see `static_activations`.
 Source: DeepSeek-V3 §3.3.2 and its README_WEIGHTS.md; compressed-tensors,
@@ -56,7 +56,7 @@ SCALE_NAMES = {
     modelopt.METHOD: "weight_scale",
 }
 STATIC = "8-bit float with static scales (strategy 'tensor')"
-OPERANDS = None, "float8"  # among which a precision chooses
+OPERANDS = None, "float8"  # to choose from by the precision
 PLAIN, ROUNDED = (Activations(operand, operands=OPERANDS) for operand in OPERANDS)
 
 
@@ -65,9 +65,9 @@ class FP8Reader(Reader):
     """FP8 weights (e4m3) with a scale for each block, each output channel, or each matrix.
 
     method: one of SCALE_NAMES, which name their tensors differently.
-    block: output and input channels that share a scale; None means all of them.
-    activations: rounded to `float8`, with a scale for each token (and each group of a block's input
-        channels), or with the file's; or in 16 bits.
+    block: output and input channels that share a scale; None for all.
+    activations: `float8` with a scale for each token (and group of a block's input channels) or
+        with the file's scale; or 16 bits.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -86,7 +86,7 @@ class FP8Reader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has an FP8 weight, or a tensor with the name of its scales."""
+        """Whether a module has an FP8 weight, or a tensor named as FP8 scales are."""
         dtype = str(specs["weight"].dtype) if "weight" in specs else ""
         if dtype.startswith("float8") or SCALE_NAMES[FINE_GRAINED] in specs:
             return True
@@ -108,7 +108,7 @@ class FP8Reader(Reader):
         outputs, channels = specs["weight"].shape
         checks.check_weight_shape(name, (channels, outputs), shape, None)
         size = self.block[0]
-        groups = self.weights.groups(channels)  # as of the outputs, the last may be cut
+        groups = self.weights.groups(channels)  # the last group may be partial
         # A single scale is stored as a vector of one number, not as a matrix.
         grid: tuple[int, ...] = (1,) if size is None else (-(-outputs // size), groups)
         grid = self._grid_of_modelopt(grid, specs) if self.method == modelopt.METHOD else grid
@@ -126,7 +126,7 @@ class FP8Reader(Reader):
         return channels, outputs
 
     def _grid_of_modelopt(self, grid: tuple[int, ...], specs: Specs) -> tuple[int, ...]:
-        """The shape of ModelOpt's scales, which has no axes of one, or one after each of two."""
+        """The shape of ModelOpt's scales: [], [N], or [N blocks, 1, K blocks, 1]."""
         if self.block[1] is None:
             return grid[:-1]
         found = specs[self.scale_name].shape if self.scale_name in specs else ()
@@ -134,7 +134,7 @@ class FP8Reader(Reader):
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Weights are [output, input channels], and scales those of blocks."""
+        """The axes of the tensors: weights [output, input channels], scales by block."""
         rows, columns = self.block
         scales = Axes(
             None if columns is None else Axis(1, columns), None if rows is None else Axis(0, rows)
@@ -144,7 +144,7 @@ class FP8Reader(Reader):
     def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """Decodes one module: codes float8_e4m3fn [K, N] with scales float32 [groups, N].
 
-        Raises CheckpointError as `check` does, and for a NaN, which kernels decode to a number.
+        Raises CheckpointError as `check` does, and for NaN, which kernels would decode to a number.
         """
         channels, outputs = self.check(tensors, name, shape)
         weight = jnp.asarray(tensors["weight"])
@@ -153,7 +153,7 @@ class FP8Reader(Reader):
                 f"{name}.weight has weights that are NaN: the checkpoint is damaged"
             )
         scales = jnp.asarray(tensors[self.scale_name])
-        checks.check_scales(name, scales)  # before the repetition, so that it counts each once
+        checks.check_scales(name, scales)  # before repetition, to count each once
         scales = scales.reshape(-1, self.weights.groups(channels))
         size = min(self.block[0] or outputs, outputs)
         scales = _scales_of_channels(scales, size=size, outputs=outputs)
@@ -162,7 +162,7 @@ class FP8Reader(Reader):
 
 
 def read(config: Mapping[str, Any]) -> FP8Reader:
-    """Reads a `quantization_config`. Raises CheckpointError for a layout that can't be read."""
+    """Reads a `quantization_config`. Raises CheckpointError for an unsupported layout."""
     readers = {FINE_GRAINED: _fine_grained, METHOD: _compressed_tensors, modelopt.METHOD: _modelopt}
     return readers[checks.method_of(config)](config)
 
@@ -176,7 +176,7 @@ def matches(config: Mapping[str, Any]) -> bool:
 
 
 def write(layout: str, modules: writing.Modules) -> writing.Writer:
-    """Writes a scale for each output channel, or for each block of 128 × 128 channels."""
+    """The writer of FP8 with scales per output channel, or per block of 128 × 128 channels."""
     writing.require_codes(layout, modules, ("float8",))
     format = writing.only_format(layout, modules)
     size, is_static = format.group_size, layout == FLOATS and writing.are_static(layout, modules)
@@ -218,15 +218,15 @@ SCHEME = Scheme(
     read=read,
     matches=matches,
     ignored=(
-        "activation_scale",  # static, of activations beside blocks of weights
-        *("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt's, where the cache is not FP8
+        "activation_scale",  # static activation scales beside block-wise weights
+        *("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt's, if the cache is not FP8
     ),
     writing=writing.Writing((FLOATS, FINE_GRAINED), write, default_for=("float8",)),
 )
 
 
 def _encode(scale_name: str, plain: PlainCodes, name: str) -> dict[str, Any]:
-    """The tensors of one module. Raises ValueError where scales differ within a block."""
+    """The tensors of one module. Raises ValueError if scales differ within a block."""
     outputs = plain.shape[1]
     size = min(plain.format.group_size or 1, outputs)
     scales = plain.scales.T[::size]
@@ -301,7 +301,7 @@ def _parse_block(config: Mapping[str, Any], key: str, source: str) -> tuple[int,
 
 @functools.partial(jax.jit, static_argnames=("size", "outputs"))
 def _scales_of_channels(scales: jax.Array, *, size: int, outputs: int) -> jax.Array:
-    """Scales float32 [groups, N] from [⌈N / size⌉, groups]: one for each of a block's channels."""
+    """Repeats block scales [⌈N / size⌉, groups] for each output channel: float32 [groups, N]."""
     return jnp.repeat(scales.astype(jnp.float32), size, axis=0)[:outputs].T
 
 

@@ -1,11 +1,10 @@
-"""The quantised maps of a GGUF file: blocks of codes, of one type for each map.
+"""The scheme of GGUF files: blocks of codes, with one type for each linear map.
 
 A module has one tensor, whose suffix is the type: `q8_0`, uint8 [N, blocks, bytes of a block].
 Types with a scale for every 32 weights keep their codes; the scales and minima of Q4_K and Q5_K,
-products of two numbers, are rounded to float16. The codes of IQ4_NL and IQ4_XS are places in a
-table of 8-bit numbers, which are kept. Q2_K, Q3_K and Q6_K have scales for 16 weights, which no
-format here has: their weights are rounded to eight bits. A precision may ask for another format for
-all.
+products of two numbers, are rounded to float16. IQ4_NL and IQ4_XS keep the 8-bit values that their
+codes index. Q2_K, Q3_K and Q6_K have a scale for every 16 weights, which no format here has: their
+weights are dequantised and rounded to 8 bits. A precision may ask for another format for all.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.precision import describe_weights
 
-TABLE_NAMES = ("model.embed_tokens", "lm_head")  # which are dequantised
+TABLE_NAMES = ("model.embed_tokens", "lm_head")  # tables, which are dequantised
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
 
 @dataclasses.dataclass(frozen=True)
 class GGUFReader(RoundedReader):
-    """The types of a file's modules. Without a target, codes stay where a format has them.
+    """Reads GGUF modules. Without a target, codes are kept if a weight format has them.
 
-    types: by the module's name in Hugging Face's files, such as `Q8_0`.
+    types: the block type, such as `Q8_0`, by Hugging Face's module name.
     heads: by name, the heads of modules whose input channels are those of value heads in the order
         of Qwen3.5's files.
     """
@@ -49,7 +48,7 @@ class GGUFReader(RoundedReader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's tensor is blocks of one of the types."""
+        """Whether a module has a tensor of GGUF blocks."""
         return any(suffix in TYPES for suffix in specs)
 
     @property
@@ -61,7 +60,7 @@ class GGUFReader(RoundedReader):
 
     @property
     def loss(self) -> str | None:
-        """A text about the types whose codes, or whose scales, are not kept."""
+        """A description of the types whose codes or scales are rounded; None if none are."""
         maps = [name for name in self.types if name not in TABLE_NAMES]
         rounded = {self.types[name] for name in maps if not self.keeps_codes(name)}
         kept = {self.types[name] for name in maps} - rounded
@@ -77,7 +76,7 @@ class GGUFReader(RoundedReader):
 
     @property
     def contents(self) -> str:
-        """The types of maps and tables with their numbers, and what becomes of each."""
+        """A description of the maps' and tables' types, their counts, and how they are loaded."""
         maps = collections.Counter(t for name, t in self.types.items() if name not in TABLE_NAMES)
         tables = sorted({t for name, t in self.types.items() if name in TABLE_NAMES})
         parts = []
@@ -101,7 +100,7 @@ class GGUFReader(RoundedReader):
         return own if own is not None and _agree(own, self.target) else self.target
 
     def keeps_codes(self, name: str) -> bool:
-        """Whether the module's codes are kept."""
+        """Whether a module's codes are kept."""
         kind = BLOCK_TYPES[self.types[name]]
         return self._format(kind.name) == own_format(kind)
 
@@ -117,7 +116,7 @@ class GGUFReader(RoundedReader):
         return blocks * kind.size, outputs
 
     def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
-        """The module's own codes where a format has them, or those nearest to its weights."""
+        """The module's own codes if a format has them, or the codes nearest to its weights."""
         channels, _ = self.check(tensors, name, shape)
         kind, blocks = _only(tensors, name)
         format = self.format(name, channels)
@@ -162,7 +161,7 @@ SCHEME = Scheme(
 
 
 def own_format(kind: TensorType) -> WeightFormat | None:
-    """The format that holds the codes of a type; None where there is none."""
+    """The weight format that can hold the codes of a type; None if there is none."""
     if kind.codes is None:
         return None
     bits = 4 if kind.code_bits <= 4 else 8
@@ -172,7 +171,10 @@ def own_format(kind: TensorType) -> WeightFormat | None:
 
 
 def _agree(own: WeightFormat, target: WeightFormat) -> bool:
-    """Whether formats differ in symmetry at most: symmetric codes are codes with zero points."""
+    """Whether the formats are equal except for symmetry.
+
+    Symmetric codes can be stored in the asymmetric format, with a constant zero point.
+    """
     return dataclasses.replace(own, symmetric=False) == dataclasses.replace(target, symmetric=False)
 
 
@@ -201,7 +203,7 @@ def _own_codes(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> Pla
 
 
 def _only(tensors: Mapping[str, Any], name: str) -> tuple[TensorType, Any]:
-    """The type and the tensor of a module. Raises CheckpointError where it has several."""
+    """The type and the tensor of a module. Raises CheckpointError unless it has exactly one."""
     found = [(TYPES[suffix], tensor) for suffix, tensor in tensors.items() if suffix in TYPES]
     if len(found) != 1:
         raise CheckpointError(f"{name} has the tensors {', '.join(tensors)}: expected one")

@@ -1,6 +1,6 @@
 """Reads and writes GPTQ checkpoints of 4 and 8 bits, `gptq` (v1) and `gptq_v2`.
 
-Channels may be in another order (act-order).
+Act-order is supported.
 
 With K input and N output channels in G groups and b bits, a module has `qweight` int32
 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N] and `g_idx` int32 [K], the group of
@@ -39,13 +39,13 @@ class GPTQReader(Reader):
 
     bits: 4 or 8. group_size: input channels per group; None: one group of all channels.
     checkpoint_format: `gptq` (v1, zero points stored minus 1) or `gptq_v2`.
-    desc_act: whether channels were quantised in order of activation (act-order).
-    static_groups: whether groups were fixed before act-order, so that channels of one group lie
-        side by side.
-    symmetric: whether all zero points are 2**(bits − 1); None where config.json does not say.
+    desc_act: whether channels were quantised in act-order.
+    static_groups: whether groups were fixed before act-order, so that each group's channels are
+        neighbours.
+    symmetric: whether all zero points are 2**(bits − 1); None if config.json doesn't say.
     """
 
-    # Some writers give each module a bias, all zeros where the model has none.
+    # Some writers give each module a bias, all zeros if the model has none.
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx", "bias")
     on_host: ClassVar[tuple[str, ...]] = ("g_idx",)
     order_suffix: ClassVar[str | None] = "g_idx"
@@ -59,13 +59,13 @@ class GPTQReader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has a `qweight` that does not have AWQ's packing."""
+        """Whether a module has a `qweight` without AWQ's packing."""
         is_awq = words.packing(specs) in ("awq", "gemv") or "scaled_zeros" in specs
         return "qweight" in specs and not is_awq
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of modules whose channels are not known."""
+        """The format of modules before their channels are known."""
         return words.usual_format(self.bits, self.group_size)
 
     def format(self, name: str, channels: int) -> WeightFormat:
@@ -91,7 +91,7 @@ class GPTQReader(Reader):
             "qzeros": ((groups, columns // codes_per_word), ("int32",)),
             "scales": ((groups, columns), checks.SCALE_DTYPES),
         }
-        # Without act-order the groups are in order, and some writers leave g_idx out.
+        # Without act-order, groups are in channel order, and some writers omit g_idx.
         if "g_idx" in specs or (self.desc_act and not self.static_groups):
             expected |= {"g_idx": ((rows,), ("int32",))}
         said += f" and group_size {self.group_size or -1}"
@@ -100,7 +100,10 @@ class GPTQReader(Reader):
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Words hold neighbouring input channels; without `sym`, all zero points are compared."""
+        """The axes of the tensors; words hold neighbouring input channels.
+
+        Empty without `sym`: then `decode` must compare all zero points.
+        """
         per_word, size = words.WORD_BITS // self.bits, self.group_size
         if self.symmetric is None:
             return {}
@@ -114,10 +117,11 @@ class GPTQReader(Reader):
     def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
         """Decodes one module: codes uint8 [K, N], scales [G, N] as stored, zeros uint16 [G, N].
 
-        With act-order, rows of the codes are in the order of a permutation int32 [K], which comes
-        with them. `g_idx` must be concrete (a NumPy array, not an argument of a jitted function),
-        because the permutation is computed from its values. Raises CheckpointError as `check` and
-        `permutation_of` do, and for zero points that contradict config.json.
+        With act-order, the codes' rows are permuted so that groups are contiguous, and the
+        permutation int32 [K] is returned with them. `g_idx` must be concrete (a NumPy array, not an
+        argument of a jitted function), because the permutation is computed from its values. Raises
+        CheckpointError as `check` and `permutation_of` do, and for zero points that contradict
+        config.json.
         """
         rows, _ = self.check(tensors, name, shape)
         permutation = None
@@ -145,9 +149,9 @@ class GPTQReader(Reader):
 
 
 def read(config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Reads a `quantization_config`: its `dynamic` rules, and then that of all other modules.
+    """Reads a `quantization_config`: rules of `dynamic`, then one for all other modules.
 
-    Raises CheckpointError for bits or a layout that can't be read.
+    Raises CheckpointError for unsupported bits or layouts.
     """
     meta = config.get("meta") or {}
     if not isinstance(meta, Mapping):
@@ -171,7 +175,7 @@ def read(config: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def write(layout: str, modules: writing.Modules) -> writing.Writer:
-    """Writes the format of most modules, and a `dynamic` rule for each other module."""
+    """The writer of the most common format, with a `dynamic` rule for each other module."""
     writing.require_codes(layout, modules, ("uint4", "uint8"))
     integers = writing.integers_of(modules)
     usual = writing.most_common(integers)
@@ -202,14 +206,14 @@ SCHEME = Scheme(
     reader=GPTQReader,
     read=read,
     refuse=words.refuse_packing,
-    writing=writing.Writing(("gptq_v2", "gptq"), write),  # v2 holds all zero points
+    writing=writing.Writing(("gptq_v2", "gptq"), write),  # v2 first: it can hold all zero points
 )
 
 
 def _encode(layout: str, plain: PlainCodes, name: str) -> dict[str, Any]:
     """The tensors of one module. Raises ValueError as Writer.encode does.
 
-    v1 holds no zero point of 0: stored as −1, it is another one to readers that unpack first.
+    v1 can't hold the zero point 0: stored as −1, it wraps around for readers that unpack first.
     """
     minus_one = layout == "gptq"
     zeros, bits = writing.zero_points(plain), plain.format.bits
@@ -228,11 +232,11 @@ def _encode(layout: str, plain: PlainCodes, name: str) -> dict[str, Any]:
 def permutation_of(
     g_idx: np.ndarray, group_size: int, name: str, suffix: str = "g_idx"
 ) -> np.ndarray | None:
-    """The permutation of input channels that puts each group's channels side by side.
+    """The permutation of input channels that makes each group contiguous.
 
     g_idx: integers [K], the group of each channel, from the tensor `suffix`. Returns int32 [K],
-    groups in order and channels of a group in their original order; None where `g_idx` is in that
-    order already. Raises CheckpointError unless every group has exactly group_size channels.
+    groups in order and channels of a group in their original order; None if `g_idx` is already in
+    that order. Raises CheckpointError unless every group has exactly group_size channels.
     """
     channels = g_idx.shape[0]
     ordered = np.arange(channels) // group_size
@@ -250,21 +254,21 @@ def permutation_of(
 
 
 def _pattern(name: str) -> str:
-    """A pattern that matches one module's path."""
+    """A regular expression that matches only this module's path."""
     return f"^{re.escape(name)}$"
 
 
 def _entries(integers: writing.Integers) -> dict[str, Any]:
-    """The entries of config.json about codes: of a checkpoint, or of the modules of a rule."""
+    """The config.json entries on codes, for a checkpoint or a rule."""
     bits, group_size, symmetric = integers
     return {"bits": bits, "group_size": group_size or -1, "sym": symmetric}
 
 
 def _centred(zeros: jax.Array, config: GPTQReader) -> jax.Array:
-    """Corrects zero points of a symmetric weight where config.json names the wrong version.
+    """Corrects zero points of a symmetric weight if config.json names the wrong version.
 
-    Some writers call v2 `gptq`, or v1 `gptq_v2`; every zero point then reads as the middle plus or
-    minus 1. Zero points that are all off by that become the middle; others stay.
+    Some writers call v2 `gptq`, or v1 `gptq_v2`; then every zero point is the middle plus or minus
+    1. If all zero points are off by that, they become the middle; otherwise they don't change.
     """
     middle = 2 ** (config.bits - 1)
     beside = middle + (1 if config.checkpoint_format == "gptq" else -1)
@@ -301,8 +305,8 @@ def _parse_layout(config: Mapping[str, Any]) -> str:
 def _parse_dynamic(rules: Any, usual: GPTQReader) -> Iterator[Rule]:
     """Reads `dynamic`, a map from patterns to settings.
 
-    A pattern that begins with `-:` names modules left in 16 bits; with `+:` or no sign, modules
-    with other settings, those of `usual` where it names none. Raises CheckpointError.
+    A pattern that begins with `-:` names modules left in 16 bits; one with `+:` or no sign, modules
+    with other settings; missing settings are those of `usual`. Raises CheckpointError.
     """
     if not isinstance(rules, Mapping):
         raise CheckpointError(f"{SOURCE}: dynamic is {rules!r}: expected a map of patterns")
@@ -346,8 +350,8 @@ def _unpack(
         codes = codes[permutation]
     stored = jax.lax.bitcast_convert_type(qzeros, jnp.uint32)
     if minus_one:
-        # The writer subtracted 1 from every field with one subtraction per word, so a zero point
-        # of 0 borrowed from the next field; only adding word by word, mod 2**32, pays it back.
+        # The writer subtracted 1 from all fields with one subtraction per word, so a zero point of
+        # 0 borrowed from the next field; only an addition per word, mod 2**32, undoes that.
         ones = sum(1 << shift for shift in range(0, words.WORD_BITS, bits))
         stored = stored + jnp.uint32(ones)
     return codes, words.unpack_words(stored, bits, axis=1).astype(jnp.uint16)

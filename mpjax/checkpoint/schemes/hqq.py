@@ -1,9 +1,10 @@
-"""Reads HQQ checkpoints of 4 and 8 bits whose groups lie along the input channels (`axis` 1).
+"""Reads HQQ checkpoints of 4 and 8 bits with groups along the input channels (`axis` 1).
 
 With K input and N output channels in groups of g, a weight [N, K] is a list of N · K / g groups.
 `W_q` uint8 [groups, g] holds codes of 8 bits; of 4 bits, `W_q` [groups / 2, g] holds the first half
 of the list in high nibbles and the second half in low ones. `scale` and `zero` are floats
-[groups, 1], and the weight is (code − zero) · scale. Other tensors of a module repeat config.json.
+[groups, 1], and the weight is (code − zero) · scale. Other tensors of a module repeat config.json's
+settings.
 Source: HQQ, hqq/core/quantize.py and hqq/core/bitpack.py.
 """
 
@@ -29,7 +30,7 @@ from mpjax.kernels.codes.base import GROUP_SIZES
 SOURCE = "quantization_config of an HQQ checkpoint"
 REMEDY = "load another checkpoint of the model, or quantise it again with nbits 4, axis 1"
 BITS = (4, 8)
-# Tensors that repeat the configuration of a module.
+# Tensors that repeat a module's settings.
 SETTINGS = (
     *("nbits", "group_size", "axis", "shape", "packing", "channel_wise", "optimize", "round_zero"),
     *("view_as_float", "unpack_view_dtype", "compute_dtype", "quant_scale", "quant_zero"),
@@ -39,7 +40,7 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class HQQReader(Reader):
-    """HQQ along the input channels. Scales and minima become float16.
+    """HQQ with groups along the input channels. Scales and minima become float16.
 
     bits: of a code. size: input channels per group; None: one group of all channels.
     """
@@ -61,11 +62,11 @@ class HQQReader(Reader):
 
     @property
     def loss(self) -> str:
-        """A text about parameters, which HQQ may keep in other dtypes."""
+        """A description of the rounded parameters, which HQQ may store in other dtypes."""
         return "scales and minima of HQQ to float16"
 
     def format(self, name: str, channels: int) -> WeightFormat:
-        """The format of one module on the device: groups of the file's size, or parts of them."""
+        """The format of one module on the device, with groups of the file's size or a divisor."""
         size = self.size or channels
         if size % GROUP_SIZES[0] or channels % size:
             raise CheckpointError(
@@ -77,7 +78,7 @@ class HQQReader(Reader):
     def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
         """Checks a module's tensors by shape and dtype and returns its (K, N).
 
-        Without a shape of the model, the module is taken to have one output channel.
+        Without `shape`, the module is taken to have one output channel.
         """
         rows, columns = (*getattr(specs.get("W_q"), "shape", ()), 0, 0)[:2]
         per_byte = 8 // self.bits
@@ -110,15 +111,16 @@ class HQQReader(Reader):
         return PlainCodes(format, codes, scales, minima)
 
     def _of_groups(self, size: int) -> WeightFormat:
-        """Groups of the file's size, or of the largest size that divides it."""
+        """The format with the largest group size that divides the file's."""
         sizes = [mine for mine in GROUP_SIZES if size % mine == 0]
         return WeightFormat(f"affine{self.bits}", max(sizes, default=GROUP_SIZES[0]))
 
 
 def read(config: Mapping[str, Any]) -> HQQReader | list[Rule]:
-    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read.
+    """Reads a `quantization_config`. Raises CheckpointError for unsupported settings.
 
-    It may have settings by the last two parts of a module's path, such as `self_attn.q_proj`.
+    It may have separate settings by the last two parts of a module's path, such as
+    `self_attn.q_proj`.
     """
     given = config.get("quant_config")
     if not isinstance(given, Mapping) or not given:
@@ -132,7 +134,7 @@ def read(config: Mapping[str, Any]) -> HQQReader | list[Rule]:
 
 
 def _read(given: Any, source: str) -> HQQReader:
-    """The settings of modules. Raises CheckpointError for those that can't be read."""
+    """The reader of one object of settings. Raises CheckpointError for unsupported ones."""
     weights = given.get("weight_quant_params") if isinstance(given, Mapping) else None
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"{source}: expected an object with weight_quant_params")
@@ -169,7 +171,7 @@ SCHEME = Scheme(
 
 @functools.partial(jax.jit, static_argnames="bits")
 def _unpack(packed: jax.Array, *, bits: int) -> jax.Array:
-    """The codes uint8 [groups, g] of bytes."""
+    """Unpacks bytes to codes uint8 [groups, g]."""
     if bits == 8:
         return packed
     return jnp.concatenate([packed >> jnp.uint8(4), packed & jnp.uint8(15)])

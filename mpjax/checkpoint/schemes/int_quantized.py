@@ -29,11 +29,11 @@ ROUNDED = Activations("int8", operands=(None, "int8"))
 
 @dataclasses.dataclass(frozen=True)
 class IntQuantizedReader(Reader):
-    """8-bit integers with a scale for each output channel, or one for all.
+    """8-bit integers with a scale for each output channel, or a single scale.
 
-    by_channel: whether there is one for each.
-    activations: rounded to `int8`, with a scale for each token or with the file's; or in 16 bits,
-        beside which weights become unsigned codes.
+    by_channel: whether there is a scale for each output channel.
+    activations: `int8` with a scale for each token or with the file's scale; or 16 bits, for which
+        weights become unsigned codes.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", static_activations.SUFFIX)
@@ -43,7 +43,7 @@ class IntQuantizedReader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's weight is 8-bit integers with a scale."""
+        """Whether a module's weight is int8 with a scale."""
         return {"weight", "weight_scale"} <= specs.keys() and str(specs["weight"].dtype) == "int8"
 
     @property
@@ -71,12 +71,12 @@ class IntQuantizedReader(Reader):
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Weights are [output, input channels], with scales [output channels, 1] or one."""
+        """The axes: weights are [output, input channels], scales [output channels, 1] or [1]."""
         scales = Axes(None, Axis(0) if self.by_channel else None)
         return {"weight": Axes(Axis(1), Axis(0)), "weight_scale": scales}
 
     def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
-        """Codes int8 [K, N], or beside 16-bit activations uint8 ones, with scales [1, N]."""
+        """Codes int8 [K, N], or uint8 for 16-bit activations, with scales [1, N]."""
         _, outputs = self.check(tensors, name, shape)
         codes = jnp.asarray(tensors["weight"]).T
         scales = jnp.asarray(tensors["weight_scale"]).reshape(1, -1)
@@ -91,7 +91,7 @@ class IntQuantizedReader(Reader):
 
 
 def read(config: Mapping[str, Any]) -> IntQuantizedReader:
-    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    """Reads a `quantization_config`. Raises CheckpointError for unsupported settings."""
     group, source = compressed_tensors.read_only_group(config, (INTEGERS, NAIVE), SOURCE)
     weights = compressed_tensors.read_integers(group, source)
     checks.require_choice(weights, "num_bits", (8,), f"{source}, weights")
@@ -104,7 +104,7 @@ def read(config: Mapping[str, Any]) -> IntQuantizedReader:
 
 
 def write(layout: str, modules: writing.Modules) -> writing.Writer:
-    """Writes a scale for each output channel, and activations that are rounded as modules say."""
+    """The writer of int8 with scales per output channel, and static activation scales."""
     writing.require_codes(layout, modules, ("int8",))
     activations = ROUNDED._replace(is_static=writing.are_static(layout, modules))
 
@@ -129,7 +129,7 @@ SCHEME = Scheme(
     reader=IntQuantizedReader,
     read=read,
     matches=lambda config: compressed_tensors.is_layout(config, INTEGERS),
-    # The zero points of static activations, all 0 where the scales are used.
+    # Not read: only symmetric activations are supported, whose zero points are 0.
     ignored=("input_zero_point",),
     writing=writing.Writing((INTEGERS,), write, default_for=("int8",), packs_heads=True),
 )

@@ -1,6 +1,6 @@
-"""The `quantization_config` of checkpoints of NVIDIA's Model Optimizer, in all of its formats.
+"""Reads the `quantization_config` of NVIDIA Model Optimizer checkpoints, for all formats.
 
-Older checkpoints have it in hf_quant_config.json, under `quantization`. Source: TensorRT Model
+Older checkpoints have it under `quantization` in hf_quant_config.json. Source: TensorRT Model
 Optimizer, torch/export/convert_hf_config.py.
 """
 
@@ -21,9 +21,9 @@ READ = (*FP8_ALGORITHMS, "NVFP4", "W4A16_NVFP4")
 
 
 def algorithm(config: Mapping[str, Any], source: str = SOURCE) -> str:
-    """The algorithm of a ModelOpt checkpoint, or of one of its modules, in capitals.
+    """The quantisation algorithm of a ModelOpt checkpoint or module, in capitals.
 
-    source: for messages. Raises CheckpointError for one that is not read.
+    source: for messages. Raises CheckpointError for an unsupported algorithm.
     """
     name = _algorithm(config)
     if name not in READ:
@@ -48,9 +48,9 @@ def has_cache_scales(config: Mapping[str, Any]) -> bool:
 
 
 def split(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]] | None:
-    """The targets and the `quantization_config` of each algorithm of a mixture; None for one.
+    """(targets, `quantization_config`) of each algorithm of a mixture; None for a single one.
 
-    Raises CheckpointError for a mixture that lists no modules.
+    Raises CheckpointError if a mixture doesn't list its modules.
     """
     if _algorithm(config) != MIXED:
         return None
@@ -68,6 +68,6 @@ def split(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, An
 
 
 def from_older(written: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `quantization_config` of a hf_quant_config.json; None where it has none."""
+    """The `quantization_config` of a hf_quant_config.json, or None."""
     found = written.get("quantization")
     return {**found, "quant_method": METHOD} if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""Reads and writes MXFP4: e2m1 codes with a power of two for every 32 input channels (gpt-oss).
+"""Reads and writes MXFP4 (gpt-oss): e2m1 codes with a power-of-two scale per 32 input channels.
 
 With K input and N output channels, a module has `blocks` uint8 [N, K / 32, 16] and `scales` uint8
 [N, K / 32]. The low four bits of a byte are the code of the even channel, and the weight is
@@ -23,20 +23,20 @@ from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.codes import float4
 
-METHOD = "mxfp4"  # also the name of the layout of an export
+METHOD = "mxfp4"  # also the name of the export layout
 FORMAT = WeightFormat("float4", 32)
 GROUP, GROUP_BYTES = 32, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4Reader(Reader):
-    """MXFP4 as gpt-oss is published in."""
+    """MXFP4 in gpt-oss's published layout."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("blocks", "scales")
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has blocks of bytes."""
+        """Whether a module has uint8 `blocks`."""
         return "blocks" in specs and str(specs["blocks"].dtype) == "uint8"
 
     @property
@@ -73,7 +73,7 @@ class MXFP4Reader(Reader):
 
 
 def write(layout: str, modules: writing.Modules) -> writing.Writer:
-    """Writes modules bit for bit as they were read."""
+    """The writer of MXFP4, lossless."""
     writing.require_codes(layout, modules, (FORMAT.codes,), permuted=writing.REMEDY)
 
     def config(plain: Sequence[str], cache: str | None) -> dict[str, Any]:
@@ -87,7 +87,7 @@ SCHEME = Scheme(
     article="an",
     methods=(METHOD,),
     reader=MXFP4Reader,
-    read=lambda config: MXFP4Reader(),  # nothing depends on the file
+    read=lambda config: MXFP4Reader(),  # the config has no settings
     writing=writing.Writing((METHOD,), write, default_for=(FORMAT.codes,), joins_experts=True),
 )
 
@@ -109,5 +109,5 @@ def _decode(blocks: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @jax.jit
 def _pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Undoes `_decode`: bytes uint8 [N, K / 2] of codes [N, K], and exponents uint8 [N, K / 32]."""
+    """The inverse of `_decode`: bytes uint8 [N, K / 2], and exponents uint8 [N, K / 32]."""
     return codes[:, ::2] | codes[:, 1::2] << jnp.uint8(4), float4.exponents_of(scales)

@@ -1,11 +1,11 @@
-"""Reads checkpoints of bitsandbytes in four bits: NF4 and FP4, in blocks of weights.
+"""Reads 4-bit bitsandbytes checkpoints: NF4 and FP4, with block-wise scales.
 
 With K input and N output channels, a module has `weight` uint8 [N · K / 2, 1], the codes of the
-weight [N, K] row by row with the even one in the high nibble, `weight.absmax`, a scale for each
-block of `blocksize` weights, `weight.quant_map` float32 [16], and the state, a JSON of bytes, whose
-name ends in `bitsandbytes__nf4` or `bitsandbytes__fp4`. Scales may be quantised themselves: uint8
-indices of `weight.nested_quant_map`, with a scale `weight.nested_absmax` for each block of them and
-an offset. Source: bitsandbytes, functional.py.
+weight [N, K] row by row, with the even one in the high nibble; `weight.absmax`, a scale for each
+block of `blocksize` weights; the table `weight.quant_map` float32 [16]; and the quant state, JSON
+as bytes, in a tensor whose name ends in `bitsandbytes__nf4` or `bitsandbytes__fp4`. With double
+quantisation, scales are uint8 indices of `weight.nested_quant_map`, with a scale
+`weight.nested_absmax` for each block of them and an offset. Source: bitsandbytes, functional.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mpjax.kernels import PlainCodes, WeightFormat, files
 SOURCE = "quantization_config of a bitsandbytes checkpoint"
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
-BLOCK = 64  # the usual number of weights in a block
+BLOCK = 64  # weights in a block; the only supported size
 
 
 @dataclasses.dataclass(frozen=True)
 class NF4Reader(Reader):
-    """bitsandbytes' four bits. Scales become float16 or bfloat16, rounded if they are nested."""
+    """4-bit bitsandbytes. Scales become float16 or bfloat16, rounded if necessary."""
 
     suffixes: ClassVar[tuple[str, ...]] = (
         *("weight", "weight.absmax", "weight.quant_map"),
@@ -45,7 +45,7 @@ class NF4Reader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has scales of blocks beside its weight."""
+        """Whether a module has `weight.absmax`."""
         return "weight.absmax" in specs
 
     @property
@@ -54,9 +54,9 @@ class NF4Reader(Reader):
         return WeightFormat("table4", BLOCK)
 
     def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
-        """Checks a module's tensors by shape and dtype, and returns the (K, N) of the model.
+        """Checks a module's tensors by shape and dtype, and returns (K, N).
 
-        The tensors are flat: only the state, which `decode` reads, has their (K, N).
+        The tensors are flat, so (K, N) is `shape` or, without it, that of the quant state.
         """
         state = next((suffix for suffix in STATES if suffix in specs), None)
         if state is None:
@@ -83,7 +83,7 @@ class NF4Reader(Reader):
         return channels, outputs
 
     def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
-        """Codes of the file's own table, with a scale for each block of input channels."""
+        """Codes with the file's table and a scale for each block of input channels."""
         channels, outputs = self.check(tensors, name, shape)
         state = next(tensors[suffix] for suffix in STATES if suffix in tensors)
         values, found = _read_state(name, state)
@@ -104,7 +104,7 @@ class NF4Reader(Reader):
 
 
 def read(config: Mapping[str, Any]) -> NF4Reader:
-    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    """Reads a `quantization_config`. Raises CheckpointError for unsupported settings."""
     if checks.parse_switch(config, "load_in_8bit", SOURCE):
         raise CheckpointError(
             f"{SOURCE}: load_in_8bit is true, which is not read: load the 16-bit checkpoint "
@@ -119,7 +119,7 @@ SCHEME = Scheme(title="bitsandbytes", methods=("bitsandbytes",), reader=NF4Reade
 
 
 def _read_state(name: str, state: Any) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The state of a module as JSON, and its (K, N)."""
+    """The quant state of a module, parsed, and its (K, N)."""
     where = f"the quant_state of {name}"
     text = files.decode(np.asarray(state).tobytes(), where, CheckpointError)
     values = files.parse_object(text, where, CheckpointError)
@@ -131,7 +131,7 @@ def _read_state(name: str, state: Any) -> tuple[dict[str, Any], tuple[int, int]]
 
 
 def _read_nesting(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `_unnest` in a state."""
+    """The keyword arguments of `_unnest` in a quant state."""
     where = f"the quant_state of {name}"
     size = checks.parse_integer(values, ("nested_blocksize",), where)
     offset = values.get("nested_offset", 0.0)
@@ -146,13 +146,13 @@ def _read_nesting(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _unnest(
     codes: jax.Array, nested: jax.Array, table: jax.Array, *, size: int, offset: float
 ) -> jax.Array:
-    """Scales float32 of their codes uint8: table · scale of the block + offset."""
+    """Dequantises double-quantised scales: float32 table[code] · block scale + offset."""
     blocks = jnp.arange(len(codes)) // size
     return table[codes] * nested[jnp.minimum(blocks, len(nested) - 1)] + jnp.float32(offset)
 
 
 def _narrow(scales: jax.Array) -> jax.Array:
-    """Scales in the 16-bit dtype that holds them exactly, or else rounded to float16's digits."""
+    """Scales in a 16-bit dtype that holds them exactly, or else rounded, to float16 if in range."""
     for dtype in (jnp.bfloat16, jnp.float16):
         narrow = scales.astype(dtype)
         if bool(jnp.all(narrow.astype(jnp.float32) == scales)):

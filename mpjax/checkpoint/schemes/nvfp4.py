@@ -1,11 +1,12 @@
-"""Reads NVFP4 checkpoints of compressed-tensors and of ModelOpt: e2m1 in groups of 16.
+"""Reads NVFP4 checkpoints of compressed-tensors and ModelOpt: e2m1 in groups of 16.
 
-With K input and N output channels, a module has codes uint8 [N, K / 2], whose low nibble is the
-even channel, scales e4m3 [N, K / 16], and one float32. compressed-tensors names them
+With K input and N output channels, a module has codes uint8 [N, K / 2] with the even channel in the
+low nibble, scales e4m3 [N, K / 16], and a float32 global scale. compressed-tensors names them
 `weight_packed`, `weight_scale` and `weight_global_scale`, and divides: w = e2m1 · (scale / global).
-ModelOpt names them `weight`, `weight_scale` and `weight_scale_2`, and multiplies. Activations stay
-in 16 bits here, whatever the checkpoint says. Source: compressed-tensors, compressors/nvfp4;
-TensorRT Model Optimizer, torch/quantization/qtensor/nvfp4_tensor.py.
+ModelOpt names them `weight`, `weight_scale` and `weight_scale_2`, and multiplies. Weights are
+dequantised and rounded; activations stay in 16 bits, whatever the checkpoint says. Source:
+compressed-tensors, compressors/nvfp4; TensorRT Model Optimizer,
+torch/quantization/qtensor/nvfp4_tensor.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpjax.kernels.codes.float4 import E2M1
 
 SOURCE = "quantization_config of an NVFP4 checkpoint"
 GROUP = 16
-# Names of codes, scales and the global scale, by the method.
+# Method → names of codes, scales and the global scale.
 NAMES = {
     METHOD: ("weight_packed", "weight_scale", "weight_global_scale"),
     modelopt.METHOD: ("weight", "weight_scale", "weight_scale_2"),
@@ -37,7 +38,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4Reader(RoundedReader):
-    """NVFP4 weights beside 16-bit activations.
+    """NVFP4 weights, for 16-bit activations.
 
     method: `compressed-tensors` or `modelopt`, which name the tensors differently.
     """
@@ -51,7 +52,7 @@ class NVFP4Reader(RoundedReader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has a global scale beside its codes."""
+        """Whether a module has a global scale."""
         return any(names[-1] in specs for names in NAMES.values())
 
     def check(self, specs: Specs, name: str, shape: Shape | None = None) -> Shape:
@@ -74,20 +75,20 @@ class NVFP4Reader(RoundedReader):
         codes, scales, global_scale = (tensors[suffix] for suffix in NAMES[self.method])
         steps: np.ndarray = np.asarray(scales).astype(np.float32)
         whole = np.asarray(global_scale)
-        with np.errstate(all="ignore"):  # `check_scales` reports what is not finite
-            # On the host, because XLA multiplies by the inverse of a divisor.
+        with np.errstate(all="ignore"):  # `check_scales` reports infinities and NaN
+            # On the host, because XLA turns the division into an inexact multiplication.
             steps = steps / whole.reshape(()) if self.method == METHOD else steps * whole
         checks.check_scales(name, jnp.asarray(steps))
         return _values(jnp.asarray(codes), jnp.asarray(steps))
 
     @property
     def loss(self) -> str:
-        """A text about the rounding of all weights."""
+        """A description of the rounding of all weights."""
         return f"NVFP4 is rounded to {describe_rounding(self.target)}"
 
 
 def read(config: Mapping[str, Any]) -> NVFP4Reader:
-    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    """Reads a `quantization_config`. Raises CheckpointError for unsupported settings."""
     if checks.method_of(config) == METHOD:
         group, source = compressed_tensors.read_only_group(config, (NVFP4,), SOURCE)
         weights, where = group.get("weights"), f"{source}, weights"
@@ -115,7 +116,7 @@ SCHEME = Scheme(
     matches=matches,
     ignored=(
         *("input_global_scale", "input_scale"),
-        *("k_scale", "v_scale"),  # of an FP8 cache, where config.json does not name them
+        *("k_scale", "v_scale"),  # of an FP8 cache that config.json doesn't mention
     ),
 )
 

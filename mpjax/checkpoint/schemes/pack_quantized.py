@@ -1,11 +1,10 @@
-"""compressed-tensors' `pack-quantized`: integers of 4 and 8 bits in words, along input channels.
+"""compressed-tensors' `pack-quantized`: 4- and 8-bit integers, packed along input channels.
 
 With K input and N output channels in G groups and b bits, a module has `weight_packed` int32
-[N, ⌈K b / 32⌉], `weight_scale` [N, G] and `weight_shape` int64 [2], which is [N, K]; where zero
-points differ, `weight_zero_point` int32 [⌈N b / 32⌉, G]; and from act-order with groups of its own,
-`weight_g_idx` int32 [K], the group of each input channel. The weight is (code − zero) · scale, with
-codes and zero points stored plus 2**(b − 1). Source: compressed-tensors,
-compressors/pack_quantized.
+[N, ⌈K b / 32⌉], `weight_scale` [N, G] and `weight_shape` int64 [2], which is [N, K]; if asymmetric,
+`weight_zero_point` int32 [⌈N b / 32⌉, G]; and for act-order with dynamic groups, `weight_g_idx`
+int32 [K], the group of each input channel. The weight is (code − zero) · scale, with codes and zero
+points stored plus 2**(b − 1). Source: compressed-tensors, compressors/pack_quantized.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from mpjax.kernels.checks import is_known
 
 SUPPORTED_BITS = (4, 8)
 PLAIN = Activations(operands=(None,))
-# The values of `actorder`, and whether groups follow the order. Without it, and with a static one,
-# a group is a run of neighbouring channels.
+# Value of `actorder` → whether groups follow act-order. Otherwise a group is contiguous channels.
 ACT_ORDERS: dict[Any, bool] = {
     **dict.fromkeys((None, False, "static", "weight"), False),
     **dict.fromkeys((True, "group", "dynamic"), True),
@@ -49,8 +47,9 @@ ACT_ORDERS: dict[Any, bool] = {
 class PackQuantizedReader(Reader):
     """Integers of 4 or 8 bits in compressed-tensors' `pack-quantized` layout.
 
-    integers: bits, groups and symmetry of the codes. has_order: whether there is `weight_g_idx`.
-    activations: in 16 bits, whatever the checkpoint was made for.
+    integers: bits, groups and symmetry of the codes. has_order: whether modules have
+    `weight_g_idx`.
+    activations: 16 bits, whatever the checkpoint was made for.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -67,13 +66,13 @@ class PackQuantizedReader(Reader):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's tensors are packed so."""
+        """Whether a module's tensors have this layout."""
         is_nvfp4 = any(suffix in specs for suffix in GLOBAL_SCALES)
         return any(suffix in specs for suffix in PACKED_TENSORS) and not is_nvfp4
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of modules whose channels are not known."""
+        """The format of modules before their channels are known."""
         return words.usual_format(self.integers.bits, self.integers.group_size)
 
     def format(self, name: str, channels: int) -> WeightFormat:
@@ -93,7 +92,7 @@ class PackQuantizedReader(Reader):
         outputs, count = specs["weight_packed"].shape
         channels = count * per_word
         if shape is not None and -(-shape[0] // per_word) == count:
-            channels = shape[0]  # the last word may be cut
+            channels = shape[0]  # the last word may be partial
         said = f"num_bits {bits} and group_size {size or -1}"
         checks.check_weight_shape(name, (channels, outputs), shape, size, said)
         groups = 1 if size is None else channels // size
@@ -117,7 +116,7 @@ class PackQuantizedReader(Reader):
 
     @property
     def axes(self) -> dict[str, Axes]:
-        """Words hold neighbouring input channels, and those of zero points output channels."""
+        """The axes; words hold neighbouring input channels, or output channels for zero points."""
         bits, size, _ = self.integers
         per_word, groups = words.WORD_BITS // bits, None if size is None else Axis(1, size)
         return {
@@ -130,7 +129,7 @@ class PackQuantizedReader(Reader):
         """The plain codes of one module.
 
         `weight_g_idx` must be concrete (a numpy array, not an argument of a jitted function).
-        Raises CheckpointError as `check` does, and for a `weight_shape` that is another one.
+        Raises CheckpointError as `check` does, and for a wrong `weight_shape`.
         """
         channels, outputs = self.check(tensors, name, shape)
         bits, size, symmetric = self.integers
@@ -159,9 +158,9 @@ class PackQuantizedReader(Reader):
 
 
 def read(config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Reads a `quantization_config`: what is left in 16 bits, and then the groups.
+    """Reads a `quantization_config`: a rule for `ignore`, then rules for the groups.
 
-    Raises CheckpointError for settings that can't be read.
+    Raises CheckpointError for unsupported settings.
     """
     ignored = compressed_tensors.read_names(config.get("ignore"), "ignore", SOURCE)
     groups = compressed_tensors.read_groups(config, (PACKED,), SOURCE)
@@ -171,7 +170,7 @@ def read(config: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def write(layout: str, modules: writing.Modules) -> writing.Writer:
-    """Writes one group for each kind of modules; the most common one targets all others."""
+    """The writer, with a config group per Integers; the most common one targets `Linear`."""
     # compressed-tensors does not read `weight_g_idx`.
     writing.require_codes(layout, modules, ("uint4", "uint8"), permuted="export as 'gptq'")
     integers = writing.integers_of(modules)
@@ -215,7 +214,7 @@ def _encode(plain: PlainCodes, name: str, integers: Integers) -> dict[str, Any]:
     tensors = {
         "weight_packed": words.pack_words(plain.codes.T, bits, axis=1),
         "weight_scale": plain.scales.T,
-        # NumPy's, as JAX has no such integers.
+        # NumPy, since JAX has no int64.
         "weight_shape": np.array(plain.shape[::-1], np.int64),
     }
     if not symmetric:
@@ -224,10 +223,10 @@ def _encode(plain: PlainCodes, name: str, integers: Integers) -> dict[str, Any]:
 
 
 def _caution(kinds: Sequence[Integers]) -> str | None:
-    """What transformers 5.24 with compressed-tensors 0.20 does not load.
+    """What transformers 5.24 with compressed-tensors 0.20 can't load, or None.
 
-    With `dequantize=True` it decodes all modules with one group, whatever the others say. Without
-    it, it expects zero points in another layout, which it refuses.
+    With `dequantize=True` it decodes all modules with the settings of one group. Without it, it
+    expects zero points in another layout, and refuses these.
     """
     if len(kinds) == 1:
         return None

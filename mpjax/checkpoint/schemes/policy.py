@@ -1,4 +1,4 @@
-"""Policy: which modules of a checkpoint are quantised, how, and what a precision may choose."""
+"""Policy: how each module of a checkpoint is quantised, and what a precision may choose."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mpjax.checkpoint.schemes.scheme import Rule, Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 
-SHOWN_TARGETS = 2  # in a text; ModelOpt lists all modules
+SHOWN_TARGETS = 2  # in messages; ModelOpt lists all modules
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The modules of a checkpoint that have one format.
+    """The modules of a checkpoint with one scheme.
 
-    rules: of which the first that names a module counts. targets: as of a Rule; of a mixture, the
-    modules of the part.
+    rules: the first that matches a module counts. targets: as in Rule; in a mixture, the modules of
+    this part.
     """
 
     scheme: Scheme
@@ -33,14 +33,14 @@ class Part:
 
     @property
     def readers(self) -> tuple[Reader, ...]:
-        """The settings of all rules, those of most modules first."""
+        """The readers of all rules, that of `Linear` first."""
         rules = sorted(self.rules, key=lambda rule: LINEAR not in rule.targets)
         return tuple(rule.reader for rule in rules if rule.reader is not None)
 
     def reader(self, name: str) -> Reader:
-        """The settings of a module whose tensors are quantised.
+        """The reader of a quantised module.
 
-        Raises CheckpointError where no rule names it, or config.json says that it is in 16 bits.
+        Raises CheckpointError if no rule matches it, or config.json leaves it in 16 bits.
         """
         other = "config.json is of another checkpoint"
         for rule in self.rules:
@@ -60,13 +60,13 @@ class Part:
         )
 
     def map(self, change: Callable[[Reader], Reader]) -> Part:
-        """The part with changed settings."""
+        """The part with changed readers."""
         rules = (rule._replace(reader=rule.reader and change(rule.reader)) for rule in self.rules)
         return dataclasses.replace(self, rules=tuple(rules))
 
     @property
     def choices(self) -> tuple[Part, ...]:
-        """The same modules with each of the activations that a precision may choose."""
+        """One part for each activation format that a precision may choose."""
         operands = self.readers[0].activations.operands
         choices: list[dict[str, Any]] = [
             {"operand": operand, "unsupported": None} for operand in operands
@@ -77,7 +77,7 @@ class Part:
 
     @property
     def contents(self) -> str:
-        """A text about the modules in the files, and what becomes of them."""
+        """A description of the modules in the files, and how they are loaded."""
         usual = self.readers[0]
         static = ", with static scales of activations" if usual.activations.are_static else ""
         return f"{self.scheme.title}, {usual.contents}{static}"
@@ -85,10 +85,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What a `quantization_config` says of a checkpoint's modules.
+    """How the modules of a checkpoint are quantised, by its `quantization_config`.
 
-    method: the `quant_method`. parts: one for each format. has_cache_scales: whether the checkpoint
-    also has scales for an FP8 cache.
+    method: the `quant_method`. parts: one for each scheme and its targets. has_cache_scales:
+    whether the checkpoint has scales for an FP8 cache.
     """
 
     method: str
@@ -96,7 +96,7 @@ class Policy:
     has_cache_scales: bool = False
 
     def part(self, name: str) -> Part:
-        """The part to which a module belongs. Raises CheckpointError where none names it."""
+        """The part of a module. Raises CheckpointError if no part matches it."""
         for part in self.parts:
             if len(self.parts) == 1 or names(part.targets, name):
                 return part
@@ -109,65 +109,65 @@ class Policy:
         )
 
     def reader(self, name: str) -> Reader:
-        """The settings of a module; see Part.reader."""
+        """The reader of a module; see Part.reader."""
         return self.part(name).reader(name)
 
     @property
     def title(self) -> str:
-        """The name of the format, with its article."""
+        """The name of the format, with its article, for messages."""
         if len(self.parts) > 1:
             return "a mixed-precision"
         return f"{self.parts[0].scheme.article} {self.parts[0].scheme.title}"
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Ends of names of tensors that the checkpoint may have and that are not read."""
+        """Suffixes of tensor names that are ignored."""
         return tuple(dict.fromkeys(end for part in self.parts for end in part.scheme.ignored))
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """The weight formats on the device of most modules of each part."""
+        """The most common weight format on the device of each part."""
         return tuple(dict.fromkeys(part.readers[0].weights for part in self.parts))
 
     @property
     def contents(self) -> str:
-        """A text about the modules in the files, and the formats that they have when loaded."""
+        """A description of the modules in the files, and of their formats when loaded."""
         if len(self.parts) == 1:
             return self.parts[0].contents
         return "; ".join(f"{shown(part.targets)}: {part.contents}" for part in self.parts)
 
     @property
     def loss(self) -> str | None:
-        """A text about numbers that are rounded when they are loaded; None if none are."""
+        """A description of what is rounded when loaded; None if nothing is."""
         losses = (part.readers[0].loss for part in self.parts)
         return "; ".join(dict.fromkeys(filter(None, losses))) or None
 
     @property
     def may_lack_cache_scales(self) -> bool:
-        """Whether the scales may be missing: ModelOpt leaves out those of 1."""
+        """Whether cache scales are optional: ModelOpt omits scales of 1."""
         return self.method == modelopt.METHOD
 
     @property
     def unsupported_activations(self) -> str | None:
-        """A description of the checkpoint's activation format, if it is not implemented.
+        """A description of the checkpoint's activation format if it is unsupported; else None.
 
-        Such a checkpoint loads only with a precision that chooses another one of `choices`.
+        Such a checkpoint loads only with a precision that selects one of `choices`.
         """
         readers = (reader for part in self.parts for reader in part.readers)
         return next((found for r in readers if (found := r.activations.unsupported)), None)
 
     @property
     def choices(self) -> tuple[Policy, ...]:
-        """The same weights with other activations, among which a precision chooses."""
+        """The policies with each combination of activation formats that a precision may choose."""
         combinations = itertools.product(*(part.choices for part in self.parts))
         return tuple(dataclasses.replace(self, parts=parts) for parts in combinations)
 
     def for_experts(self) -> Policy:
-        """The policy of the maps of experts, whose activations have a scale for each token."""
+        """The policy for experts, whose activation scales are dynamic, one for each token."""
         return self._map(lambda reader: _with_activations(reader, is_static=False))
 
     def rounded_to(self, format: WeightFormat) -> Policy | None:
-        """The policy that rounds weights to a format; None where the codes of any must stay."""
+        """The policy that rounds all weights to a format; None if some must keep their codes."""
         readers = [reader for part in self.parts for reader in part.readers]
         if not all(isinstance(reader, RoundedReader) for reader in readers):
             return None
@@ -176,7 +176,7 @@ class Policy:
 
     @property
     def target(self) -> WeightFormat | None:
-        """The format to which all weights are rounded, as `rounded_to` says; None: they stay."""
+        """The format to which `rounded_to` rounds all weights; None if it wasn't applied."""
         found = {getattr(reader, "target", None) for part in self.parts for reader in part.readers}
         return found.pop() if len(found) == 1 else None
 
@@ -185,13 +185,13 @@ class Policy:
 
 
 def shown(targets: list[str] | tuple[str, ...]) -> str:
-    """The first of some targets, for texts."""
+    """The first targets of a list, for messages."""
     more = len(targets) - SHOWN_TARGETS
     return ", ".join(targets[:SHOWN_TARGETS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_activations(reader: Reader, **changes: Any) -> Reader:
-    """A reader with changed activations, if its format says something of them."""
+    """A reader with changed activations, if its scheme has an activation format."""
     if not reader.activations.operands:
         return reader
     changed: dict[str, Any] = {"activations": reader.activations._replace(**changes)}

@@ -1,4 +1,4 @@
-"""Reading: how the tensors of a quantised module are checked and decoded."""
+"""Reader: checks and decodes the tensors of a quantised module."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpjax.precision import describe_weights
 
 
 class Activations(NamedTuple):
-    """The format to which products round the activations that a module meets.
+    """The format to which a module's input activations are rounded.
 
     operand: `int8`, `float8`, or None for 16 bits. is_static: whether the scale is the file's, one
-    for all tokens. unsupported: a description of the checkpoint's own format, if it is not
-    implemented: `operand` is None then, and a precision must choose. operands: those among which a
-    precision chooses; empty where there is no choice.
+    for all tokens. unsupported: a description of the checkpoint's own format if it is not
+    implemented; then `operand` is None, and a precision must choose. operands: the choices of a
+    precision; empty for no choice.
     """
 
     operand: str | None = None
@@ -30,24 +30,24 @@ class Activations(NamedTuple):
 
     @property
     def are_static(self) -> bool:
-        """Whether activations are rounded, and with a scale of the files."""
+        """Whether activations are rounded with a scale from the file."""
         return self.is_static and self.operand is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader(abc.ABC):
-    """The settings of some modules of a checkpoint, which decode their tensors.
+    """Decodes modules with common settings, its fields.
 
     A subclass is a frozen dataclass for each format. `suffixes` has `bias` only if writers of the
     format add biases to modules whose model has none.
 
     suffixes: of the tensors that are read.
     on_host: suffixes of tensors that stay NumPy arrays, because decoding needs their values in
-        Python, such as the order of the channels.
-    order_suffix: of the tensor that gives the group of each input channel, if there is one.
-    shape_suffix: of the tensor that holds the shape [output, input channels], if there is one.
-    decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
-    activations: a field where the format says something of them.
+        Python, such as the channel order.
+    order_suffix: of the tensor with the group of each input channel, or None.
+    shape_suffix: of the tensor with the shape [output, input channels], or None.
+    decoding_bytes: extra device bytes per weight while decoding.
+    activations: a dataclass field in schemes with an activation format.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
@@ -61,17 +61,17 @@ class Reader(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has this format, judged by its tensors' names, shapes and dtypes."""
+        """Whether a module has this format, by its tensors' names, shapes and dtypes."""
 
     @property
     @abc.abstractmethod
     def weights(self) -> WeightFormat:
-        """The weight format on the device of modules whose channels are not known."""
+        """The weight format on the device of modules before their channels are known."""
 
     def format(self, name: str, channels: int) -> WeightFormat:
         """The weight format of one module on the device.
 
-        name: of the module. channels: its input channels. Raises CheckpointError where no weight
+        name: of the module. channels: its input channels. Raises CheckpointError if no weight
         format has the module's bits and groups.
         """
         return self.weights
@@ -86,20 +86,20 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, tensors: Tensors, name: str, shape: Shape | None = None) -> PlainCodes:
-        """Decodes one module to plain codes, on its arrays' device; also inside `jax.jit`.
+        """Decodes one module to plain codes, on its arrays' device; works inside `jax.jit`.
 
-        tensors: the arrays as in the file, by suffix; those of `on_host` are NumPy arrays. The
-        returned scales may have any float dtype, and all zero points may be the middle: `convert`
-        turns both into the form that `pack` takes. Raises CheckpointError as `check` does, and for
-        values that contradict config.json or are not finite.
+        tensors: the file's arrays, by suffix; NumPy arrays for `on_host`. Returned scales may have
+        any float dtype, and all zero points may be the middle: `convert` normalises both for
+        `pack`. Raises CheckpointError as `check` does, and for values that contradict config.json
+        or are not finite.
         """
 
     @property
     def axes(self) -> Mapping[str, Axes]:
-        """The axes of a module's tensors, by suffix, along which some channels can be read alone.
+        """The axes along which a module's tensors can be sliced by channels, by suffix.
 
-        Empty where a module can only be decoded as a whole. Channels of a group, and those of a
-        word, are decoded together.
+        Empty if a module can only be decoded as a whole. Slices must contain whole groups and
+        words.
         """
         return {}
 
@@ -109,10 +109,10 @@ class Reader(abc.ABC):
 
     @property
     def contents(self) -> str:
-        """A text about the weights in the files, and the format that they have when loaded."""
+        """A description of the weights in the files, and of their format when loaded."""
         return f"codes kept as {describe_weights(dataclasses.replace(self.weights, operand=None))}"
 
     @property
     def loss(self) -> str | None:
-        """A text about numbers that are rounded when they are loaded; None if none are."""
+        """A description of what is rounded when loaded; None if nothing is."""
         return None

@@ -1,4 +1,4 @@
-"""Registry of the quantised checkpoint formats that can be read and written, one line each."""
+"""Registry of the schemes of quantised checkpoints, one line each."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ SCHEMES: list[Scheme] = [
     hqq.SCHEME,
     gguf.SCHEME,
 ]
-# The formats of a checkpoint, and whether it has scales for an FP8 cache, by `quant_method`: of the
-# methods whose checkpoints may have several, or any.
+# `quant_method` → module with `split` and `has_cache_scales`, for methods whose checkpoints may mix
+# formats or have scales for an FP8 cache.
 MIXTURES = {compressed_tensors.METHOD: compressed_tensors, modelopt.METHOD: modelopt}
 
 
 def read(config: Mapping[str, Any]) -> Policy:
     """The policy of a `quantization_config`, which may mix several formats.
 
-    Raises CheckpointError for a format that is not registered.
+    Raises CheckpointError for an unsupported format.
     """
     config = auto_round.translate(config)
     method = str(checks.method_of(config))
@@ -89,11 +89,11 @@ def _read_one(config: Mapping[str, Any]) -> Part:
 
 
 def of_module(specs: Specs) -> Scheme | None:
-    """The format of a module, judged by its tensors alone; None for a module in 16 bits."""
+    """The scheme of a module, by its tensors alone; None for a module in 16 bits."""
     return next((scheme for scheme in SCHEMES if scheme.reader.holds(specs)), None)
 
 
 def layouts() -> dict[str, Writing]:
-    """How each layout that can be written is, by the layout's name."""
+    """Export layout → how it is written."""
     written = [scheme.writing for scheme in SCHEMES if scheme.writing is not None]
     return {layout: writing for writing in written for layout in writing.layouts}

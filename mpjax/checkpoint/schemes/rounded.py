@@ -1,4 +1,7 @@
-"""Reading weights that no weight format has: they are rounded when they are loaded."""
+"""Reads quantised weights whose encoding has no equivalent in mpjax.
+
+They are dequantised and rounded to a format of mpjax (8 bits by default) when loaded.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.grid import fit
 from mpjax.precision import describe_weights
 
-# Half a step of eight bits is 1/510 of the range; rounding a scale to float16 moves the largest
-# value by up to an eighth of a step more.
+# Half a step of 8 bits is 1/510 of the range; rounding a scale to float16 moves the largest value
+# by up to another eighth of a step.
 ROUNDED = WeightFormat("uint8", 32)
 BOUND = ": by about 1/400 of the range of 32 weights and zero at most"
 
 
 def describe_rounding(target: WeightFormat | None) -> str:
-    """A phrase about weights that are rounded to a target, or to ROUNDED, with its bound."""
+    """A phrase for messages: the target format, or ROUNDED with its error bound."""
     return f"{describe_weights(target or ROUNDED)}{BOUND if target is None else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundedReader(Reader):
-    """Reads weights that no weight format has: they are rounded. `dequantize` is exact.
+    """Reads weights by dequantising and rounding them. `dequantize` is exact.
 
-    target: the format to which all weights of the checkpoint are rounded, also those that it left
-        in 16 bits; None: ROUNDED for quantised weights alone.
+    target: the format to which all weights of the checkpoint are rounded, including those in 16
+        bits; None: ROUNDED, only for quantised weights.
     """
 
     decoding_bytes: ClassVar[int] = 9  # float32, its rounding, and codes
@@ -60,7 +63,7 @@ class RoundedReader(Reader):
 
     @property
     def contents(self) -> str:
-        """A text about the weights."""
+        """A description of the format of the loaded weights."""
         return f"rounded to {describe_weights(dataclasses.replace(self.weights, operand=None))}"
 
 

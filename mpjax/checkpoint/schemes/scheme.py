@@ -1,4 +1,4 @@
-"""A scheme composes the three parts of a checkpoint format: reading, writing and policy."""
+"""Scheme combines the three parts of a checkpoint format: reading, writing and policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpjax.errors import CheckpointError
 
 
 class Rule(NamedTuple):
-    """The settings of the modules that targets name.
+    """The reader of the modules that match targets.
 
-    targets: full names, patterns (`re:…`), or `Linear` for all modules. reader: the settings; None
-    if the modules were left in 16 bits. key: what config.json names the rule, for messages.
+    targets: full names, patterns (`re:…`), or `Linear` for all modules. reader: None if the modules
+    were left in 16 bits. key: the rule's name in config.json, for messages.
     """
 
     targets: tuple[str, ...]
@@ -27,21 +27,21 @@ class Rule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """The way in which checkpoints store their quantised linear maps.
+    """The format in which checkpoints store their quantised linear maps.
 
-    It is one file, and one line in `registry.SCHEMES`.
+    A scheme is one file, and one line in `registry.SCHEMES`.
 
     title: the format's name in messages. article: the article before the name.
     methods: values of `quant_method` in config.json.
     reader: the class that decodes modules.
-    read: the policy of a `quantization_config`: rules, of which the first that names a module
-        counts, or one reader of all modules. It need not know the modules that were left in 16
-        bits, since their tensors show that. Raises CheckpointError for settings that can't be read.
+    read: converts a `quantization_config` to rules, the first match of which counts, or to one
+        reader of all modules. Modules left in 16 bits need no rule, since their tensors show that.
+        Raises CheckpointError for unsupported settings.
     matches: whether a `quantization_config` is of this format; None: if it names one of `methods`.
-    refuse: raises CheckpointError for a module with this format where config.json names another;
-        where it returns, `refuse_module` does.
-    ignored: ends of names of tensors that a checkpoint may have and that are not read.
-    dequantizes_tables: whether embedding and head may be quantised too; they are dequantised.
+    refuse: raises CheckpointError for a module with this format if config.json names another; if it
+        returns, `refuse_module` raises.
+    ignored: suffixes of tensor names that a checkpoint may have and that are not read.
+    dequantizes_tables: whether quantised embeddings and heads are allowed, and dequantised.
     writing: how modules are exported; None if the format is only read.
     """
 

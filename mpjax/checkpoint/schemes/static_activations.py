@@ -1,4 +1,4 @@
-"""The scale of a module's activations that lies beside its weight: static quantisation.
+"""The static activation scale of a module.
 
 The tensor `input_scale` is one number, [1] in compressed-tensors and [] in ModelOpt. A product
 rounds its input x to the codes nearest to x / input_scale, and clamps values out of range.
@@ -23,14 +23,14 @@ SUFFIX = "input_scale"
 
 
 def check(specs: Specs, name: str) -> None:
-    """Raises CheckpointError unless a module's tensors have one scale of activations."""
+    """Raises CheckpointError unless a module has a valid `input_scale`."""
     shape = tuple(specs[SUFFIX].shape) if SUFFIX in specs else (1,)
     expected = {SUFFIX: (shape if shape == () else (1,), checks.SCALE_DTYPES)}
     checks.check_tensors(name, specs, expected, "input_activations")
 
 
 def read(tensors: Mapping[str, Any], name: str) -> jax.Array:
-    """The scale, float32 [1]. Raises CheckpointError for one that is not positive and finite."""
+    """The scale, float32 [1]. Raises CheckpointError unless it is positive and finite."""
     scale = jnp.asarray(tensors[SUFFIX]).astype(jnp.float32).reshape(1)
     if is_known(scale) and not 0 < float(scale[0]) < float("inf"):
         raise CheckpointError(
@@ -41,5 +41,5 @@ def read(tensors: Mapping[str, Any], name: str) -> jax.Array:
 
 
 def written(plain: PlainCodes) -> dict[str, Any]:
-    """The tensor of a module by its suffix; none where activations have no scale of the file."""
+    """The tensor `input_scale` of a module by suffix; empty without a static activation scale."""
     return {} if plain.activation_scale is None else {SUFFIX: plain.activation_scale}

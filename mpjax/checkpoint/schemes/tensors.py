@@ -1,4 +1,4 @@
-"""A quantised module's tensors by suffix: their descriptions and their axes."""
+"""Types for a quantised module's tensors: descriptions, arrays and axes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Shape = tuple[int, int]  # of a weight: its input and output channels
 
 
 class Axis(NamedTuple):
-    """An axis of a tensor, each of whose entries belongs to so many channels."""
+    """An axis of a tensor. channels: the number of channels per entry."""
 
     number: int
     channels: int = 1
 
 
 class Axes(NamedTuple):
-    """The axes of a tensor along the input and the output channels; None where it has none."""
+    """The axes of a tensor along the input and the output channels; None for no such axis."""
 
     inputs: Axis | None = None
     outputs: Axis | None = None

@@ -1,7 +1,7 @@
-"""Codes in 32-bit words with a scale and a zero point for each group, as in AWQ and GPTQ.
+"""Packing of codes in 32-bit words, shared by AWQ, GPTQ and compressed-tensors.
 
-Both formats name their tensors `qweight`, `qzeros` and `scales`. They pack `qweight` along
-different axes, so the shapes tell them apart.
+AWQ and GPTQ both name their tensors `qweight`, `qzeros` and `scales`. They pack `qweight` along
+different axes, so shapes distinguish them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ WORD_BITS = 32
 
 
 def packing(specs: Specs) -> Literal["awq", "gptq", "gemv"] | None:
-    """The method that packed a module, judged by shapes alone; None for neither.
+    """The packing of a module, by shapes alone; None for neither method.
 
     specs: the module's tensors by suffix. With N output channels, AWQ's 4-bit `qweight` has N / 8
-    columns and GPTQ's has N. In AWQ's layout `gemv` it has N rows, as all of the module's tensors
-    have.
+    columns and GPTQ's has N. In AWQ's layout `gemv`, all tensors have N rows.
     """
     if "qweight" not in specs or "scales" not in specs:
         return None
@@ -43,7 +42,7 @@ def packing(specs: Specs) -> Literal["awq", "gptq", "gemv"] | None:
 
 
 def check_packing(name: str, specs: Specs, method: str) -> None:
-    """Raises CheckpointError for a module whose packing is not that of config.json's method.
+    """Raises CheckpointError unless a module's packing is that of config.json's method.
 
     name: the module. specs: its tensors by suffix. method: `awq` or `gptq`.
     """
@@ -52,7 +51,7 @@ def check_packing(name: str, specs: Specs, method: str) -> None:
 
 
 def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
-    """Raises CheckpointError: the module's packing is not that of config.json's method.
+    """Raises CheckpointError: the module's packing contradicts config.json's method.
 
     method: the `quant_method` of config.json, None without one.
     """
@@ -85,10 +84,10 @@ def uniform_format(name: str, bits: int, group_size: int | None, channels: int) 
     """The weight format of a module with a scale and a zero point for each group.
 
     name: of the module, for messages. group_size: input channels per group; None: all `channels`.
-    Raises CheckpointError for a group size that no weight format has.
+    Raises CheckpointError for an unsupported group size.
     """
     if group_size not in GROUP_SIZES and group_size == channels:
-        group_size = None  # one group of all channels, given as their number
+        group_size = None  # one group of all channels
     if group_size not in (*GROUP_SIZES, None):
         raise CheckpointError(
             f"{name} has groups of {group_size} input channels: supported are groups of 32, 64, "
@@ -100,7 +99,7 @@ def uniform_format(name: str, bits: int, group_size: int | None, channels: int) 
 def usual_format(bits: int, group_size: int | None) -> WeightFormat:
     """The weight format of a checkpoint's modules before their channels are known.
 
-    A group size that no weight format has stands for one group of all channels.
+    An unsupported group size stands for one group of all channels.
     """
     return WeightFormat(f"uint{bits}", group_size if group_size in GROUP_SIZES else None)
 
@@ -108,17 +107,17 @@ def usual_format(bits: int, group_size: int | None) -> WeightFormat:
 def unpack_words(
     words: jax.Array, bits: int, axis: int, order: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Splits 32-bit words into their fields along a matrix's axis.
+    """Unpacks 32-bit words into their bit fields, along an axis of a matrix.
 
-    words: int32 or uint32 [R, C]. bits: of a field, a divisor of 32, at most 8. order: for each
-    element of a word, the number of its field, counted from the lowest bits; ascending by default.
+    words: int32 or uint32 [R, C]. bits: bits of a field, a divisor of 32, at most 8. order: for
+    each element of a word, the index of its field, from the lowest bits; ascending by default.
     Returns uint8 [R · 32 / bits, C] for axis 0 and [R, C · 32 / bits] for axis 1.
     """
     rows, columns = words.shape
     fields = np.arange(WORD_BITS // bits) if order is None else np.array(order)
     shifts = jnp.asarray(fields * bits, jnp.uint32)
     mask = jnp.uint32((1 << bits) - 1)
-    # Unsigned, because a right shift of a negative word shifts ones in.
+    # Unsigned, because a right shift of a negative word would shift ones in.
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
     if axis == 0:
         codes = (unsigned[:, None, :] >> shifts[None, :, None]) & mask
@@ -130,9 +129,9 @@ def unpack_words(
 def pack_words(
     fields: jax.Array, bits: int, axis: int, order: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Joins unsigned fields into 32-bit words along a matrix's axis: undoes `unpack_words`.
+    """Packs unsigned fields into 32-bit words, along an axis: the inverse of `unpack_words`.
 
-    fields: integers [R, C], each below 2**bits; zeros fill the last word. bits, order: as there.
+    fields: integers [R, C], each below 2**bits; the last word is padded with zeros.
     Returns int32 [⌈R · bits / 32⌉, C] for axis 0 and [R, ⌈C · bits / 32⌉] for axis 1.
     """
     count = WORD_BITS // bits
@@ -145,7 +144,7 @@ def pack_words(
         split = padded.reshape(-1, count, padded.shape[1]) << shifts[None, :, None]
     else:
         split = padded.reshape(padded.shape[0], -1, count) << shifts[None, None, :]
-    words = jnp.sum(split, axis=axis + 1, dtype=jnp.uint32)  # the fields' bits are apart
+    words = jnp.sum(split, axis=axis + 1, dtype=jnp.uint32)  # the fields don't overlap
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Writing: how the modules of an export are encoded, and checks of which weights a layout holds."""
+"""Writer and Writing: encode modules for an export; checks of what a layout can hold."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from mpjax.precision import describe_weights
 
 REMEDY = "export with format='plain', which dequantises every map to the dtype of the model"
 
-Modules = Mapping[str, PlainCodes]  # by their names in files; of the arrays, shapes are enough
+Modules = Mapping[str, PlainCodes]  # by name in files; shapes suffice instead of arrays
 
 
 class Writer(NamedTuple):
-    """Writes the modules of one export.
+    """Encodes the modules of one export.
 
-    config: the `quantization_config`, which the format's reader reads, from the names of the linear
-        maps that are not quantised, the head among them, and from the strategy of an FP8 cache's
-        scales, `tensor` or `attn_head`, which is None if no scales lie beside the weights.
-    encode: a module's tensors by suffix, from its plain codes and its name: undoes `decode`, also
-        inside `jax.jit`. Arrays are JAX's, or NumPy's where their values don't depend on those of
-        the codes. Raises ValueError where the layout can't hold a shape, or known values.
-    caution: which reader does not load such an export right; None if all do.
+    config: (names of unquantised linear maps, including the head; strategy of the FP8 cache's
+        scales, `tensor`, `attn_head` or None) → the `quantization_config`.
+    encode: (plain codes, name) → the module's tensors by suffix: the inverse of `decode`; works
+        inside `jax.jit`. Arrays that don't depend on the codes' values may be NumPy's. Raises
+        ValueError if the layout can't hold a shape, or known values.
+    caution: which reader can't load such an export; None if all can.
     """
 
     config: Callable[[Sequence[str], str | None], dict[str, Any]]
@@ -37,15 +36,15 @@ class Writer(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """How a format is written.
+    """How a scheme is exported.
 
-    layouts: names of the forms of the format that `mpjax.export` writes.
-    begin: the writer of a layout for all quantised modules, by name, whose arrays may be shapes
-        alone. Raises ValueError, with what to do, if the layout can't hold them.
+    layouts: the names of its layouts in `mpjax.export`.
+    begin: (layout, quantised modules by name, with shapes at least) → Writer. Raises ValueError,
+        with a remedy, if the layout can't hold them.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
-        `uint4:sym` for codes that are all symmetric.
-    joins_experts: whether files hold maps of all experts in one tensor, and no other maps.
-    packs_heads: whether a quantised head may be among the modules.
+        `uint4:sym` if all are symmetric.
+    joins_experts: whether files hold only experts, fused into one tensor.
+    packs_heads: whether the head may be quantised.
     """
 
     layouts: tuple[str, ...]
@@ -56,7 +55,7 @@ class Writing(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """How a module's integer codes are grouped; group_size None is one group of all channels."""
+    """The integer format of a module; group_size None: one group of all channels."""
 
     bits: int
     group_size: int | None
@@ -66,9 +65,9 @@ class Integers(NamedTuple):
 def require_codes(
     layout: str, modules: Modules, codes: tuple[str, ...], permuted: str | None = None
 ) -> None:
-    """Raises ValueError unless all modules have one of the kinds of codes.
+    """Raises ValueError unless all modules have one of the given kinds of codes.
 
-    permuted: what to do about channels in another order (act-order); None where a layout has them.
+    permuted: the remedy for act-order; None if the layout supports it.
     """
     for name, plain in modules.items():
         if plain.format.codes not in codes:
@@ -85,7 +84,7 @@ def require_codes(
 
 
 def only_format(layout: str, modules: Modules) -> WeightFormat:
-    """The one format of all modules, except for symmetry. Raises ValueError where they differ."""
+    """The common format of all modules, ignoring symmetry. Raises ValueError if they differ."""
     found = {
         dataclasses.replace(plain.format, symmetric=False): name for name, plain in modules.items()
     }
@@ -99,9 +98,9 @@ def only_format(layout: str, modules: Modules) -> WeightFormat:
 
 
 def are_static(layout: str, modules: Modules) -> bool:
-    """Whether the activations of all modules have a scale that is written.
+    """Whether the modules have static activation scales.
 
-    Raises ValueError where those of some have one, and those of others have none.
+    Raises ValueError if only some have one.
     """
     found = {plain.activation_scale is not None: name for name, plain in modules.items()}
     if len(found) > 1:
@@ -113,7 +112,7 @@ def are_static(layout: str, modules: Modules) -> bool:
 
 
 def integers_of(modules: Modules) -> dict[str, Integers]:
-    """How each module's codes are written; symmetric if all of the same bits and groups are."""
+    """The Integers of each module; symmetric if all with the same bits and groups are."""
 
     def kind(format: WeightFormat) -> tuple[int, int | None]:
         return format.bits, format.group_size
@@ -127,12 +126,12 @@ def integers_of(modules: Modules) -> dict[str, Integers]:
 
 
 def most_common(integers: Mapping[str, Integers]) -> Integers:
-    """The Integers that most modules have; the first of several that are equally common."""
+    """The most common Integers; the first in case of a tie."""
     return collections.Counter(integers.values()).most_common(1)[0][0]
 
 
 def zero_points(plain: PlainCodes) -> jax.Array:
-    """The zero points [groups, N] of integer codes, also of symmetric ones."""
+    """The zero points [groups, N] of integer codes; constant for symmetric ones."""
     if plain.zeros is not None:
         return plain.zeros
     return jnp.full(plain.scales.shape, 2 ** (plain.format.bits - 1), jnp.uint16)
@@ -141,7 +140,7 @@ def zero_points(plain: PlainCodes) -> jax.Array:
 def require_zeros(
     layout: str, name: str, zeros: jax.Array, least: int, most: int, remedy: str = REMEDY
 ) -> None:
-    """Raises ValueError for zero points that a layout can't hold; of traced ones, nothing."""
+    """Raises ValueError for zero points that a layout can't hold; traced ones pass."""
     if not is_known(zeros):
         return
     low, high = int(zeros.min()), int(zeros.max())
@@ -153,7 +152,7 @@ def require_zeros(
 
 
 def in_channel_order(plain: PlainCodes) -> tuple[jax.Array, jax.Array]:
-    """Codes [K, N] in the order of the input channels, and int32 [K], the group of each."""
+    """Codes [K, N] in the original order of input channels, and each channel's group, int32 [K]."""
     channels = plain.codes.shape[0]
     groups = jnp.arange(channels, dtype=jnp.int32) // (plain.format.group_size or channels)
     if plain.permutation is None:
@@ -163,7 +162,7 @@ def in_channel_order(plain: PlainCodes) -> tuple[jax.Array, jax.Array]:
 
 
 def require_columns(layout: str, name: str, outputs: int, multiple: int) -> None:
-    """Raises ValueError where a module's output channels don't fill whole words."""
+    """Raises ValueError if a module's output channels don't fill whole words."""
     if outputs % multiple:
         raise ValueError(
             f"format {layout!r} packs {multiple} output channels in a word, and {name} has "

@@ -1,4 +1,4 @@
-"""Quantises a model by a recipe: the public function, for a loaded model or a folder."""
+"""`quantize`, the public function: quantises a loaded model or a checkpoint folder by a recipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mpjax.text.tokenizer import Tokenizer
 
 
 class Running(TypedDict, total=False):
-    """Arguments of `quantize` about its run."""
+    """Arguments of `quantize` that don't affect the result."""
 
     work: str | os.PathLike[str] | None
     overwrite: bool
@@ -53,25 +53,26 @@ def quantize(
     dtype: jax.typing.DTypeLike | None = None,
     **running: Unpack[Running],
 ) -> LanguageModel:
-    """Quantises a model by a recipe, so that its outputs on a text change least.
+    """Quantises a model by a recipe, minimising the error of its outputs on calibration text.
 
-    source: a 16-bit model, or a checkpoint's folder or hub id. From a folder, one layer at a time
-        is read: the device needs no room for the 16-bit model.
-    recipe: a Recipe; or a precision such as "W4A16KV8", for all linear maps by the default method.
-    documents: the text on which statistics are measured; the method `rtn` needs none.
-    dtype: what the model computes in; by default as `load` chooses it. Only for a folder.
-    work: a folder for finished layers. After an interruption, the same call goes on with the first
-        layer that is not there. Only if the source is a folder or hub id; delete `work` when the
-        result is saved. A call that raises ValueError deletes its layers.
+    source: a 16-bit model, or a checkpoint's folder or hub id. A folder is read layer by layer, so
+        the 16-bit model needn't fit on the device.
+    recipe: a Recipe; or a precision such as "W4A16KV8" for all linear maps, with the default
+        method.
+    documents: the calibration text; the method `rtn` needs none.
+    dtype: the dtype of activations; by default as in `load`. Only for a folder.
+    work: a folder for finished layers. After an interruption, the same call continues with the
+        first missing layer. Only if the source is a folder or hub id; delete `work` when the result
+        is saved. A call that raises ValueError deletes its layers.
     overwrite: whether finished layers of another call in `work` are deleted.
-    devices: among which the result is divided, as `load` takes them. Layers are quantised one by
-        one on the default device, and each device gets its share of one before the next is read.
+    devices: among which the result is divided, as for `load`. Layers are quantised one by one on
+        the default device, and distributed before the next is read.
         Only if the source is a folder or hub id.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Raises ValueError for a recipe that does not fit the model, a method without text, devices that
-    the result can't be divided among, layers in `work` that may not be deleted, and hidden states
-    that are NaN or infinite; CheckpointError for a folder that can't be loaded.
+    Raises ValueError for a recipe that does not fit the model, missing calibration text, devices
+    among which the result can't be divided, layers of another call in `work` without overwrite, and
+    hidden states that are NaN or infinite; CheckpointError for a folder that can't be loaded.
     """
     if unknown := running.keys() - Running.__annotations__.keys():
         raise TypeError(f"quantize() got an unexpected keyword argument {unknown.pop()!r}")
@@ -111,7 +112,7 @@ def _from_model(
             raise ValueError(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
-    # The copy has variables of its own, as rotations change them in place; arrays are shared.
+    # Copy the variables, since rotations change them in place; arrays are shared.
     model = nnx.clone(lm.model)
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
@@ -151,7 +152,7 @@ def _from_folder(
 
         def read_layer(number: int) -> tuple[DecoderLayer, bool]:
             nonlocal divided
-            if mesh is not None and divided is None:  # tables have their formats by now
+            if mesh is not None and divided is None:  # now that the tables have their formats
                 divided = divided_decoder(model, recipe, mesh)
             if finished is not None and finished.load(model, number, recipe):
                 return model.layers[number], True
@@ -179,8 +180,8 @@ def _from_folder(
 
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
-    """Raises ValueError if a recipe does not fit a model, or needs text and there is none."""
-    if not recipe.rotates:  # which makes two tables of a tied one
+    """Raises ValueError if a recipe does not fit the model, or lacks calibration text."""
+    if not recipe.rotates:  # rotation unties a tied table
         for path, format in packed(tables_of(recipe.tables, model.config)).items():
             format.require_matrix((model.config.hidden_size, model.config.vocab_size), path)
     places = [place for place in model.linear_places(model.config) if not place.is_table]
@@ -206,9 +207,9 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
 
 
 def _check_text(recipe: Recipe, is_read: bool, documents: list[str] | None) -> None:
-    """Warns of text that is not used, and raises ValueError where the cache lacks it.
+    """Warns of unused calibration text; raises ValueError if the cache needs text.
 
-    is_read: whether a rule that is used needs text.
+    is_read: whether an applied rule needs text.
     """
     if documents is not None and not is_read and recipe.kv.scaling != "static":
         warnings.warn(
@@ -239,7 +240,7 @@ def _check_rotation(model: Decoder) -> None:
 
 
 def _warn_of_plain_inputs(recipe: Recipe, places: Sequence[LinearPlace]) -> None:
-    """Warns of Hadamard's transform where no down projection reads rounded activations."""
+    """Warns of the Hadamard transform if no down projection has quantised activations."""
     formats = [recipe.rule_of(it.path).weights for it in places if it.path.endswith(".down")]
     if not any(format.operand for format in formats):
         warnings.warn(
@@ -251,7 +252,7 @@ def _warn_of_plain_inputs(recipe: Recipe, places: Sequence[LinearPlace]) -> None
 
 
 def _require_no_text(rule: Rule) -> None:
-    """Raises ValueError if a rule needs text."""
+    """Raises ValueError if a rule needs calibration text."""
     if rule.method.needs_text:
         raise ValueError(
             f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
@@ -264,7 +265,7 @@ def _require_no_text(rule: Rule) -> None:
 
 
 def _check_experts(rule: Rule, place: ExpertPlace) -> None:
-    """Raises ValueError for a step that experts can't be quantised with."""
+    """Raises ValueError for a method step that doesn't support experts."""
     if rule.method.learns:
         raise ValueError(
             f"{place.path} has experts, whose scales are not learned: leave `learn` out of their "
@@ -279,7 +280,7 @@ def _read(
     model: Decoder,
     calibration: Calibration,
 ) -> list[Windows]:
-    """The text as batches of windows; no batches without documents."""
+    """The calibration text as batches of windows; empty without documents."""
     if documents is None:
         return []
     if tokenizer is None:
@@ -288,10 +289,10 @@ def _read(
 
 
 def _with_cache(lm: LanguageModel, documents: list[str] | None) -> LanguageModel:
-    """The model with measured scales for its cache, where its KV format needs them."""
+    """The model, with calibrated cache scales if its KV format needs them."""
     if lm.kv_format.scaling != "static":
         return lm
     from mpjax.quantization.calibration import calibrate_cache
 
-    assert documents is not None  # `_check` sees to that
+    assert documents is not None  # ensured by `_check`
     return calibrate_cache(lm, documents)

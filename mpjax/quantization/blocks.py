@@ -1,10 +1,11 @@
-"""The blocks of W4Ax: the order of a linear map's channels, and which blocks take 8 bits.
+"""The activation blocks of W4Ax: the order of channels, and which blocks have 8 bits.
 
 Liu et al., "COMET: Towards Practical W4A4KV4 LLMs Serving" (2025), §3.2: activations have outliers
-in few channels, the same for all tokens. A permutation puts channels of like magnitude together, so
-that outliers fill few blocks of 128 channels; these keep 8 bits, and the others have 4. The paper
-names no threshold. Here all channels are sorted by their mean squares, and blocks take 8 bits in
-the order of the error of outputs that this removes, until a share of blocks or an error is reached.
+in a few channels, the same for all tokens. A permutation puts channels of similar magnitude
+together, so that outliers fill few blocks of 128 channels; these have 8 bits, and the others 4. The
+paper gives no threshold. Here all channels are sorted by mean square, and blocks get 8 bits in
+order of the output error that this removes, until a fraction of blocks or an error bound is
+reached.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ from mpjax.quantization.statistics import PRECISION, Statistics
 
 @dataclasses.dataclass(frozen=True)
 class BlockRule:
-    """How many blocks of a linear map's activations take 8 bits, and in which order channels lie.
+    """How many blocks of a linear map's activations have 8 bits, and whether channels are sorted.
 
-    one_in: one block in so many has 8 bits, of all linear maps of a layer with such a rule
-        together, rounded, at least one; 0 for none.
-    error: instead of `one_in`, the largest squared error of each map's outputs, relative to
-        their squares, that rounding activations may cause; blocks take 8 bits until it is reached,
-        or all have them.
-    is_ordered: whether channels are sorted; for comparisons, False keeps their order.
+    one_in: one in `one_in` blocks has 8 bits, counted over all linear maps of a layer with such a
+        rule, rounded, at least one block; 0 for none.
+    error: instead of `one_in`, a bound of each map's relative squared output error by rounding
+        activations; blocks get 8 bits until it is met, or all have 8.
+    is_ordered: whether channels are sorted; False is for comparisons.
 
-    Raises ValueError for anything but such numbers.
+    Raises ValueError for other values.
     """
 
     one_in: int = DEFAULT_WIDE_BLOCKS
@@ -54,15 +54,16 @@ class BlockRule:
 
     @property
     def needs_text(self) -> bool:
-        """Whether blocks differ, so that statistics must choose them."""
+        """Whether blocks have different widths, which statistics must choose."""
         return self.error is not None or self.one_in > 1
 
 
 def is_folded(fold: Fold) -> bool:
-    """Whether the channels that a fold's target reads move in its source, and not in kernels.
+    """Whether the order of a fold target's input channels is folded into the source's outputs.
 
-    Channels of heads move within their head, where that has whole blocks. Attention then rounds its
-    outputs itself. A block of several smaller heads would be the same in any such order.
+    Channels of heads are reordered within the head if a head has whole blocks; attention then
+    rounds its outputs itself. With smaller heads, such an order would not change a block's
+    channels.
     """
     if fold.repeats is None or not fold.is_mixable:
         return fold.is_elementwise
@@ -70,11 +71,10 @@ def is_folded(fold: Fold) -> bool:
 
 
 def in_order(statistics: Statistics, fold: Fold | None = None) -> tuple[jax.Array, Statistics]:
-    """An order of channels, and the statistics of channels in it.
+    """The order of channels, and the statistics in that order.
 
-    Those of a stack of experts have a leading axis of experts, and so has the order then.
-
-    fold: the folded one whose target the statistics are of; None for an order of all channels.
+    Both have a leading axis of experts for a stack of experts. fold: the fold whose target has
+    these statistics, to sort within heads; None to sort all channels.
     """
     if statistics.tokens.ndim:
         return jax.vmap(in_order)(statistics)
@@ -86,9 +86,9 @@ def in_order(statistics: Statistics, fold: Fold | None = None) -> tuple[jax.Arra
 
 
 def order_in_heads(statistics: Statistics, repeats: tuple[int, int, int]) -> jax.Array:
-    """The permutation int32 [K] that sorts the channels of each head, and alike of its copies.
+    """The permutation int32 [K] that sorts the channels of each head, equally in all its copies.
 
-    repeats: heads, copies and channels, as in Fold. A channel counts by all of its copies.
+    repeats: (heads, copies, channels) as in Fold. The squares of a channel's copies are added.
     """
     heads, copies, channels = repeats
     squares = jnp.diagonal(statistics.hessian).reshape(repeats).sum(1)
@@ -98,16 +98,16 @@ def order_in_heads(statistics: Statistics, repeats: tuple[int, int, int]) -> jax
 
 
 def order_of(statistics: Statistics) -> jax.Array:
-    """The permutation int32 [K] that sorts channels by the mean squares of inputs, largest first.
+    """The permutation int32 [K] that sorts channels by the inputs' mean square, largest first.
 
-    A block's scale follows the largest magnitude in it: blocks of like channels lose least.
-    Channels of which no token tells anything keep their order.
+    A block's scale follows its largest magnitude, so blocks of similar channels lose least.
+    Channels without inputs keep their order.
     """
     return jnp.argsort(-jnp.diagonal(statistics.hessian), stable=True).astype(jnp.int32)
 
 
 def permuted(statistics: Statistics, order: jax.Array) -> Statistics:
-    """The statistics of inputs whose channel i is channel order[i]."""
+    """The statistics with channels permuted: channel i of the result is channel order[i]."""
     return dataclasses.replace(
         statistics,
         products=statistics.products[order][:, order],
@@ -120,13 +120,12 @@ def permuted(statistics: Statistics, order: jax.Array) -> Statistics:
 
 @jax.jit
 def block_errors(weight: jax.Array, statistics: Statistics) -> jax.Array:
-    """The error of outputs that each block of activations causes in 4 and in 8 bits.
+    """The output error that each block of activations causes in 4 and in 8 bits.
 
-    weight: float32 [K, N], as it will be multiplied, in the order of the statistics' channels.
-
-    Returns float32 [2, blocks]: mean squared errors over `statistics.samples`, relative to the mean
-    squares of outputs. The errors of blocks are independent, so that they add up. They are NaN if
-    the text has no token for the map, as may be for an expert.
+    weight: float32 [K, N], the quantised weight, in the channel order of the statistics. Returns
+    float32 [2, blocks]: mean squared errors over `statistics.samples`, relative to the outputs'
+    mean square. Errors of blocks are independent, so they add up. They are NaN if the map has no
+    inputs, which can happen for an expert.
     """
     x = statistics.samples
     size = (jnp.matmul(x, weight, precision=PRECISION) ** 2).sum()
@@ -152,11 +151,10 @@ def choose_widths(
 ) -> dict[str, np.ndarray]:
     """The bits uint8 [blocks], or [experts, blocks], of the activations of a layer's linear maps.
 
-    Each expert is a map of its own. Blocks whose errors are NaN have 8 bits, as nothing is known of
-    them, and the share does not count them.
+    Each expert counts as a map. Blocks with NaN errors get 8 bits and aren't counted.
 
-    rules, errors: by the maps' paths; errors as `block_errors` returns them, of a stack
-        [2, experts, blocks].
+    rules, errors: by the maps' paths; errors as `block_errors` returns them, [2, experts, blocks]
+        for a stack.
     """
     widths = {
         path: np.where(np.isnan(found[0]), *WIDTHS[::-1]).astype(np.uint8)
@@ -180,7 +178,10 @@ def choose_widths(
 
 
 def _within(errors: np.ndarray, limit: float) -> np.ndarray:
-    """The fewest blocks that, with 8 bits, keep the sum of errors [2, blocks] within a limit."""
+    """The fewest blocks that need 8 bits to keep the summed error within a limit.
+
+    errors: [2, blocks], in 4 and in 8 bits.
+    """
     gains = errors[0] - errors[1]
     order = np.argsort(-gains, kind="stable")
     left = errors[0].sum() - np.concatenate([[0.0], np.cumsum(gains[order])])

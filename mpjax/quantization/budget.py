@@ -1,8 +1,8 @@
-"""A format for each linear map, so that a model of so many bits per weight loses least.
+"""Chooses a format for each linear map, minimising the loss for a budget of bits per weight.
 
-Each format of each map has a size and a measured cost, and the loss of a choice is about the sum of
-its costs: the linearity of HIGGS (Malinovskii et al., "Pushing the Limits of Large Language Model
-Quantization via the Linearity Theorem", 2024, §3 and §5). Dynamic programming finds the cheapest.
+Each format of each map has a size and a measured cost, and the model's loss is about the sum of the
+costs: the linearity of HIGGS (Malinovskii et al., "Pushing the Limits of Large Language Model
+Quantization via the Linearity Theorem", 2024, §3 and §5). Dynamic programming finds the optimum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ W_PART = re.compile(r"W[A-Z]*\d+(g(\d+|K))?(sym)?", re.IGNORECASE)
 
 
 class Option(NamedTuple):
-    """A format that a linear map may have: the bits that it takes, and the loss that it costs."""
+    """A candidate format of a linear map: its size in bits, and its cost in nats."""
 
     bits: int
     cost: float
@@ -38,10 +38,10 @@ class Option(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BudgetRecipe:
-    """A recipe that keeps a budget.
+    """A recipe within a budget.
 
-    bits: per weight, as `LanguageModel.bits_per_weight` counts them. nats: the expected rise of the
-    loss, as KL divergence per token, if weights are rounded to nearest.
+    bits: per weight, as in `LanguageModel.bits_per_weight`. nats: the expected KL divergence per
+    token if weights are rounded to nearest.
     """
 
     recipe: Recipe
@@ -58,22 +58,22 @@ def recipe_for_budget(
     precision: Precision | str = "A16KV16",
     method: str = DEFAULT_METHOD,
 ) -> BudgetRecipe:
-    """The recipe of at most so many bits per weight whose expected loss is least.
+    """The recipe with the least expected loss of those within `bits` bits per weight.
 
-    lm: a model in 16 bits, with a tokenizer; all of it is on the device. bits: per weight, as
-    `LanguageModel.bits_per_weight` counts them.
-    documents: the text on which costs are measured.
-    choices: the formats that maps may have, as W parts of a precision; those whose groups don't
-    divide a map's input channels are left out for it.
+    lm: a 16-bit model on the device, with a tokenizer. bits: per weight, as in
+    `LanguageModel.bits_per_weight`.
+    documents: calibration text, on which costs are measured.
+    choices: the candidate formats, as W parts of a precision; for each map, only those whose groups
+    divide its input channels.
     precision: the rest of the precision: KV, H and E. method: as for `Recipe.of`.
 
     Raises ValueError for a budget below the smallest choices, for formats with 8-bit activations,
-    whose rounding the costs don't contain, and for a model that is quantised already.
+    whose rounding the costs don't include, and for a quantised model.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("choosing formats for")
     require_documents(documents)
-    read_method(method)  # raises an error for an unknown one, before costs are measured
+    read_method(method)  # raises ValueError for an unknown one, before the slow measurement
     rest = Precision.of(precision)
     if rest.formats:
         raise ValueError(f"precision is {rest}: the budget decides about W, so leave it out")
@@ -106,7 +106,7 @@ def recipe_for_budget(
 
 
 def read_choices(choices: Sequence[str]) -> list[WeightFormat]:
-    """The formats that W parts of a precision name. Raises ValueError for others."""
+    """Parses W parts of a precision to formats. Raises ValueError for invalid ones."""
     if isinstance(choices, str) or not isinstance(choices, Sequence):
         raise ValueError(f"choices is {shown(choices)}: expected a list of W parts, ['W4', 'W8']")
     formats = []
@@ -125,17 +125,17 @@ def read_choices(choices: Sequence[str]) -> list[WeightFormat]:
 
 
 def cheapest(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
-    """The index of an option for each map: the least sum of costs whose bits fit into a budget.
+    """The index of an option for each map, with the least total cost within a budget of bits.
 
-    It is exact: after each map, a choice that is both larger and dearer than another can't be part
-    of the best one, and all others are kept. Raises ValueError if nothing fits.
+    Exact: after each map, only Pareto-optimal partial choices (in size and cost) are kept. Raises
+    ValueError if nothing fits.
     """
     least = [min(option.bits for option in own) for own in options]
-    later = [*np.cumsum(least[::-1])[::-1].tolist(), 0]  # bits that maps from each on need
+    later = [*np.cumsum(least[::-1])[::-1].tolist(), 0]  # least bits of maps from each on
     if later[0] > budget:
         raise ValueError(f"the smallest options take {later[0]} bits, above {budget}")
     sizes, costs = np.zeros(1, np.int64), np.zeros(1)
-    steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each kept choice: the one before, option
+    steps: list[tuple[np.ndarray, np.ndarray]] = []  # for each kept choice: (predecessor, option)
     for own, rest in zip(options, later[1:], strict=True):
         table = np.array(own)
         size = (sizes[:, None] + table[None, :, 0].astype(np.int64)).ravel()
@@ -146,7 +146,7 @@ def cheapest(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
         kept = order[np.concatenate([[True], cost[order][1:] < best[:-1]])]
         steps.append(np.divmod(kept, len(own)))
         sizes, costs = size[kept], cost[kept]
-    chosen, at = [], len(costs) - 1  # the largest that is kept is the cheapest
+    chosen, at = [], len(costs) - 1  # the largest kept choice is the cheapest
     for before, option in reversed(steps):
         chosen.append(int(option[at]))
         at = before[at]
@@ -169,7 +169,7 @@ def _bits(place: LinearPlace, format: WeightFormat) -> int:
 
 
 def _recipe(formats: dict[str, WeightFormat], rest: Precision, method: str) -> Recipe:
-    """A recipe in which the most common format is for all maps that no rule names."""
+    """A recipe with a rule for each map, and the most common format as the default."""
     usual, _ = Counter(formats.values()).most_common(1)[0]
     top = dataclasses.replace(rest, weights=usual)
     recipe = Recipe.of(top, method)

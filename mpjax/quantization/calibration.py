@@ -1,4 +1,4 @@
-"""Measures scales for a KV cache on text that the model reads."""
+"""Calibrates static scales of a KV cache on text."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def calibrate_cache(
     window: int | None = None,
     max_tokens: int = 32768,
 ) -> LanguageModel:
-    """Measures scales for a cache in `lm.kv_format` (KV8s or KVfp8); returns a model with them.
+    """Calibrates scales for a cache in `lm.kv_format` (KV8s or KVfp8); returns a model with them.
 
-    The model reads the documents in windows, each from an empty context. The largest key and the
-    largest value become the largest code: of each channel for KV8s, of each head for KVfp8
+    The model runs on windows of the documents, each with an empty context. The largest magnitude of
+    keys and of values, of each channel for KV8s or of each head for KVfp8, maps to the largest code
     (mpjax.kernels.cache_scales). The returned model has them in `model.cache_scales`, which
     generation, evaluation and saving use. It shares its weights with `lm`, which is unchanged.
 
-    window: tokens of a window; the smaller of 1024 and the model's positions by default.
-    max_tokens: the most tokens that are read, of all documents together.
+    window: tokens of a window; by default the smaller of 1024 and the model's positions.
+    max_tokens: the most tokens in total.
 
     Raises ValueError for a KV format without calibrated scales, a model without a tokenizer or with
-    another model's tokenizer, anything but a list of texts, documents without a token, and a window
-    or max_tokens below 1; mpjax.errors.NotFiniteError, a ValueError, for
-    keys or values that are NaN or infinite.
+    another model's tokenizer, documents that are not a list of strings or have no token, and a
+    window or max_tokens below 1; mpjax.errors.NotFiniteError, a ValueError, for keys or values that
+    are NaN or infinite.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_documents(documents)
@@ -66,7 +66,7 @@ def calibrate_cache(
     window = min(whole_number("window", window), lm.config.max_position_embeddings)
     max_tokens = whole_number("max_tokens", max_tokens)
     largest: jax.Array | None = None
-    owners: list[int] = []  # the document of each window
+    owners: list[int] = []  # index of each window's document
     finite: list[jax.Array] = []
     vocabulary = lm.config.vocab_size
     pieces = first_pieces(tokenizer, documents, vocabulary, window=window, most=max_tokens)
@@ -95,7 +95,7 @@ def _side_by_side(spec: StateSpec) -> tuple[StateSpec, ...]:
 
 @jax.jit
 def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest magnitudes of the keys and values of all heads; see `_largest_of_heads`."""
+    """`_largest_of_heads`, also for a model divided among devices."""
     if isinstance(model, ShardedDecoder):
         return model.map_heads(_largest_of_heads, tokens, count)
     return _largest_of_heads(model, tokens, count)
@@ -106,9 +106,9 @@ def _largest_of_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """The largest magnitudes of keys and values, and whether all are finite (bool scalar).
 
-    Layers without keys and values have magnitudes of 1, of which nothing is read.
-    tokens: int32 [1, window], of which the first `count` are read. Magnitudes are float32 [layers,
-    2 (keys, values), KV heads, head dim].
+    Layers without keys and values get unused magnitudes of 1.
+    tokens: int32 [1, window], of which the first `count` are real. Magnitudes are float32 [layers,
+    2 (keys, values), KV heads, head_dim].
     """
     cache = model.create_cache(1, tokens.shape[1], KVFormat())
     _, cache = model.step(tokens, count[None], cache, fresh=True)

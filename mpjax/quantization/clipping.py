@@ -1,9 +1,9 @@
-"""Learned clipping: gradient descent on the range of values that each group's codes span.
+"""Learned weight clipping: gradient descent on the clipping range of each group.
 
-The range min … max of a group is cut to shares of both ends. Descent minimises the error of the
-product's outputs, to which all groups add; the search of `ranges` tries shares for each group
-alone. Shao et al., "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models"
-(2023), §3.2; COMET rounds its weights in this way.
+The range min … max of a group is multiplied by a learned factor at each end. Descent minimises the
+output error of all groups together; the search of `ranges` treats each group separately. Shao et
+al., "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (2023), §3.2;
+used by COMET.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpjax.kernels.plain_codes import in_groups
 from mpjax.quantization.statistics import squared_error
 
 STEPS, RATE = 200, 1e-2
-FIRST_LOGIT = 4.0  # the first share is sigmoid(4) = 0.982
+FIRST_LOGIT = 4.0  # the initial factor is sigmoid(4) = 0.982
 
 
 def learn_ranges(
@@ -31,26 +31,27 @@ def learn_ranges(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> Grid:
-    """The grid with the least error of outputs of all steps of a gradient descent.
+    """The grid with the least output error of all steps of a gradient descent.
 
     weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs.
 
-    A group's range is from sigmoid(a) · min to sigmoid(b) · max, with learned logits a and b.
-    Rounding has no useful gradient, so each step chooses codes, holds them constant, and takes the
-    gradient of their values by a and b. Raises ValueError if optax is not installed.
+    A group's range is from sigmoid(a) · min to sigmoid(b) · max, with learned logits a and b. Since
+    rounding has no useful gradient, each step chooses codes, holds them constant, and
+    differentiates their values with respect to a and b. Raises ValueError if optax is not
+    installed.
     """
     return _descend(_optimizer(rate), weight, hessian, format, steps)
 
 
-@functools.cache  # `_descend` is compiled for each object, so there is one for each rate
+@functools.cache  # `_descend` is compiled for each object: keep one per rate
 def _optimizer(rate: float) -> Any:
     return require_optax().adam(rate)
 
 
 def require_optax(step: str = "clip") -> Any:
-    """The module optax. Raises ValueError, with what to do, if it is not installed.
+    """The module optax. Raises ValueError, with a remedy, if it is not installed.
 
-    step: of a method, which needs it.
+    step: the method step that needs it.
     """
     try:
         import optax

@@ -1,9 +1,9 @@
-"""How much each linear map's rounding costs: how far a model's predictions move by it alone.
+"""Measures the cost of rounding each linear map alone, as KL divergence of the predictions.
 
 The divergence of a model with several rounded maps is about the sum of theirs (HIGGS, Malinovskii
-et al. 2024, §3). HIGGS measures one slope for each map, with noise, and multiplies it by the error
-of each format; rounding itself is measured here, whose errors are larger where weights are, and so
-cost another share than noise does.
+et al. 2024, §3). HIGGS measures one slope per map by adding noise, and multiplies it by each
+format's error. Here rounding itself is measured, since its errors grow with the weights and so cost
+differently than noise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW, TOKENS, BATCH = 512, 4096, 2
 
 
 def plain_places(model: Decoder) -> list[LinearPlace]:
-    """The places of the linear maps of a model's layers. Raises ValueError unless all are plain."""
+    """The places of the layers' linear maps. Raises ValueError unless all are in 16 bits."""
     places = [place for place in model.linear_places(model.config) if not place.is_table]
     for place in places:
         if isinstance(place, ExpertPlace):
@@ -45,10 +45,10 @@ def rounding_costs(
     formats: Sequence[Sequence[WeightFormat]],
     tokens: int = TOKENS,
 ) -> list[list[float]]:
-    """The KL divergence, in nats per token, if one linear map alone is rounded to nearest.
+    """The KL divergence, in nats per token, if only one linear map is rounded to nearest.
 
-    formats: of each of `plain_places`, the ones to measure; the result has the same shape.
-    tokens: the most that are read of the documents, each window in one pass without a cache.
+    formats: for each of `plain_places`, the formats to measure; the result has the same structure.
+    tokens: the most tokens of the documents; each window is one forward pass without a cache.
 
     Raises ValueError for a model without a tokenizer, for empty documents and for a divergence that
     is not finite.
@@ -75,7 +75,7 @@ def rounding_costs(
 
 @contextlib.contextmanager
 def _rounded(place: LinearPlace, model: Decoder, format: WeightFormat) -> Iterator[None]:
-    """Has a linear map's weight rounded to nearest for as long as the context is open."""
+    """A context in which one linear map's weight is rounded to nearest."""
     [part] = place.parts(model)
     kernel = part.kernel.get_value()
     part.kernel.set_value(_round(kernel, format) if format.is_packed else kernel)
@@ -100,6 +100,6 @@ def _logprobs(model: Decoder, tokens: jax.Array) -> jax.Array:
 def _divergence(
     model: Decoder, tokens: jax.Array, is_real: jax.Array, expected: jax.Array
 ) -> jax.Array:
-    """The sum over real tokens of the KL divergence of a model's predictions from expected ones."""
+    """The KL divergence of a model's predictions from `expected`, summed over real tokens."""
     found = jax.nn.log_softmax(model(tokens))
     return jnp.where(is_real, divergence(expected, found), 0.0).sum()

@@ -1,4 +1,4 @@
-"""A folder of layers that are quantised already, with which an interrupted run can go on."""
+"""A folder of quantised layers, from which an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ RUN_NAME, LOCK_NAME = "run.json", "lock"
 class FinishedLayers:
     """A folder with a file for each finished layer of one run.
 
-    As a context it is closed at the end, and removed if that is a ValueError, which the same run
-    would raise again.
+    As a context it is closed at the end; a ValueError removes the folder, since the same run would
+    raise it again.
 
-    lock: the descriptor of an open file, whose lock keeps other processes from writing the folder.
+    lock: the descriptor of the locked file that keeps other processes from writing to the folder.
     """
 
     folder: Path
@@ -40,11 +40,11 @@ class FinishedLayers:
 
     @classmethod
     def open(cls, folder: Path, run: str, *, overwrite: bool = False) -> FinishedLayers:
-        """The layers of a run in a folder.
+        """Opens or creates the folder of a run.
 
-        run: a text that tells runs apart, as `describe_run` makes it. overwrite: whether finished
-        layers of another run are deleted. Raises ValueError for them otherwise, and for a folder
-        that holds anything else, or that another process writes.
+        run: a string that identifies the run (`describe_run`). overwrite: whether to delete
+        finished layers of another run. Raises ValueError for them otherwise, for a folder with
+        other files, and for a folder that another process is writing to.
         """
         path = folder / RUN_NAME
         if folder.exists() and not folder.is_dir():
@@ -75,7 +75,7 @@ class FinishedLayers:
         return found
 
     def save(self, model: Decoder, number: int) -> None:
-        """Keeps a layer of a model: all of it, or on failure nothing."""
+        """Saves a layer of the model atomically."""
         unfinished = self.folder / f".{self._file(number).name}"
         unfinished.unlink(missing_ok=True)
         arrays = model_arrays.take(model, _prefix(number))
@@ -85,7 +85,7 @@ class FinishedLayers:
         self._checksums(number).write_text(json.dumps(checksums), encoding="utf-8")
 
     def load(self, model: Decoder, number: int, recipe: Recipe) -> bool:
-        """Puts a kept layer into a model; returns False if it is missing or damaged."""
+        """Loads a saved layer into the model; returns False if it is missing or damaged."""
         if not self._checksums(number).is_file():
             return False
         try:
@@ -94,7 +94,7 @@ class FinishedLayers:
                 name: jnp.asarray(array_file.read(info, checksums[name], lambda count: None))
                 for name, info in read_header(self._file(number)).items()
             }
-        except (CheckpointError, KeyError, ValueError):  # such as after the machine stopped
+        except (CheckpointError, KeyError, ValueError):  # such as after a power failure
             return False
         parts = {}
         for place in model.linear_places(model.config):
@@ -115,7 +115,7 @@ class FinishedLayers:
         self.close()
 
     def close(self) -> None:
-        """Lets other processes have the folder."""
+        """Releases the lock."""
         if self.lock is not None:
             os.close(self.lock)
 
@@ -127,7 +127,7 @@ class FinishedLayers:
     def remove(self) -> None:
         """Deletes the files of the run, and the folder if nothing else is in it.
 
-        Does nothing while another process has the folder.
+        Does nothing while another process has the lock.
         """
         lock = None
         if self.lock is None and self.folder.is_dir() and (lock := _lock(self.folder)) is None:
@@ -137,7 +137,7 @@ class FinishedLayers:
             (self.folder / name).unlink(missing_ok=True)
         if lock is not None:
             os.close(lock)
-        with contextlib.suppress(OSError):  # it is not there, or not empty
+        with contextlib.suppress(OSError):  # missing, or not empty
             self.folder.rmdir()
 
     def _delete_layers(self) -> None:
@@ -153,10 +153,10 @@ class FinishedLayers:
 
 
 def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype: str) -> str:
-    """A text that is equal for two runs only if they make the same layers, in the same layout.
+    """A string that is equal for two runs only if they make the same layers, in the same layout.
 
-    folder: of the checkpoint, or its GGUF file. Files count as unchanged if their sizes and times
-        are.
+    folder: of the checkpoint, or its GGUF file. Files count as unchanged if their sizes and
+        modification times are equal.
     """
     digest = hashlib.sha256()
     for windows in batches:
@@ -170,7 +170,7 @@ def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype
 
 
 def _make(folder: Path) -> None:
-    """Makes a folder. Raises ValueError, with the reason, if that is impossible."""
+    """Creates a folder. Raises ValueError, with the reason, if it can't."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -181,9 +181,9 @@ def _make(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """The descriptor of a file that is locked while it is open; None if another process locked it.
+    """The descriptor of a locked file; None if another process holds the lock.
 
-    On a file system without locks, no process is kept out.
+    The lock lasts until the file is closed. Without file locks, no process is kept out.
     """
     file = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR)
     if staging.try_to_lock(file) is False:

@@ -1,7 +1,7 @@
-"""Applies folds: divides the outputs of one parameter of a layer, multiplies the rows of the next.
+"""Applies folds: divides the outputs of one parameter, and multiplies the next one's rows.
 
-`models.config.Fold` says where in a layer this leaves the outputs as they are, and where channels
-may be put in another order.
+`models.config.Fold` lists where in a layer this doesn't change the outputs, and where channels may
+be reordered.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from mpjax.models.parameters import find
 
 
 def linear_of(layer: nnx.Module, path: str) -> Linear:
-    """The Linear at a path; the only part of a FusedLinear."""
+    """The Linear at a path, or the only part of a FusedLinear."""
     node = find(layer, path)
     return node.parts[0] if isinstance(node, FusedLinear) else node
 
 
 def is_of_experts(layer: nnx.Module, fold: Fold) -> bool:
-    """Whether the source is a stack of experts' maps, so that each expert has its own scales."""
+    """Whether the source is a stack of experts, so that each expert has its own scales."""
     source = find(layer, fold.source)
     return isinstance(source, Linear) and source.kernel.get_value().ndim > 2
 
 
 def tie(fold: Fold, scales: jax.Array) -> jax.Array:
-    """The scales [K] of a fold's target, made equal for rows that read the same source channel.
+    """The scales [K] of a fold's target, averaged over rows that read the same source channel.
 
-    Query heads that share a value head read the same channels, and a channel can be divided by one
-    scale only: the geometric mean of the scales of its copies.
+    With grouped-query attention, several query heads read the channels of one value head, and a
+    channel can have only one scale: the geometric mean over its copies.
     """
     if fold.repeats is None:
         return scales
@@ -43,12 +43,12 @@ def tie(fold: Fold, scales: jax.Array) -> jax.Array:
 
 
 def permute(layer: nnx.Module, fold: Fold, order: jax.Array) -> None:
-    """Puts the outputs of a fold's source into another order, and its target's rows.
+    """Reorders the outputs of a fold's source and the rows of its target, in place.
 
-    The fold is elementwise, or from heads to their copies, within which channels move then.
+    The fold is elementwise, or from heads to their copies, and then the order is within heads.
 
-    order: int32 [K], of experts [experts, K]; channel i becomes what channel order[i] was. Changes
-        the layer, whose kernels are plain arrays, and no output of it.
+    order: int32 [K], for experts [experts, K]; channel i becomes the old channel order[i]. The
+        layer's kernels must be unquantised; its outputs don't change.
     """
     target, source = linear_of(layer, fold.target), linear_of(layer, fold.source)
     target.kernel.set_value(_in_order(target.kernel.get_value(), order, -2))
@@ -67,9 +67,9 @@ def permute(layer: nnx.Module, fold: Fold, order: jax.Array) -> None:
 def _within_heads(
     order: jax.Array, repeats: tuple[int, int, int], begin: int, outputs: int
 ) -> jax.Array:
-    """The order of all outputs of which those from `begin` on are heads that have copies.
+    """The order of all of a source's outputs, of which the heads begin at `begin`.
 
-    order: int32 [K] of the copies, the same for all copies of a head.
+    order: int32 [K] of the target's rows, equal in all copies of a head.
     """
     heads, _, channels = repeats
     firsts = begin + jnp.arange(heads)[:, None] * channels
@@ -78,18 +78,18 @@ def _within_heads(
 
 
 def _in_order(array: jax.Array, order: jax.Array, axis: int) -> jax.Array:
-    """An array whose entries along an axis are in an order [..., n], of each expert its own."""
+    """The array permuted along an axis; order: [n], or [experts, n]."""
     if order.ndim == 1:
         return jnp.take(array, order, axis=axis)
     return jax.vmap(lambda own, order: jnp.take(own, order, axis=axis))(array, order)
 
 
 def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
-    """Divides the outputs of a fold's source by scales, and multiplies the rows of its target.
+    """Divides the outputs of a fold's source by scales, and multiplies its readers' rows.
 
-    layer: changed in place; its kernels are plain arrays, and each parameter keeps its dtype.
-    scales: float32 [K], one for each row of the target, as `tie` returns them; [experts, K] if the
-        source is a stack of experts' maps.
+    layer: changed in place; its kernels are unquantised, and parameters keep their dtypes. scales:
+    float32 [K], one for each row of the target, as `tie` returns them; [experts, K] if the source
+    is a stack of experts.
     """
     for path in fold.readers:
         _scale_inputs(layer, path, scales)
@@ -114,12 +114,12 @@ def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
 
 
 def _part_sizes(source: Linear | FusedLinear, outputs: int, size: int) -> Sequence[int]:
-    """The sizes of the maps that a source joins: those of one map of experts are alike."""
+    """The output sizes of the maps joined in a source; equal for a fused map of experts."""
     return source.sizes if isinstance(source, FusedLinear) else (size,) * (outputs // size)
 
 
 def _scale_inputs(layer: nnx.Module, path: str, scales: jax.Array) -> None:
-    """Multiplies the rows of a linear map's kernel, or the columns of an array [outputs, K]."""
+    """Multiplies the input channels of a linear map, or of an array [outputs, K], by scales."""
     node = find(layer, path)
     if isinstance(node, Linear | FusedLinear):
         rows = linear_of(layer, path).kernel
@@ -129,5 +129,5 @@ def _scale_inputs(layer: nnx.Module, path: str, scales: jax.Array) -> None:
 
 
 def _times(array: jax.Array, factors: jax.Array) -> jax.Array:
-    """The product in float32, in the dtype of the array; factors have its last axes."""
+    """The product array · factors, computed in float32, in the array's dtype."""
     return (array.astype(jnp.float32) * jnp.broadcast_to(factors, array.shape)).astype(array.dtype)

@@ -1,10 +1,10 @@
-"""GPTQ: rounds a weight row by row, and lets later rows make up for the error of earlier ones.
+"""GPTQ: rounds a weight row by row, compensating each row's error in later rows.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
-(2022). Rows with the largest inputs are rounded first (act-order). Groups are nevertheless runs of
-neighbouring rows, so that the result needs no permutation: with scales that are chosen before
-(static groups), or with groups that stay together in the order (group-aware), whose scales are
-chosen when they are reached.
+(2022). Rows with the largest inputs are rounded first (act-order). Groups are nevertheless
+contiguous rows, so the result needs no permutation: either with scales chosen beforehand (static
+groups), or with groups kept together in the order (group-aware), whose scales are chosen when
+reached.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from mpjax.quantization.ranges import search_ranges
 
 BLOCK = 128  # rows between two updates of all later rows
 DAMPING = 0.01
-# Each attempt to factor a Hessian adds ten times the damping of the one before.
+# Number of Cholesky attempts, each with ten times the damping of the previous one.
 ATTEMPTS = 4
 PRECISION = jax.lax.Precision.HIGHEST
 
-# From a row float32 [N] and its place in a block to its codes [N] and their values float32 [N].
+# (row float32 [N], its index in the block) -> (codes [N], their values float32 [N]).
 Nearest = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-# From the rows of a block, as they are when it is reached, and the index of the first, to the
-# function that finds their codes, and a pytree that the block leaves behind.
+# begin(rows, first) -> (nearest, extra). rows: the block's weights, corrected for the errors of
+# earlier blocks. first: index of the first row. nearest: rounds one row. extra: a pytree that is
+# stacked over blocks and returned.
 Begin = Callable[[jax.Array, jax.Array], tuple[Nearest, Any]]
 
 
 class Compensated(NamedTuple):
-    """The codes that GPTQ chose.
+    """The codes chosen by GPTQ.
 
-    damping: float32 [], the damping with which the Hessian had a Cholesky factor; NaN if it had
-        none in any attempt, and then codes are rounded to nearest.
+    damping: float32 [], the damping for which the Cholesky factorisation succeeded; NaN if all
+        attempts failed, and codes are rounded to nearest.
     """
 
     plain: PlainCodes
@@ -55,15 +56,15 @@ def gptq(
     damping: float = DAMPING,
     is_ordered: bool = True,
 ) -> Compensated:
-    """Rounds a weight to a grid so that the products of its inputs change least.
+    """Rounds a weight to a fixed grid, minimising the output error.
 
     weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs x, times any
-    factor. grid: the scales and zero points of all groups, which stay as they are.
-    damping: this share of the mean of the Hessian's diagonal is added to each of its elements.
-    is_ordered: whether rows are rounded in the order of their diagonal elements of the Hessian, the
-        largest first; otherwise from the first to the last.
+    factor. grid: the fixed scales and zero points of all groups.
+    damping: this fraction of the mean of the Hessian's diagonal is added to the diagonal.
+    is_ordered: whether rows are rounded in descending order of the Hessian's diagonal (act-order);
+    otherwise in index order.
 
-    A row whose input is always zero is rounded to nearest.
+    Rows whose input is always zero are rounded to nearest.
     """
     channels = weight.shape[0]
     order = jnp.argsort(-jnp.diagonal(hessian)) if is_ordered else jnp.arange(channels)
@@ -91,13 +92,14 @@ def gptq_fresh(
     damping: float = DAMPING,
     is_ordered: bool = True,
 ) -> Compensated:
-    """GPTQ whose scales of a group are found when its rows are reached, from what these are then.
+    """GPTQ that chooses a group's scales when it is reached, from the corrected weights.
 
     weight, hessian, damping: as in `gptq`. format: with groups; see `why_not_fresh`.
-    is_ordered: takes groups in the order of their largest diagonal of the Hessian, and the rows of
-        a group in that of theirs (GPTQModel's group-aware order); else rows in their own.
+    is_ordered: whether groups are taken in descending order of their largest diagonal element of
+        the Hessian, and rows within a group likewise (GPTQModel's group-aware order); otherwise in
+        index order.
 
-    A group's ranges are searched with the Hessian's diagonal as importance.
+    Ranges are searched with the Hessian's diagonal as importance.
     """
     channels, size = len(weight), format.group_size or len(weight)
     diagonal = jnp.diagonal(hessian)
@@ -124,7 +126,7 @@ def gptq_fresh(
     codes, found = _compensate(weight[order], factor, size, begin)
 
     def placed(values: jax.Array | None) -> jax.Array | None:
-        """Values [groups, 1, N] of groups in their order, at the groups' places."""
+        """Values [groups, 1, N] in rounding order, scattered to group order [groups, N]."""
         return None if values is None else jnp.zeros_like(values[:, 0]).at[groups].set(values[:, 0])
 
     table = None if found.table is None else found.table[0]
@@ -136,7 +138,7 @@ def gptq_fresh(
 
 
 def why_not_fresh(format: WeightFormat) -> str | None:
-    """Why a format has no groups whose scales are independent of each other, or None."""
+    """The reason why the scales of a format's groups aren't independent, or None."""
     kind = code_kinds.of(format)
     if kind.has_channel_scales or format.codes == "float8":
         return f"the groups of {format} share scales"
@@ -146,11 +148,11 @@ def why_not_fresh(format: WeightFormat) -> str | None:
 def _compensate(
     weight: jax.Array, factor: jax.Array, size: int, begin: Begin
 ) -> tuple[jax.Array, Any]:
-    """Rounds rows in turn; returns codes [K, N], and what blocks of rows leave behind, stacked.
+    """Rounds rows in turn; returns codes [K, N], and the blocks' extra pytrees, stacked.
 
-    weight: [K, N], with its rows in the order of rounding. factor: upper triangular [K, K], from
-    `inverse_factor`. The error of a row corrects the rest of its block of `size` rows at once; all
-    rows after the block are corrected by one product when the block is done.
+    weight: [K, N], with rows in rounding order. factor: upper triangular [K, K], from
+    `inverse_factor`. A row's error corrects the rest of its block of `size` rows immediately; later
+    rows are corrected by one matrix product per block.
     """
     channels, outputs = weight.shape
     missing = -channels % size
@@ -179,11 +181,11 @@ def _compensate(
 
 
 def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
-    """The upper triangular U with Uᵀ U = H⁻¹, and the damping that H needed to have one.
+    """The upper triangular U with Uᵀ U = H⁻¹, and the damping that was needed.
 
-    Let L be the Cholesky factor of H with its rows and columns in reverse order. L in reverse order
-    is an upper triangular R with H = R Rᵀ, so that U = R⁻¹. This takes one factorisation, and never
-    inverts H. If all attempts fail, U is the identity and the damping NaN.
+    Let L be the Cholesky factor of H with rows and columns reversed. L with both reversed back is
+    an upper triangular R with H = R Rᵀ, so U = R⁻¹. This takes one factorisation, and never inverts
+    H. If all attempts fail, U is the identity and the damping NaN.
 
     hessian: float32 [K, K]. damping: as for `gptq`. Returns U float32 [K, K], and that damping, a
     float32 scalar.
@@ -191,7 +193,7 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
     diagonal = jnp.diagonal(hessian)
     size = jnp.maximum(diagonal.mean(), jnp.finfo(jnp.float32).tiny)
     identity = jnp.eye(len(hessian), dtype=hessian.dtype)
-    # With a damping of zero, an input channel that is always zero would leave H without a factor.
+    # With zero damping, an input channel that is always zero would make H singular.
     lifted = hessian + jnp.diag(jnp.where(diagonal == 0, size, 0.0))
 
     def attempt(damping: jax.Array) -> jax.Array:

@@ -1,10 +1,10 @@
-"""Hadamard's transform of what down projections read, in every step (QuaRot's R4).
+"""The online Hadamard transform of down projections' inputs (QuaRot's R4).
 
-Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024), §4.2. Few channels
-between gate and down are much larger than others, and no norm lies there that a rotation could be
-folded into. So the MLP mixes blocks of channels before they are rounded, and the rows of the down
-projection are mixed alike: the transform is its own inverse, and the model computes what it did.
-Each expert of a mixture has a down projection of its own, and so has an MLP that all tokens share.
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024), §4.2. A few of the
+channels between gate and down are much larger than the others, and a rotation can't be folded
+through the elementwise gate. So the MLP transforms blocks of channels before they are rounded, and
+the rows of the down projection are transformed alike: the transform is its own inverse, so the
+model's function doesn't change. Each expert has its own down projection, as has a shared expert.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mpjax.models import Decoder, DecoderConfig, DecoderLayer, LayerSpec, MLPSpe
 from mpjax.models.parameters import find
 from mpjax.quantization.methods import HADAMARD
 
-# A larger block spreads outliers further, and fewer devices can divide a row in whole blocks.
+# Larger blocks spread outliers further, but allow fewer devices to divide a row in whole blocks.
 LARGEST, LEAST = 512, 16
 
 
 def block_of(spec: MLPSpec) -> int:
-    """The channels of a block: the largest power of two up to 512 that divides those of the MLP.
+    """The block size: the largest power of two up to 512 that divides the MLP's channels.
 
-    In a mixture it divides those of the experts and of the shared MLP.
+    In a mixture, it divides the channels of the experts and of the shared expert.
 
-    Raises ValueError for an MLP without a place for the transform, one with less than 16, and one
-    that has the transform.
+    Raises ValueError for an MLP that doesn't support the transform, a block size below 16, and an
+    MLP that already has the transform.
     """
     sizes = spec.mixers().values()
     if not sizes:
@@ -54,7 +54,7 @@ def block_of(spec: MLPSpec) -> int:
 
 
 def check_blocks(config: DecoderConfig) -> None:
-    """Raises ValueError, which names the layer, for a model that the transform has no place in."""
+    """Raises ValueError, which names the layer, for a model that doesn't support the transform."""
     for number, layer in enumerate(config.layers):
         try:
             if layer.mlp is not None:
@@ -64,7 +64,7 @@ def check_blocks(config: DecoderConfig) -> None:
 
 
 def set_blocks(model: Decoder) -> None:
-    """Writes the blocks of all layers into the configuration of a model; see `mix_down`."""
+    """Sets the block sizes of all layers in the model's configuration; see `mix_down`."""
     layers = tuple(
         dataclasses.replace(
             layer,
@@ -76,9 +76,9 @@ def set_blocks(model: Decoder) -> None:
 
 
 def mix_down(layer: DecoderLayer, spec: LayerSpec, *, is_folded: bool) -> None:
-    """Gives a layer the transform of its spec, and undoes it in its down projections, in place.
+    """Enables the transform in a layer, and folds its inverse into the down projections, in place.
 
-    is_folded: whether the down projections are made for the transform already. Else they are plain.
+    is_folded: whether the inverse is already folded in; otherwise kernels must be unquantised.
     """
     if spec.mlp is None:
         return
@@ -94,7 +94,7 @@ def mix_down(layer: DecoderLayer, spec: LayerSpec, *, is_folded: bool) -> None:
 
 
 def _mixed_rows(weight: jax.Array, block: int) -> jax.Array:
-    """A weight [..., K, N] with its rows transformed, one expert at a time."""
+    """A weight [..., K, N] with transformed rows, one expert at a time."""
     if weight.ndim > 2:
         return jax.lax.map(lambda each: _mixed_rows(each, block), weight)
     return hadamard(weight.T, block).T.astype(weight.dtype)

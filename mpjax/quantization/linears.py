@@ -1,4 +1,4 @@
-"""Quantises one linear map, or those of all experts of a layer, from statistics of its inputs."""
+"""Quantises one linear map, or a stack of experts, from statistics of its inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpjax.quantization.methods import choose_codes
 from mpjax.quantization.recipe import Rule
 from mpjax.quantization.statistics import Statistics
 
-SHOWN_EXPERTS = 8  # of those that a warning is about
+SHOWN_EXPERTS = 8  # listed in a warning
 
 
 def quantize_map(
@@ -28,14 +28,14 @@ def quantize_map(
     found: Statistics | None,
     order: jax.Array | None = None,
 ) -> Linear:
-    """A linear map, or a stack of experts', with a packed kernel.
+    """The linear map, or stack of experts, with a packed kernel.
 
     found: the statistics of its inputs, for experts with a leading axis; None if none are needed.
-    order: int32 [K], of experts [experts, K], the input channel that each row of codes is for,
-        which is then also the order of the statistics' channels; None for the channels' own order.
+    order: int32 [K], for experts [experts, K], the input channel of each row of codes, and the
+        channel order of the statistics; None for the original order.
 
-    Warns if the text is too short for GPTQ, and names the experts of which that is true. Raises
-    ValueError for weights that are too large or too small for their format.
+    Warns if the text is too short for GPTQ, for experts by number. Raises ValueError for weights
+    out of the format's range.
     """
     kernel: Any = linear.kernel.get_value()
     if kernel.ndim > 2:
@@ -60,7 +60,7 @@ def _quantize_experts(
     found: Statistics | None,
     order: jax.Array | None,
 ) -> Linear:
-    """The stack, expert by expert: of few tokens by ranges, and of none to nearest."""
+    """Quantises expert by expert: with too few tokens by `range`, without any by `rtn`."""
     experts, channels, _ = stacked.kernel.get_value().shape
     names = [f"{path}, expert {expert}" for expert in range(experts)]
     short = []

@@ -1,4 +1,4 @@
-"""Methods by name: the scaling steps, and the rounding step that chooses codes."""
+"""Method: the named steps that quantise a linear map, scalings and a rounding."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SCALINGS: dict[str, Any] = {
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq", "gptq-fresh")
 LEARN = "learn"
-# Steps of the whole model, before those of linear maps.
+# Steps on the whole model, which come before those on linear maps.
 ROTATE, HADAMARD = OF_MODEL = ("rotate", "hadamard")
 DEFAULT_ROUNDING = "range"
 STEPS = (*OF_MODEL, *SCALINGS, *ROUNDINGS, LEARN)
 
 
 def read_method(text: str) -> tuple[tuple[str, ...], Method]:
-    """The steps of the whole model that a method begins with, and the method after them.
+    """Splits a method into its leading steps on the whole model and the Method of linear maps.
 
-    The latter rounds by `range` where nothing stands after them. Raises ValueError for unknown,
-    repeated or misplaced steps.
+    The Method is `range` if nothing follows. Raises ValueError for unknown, repeated or misplaced
+    steps.
     """
     names = _names(text)
     behind = list(itertools.dropwhile(lambda name: name in OF_MODEL, names))
@@ -52,7 +52,7 @@ def read_method(text: str) -> tuple[tuple[str, ...], Method]:
 
 
 def _names(text: str) -> list[str]:
-    """The names of a method's steps. Raises ValueError for unknown ones; empty ones are left."""
+    """The names of a method's steps, possibly empty. Raises ValueError for unknown names."""
     require_type("the method", text, str, hint=", such as 'awq+gptq'")
     names = [name.strip() for name in text.lower().split("+")]
     for name in names:
@@ -67,14 +67,14 @@ def _names(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """How a linear map is quantised, written as the names of its steps: `awq+gptq`.
+    """The steps that quantise a linear map, written as `awq+gptq`.
 
-    scalings: the steps that fold scales, in their order: `awq`, `smooth`, `os`.
-    rounding: the step that chooses codes. `rtn` rounds to nearest. `range` rounds to nearest within
-        the share of each group's range that has the least error (`ranges`); `clip` does so with
-        shares that gradient descent learns (`clipping`). `gptq` searches ranges as `range` does,
-        and rounds row by row (`gptq`); `gptq-fresh` searches those of a group when it is reached.
-    learns: whether `learn` follows: scales are learned against the outputs of the 16-bit layer.
+    scalings: the steps that fold channel scales, in order: `awq`, `smooth`, `os`.
+    rounding: the step that chooses codes. `rtn` rounds to nearest. `range` searches the clipping
+        range of each group with the least error (`ranges`), and rounds to nearest; `clip` learns
+        the range by gradient descent (`clipping`). `gptq` searches ranges as `range` does, and then
+        runs GPTQ; `gptq-fresh` searches a group's range when GPTQ reaches it.
+    learns: whether the step `learn` follows: scales are learned against the 16-bit layer's outputs.
     """
 
     scalings: tuple[str, ...]
@@ -87,8 +87,8 @@ class Method:
 
         The rounding is `range` if there is none.
 
-        Raises ValueError for unknown, repeated or misplaced steps, and for those of the whole
-        model, which `read_method` reads.
+        Raises ValueError for unknown, repeated or misplaced steps, and for steps on the whole
+        model, which only `read_method` accepts.
         """
         steps = _names(text)
         for step in OF_MODEL:
@@ -101,7 +101,7 @@ class Method:
 
     @classmethod
     def of_steps(cls, steps: list[str], text: str) -> Method:
-        """The method of steps that linear maps have, by their names.
+        """The method with the named steps, all on linear maps.
 
         text: the whole method, for messages. Raises ValueError for repeated or misplaced steps.
         """
@@ -120,14 +120,14 @@ class Method:
 
     @classmethod
     def of(cls, method: Method | str) -> Method:
-        """A method as it is, or as `parse` reads it."""
+        """Returns a Method unchanged, or parses a string."""
         return method if isinstance(method, Method) else cls.parse(method)
 
     def __str__(self) -> str:
         return "+".join((*self.scalings, self.rounding, *[LEARN] * self.learns))
 
     def require_usable(self, format: WeightFormat) -> None:
-        """Raises ValueError if a step can't serve a format, or its package is not installed."""
+        """Raises ValueError if a step doesn't support a format, or its package is not installed."""
         if self.rounding == "clip" or self.learns:
             require_optax(LEARN if self.learns else self.rounding)
         reason = why_not(format) if self.learns else None
@@ -138,7 +138,7 @@ class Method:
 
     @property
     def needs_text(self) -> bool:
-        """Whether a step needs statistics of a text."""
+        """Whether a step needs calibration text."""
         return bool(self.scalings) or self.rounding != "rtn" or self.learns
 
 
@@ -151,7 +151,7 @@ def choose_codes(
 ) -> PlainCodes:
     """The codes of a weight float32 [K, N] in a packed format.
 
-    statistics: of the weight's inputs; only `rtn` does without.
+    statistics: of the weight's inputs; None only for `rtn`.
     rounding: one of ROUNDINGS. name: of the weight, in warnings.
     """
     if rounding == "rtn":
@@ -160,7 +160,7 @@ def choose_codes(
     if rounding in ("range", "clip"):
         fit_best = search_ranges if rounding == "range" else learn_ranges
         return fit_best(weight, statistics.hessian, format).round(weight)
-    # Not divided by the tokens: GPTQ takes any factor, and the copy would be large for a wide map.
+    # Not divided by the number of tokens: GPTQ is scale-invariant, and a copy would be large.
     products = statistics.products
     if rounding == "gptq-fresh":
         found = gptq_fresh(weight, products, format)

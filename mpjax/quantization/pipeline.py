@@ -1,9 +1,9 @@
 """Quantises a model layer by layer.
 
-Each layer is read, statistics of its linear maps' inputs are measured on the text, scales are
-folded and codes chosen, and the quantised layer computes the inputs of the next one. The device
-holds the quantised layers, one plain layer and one batch of hidden states; the hidden states of the
-other batches are on the host.
+Each layer is loaded, statistics of its linear maps' inputs are measured on the calibration text,
+scales are folded and codes chosen, and the quantised layer computes the inputs of the next one. The
+device holds the quantised layers, one 16-bit layer and one batch of hidden states; the other
+batches' hidden states are on the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpjax.quantization.scaling import Reader, of_each_expert
 from mpjax.quantization.statistics import Statistics
 from mpjax.quantization.text import Windows
 
-SAMPLES = 512  # the inputs of each linear map that are kept, as `Statistics.samples`
+SAMPLES = 512  # inputs kept of each linear map, as `Statistics.samples`
 
 
 @dataclasses.dataclass
@@ -44,8 +44,7 @@ class Stream:
 
     states: for each batch, an array [batch, tokens, hidden]. is_real: for each batch, bool
         [batch, tokens]; False for padding.
-    angles: float32 [batch, tokens, head dim / 2], of each rotary embedding that layers have, the
-        same for each batch.
+    angles: float32 [batch, tokens, head_dim / 2] for each kind of RoPE, equal for all batches.
     """
 
     states: list[np.ndarray]
@@ -54,7 +53,7 @@ class Stream:
 
     @classmethod
     def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
-        """The hidden states before the first layer, which are the embeddings of tokens."""
+        """The hidden states before the first layer: the token embeddings."""
         states = [np.asarray(model.embed(jnp.asarray(windows.tokens))) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
         angles = model.angles_by_rope(positions)
@@ -63,8 +62,8 @@ class Stream:
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
         """The statistics of the inputs of each linear map of a layer, by its path.
 
-        One batch is under way while another is read. More would each take room on the device, and
-        as much page-locked memory of the host.
+        The next batch is transferred while one is computed. More batches in flight would take
+        device memory and page-locked host memory.
         """
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
@@ -74,13 +73,13 @@ class Stream:
             if found is None:
                 found = part
                 continue
-            for path in found:  # one after another: those of wide maps take hundreds of megabytes
+            for path in found:  # one at a time: statistics of wide maps take hundreds of megabytes
                 found[path] = found[path] + part.pop(path)
         assert found is not None
         return found
 
     def advance(self, layer: DecoderLayer) -> None:
-        """Replaces the hidden states by the outputs of a layer that reads them.
+        """Replaces the hidden states by the layer's outputs.
 
         Raises ValueError if the hidden states of a real token become NaN or infinite.
         """
@@ -100,16 +99,16 @@ def quantize_layer(
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> DecoderLayer:
-    """Quantises a copy of a layer with plain kernels.
+    """Returns a quantised copy of a 16-bit layer.
 
-    found: the statistics of each linear map's inputs, by its path; empty if no rule needs them.
-        They are taken out as they are used, because they can be larger than the layer.
-    rules: the rule of each linear map, by its path.
+    found: the statistics of each linear map's inputs, by path; empty if no rule needs them. Entries
+        are removed when used, because they can be larger than the layer. rules: the rule of each
+        linear map, by path.
     places: the layer's folds.
 
-    Raises ValueError for weights that are too large or too small for their format.
+    Raises ValueError for weights out of their format's range.
     """
-    layer = nnx.clone(layer)  # with variables of its own, which folds change in place
+    layer = nnx.clone(layer)  # folds change the copy's variables in place
     for fold in places:
         _scale(layer, found, rules, fold)
     orders = reorder(layer, found, rules, places)
@@ -122,7 +121,7 @@ def quantize_layer(
             if rule.has_blocks and rule.blocks.needs_text:
                 assert statistics is not None
                 errors[path] = _block_errors(quantized, statistics, order)
-            del statistics  # before those of the next map are used
+            del statistics  # free them before the next map's are used
             replace_linears(layer, [path], lambda *_, found=quantized: found)
     _set_widths(layer, rules, errors)
     return layer
@@ -131,7 +130,7 @@ def quantize_layer(
 def _scale(
     layer: DecoderLayer, found: dict[str, Statistics], rules: Mapping[str, Rule], fold: Fold
 ) -> None:
-    """Folds the scales of the target's method; the error of all readers that are packed counts."""
+    """Folds the scales of the target's method, minimising the error over all packed readers."""
     if not fold.is_linear:
         return
     linear_readers = [path for path in fold.readers if path in rules]
@@ -158,9 +157,9 @@ def reorder(
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> dict[str, jax.Array]:
-    """Sorts the channels that maps with blocks read: in the statistics, and where a fold allows it.
+    """Sorts the input channels of maps with blocks, in the statistics and, if possible, by folds.
 
-    Returns the orders that are left to the maps themselves, by paths.
+    Returns the orders that could not be folded, by path.
     """
     orders = {}
     folded = {fold.target: fold for fold in places if blocks.is_folded(fold)}
@@ -179,9 +178,10 @@ def reorder(
 def _set_widths(
     layer: DecoderLayer, rules: Mapping[str, Rule], errors: Mapping[str, np.ndarray]
 ) -> None:
-    """Gives the packed maps with blocks the widths of these.
+    """Sets the activation widths of the packed maps with blocks.
 
-    errors: of the blocks that statistics choose, by paths; of other maps, all blocks are alike.
+    errors: of maps whose widths statistics choose, by path; in other maps all blocks have one
+    width.
     """
     widths = blocks.choose_widths({path: rules[path].blocks for path in errors}, errors)
     for path, rule in rules.items():
@@ -200,16 +200,15 @@ def quantize_decoder(
     recipe: Recipe,
     watch: Callable[[int, DecoderLayer], None] = lambda number, layer: None,
 ) -> None:
-    """Quantises the layers of a model, whose other parameters are loaded already.
+    """Quantises the layers of a model, whose other parameters are already loaded.
 
-    read_layer: returns the layer of a number, and whether an earlier run has quantised it; if not,
-        its kernels are plain.
+    read_layer: index → (layer, whether an earlier run has quantised it); otherwise it is in 16
+        bits.
     model: its tables are in 16 bits, and are packed as the recipe says.
-    batches: the text for the statistics; empty if no method of the recipe needs any.
-    watch: is called with the number of each layer and the layer when it is done.
+    batches: the calibration text; empty if no method of the recipe needs any.
+    watch: called with the index of each finished layer and the layer.
 
-    Raises ValueError for maps that the recipe does not name, and for hidden states that are NaN or
-    infinite.
+    Raises ValueError for maps without a rule, and for hidden states that are NaN or infinite.
     """
     if recipe.hadamard:
         set_blocks(model)
@@ -230,7 +229,7 @@ def quantize_decoder(
                 layer = quantize_layer(plain, found, rules, spec.folds(model.config))
                 if stream is not None and (learned := learned_paths(rules)):
                     learn_layer(plain, layer, stream, learned, recipe.learning)
-            if stream is not None:  # after the last layer, too, to find states that overflow
+            if stream is not None:  # after the last layer, too, to detect overflow
                 stream.advance(layer)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
@@ -241,7 +240,7 @@ def quantize_decoder(
 def _turn(
     layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig, recipe: Recipe, is_finished: bool
 ) -> None:
-    """Rotates a layer and mixes what its down projection reads, in place, as the recipe says."""
+    """Applies the recipe's rotation and Hadamard transform to a layer, in place."""
     if recipe.rotates and not is_finished:
         rotate_layer(layer, spec, config)
     if recipe.hadamard:
@@ -249,14 +248,14 @@ def _turn(
 
 
 def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
-    """The paths of the linear maps whose rules say that scales are learned."""
+    """The paths of the packed linear maps with the step `learn`."""
     return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
 
 
 def _block_errors(quantized: Linear, statistics: Statistics, order: jax.Array | None) -> np.ndarray:
-    """`block_errors` of a packed map, [2, blocks], or of a stack of experts', [2, experts, blocks].
+    """`block_errors` of a packed map, [2, blocks], or of a stack of experts, [2, experts, blocks].
 
-    statistics: of its channels in the given order, if any.
+    statistics: with channels in `order`, if given.
     """
     kernel: Any = quantized.kernel.get_value()
     if len(kernel.shape) == 3:

@@ -1,4 +1,4 @@
-"""Places the layers of a model among devices, one after another, as they are quantised."""
+"""Distributes the layers of a model among devices, one by one, as they are quantised."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ LAYERS = "layers."  # the prefix of the paths of parameters in layers
 
 
 def divided_decoder(model: Decoder, recipe: Recipe, mesh: jax.sharding.Mesh) -> ShardedDecoder:
-    """A divided decoder, without numbers, for a model whose layers a recipe quantises.
+    """An abstract divided decoder for a model that a recipe quantises.
 
-    model: its tables have the formats already that they will have. Raises ValueError for a model
-    that can't be divided so.
+    model: its tables already have their final formats. Raises ValueError if it can't be divided so.
     """
     formats = {}
     for place in model.linear_places(model.config):
@@ -33,7 +32,7 @@ def divided_decoder(model: Decoder, recipe: Recipe, mesh: jax.sharding.Mesh) -> 
 
 
 def move_layer(model: Decoder, number: int, divided: ShardedDecoder) -> None:
-    """Gives each device its share of a layer, of which the model keeps shapes alone."""
+    """Gives each device its share of a layer; the model keeps only shapes."""
     prefix = f"{LAYERS}{number}."
     _move(model, divided, lambda path: path.startswith(prefix))
     layer = model.layers[number]

@@ -1,8 +1,8 @@
-"""Range search: the share of each group's range with which rounding changes the outputs least.
+"""Range search: the clipping ratio of each group with the least output error.
 
-With the whole range, the largest weight of a group decides the scale of all. With a smaller range,
-that weight is cut, and the others are rounded more finely. AWQ (Lin et al. 2023, §4) and
-llama.cpp's importance matrices choose a range by the error of outputs.
+With the whole range, the largest weight of a group determines the scale. With a smaller range, that
+weight is clipped, and the others are rounded more finely. AWQ (Lin et al. 2023, §4) and llama.cpp's
+importance matrices choose the range by the output error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpjax.kernels import WeightFormat
 from mpjax.kernels.grid import Grid, fit
 from mpjax.kernels.plain_codes import in_groups
 
-# The shares of a group's range that are tried. With two bits, the best is as small as a third.
+# The clipping ratios to try. With 2 bits, the best can be as small as a third.
 RATIOS = tuple(float(ratio) for ratio in np.linspace(1.0, 0.3, 36))
 PRECISION = jax.lax.Precision.HIGHEST
 
@@ -31,14 +31,14 @@ def search_ranges(
     table: jax.Array | None = None,
     ratios: tuple[float, ...] = RATIOS,
 ) -> Grid:
-    """Fits a grid to the share of each group's range that has the least error of outputs.
+    """Fits a grid with the clipping ratio of each group that has the least output error.
 
     weight: float32 [K, N].
     importance: float32 [K], the mean squares of the inputs; or [K, K], the mean of x xᵀ, of which
-        only pairs of inputs in one group count.
-    table: of `table…` formats; None for normal float.
-    ratios: the shares to try. The whole range is compared as well, so that no output channel (with
-        FP8, no block of channels that share scales) has a larger error than with `fit`.
+        only the blocks of single groups are used.
+    table: of `table…` formats; None for normal float. ratios: the clipping ratios to try. The whole
+    range is always compared, so no output channel (with FP8, no block of channels that share
+    scales) has a larger error than with `fit`.
     """
     groups = in_groups(weight, format)
     weights = _by_group(importance, groups.shape[:2])
@@ -59,8 +59,8 @@ def search_ranges(
     whole = errors(fit(weight, format, table))
     start = whole, jnp.ones_like(whole)
     (_, chosen), _ = jax.lax.scan(attempt, start, jnp.asarray(ratios, jnp.float32))
-    # The scan gave all groups one share. Groups that depend on each other, as liquid4's do through
-    # the scale of their channel, may be worse with their chosen shares than with the whole range.
+    # The scan used one ratio for all groups. If groups depend on each other, as in liquid4 through
+    # the channel's scale, the chosen ratios together may be worse than the whole range.
     found = errors(fit(_clip(weight, groups, chosen), format, table))
     is_worse = found.sum(0) > whole.sum(0)
     chosen = jnp.where(is_worse[None], 1.0, chosen)
@@ -68,7 +68,7 @@ def search_ranges(
 
 
 def _clip(weight: jax.Array, groups: jax.Array, shares: jax.Array) -> jax.Array:
-    """The weight [K, N], cut to shares [groups, N] of each group's range, which includes zero.
+    """The weight [K, N], clipped to ratios [groups, N] of each group's range (including zero).
 
     groups: the weight as [groups, size, N].
     """
@@ -78,7 +78,7 @@ def _clip(weight: jax.Array, groups: jax.Array, shares: jax.Array) -> jax.Array:
 
 
 def _by_group(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The importance as [groups, size], or [groups, size, size] of pairs; zero for padding."""
+    """The importance by group, [groups, size] or [groups, size, size]; zero for padding."""
     count, size = shape
     missing = count * size - len(importance)
     if importance.ndim == 1:
@@ -89,7 +89,7 @@ def _by_group(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _of_shared_scales(errors: jax.Array, format: WeightFormat) -> jax.Array:
-    """Errors [groups, N]; with FP8, each is the sum over the output channels that share a scale."""
+    """Errors [groups, N]; with FP8, summed over the output channels that share a scale."""
     if format.codes != "float8" or format.group_size is None:
         return errors
     groups, outputs = errors.shape
@@ -101,7 +101,7 @@ def _of_shared_scales(errors: jax.Array, format: WeightFormat) -> jax.Array:
 def _errors(difference: jax.Array, weights: jax.Array) -> jax.Array:
     """The mean squared error [groups, N] that each group causes in an output.
 
-    difference: [groups, size, N], between two weights. weights: from `_by_group`.
+    difference: [groups, size, N], of two weights. weights: from `_by_group`.
     """
     if weights.ndim == 2:
         return (weights[..., None] * difference**2).sum(1)

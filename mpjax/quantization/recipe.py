@@ -27,7 +27,7 @@ FROM_THE_LAST = re.compile(r"^layers\.-(\d+)\.")
 UNQUOTED = re.compile(
     r"\s*(precision|method|modules)\s*=\s*([^\s\"'\[#](?:[^\"'#]*[^\s\"'#])?)\s*(?:#.*)?"
 )
-PLAIN = WeightFormat("bfloat16")  # stands for the dtype that the model has
+PLAIN = WeightFormat("bfloat16")  # stands for the model's own dtype
 DEFAULT_HEAD = WeightFormat("uint8", None, symmetric=True)  # H8
 
 
@@ -35,10 +35,10 @@ DEFAULT_HEAD = WeightFormat("uint8", None, symmetric=True)  # H8
 class Rule:
     """The weight format and the method of all linear maps whose paths match a pattern.
 
-    modules: the pattern, as a shell matches file names: `layers.*.mlp.down` or `layers.0.*`.
-    weights: a packed format; or one of 16 bits, for maps that stay as they are.
+    modules: a shell pattern (fnmatch): `layers.*.mlp.down` or `layers.0.*`.
+    weights: a packed format; or a 16-bit one, for maps that aren't quantised.
     method: how weights are rounded; see Method.
-    blocks: of `int4` weights (W4Ax), the widths of their activations' blocks.
+    blocks: for `int4` weights (W4Ax), the widths of activation blocks.
     """
 
     modules: str
@@ -57,29 +57,28 @@ class Rule:
 
     @property
     def needs_text(self) -> bool:
-        """Whether its weights become packed, by statistics of a text."""
+        """Whether it quantises weights with calibration text."""
         has_choice = self.method.needs_text or (self.has_blocks and self.blocks.needs_text)
         return self.weights.is_packed and has_choice
 
     def matches(self, path: str) -> bool:
-        """Whether the rule is for the linear maps at a path."""
+        """Whether the pattern matches a path."""
         return fnmatch.fnmatchcase(path, self.modules)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The rules for a model's linear maps, and its KV format.
+    """The rules for a model's linear maps, and the formats of its tables and cache.
 
-    rules: the first that matches a map's path is the map's.
-    bits: of the dtype that the model computes in, 16, or 32 for float32.
-    head, embedding: the formats of these tables, which are rounded to nearest; None leaves them in
-        16 bits. A tied table is both, and has one format.
+    rules: the first rule that matches a map's path applies.
+    bits: of the model's compute dtype: 16, or 32 for float32.
+    head, embedding: the formats of these tables, which are rounded to nearest; None keeps 16 bits.
+        A tied table has one format for both.
     rotates: whether the residual stream and values are rotated first; see `rotations`. A tied table
-        becomes two.
-    hadamard: whether Hadamard's transform mixes what down projections read; see `hadamard`.
-    learning: how the step `learn` learns the scales of a layer.
-    precise: the paths of a model's maps that the last rule, for all others, leaves in 16 bits
-        (`LinearMaps.is_precise`).
+        is then untied.
+    hadamard: whether down projections' inputs get a Hadamard transform; see `hadamard`.
+    learning: settings of the step `learn`.
+    precise: paths of maps that the last, catch-all rule keeps in 16 bits (`LinearMaps.is_precise`).
     """
 
     rules: tuple[Rule, ...]
@@ -100,13 +99,12 @@ class Recipe:
 
     @classmethod
     def of(cls, precision: Precision | str, method: Method | str = DEFAULT_METHOD) -> Recipe:
-        """The recipe in which all linear maps get the weights of a precision, by one method.
+        """The recipe that quantises all linear maps to a precision, by one method.
 
         The tables get the formats of the precision's H and E. If the weights are packed and it has
-        neither, the head is H8, and so is a tied table; H16 keeps it in 16 bits. A method in text
-        may begin with `rotate` and `hadamard`, in this order, as in `rotate+hadamard+os+gptq`.
-
-        Raises ValueError for a precision without a single W part.
+        neither, the head (or tied table) is H8; H16 keeps it in 16 bits. A method string may begin
+        with `rotate` and `hadamard`, in this order, as in `rotate+hadamard+os+gptq`. Raises
+        ValueError for a precision without exactly one W part.
         """
         precision = Precision.of(precision)
         steps, method = ((), method) if isinstance(method, Method) else read_method(method)
@@ -120,7 +118,7 @@ class Recipe:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
-        """The recipe in a TOML file. Raises ValueError that names the file and the fault.
+        """Reads a recipe from a TOML file. Raises ValueError with the file and the fault.
 
             precision = "W4A16KV8"
             method = "awq+gptq"
@@ -129,10 +127,10 @@ class Recipe:
             modules = ["layers.0.*", "layers.-1.*", "layers.*.mlp.down"]
             precision = "W8A16KV16"
 
-        `precision` and `method` at the top are for all maps that no rule matches. A rule has
+        The top-level `precision` and `method` apply to all maps that no rule matches. A rule has
         `modules`, which is a pattern or a list of patterns, and one or both of `precision` (its KV
-        part is ignored) and `method`. Negative numbers count layers from the last, which is -1. A
-        table `learning` may have the fields of Learning.
+        part is ignored) and `method`. Negative numbers count layers from the last, which is -1. The
+        table `learning` may set the fields of Learning.
         """
         try:
             text = read_text(path).removeprefix("\ufeff")  # a byte order mark
@@ -142,7 +140,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Recipe:
-        """Reads the content of a recipe's file, as `read` describes it. Raises ValueError."""
+        """Converts the parsed TOML of a recipe; see `read`. Raises ValueError."""
         _require_keys(content, {"precision"}, {"method", "rules", "learning"}, "the recipe")
         rest = cls.of(content["precision"], content.get("method", DEFAULT_METHOD))
         rules = content.get("rules", [])
@@ -154,21 +152,20 @@ class Recipe:
 
     @property
     def tables(self) -> dict[str, WeightFormat]:
-        """The formats of the tables that it names, by `head` and `embedding`."""
+        """The formats of `head` and `embedding` that are set."""
         named = {"head": self.head, "embedding": self.embedding}
         return {table: format for table, format in named.items() if format is not None}
 
     @property
     def needs_text(self) -> bool:
-        """Whether a rule needs statistics of a text, or the KV format measured scales."""
+        """Whether a rule or the KV format needs calibration text."""
         return any(rule.needs_text for rule in self.rules) or self.kv.scaling == "static"
 
     def to_toml(self) -> str:
-        """The text of a file that `read` reads as this recipe.
+        """The TOML of this recipe, for `read`.
 
-        Raises ValueError if the last rule is not for all other maps, as that of `of` is, and for
-        blocks of W4Ax that an error of outputs chooses, or whose channels are not sorted: a file
-        has no place for these.
+        Raises ValueError for recipes that a file can't express: without a catch-all rule at the
+        end, or with a BlockRule that has an error bound or unsorted channels.
         """
         *rules, rest = self.rules
         if rest.modules != "*":
@@ -188,7 +185,7 @@ class Recipe:
         return "\n".join(lines) + "\n"
 
     def _named(self, rule: Rule) -> Precision:
-        """The precision of a rule; raises ValueError for blocks that a precision can't say."""
+        """The precision of a rule; raises ValueError for blocks that a precision can't express."""
         blocks = rule.blocks
         if rule.has_blocks and (blocks.error is not None or not blocks.is_ordered):
             raise ValueError(
@@ -198,7 +195,7 @@ class Recipe:
         return Precision(rule.weights, self.kv, (), self.bits, blocks.one_in)
 
     def of_model(self, places: Iterable[LinearPlace], count: int) -> Recipe:
-        """The recipe for a model of so many layers: those counted from the last get numbers.
+        """The recipe for a model with `count` layers: negative layer indices become positive.
 
         places: of the model's linear maps.
         """
@@ -215,7 +212,7 @@ class Recipe:
         return dataclasses.replace(self, rules=tuple(rules), precise=precise)
 
     def with_activation_error(self, error: float) -> Recipe:
-        """The recipe in which W4Ax has as many blocks in 8 bits as an error of outputs asks for.
+        """The recipe in which W4Ax chooses 8-bit blocks by a bound of the output error.
 
         error: see BlockRule. Raises ValueError for a recipe without W4Ax.
         """
@@ -232,7 +229,7 @@ class Recipe:
         return dataclasses.replace(self, rules=tuple(rules))
 
     def rule_of(self, path: str) -> Rule:
-        """The rule of the linear maps at a path. Raises ValueError where there is none."""
+        """The rule of the linear maps at a path. Raises ValueError if no rule matches."""
         for number, rule in enumerate(self.rules):
             if rule.matches(path):
                 is_rest = rule.modules == "*" and number == len(self.rules) - 1
@@ -245,7 +242,7 @@ class Recipe:
     def require_used(self, paths: list[str]) -> None:
         """Raises ValueError for a rule that applies to no linear map of a model.
 
-        The last rule, for all others, may apply to none.
+        The last, catch-all rule may apply to none.
         """
         left = list(paths)
         for number, rule in enumerate(self.rules):
@@ -269,7 +266,7 @@ def _why_unused(rule: Rule, paths: list[str]) -> str:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """The content of a TOML file. Raises ValueError, for a text without quotes with what helps."""
+    """Parses TOML. Raises ValueError, with a hint for missing quotes."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -282,7 +279,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _rules(content: Any, rest: Rule, bits: int) -> list[Rule]:
-    """The rules of a table, one for each of its patterns."""
+    """The rules of one TOML table, one for each of its patterns."""
     if not isinstance(content, Mapping):
         raise ValueError(f"a rule is {shown(content)}: expected a table with modules")
     _require_keys(content, {"modules"}, {"precision", "method"}, "a rule")

@@ -1,14 +1,14 @@
 """Rotations of the residual stream and of values, folded into the weights (QuaRot's R1 and R2).
 
 Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024), §4. An RMS norm
-without a weight commutes with a rotation Q. So the weights of norms move into the linear maps that
-read them, which are multiplied by the inverse of Q, and all that is added to the stream is
-multiplied by Q. The model computes what it computed, and no channel of the stream is much larger
-than the others. A rotation of the channels of each value head is undone by the output map.
+without a weight commutes with a rotation Q. So the norms' weights are folded into the linear maps
+that read them, these maps are multiplied by the inverse of Q, and all outputs that are added to the
+stream are multiplied by Q. The model's function doesn't change, and no channel of the stream is
+much larger than the others. A rotation of each value head's channels is undone by the output map.
 
-The layer's spec says which maps read and write the stream, and which channels may be mixed.
-QuaRot's other rotations take time in every step: R3 turns queries and keys after their rotary
-embedding, as KV4 does with keys, and R4 the inputs of the down projection (`hadamard`).
+The layer's spec lists which maps read and write the stream, and which channels may be mixed.
+QuaRot's other rotations run online: R3 rotates queries and keys after RoPE, as KV4 does with keys,
+and R4 the inputs of the down projection (`hadamard`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpjax.quantization.folds import linear_of
 from mpjax.quantization.statistics import PRECISION
 
 OF_STREAM, OF_VALUES, OF_CHECK = range(3)  # seeds
-GATE = 0.05  # of the mean error over the mean magnitude; weights in bfloat16 give about 0.005
+GATE = 0.05  # bound of mean error / mean magnitude; bfloat16 weights give about 0.005
 CHECKED_TOKENS = 16
 NORMS = ("attention_norm", "mlp_norm")
 
@@ -38,8 +38,8 @@ NORMS = ("attention_norm", "mlp_norm")
 def rotation(size: int, seed: int) -> np.ndarray:
     """A random orthogonal matrix float64 [size, size] that mixes all channels alike.
 
-    It is the Kronecker product of Hadamard's matrix of the largest power of two that divides the
-    size, and a random orthogonal matrix, with random signs of the rows.
+    The Kronecker product of a Hadamard matrix, of the largest power of two that divides the size,
+    and a random orthogonal matrix, with random row signs.
     """
     power = size & -size
     hadamard = np.ones((1, 1))
@@ -52,16 +52,16 @@ def rotation(size: int, seed: int) -> np.ndarray:
     return signs[:, None] * np.kron(hadamard / np.sqrt(power), orthogonal)
 
 
-@functools.lru_cache(maxsize=1)  # of one model, for all its layers
+@functools.lru_cache(maxsize=1)  # shared by all layers of a model
 def stream_rotation(config: DecoderConfig) -> jax.Array:
     """The rotation of a model's residual stream, float32 [hidden size, hidden size]."""
     return jnp.asarray(rotation(config.hidden_size, OF_STREAM), jnp.float32)
 
 
 def rotate_tables(model: Decoder) -> None:
-    """Rotates the embedding and the head of a model in place, and moves the last norm to the head.
+    """Rotates embedding and head of a model in place, and folds the final norm into the head.
 
-    A tied table becomes two: the norm is in the head alone. Raises ValueError for packed tables.
+    A tied table is untied, since only the head has the norm. Raises ValueError for packed tables.
     """
     if model.config.packed_tables:
         raise ValueError(f"{model.config.packed_tables[0]} is packed: load it in 16 bits")
@@ -79,10 +79,10 @@ def rotate_tables(model: Decoder) -> None:
 
 
 def rotate_layer(layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig) -> None:
-    """Rotates what a layer with plain kernels reads from the stream and adds to it, in place.
+    """Rotates a 16-bit layer's inputs from and outputs to the residual stream, in place.
 
-    Raises ValueError for a layer that then computes something else: its spec does not say all
-    that reads the stream or is added to it, or there is a norm on the way back.
+    Raises ValueError for a layer whose function this changes: its spec doesn't list all readers and
+    writers of the stream, or there is a norm after a sublayer.
     """
     folds = spec.folds(config)
     readers = {fold.source: fold for fold in folds if fold.source in NORMS}
@@ -111,7 +111,7 @@ def rotate_layer(layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig) ->
 
 
 def _rotate_reader(layer: DecoderLayer, fold: Fold, stream: jax.Array) -> None:
-    """Moves a norm's weight into all that reads it, and rotates the inputs of these."""
+    """Folds a norm's weight into its readers, and rotates their inputs."""
     norm = find(layer, fold.source).weight
     turn = norm.get_value().astype(jnp.float32)[:, None] * stream
     for path in fold.readers:
@@ -126,9 +126,9 @@ def _rotate_reader(layer: DecoderLayer, fold: Fold, stream: jax.Array) -> None:
 
 
 def _rotate_channels(layer: DecoderLayer, fold: Fold) -> None:
-    """Rotates the channels of each head of a fold's source, and undoes that in the target's rows.
+    """Rotates the channels of each head of a fold's source, and inversely the target's rows.
 
-    A source that is several maps joined has the heads in one of them, `fold.part`.
+    In a fused source, the heads are in the map `fold.part`.
     """
     assert fold.repeats is not None
     heads, copies, channels = fold.repeats
@@ -148,7 +148,7 @@ def _rotate_channels(layer: DecoderLayer, fold: Fold) -> None:
 
 
 def _outputs(layer: DecoderLayer, config: DecoderConfig, *, is_rotated: bool) -> jax.Array:
-    """The sum that a layer adds to a random stream, float32, in unrotated channels."""
+    """What a layer adds to a random stream, float32, in unrotated channels."""
     stream = stream_rotation(config)
     shape = 1, CHECKED_TOKENS, config.hidden_size
     hidden = jax.random.normal(jax.random.key(OF_CHECK), shape)
@@ -161,7 +161,7 @@ def _outputs(layer: DecoderLayer, config: DecoderConfig, *, is_rotated: bool) ->
 
 @jax.jit
 def _run(layer: DecoderLayer, hidden: jax.Array, angles: dict[str, jax.Array]) -> jax.Array:
-    # In float32, as a layer may add so little to the stream that 16 bits hardly tell it.
+    # In float32, since a layer may add too little to the stream for 16 bits.
     graph, state = nnx.split(layer)
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), state)
     return nnx.merge(graph, wide).inputs(hidden, angles)[0]

@@ -1,9 +1,9 @@
-"""Scales of input channels that move magnitude between activations and weights.
+"""Scales of input channels, which move magnitude between activations and weights.
 
-A fold divides the inputs of a linear map by scales s [K] and multiplies its rows by them. The
-outputs stay the same, but the error of rounding changes. AWQ enlarges the rows of large inputs, so
-that they are rounded more finely than the other rows of their group. SmoothQuant and Outlier
-Suppression+ are for formats that round activations too, and make large inputs smaller.
+A fold divides the inputs of a linear map by scales s [K] and multiplies its rows by them. Outputs
+don't change, but the rounding error does. AWQ enlarges the rows of large inputs, so that they are
+rounded more finely than the other rows of their group. SmoothQuant and Outlier Suppression+ are for
+formats with quantised activations, and make large inputs smaller.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ LEAST_SCALE = 1e-4
 )
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A weight whose inputs are scaled, the statistics of these, and its format; a pytree.
+    """A weight whose inputs are scaled, statistics of its inputs, and its format; a pytree.
 
-    weight: float32 [K, N], of linear maps side by side; or [experts, K, N] of a stack of experts,
-        whose statistics have the leading axis, too. Experts share the scales of their inputs.
+    weight: float32 [K, N], of fused linear maps; or [experts, K, N] of a stack of experts, whose
+        statistics also have a leading axis. Experts share the scales of their inputs.
     """
 
     weight: jax.Array
@@ -46,7 +46,7 @@ class Reader:
     format: WeightFormat
 
     def error(self, of_one: Loss, scales: jax.Array) -> jax.Array:
-        """The sum of squared errors of outputs over all inputs, if operands are scaled by [K]."""
+        """The sum over all inputs of the squared output error, with scales [K]."""
 
         def weighed(weight: jax.Array, statistics: Statistics) -> jax.Array:
             return of_one(weight, statistics, self.format, scales) * statistics.tokens
@@ -56,16 +56,16 @@ class Reader:
         return jax.lax.map(lambda one: weighed(*one), (self.weight, self.statistics)).sum()
 
 
-# From a weight [K, N], statistics, a format and scales [K] to the mean squared error of outputs.
+# (weight [K, N], statistics, format, scales [K]) -> mean squared output error.
 Loss = Callable[[jax.Array, Statistics, WeightFormat, jax.Array], jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames="fold")
 def awq_scales(*readers: Reader, fold: Fold | None = None) -> jax.Array:
-    """The scales [K] of AWQ's grid with the least error of outputs (Lin et al. 2023, §3.2).
+    """The scales [K] of AWQ's grid search with the least output error (Lin et al. 2023, §3.2).
 
-    readers: all that reads the inputs and is rounded.
-    fold: where the scales move; rows that read copies of one channel get one scale.
+    readers: all quantised weights that read the inputs. fold: the fold of the scales; rows that
+    read copies of one channel share a scale.
 
     Candidates are ones, x̄**r, and x̄**r / w̄**(1 − r), for r in 0, 0.05 … 1. x̄ [K] is the mean of
     |x|. w̄ [K] is the mean over output channels of |w| / (the largest |w| of its group). Each
@@ -86,7 +86,7 @@ def awq_scales(*readers: Reader, fold: Fold | None = None) -> jax.Array:
 def smooth_scales(
     *readers: Reader, fold: Fold | None = None, alphas: Sequence[float] = ALPHAS
 ) -> jax.Array:
-    """The scales [K] of SmoothQuant's rule (Xiao et al. 2022, eq. 4), with the best of some α.
+    """The scales [K] of SmoothQuant (Xiao et al. 2022, eq. 4), with the best of several α.
 
     s = max|x|**α / max|w|**(1 − α). readers, fold: as in `awq_scales`.
     """
@@ -106,9 +106,9 @@ def threshold_scales(
 ) -> jax.Array:
     """The scales [K] of Outlier Suppression+ (Wei et al. 2023, §4.2), as LiquidGEMM uses it (§6).
 
-    All inputs have one threshold t. s = max(1, max x / t, −min x / t), so that only channels whose
-    inputs exceed t are scaled. t falls from the largest magnitude in `steps` equal steps, and the
-    best t is taken. readers, fold: as in `awq_scales`.
+    With a threshold t for all inputs, s = max(1, max x / t, −min x / t), so only channels whose
+    inputs exceed t are scaled. The best t is searched in `steps` equal steps from the largest
+    magnitude down. readers, fold: as in `awq_scales`.
     """
     ranges = _largest_inputs(readers)
     thresholds = ranges.max() * jnp.linspace(1.0, 1 / steps, steps)
@@ -119,7 +119,7 @@ def threshold_scales(
 
 @functools.partial(jax.jit, static_argnames="scaling")
 def of_each_expert(scaling: Callable[..., jax.Array], reader: Reader) -> jax.Array:
-    """The scales [experts, K] of a stack of experts each of which has scales of its own.
+    """The scales [experts, K] of a stack of experts with separate scales.
 
     scaling: one of the functions above. An expert without inputs gets ones.
     """
@@ -136,7 +136,7 @@ def best_scales(
     *,
     is_centred: bool = True,
 ) -> jax.Array:
-    """The scales [K] with the least loss of candidates [count, K].
+    """The candidate with the least loss, of scales [count, K].
 
     fold: as in `awq_scales`. is_centred: whether each candidate is first divided by the geometric
         mean of its largest and its smallest scale.
@@ -152,21 +152,21 @@ def best_scales(
 
 
 def _loss(of_one: Loss, readers: Sequence[Reader]) -> Callable[[jax.Array], jax.Array]:
-    """The function from scales [K] to the error of all readers, in the mean over the inputs."""
+    """The function from scales [K] to the error of all readers, averaged over inputs."""
     tokens = jnp.maximum(sum(reader.statistics.tokens.sum() for reader in readers), 1.0)
     return lambda scales: sum(reader.error(of_one, scales) for reader in readers) / tokens
 
 
 def _largest_inputs(readers: Sequence[Reader]) -> jax.Array:
-    """The largest |x| that any reader has read, float32 [K]."""
+    """The largest |x| over all readers' inputs, float32 [K]."""
     found = [_over_experts(reader.statistics.largest_magnitude).max(0) for reader in readers]
     return jnp.stack(found).max(0)
 
 
 def _shares_of_groups(reader: Reader) -> jax.Array:
-    """|w| of each weight over the largest of its group, float32 [K, experts · N]."""
+    """|w| relative to the largest |w| of its group, float32 [K, experts · N]."""
     weight = reader.weight
-    if weight.ndim == 3:  # groups are of input channels, so that experts are more outputs
+    if weight.ndim == 3:  # groups are along input channels: experts count as more outputs
         weight = jnp.moveaxis(weight, 0, 1).reshape(weight.shape[1], -1)
     groups = in_groups(jnp.abs(weight), reader.format)
     shares = groups / (groups.max(1, keepdims=True) + 1e-6)
@@ -174,14 +174,14 @@ def _shares_of_groups(reader: Reader) -> jax.Array:
 
 
 def _over_experts(values: jax.Array) -> jax.Array:
-    """Values [experts, K] of a stack, or [1, K]."""
+    """Values as [experts, K], or [1, K] without experts."""
     return values.reshape(-1, values.shape[-1])
 
 
 def _weight_error(
     weight: jax.Array, statistics: Statistics, format: WeightFormat, scales: jax.Array
 ) -> jax.Array:
-    """The mean squared error of outputs if only the weight is rounded."""
+    """The mean squared output error if only the weight is rounded."""
     scaled = weight * scales[:, None]
     rounded = fit(scaled, format).round(scaled).dequantize() / scales[:, None]
     return squared_error(rounded - weight, statistics.hessian).sum()
@@ -190,13 +190,13 @@ def _weight_error(
 def deployed_error(
     weight: jax.Array, statistics: Statistics, format: WeightFormat, scales: jax.Array
 ) -> jax.Array:
-    """The mean squared error of outputs if weights and activations are rounded as in a product.
+    """The mean squared output error if weights and activations are rounded as in inference.
 
     weight: float32 [K, N]. scales: float32 [K], by which the weight's rows are multiplied, and
     activations divided. Returns a float32 scalar.
 
-    It is computed for the inputs `statistics.samples`. If the format has 16-bit activations, only
-    the weight is rounded, and the error is that of all inputs.
+    It is computed on `statistics.samples`. If the format has 16-bit activations, only the weight is
+    rounded, and the error is over all inputs.
     """
     if format.operand is None:
         return _weight_error(weight, statistics, format, scales)

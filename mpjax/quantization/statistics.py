@@ -1,4 +1,4 @@
-"""Statistics of the inputs of a linear map: sums over the tokens of a text, for quantisers."""
+"""Statistics of the inputs of a linear map, summed over the tokens of calibration text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PRECISION = jax.lax.Precision.HIGHEST
 )
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Sums over the inputs x [K] that a linear map has read; a pytree.
+    """Sums over the inputs x [K] of a linear map; a pytree.
 
     tokens: float32 [], the number of inputs. products: float32 [K, K], the sum of x xᵀ.
     magnitudes: float32 [K], the sum of |x|.
-    largest, smallest: float32 [K], the extremes of all inputs and 0.
-    samples: float32 [S, K], some of the inputs, spread over the text.
+    largest, smallest: float32 [K], maximum and minimum over all inputs and 0. samples: float32 [S,
+    K], some inputs, evenly spread over the text.
     """
 
     tokens: jax.Array
@@ -39,13 +39,13 @@ class Statistics:
     def of(cls, inputs: jax.Array, is_real: jax.Array, samples: int) -> Statistics:
         """Sums over inputs [batch, tokens, K].
 
-        is_real: bool [batch, tokens], False for padding, which does not count.
-        samples: how many inputs to keep. If fewer are real, the last is kept several times.
+        is_real: bool [batch, tokens], False for padding, which is not counted. samples: number of
+        inputs to keep. If fewer are real, the last is repeated.
         """
         x = inputs.reshape(-1, inputs.shape[-1]).astype(jnp.float32)
         real = is_real.reshape(-1)
         x = jnp.where(real[:, None], x, 0.0)
-        # The order has real inputs first. Every n-th of them is kept.
+        # Real inputs come first in `order`; every n-th of them is kept.
         order, last = jnp.argsort(~real, stable=True), jnp.maximum(real.sum() - 1, 0)
         kept = jnp.minimum(jnp.arange(samples) * jnp.maximum(real.sum() // samples, 1), last)
         return cls(
@@ -74,7 +74,7 @@ class Statistics:
         return jax.lax.map(of_expert, jnp.arange(inputs.total))
 
     def __add__(self, other: Statistics) -> Statistics:
-        """The statistics of the inputs of both."""
+        """The statistics of both sets of inputs together."""
         return Statistics(
             self.tokens + other.tokens,
             self.products + other.products,
@@ -85,9 +85,9 @@ class Statistics:
         )
 
     def __truediv__(self, scales: jax.Array) -> Statistics:
-        """The statistics of inputs that are divided by positive scales [K].
+        """The statistics of the inputs divided by positive scales [K].
 
-        The scales of each expert's inputs are its own if there are [experts, K].
+        scales: [K], or [experts, K] with separate scales for each expert.
         """
         scales = jnp.broadcast_to(scales, self.magnitudes.shape)
         row = scales[..., None, :]

@@ -1,4 +1,4 @@
-"""The text for calibration, as batches of windows of tokens."""
+"""Calibration text as batches of windows of tokens."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class Windows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """How much text the statistics are measured on.
+    """The amount of calibration text, and its division into windows.
 
-    window: the tokens of a window, at most the model's longest context. Each window is read from an
-        empty context. tokens: the most tokens that are read of all documents together. batch: the
-        number of windows that are read at a time.
+    window: tokens of a window, at most the model's positions. Each window has an empty context.
+        tokens: the most tokens of all documents together. batch: the number of windows in a batch.
     """
 
     window: int = 2048
@@ -47,12 +46,12 @@ class Calibration:
     def windows(
         self, documents: Iterable[str], tokenizer: Tokenizer, config: DecoderConfig
     ) -> list[Windows]:
-        """The beginning of documents, in windows of tokens of one document each.
+        """The beginning of the documents as batches of windows; a window is of one document.
 
-        Batches have one shape, and `batch` windows, or all if there are fewer.
+        All batches have one shape, with `batch` windows, or fewer if there are fewer in total.
 
-        Raises ValueError for documents that are no list, or have no token, and for a tokenizer of
-        another model.
+        Raises ValueError for documents that are not a list or have no token, and for another
+        model's tokenizer.
         """
         require_documents(documents)
         window = min(self.window, config.max_position_embeddings)
@@ -69,7 +68,7 @@ DEFAULT_CALIBRATION = Calibration()
 
 
 def _batches(pieces: list[list[int]], longest: int, batch: int) -> Iterator[Windows]:
-    """Batches [batch, longest]; short windows, and the last batch, are filled with padding."""
+    """Batches [batch, longest]; short windows and the last batch are padded."""
     for first in range(0, len(pieces), batch):
         tokens = np.zeros((batch, longest), np.int32)
         is_real = np.zeros((batch, longest), bool)

@@ -1,4 +1,4 @@
-"""Gradient descent that returns the best of the points that it came to."""
+"""Gradient descent that returns the best parameters found."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from mpjax.quantization.clipping import require_optax
 
 @dataclasses.dataclass(frozen=True)
 class Learning:
-    """How scales are learned.
+    """Settings for learning scales.
 
-    epochs: passes over the calibration text. rate: of Adam, the relative change of a scale in a
-        step at the start; it falls to zero.
-    table: whether the entries of a table are learned, too.
+    epochs: passes over the calibration text.
+    rate: Adam's initial learning rate, as the relative change of a scale per step; it decays
+        linearly to zero.
+    table: whether to learn the entries of tables, too.
     """
 
     epochs: int = 4
@@ -38,7 +39,7 @@ class Learning:
 
     @classmethod
     def parse(cls, content: Any) -> Learning:
-        """Reads the table `learning` of a recipe. Raises ValueError for other keys and values."""
+        """Reads the table `learning` of a recipe. Raises ValueError for invalid keys and values."""
         if not isinstance(content, Mapping):
             raise ValueError(f"learning is {shown(content)}: expected a table, [learning]")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -47,7 +48,7 @@ class Learning:
         return cls(**content)
 
     def to_toml(self) -> list[str]:
-        """The lines of a table that `parse` reads."""
+        """The lines of the TOML table that `parse` reads."""
         return [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(self).items()]
 
 
@@ -59,13 +60,13 @@ def descend(
     total: Callable[[Any], float],
     advance: Callable[[int], None] = lambda steps: None,
 ) -> tuple[Any, list[float]]:
-    """The parameters with the least total loss, of the start and the ends of epochs.
+    """The parameters with the least total loss among the start and the ends of epochs.
 
-    start: a pytree of float32 arrays. batches: their number in an epoch.
-    gradient: the gradient of the loss of a batch at parameters. total: the loss of all batches.
-    advance: is called after each step, with 1.
+    start: a pytree of float32 arrays. batches: number of batches in an epoch. gradient:
+    (parameters, batch index) → gradient of the batch's loss. total: parameters → loss of all
+    batches. advance: called with 1 after each step.
 
-    Returns the parameters, and the totals in their order. Raises ValueError without optax.
+    Returns the parameters, and the total losses in order. Raises ValueError without optax.
     """
     optimizer = _optimizer()
     moments, parameters = optimizer.init(start), start
@@ -83,7 +84,7 @@ def descend(
     return best, totals
 
 
-@functools.cache  # one object, for which `_step` is compiled
+@functools.cache  # `_step` is compiled for each object: keep one
 def _optimizer() -> Any:
     return require_optax("learn").scale_by_adam()
 
@@ -96,6 +97,6 @@ def _step(optimizer: Any, parameters: Any, found: Any, moments: Any, rate: float
 
 
 def mean(losses: Iterable[tuple[jax.Array, jax.Array]]) -> float:
-    """The mean of pairs of sums and counts."""
+    """The mean over all (sum, count) pairs."""
     sums, counts = zip(*losses, strict=True)
     return float(jnp.stack(sums).sum() / jnp.maximum(jnp.stack(counts).sum(), 1))

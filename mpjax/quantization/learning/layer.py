@@ -24,8 +24,8 @@ from mpjax.quantization.learning.learned_linear import (
 class HiddenStates(Protocol):
     """The hidden states before a layer; `pipeline.Stream` is one.
 
-    states: [batch, tokens, hidden] each. is_real: bool [batch, tokens] each.
-    angles: float32 [batch, tokens, head dim / 2], by the kind of the rotary embedding.
+    states: for each batch, [batch, tokens, hidden]. is_real: for each batch, bool [batch, tokens].
+    angles: float32 [batch, tokens, head_dim / 2], by kind of RoPE.
     """
 
     states: list[np.ndarray]
@@ -40,13 +40,13 @@ def learn_layer(
     paths: Sequence[str],
     learning: Learning,
 ) -> list[float]:
-    """Learns the scales of the linear maps at some paths, and puts them into the layer.
+    """Learns the scales of the linear maps at `paths`, and packs them into the layer.
 
-    plain: the layer in 16 bits, whose outputs for the hidden states are the goal.
+    plain: the 16-bit layer, whose outputs are the target.
 
-    The loss is the mean over tokens of |error|² / |output|²: the next norm divides each token by
-    its size, so that the few tokens that are very large count no more than others. Returns the
-    losses at the start and after each epoch, of which the layer gets the least.
+    The loss is the mean over tokens of |error|² / |output|², because the next norm normalises each
+    token: so the few very large tokens count no more than others. Returns the losses at the start
+    and after each epoch; the layer gets the scales with the least loss.
     """
 
     def change(_: str, linear: Linear) -> Linear:

@@ -1,4 +1,4 @@
-"""Linear maps whose scales, and tables, are trained while their codes are held or chosen anew."""
+"""Linear maps with trainable scales and tables, whose codes are fixed or chosen anew."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mpjax.models.state import WHOLE, StepContext
 
 
 class Learned(nnx.Variable):
-    """Numbers that are trained; zeros at the start."""
+    """Trainable arrays, initialised with zeros."""
 
 
 class Fixed(nnx.Variable):
-    """Arrays that stay as they are during training."""
+    """Arrays that are not trained."""
 
 
 class LearnedLinear(Linear):
-    """A packed linear map with trained gains of its scales.
+    """A packed linear map with trainable relative changes of its scales.
 
-    Its scales are start · (1 + gains): of groups float32 [groups, N], or of the output channels
-    float32 [N] where a format has integer steps inside. With shifts float32 [2**bits], its table is
-    table + shifts. Codes are held, or, with a latent weight [K, N], the nearest to it of the
-    current grid (straight-through: the derivative is that of held codes).
+    Scales are start · (1 + gains): float32 [groups, N], or float32 [N] of output channels in
+    formats with integer group scales. With shifts float32 [2**bits], the table is table + shifts.
+    Codes are fixed or, with a latent weight [K, N], the nearest to it on the current grid
+    (straight-through: the gradient treats codes as constant).
     """
 
     def __init__(self, base: Linear, *, learns_table: bool = False, latent: Any = None):
@@ -47,7 +47,7 @@ class LearnedLinear(Linear):
         self.latent = None if latent is None else Fixed(latent)
 
     def product(self, x: Any) -> jax.Array:
-        """Product of x and the weight of the current scales, rounded as they are stored."""
+        """The product of x and the weight with the current scales, rounded as when stored."""
         kernel, scales = self._current()
         return matmul(x, kernel, scales=scales)
 
@@ -56,14 +56,14 @@ class LearnedLinear(Linear):
         return self(x, context)[None]
 
     def packed(self) -> Linear:
-        """A Linear with the learned scales and table in its packed weight."""
+        """A Linear whose packed weight has the learned scales and table."""
         kernel, scales = self._current()
         if scales is not None:
             kernel = replace_scales(kernel, scales)
         return Linear(kernel, None if self.bias is None else self.bias.get_value())
 
     def _current(self) -> tuple[QuantizedTensor, jax.Array | None]:
-        """The packed weight, and its scales where these are of groups."""
+        """The packed weight, and its current scales if they belong to groups."""
         kernel: Any = self.kernel.get_value()
         scales = self.start.get_value() * (1 + self.gains.get_value())
         table = kernel.table
@@ -80,10 +80,10 @@ class LearnedLinear(Linear):
 def _nearest(
     kernel: QuantizedTensor, scales: jax.Array, table: jax.Array | None, weight: jax.Array
 ) -> QuantizedTensor:
-    """A packed weight with the codes nearest to a weight [K, N], through which no gradient goes.
+    """A packed weight with the codes nearest to a weight [K, N], without gradient.
 
-    The weight's rows are in the order of the input channels. A kernel with a permutation keeps it,
-    and its scales are of groups of the permuted rows. Widths of activations are kept, too.
+    weight: rows in the order of input channels. The kernel keeps its permutation (its scales are
+    for groups of permuted rows) and its activation widths.
     """
     plain = unpack(kernel)
     if plain.channel_scales is None:
@@ -101,7 +101,7 @@ def _nearest(
 
 
 def why_not(format: WeightFormat) -> str | None:
-    """Why the scales of a format can't be learned, or None."""
+    """The reason why the scales of a format can't be learned, or None."""
     if format.codes == "float8" and format.group_size is not None:
         return f"{format} has scales that blocks of output channels share"
     if format.codes == "float4":
@@ -112,7 +112,7 @@ def why_not(format: WeightFormat) -> str | None:
 def replace_linears(
     layer: nnx.Module, paths: Iterable[str], change: Callable[[str, Linear], Linear]
 ) -> None:
-    """Replaces each Linear at some paths of a layer, or each part of a FusedLinear there."""
+    """Replaces each Linear, or part of a FusedLinear, at `paths` by the result of `change`."""
     for path in paths:
         node = find(layer, path)
         if isinstance(node, FusedLinear):
@@ -123,7 +123,7 @@ def replace_linears(
 
 
 def pack_all(layer: nnx.Module, paths: Iterable[str]) -> None:
-    """Replaces each LearnedLinear at some paths by a Linear with what was learned."""
+    """Replaces each LearnedLinear at `paths` by a packed Linear."""
     replace_linears(
         layer, paths, lambda _, it: it.packed() if isinstance(it, LearnedLinear) else it
     )

@@ -1,7 +1,7 @@
 """Learns the scales of a whole model against its predictions (FLUTE, Guo et al. 2024, §4.2).
 
-Gradients go from layer to layer. Between two layers, only hidden states are kept, and each layer is
-computed again for its gradient (gradient checkpointing), by one program for all that are alike.
+Backpropagation runs layer by layer with gradient checkpointing: only the hidden states between
+layers are kept, and each layer is recomputed for its gradient. Equal layers share one program.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from mpjax.quantization.learning.teacher import Teacher, ends_of, token_losses
 from mpjax.quantization.text import DEFAULT_CALIBRATION, Calibration, Windows
 
 DEFAULT_LEARNING = Learning()
-LARGEST_LOSS = 0.6  # of squares in rounding; about 0.12 for two bits, and 2 in another order
-LOGITS_BYTES = 256 << 20  # of the logits that exist at a time, float32
+LARGEST_LOSS = 0.6  # relative squared error: about 0.12 for 2 bits, 2 for permuted channels
+LOGITS_BYTES = 256 << 20  # float32 logits at a time
 
 
 def learn_scales(
@@ -50,22 +50,23 @@ def learn_scales(
     calibration: Calibration = DEFAULT_CALIBRATION,
     progress: bool | None = None,
 ) -> LanguageModel:
-    """A model with scales that predict a text better, from one with packed weights.
+    """Learns the scales of a model's packed weights against its 16-bit version, or the text.
 
-    Its loss on the text is never above that of `lm`: the best of the start and the ends of epochs
+    The loss on the text is never above that of `lm`: the best of the start and the ends of epochs
     is returned.
 
-    documents: the text. reference: the 16-bit model, or its checkpoint's folder or hub id, of which
-        one layer at a time is read. The loss is then the divergence from its predictions; without
-        one, −ln p of the next token, as in FLUTE, so that the model also learns the text.
-    rechoose: whether codes are chosen anew in each step, as those nearest to the weights of
-        `reference`, a LanguageModel; for an `lm` that was rounded from it by `rtn`, `range` or
-        `clip`. Otherwise they stay as they are.
-    learning: steps and rates. calibration: how much of the text is read, and how.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    documents: the calibration text. reference: the 16-bit model, or its checkpoint's folder or hub
+        id, which is read layer by layer. The loss is then the KL divergence from its predictions;
+        without a reference, it is the cross-entropy of the text, as in FLUTE, so that the model
+        also learns the text.
+    rechoose: whether each step chooses the codes nearest to the weights of `reference`, a
+        LanguageModel; only if `lm` was rounded from it by `rtn`, `range` or `clip`. Otherwise codes
+        are fixed.
+    learning: epochs and rate. calibration: how much of the text is used, in which windows.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises ValueError for a model without packed weights, with packed experts, or with a format
-    whose scales can't be learned, for documents without a token, and without optax.
+    whose scales can't be learned; for documents without a token; and without optax.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("learning the scales of")
@@ -86,7 +87,7 @@ def learn_scales(
     lesson = _Lesson(model, batches, teacher)
     steps = learning.epochs * len(batches)
     with layers_bar("Learning scales of", lm.source, progress, steps, "step") as advance:
-        # Copies, since the variables of the layers change.
+        # Copies, since the layers' variables change.
         start = [jax.tree.map(jnp.copy, nnx.state(layer, Learned)) for layer in model.layers]
         best, _ = descend(learning, start, len(batches), lesson.gradient, lesson.loss, advance)
     lesson.put(best)
@@ -96,7 +97,7 @@ def learn_scales(
 
 
 def _check_experts(model: Decoder) -> None:
-    """Raises ValueError for packed experts, whose scales are not learned."""
+    """Raises ValueError for packed experts, which are not supported."""
     for place in model.linear_places(model.config):
         kernels = place.kernels(model) if isinstance(place, ExpertPlace) else []
         if any(isinstance(kernel, QuantizedTensor) for kernel in kernels):
@@ -107,7 +108,7 @@ def _check_experts(model: Decoder) -> None:
 
 
 def _make_learned(model: Decoder, learns_table: bool, latent: Decoder | None) -> None:
-    """Replaces every packed linear map of a model by one with trained scales."""
+    """Replaces every packed linear map of a model by a LearnedLinear."""
     count = 0
     for number, spec in enumerate(model.config.layers):
         paths = spec.linear_paths(model.config)
@@ -135,10 +136,10 @@ def _make_learned(model: Decoder, learns_table: bool, latent: Decoder | None) ->
 
 
 def _require_rounded(path: str, kernel: QuantizedTensor, weight: jax.Array) -> None:
-    """Raises ValueError for a packed weight that was not rounded from a weight [K, N].
+    """Raises ValueError unless a packed weight was rounded from `weight` [K, N].
 
-    Scaling, rotating and sorting channels change a weight before it is rounded: W4Ax sorts the
-    channels between gate, up and down.
+    Scaling, rotating and sorting channels (as W4Ax does between gate, up and down) change a weight
+    before rounding.
     """
     wide = weight.astype(jnp.float32)
     lost = float(((kernel.dequantize(jnp.float32) - wide) ** 2).sum() / (wide**2).sum())
@@ -150,7 +151,7 @@ def _require_rounded(path: str, kernel: QuantizedTensor, weight: jax.Array) -> N
 
 
 def _latent(model: Decoder | None, number: int, path: str) -> Any:
-    """The 16-bit kernel [K, N] of a linear map, of all parts side by side; None without a model."""
+    """The 16-bit kernel [K, N] of a linear map, with all parts joined; None without a model."""
     node = None if model is None else find(model.layers[number], path)
     if not isinstance(node, Linear | FusedLinear):
         return None
@@ -162,9 +163,9 @@ def _latent(model: Decoder | None, number: int, path: str) -> Any:
 
 
 class _Lesson:
-    """The loss of a model on batches, and its gradient for the layers' learned variables.
+    """The loss of a model on batches, and its gradient for the layers' Learned variables.
 
-    Changes the variables of the model's layers.
+    Overwrites the variables of the model's layers.
     """
 
     def __init__(self, model: Decoder, batches: Sequence[Windows], teacher: Teacher | None):
@@ -177,7 +178,7 @@ class _Lesson:
         self.chunk = min(fitting, tokens[1])
 
     def put(self, parameters: Any) -> None:
-        """Gives the layers their learned variables."""
+        """Writes the parameters into the layers."""
         for layer, state in zip(self.model.layers, parameters, strict=True):
             nnx.update(layer, state)
 
@@ -208,7 +209,7 @@ class _Lesson:
         return states
 
     def _head(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """The arguments of `token_losses` beside states, and the weight of each position."""
+        """The arguments of `token_losses` except states, and the weight of each position."""
         if self.teacher is not None:
             goal, teacher = self.teacher.states[index], self.teacher.ends
             return self.ends, teacher, goal, self._weights(index)
@@ -216,7 +217,7 @@ class _Lesson:
         return self.ends, None, goal, self._weights(index)
 
     def _weights(self, index: int) -> np.ndarray:
-        """1 for positions that count, float32 [batch, tokens]: without a teacher, not the last."""
+        """1 for counted positions, float32 [batch, tokens]; without a teacher, not the last."""
         is_real = self.batches[index].is_real
         if self.teacher is None:
             is_real = np.pad(is_real[:, 1:], ((0, 0), (0, 1)))
@@ -232,7 +233,7 @@ def _forward(layer: DecoderLayer, states: jax.Array, angles: dict[str, jax.Array
 def _backward(
     layer: DecoderLayer, states: jax.Array, angles: dict[str, jax.Array], change: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Gradients for a layer's learned variables and for its input, from that for its output."""
+    """The vector-Jacobian product of a layer: gradients of its Learned variables and its input."""
     parts: Any = nnx.split(layer, Learned, ...)
     graph, learned, rest = parts
 
@@ -246,7 +247,7 @@ def _backward(
 def _head_loss(
     chunk: int, ends: Decoder, teacher: Any, goal: jax.Array, weights: jax.Array, states: jax.Array
 ) -> jax.Array:
-    """The sum of the weighted losses of all positions, `chunk` of each row at a time."""
+    """The weighted sum of the losses of all positions, `chunk` positions of each row at a time."""
     missing = -states.shape[1] % chunk
 
     def cut(x: jax.Array) -> jax.Array:
@@ -264,7 +265,7 @@ def _head_loss(
 def _head_gradient(
     chunk: int, ends: Decoder, teacher: Any, goal: jax.Array, weights: jax.Array, states: jax.Array
 ) -> jax.Array:
-    """The gradient of the mean loss for the hidden states."""
+    """The gradient of the mean loss with respect to the hidden states."""
 
     def loss(states: jax.Array) -> jax.Array:
         total = _head_loss(chunk, ends, teacher, goal, weights, states)

@@ -1,4 +1,4 @@
-"""The teacher of a quantised model: its 16-bit version, or else the text itself."""
+"""The target of learning: the 16-bit model (the teacher), or the next tokens of the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpjax.quantization.text import Windows
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A model without its layers, and the hidden states after them.
+    """A model without layers, and its hidden states after the last layer.
 
     ends: embedding, final norm and head. states: [batch, tokens, hidden] for each batch.
     """
@@ -35,7 +35,7 @@ class Teacher:
     def of(
         cls, source: LanguageModel | str | os.PathLike[str], batches: Sequence[Windows], dtype: str
     ) -> Teacher:
-        """Runs a model over batches; a checkpoint's folder is read one layer at a time.
+        """Runs a model over batches; a checkpoint's folder is read layer by layer.
 
         dtype: of the activations, for a checkpoint.
         """
@@ -53,7 +53,7 @@ class Teacher:
                 model, checkpoint, plan, belongs=lambda path: _is_in_layer(path, number)
             )
             layer = model.layers[number]
-            model.layers[number] = nnx.merge(*empty)  # nothing else holds the layer's arrays
+            model.layers[number] = nnx.merge(*empty)  # frees the layer's arrays
             return layer
 
         return cls._run(model, batches, read_layer)
@@ -69,7 +69,7 @@ class Teacher:
 
 
 def ends_of(model: Decoder) -> Decoder:
-    """A model with the same embedding, final norm and head, and without layers."""
+    """A copy of the model without layers: embedding, final norm and head."""
     layers = model.layers
     model.layers = nnx.List([])
     try:
@@ -81,11 +81,11 @@ def ends_of(model: Decoder) -> Decoder:
 def token_losses(
     ends: Decoder, states: jax.Array, teacher: Decoder | None, goal: jax.Array
 ) -> jax.Array:
-    """The loss of each position, float32 [batch, tokens], for hidden states after the layers.
+    """The loss of each position, float32 [batch, tokens], for hidden states after the last layer.
 
-    teacher: None where the goal is the next tokens, int32 [batch, tokens], and the loss −ln p; else
-        the ends of the model whose hidden states [batch, tokens, hidden] are the goal, and the loss
-        is the divergence Σ p ln(p / q) from its probabilities p.
+    teacher: None for the cross-entropy −ln p of the next tokens, `goal` int32 [batch, tokens].
+        Otherwise the ends of the teacher, whose hidden states are `goal` [batch, tokens, hidden],
+        and the loss is the KL divergence Σ p ln(p / q) from its probabilities p.
     """
     found = jax.nn.log_softmax(ends.logits(states), axis=-1)
     if teacher is None:

@@ -168,7 +168,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a checker that saw it would accept misspelt names
+if not TYPE_CHECKING:  # type checkers that saw it would accept misspelt names
 
     def __getattr__(name):
         if name not in _MODULES:

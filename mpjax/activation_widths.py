@@ -1,4 +1,4 @@
-"""The widths of the blocks in which activations are rounded, of all linear maps of a W4Ax model."""
+"""Counts and sets the activation widths of blocks in W4Ax models."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from mpjax.precision import DEFAULT_WIDE_BLOCKS, Precision
 
 
 class BlockCount(NamedTuple):
-    """The number of blocks of activations in 8 bits, and of all blocks."""
+    """The number of 8-bit activation blocks, and of all blocks."""
 
     wide: int
     total: int
 
 
 def count_blocks(model: Decoder) -> BlockCount | None:
-    """The blocks of a model's `int4` linear maps; None if there are none, or only their shapes."""
+    """The blocks of a model's `int4` linear maps; None without any, or if only shapes are known."""
     layers = count_by_layer(model)
     return BlockCount(*map(sum, zip(*layers, strict=True))) if layers else None
 
 
 def count_by_layer(model: Decoder) -> list[BlockCount]:
-    """The blocks of each layer with `int4` linear maps; none of a model that has only shapes.
+    """The blocks of each layer with `int4` linear maps; empty for an abstract model.
 
-    Of a model that several processes share, the blocks on this process's devices.
+    If several processes share the model, only blocks on this process's devices are counted.
     """
     layers: dict[str, BlockCount] = {}
     for path, linear in _mixed(model):
@@ -54,16 +54,16 @@ def count_by_layer(model: Decoder) -> list[BlockCount]:
 
 
 def blocks_of_share(share: Fraction) -> int:
-    """The number of blocks in 8 bits for a share of a layer's blocks: rounded, at least one."""
+    """The number of 8-bit blocks for a (fractional) share of blocks: rounded, at least one."""
     return max(1, int(share + Fraction(1, 2)))
 
 
 def has_share(model: Decoder, one_in: int) -> bool:
-    """Whether each layer has as many blocks in 8 bits as quantisation gives it.
+    """Whether each layer has the number of 8-bit blocks that `one_in` gives.
 
-    one_in: as `Precision.wide_blocks`. Several shares may round to the same blocks. The default,
-    `W4Ax` without a number, fits every model with blocks of both widths, since an error limit or
-    rules for single maps may have chosen them.
+    one_in: as `Precision.wide_blocks`; several values may give the same number. The default, `W4Ax`
+    without a number, fits every model with blocks of both widths, since an error bound or rules for
+    single maps may have chosen them.
     """
     layers = count_by_layer(model)
     if one_in == DEFAULT_WIDE_BLOCKS:
@@ -72,11 +72,11 @@ def has_share(model: Decoder, one_in: int) -> bool:
 
 
 def find_share(model: Decoder) -> int:
-    """The share of blocks in 8 bits, as `Precision.wide_blocks`: one that each layer has.
+    """The `Precision.wide_blocks` that fits the number of 8-bit blocks of each layer.
 
-    Of several, it is the default or else the smallest power of two, which is the usual request.
-    It is DEFAULT_WIDE_BLOCKS where no single number gives the blocks of all layers. So it is, too,
-    of a model on several devices with blocks of both widths, as devices repeat blocks.
+    If several fit, it is the default or else the smallest power of two. It is DEFAULT_WIDE_BLOCKS
+    if no value fits all layers, and for a model on several devices with blocks of both widths,
+    since devices duplicate blocks.
     """
     layers = count_by_layer(model)
     most = max((count.total for count in layers), default=0)
@@ -96,10 +96,10 @@ def _have_share(layers: list[BlockCount], one_in: int) -> bool:
 
 
 def set_uncalibrated(model: Decoder, precision: Precision) -> None:
-    """Gives the `int4` linear maps of a model that was not calibrated their blocks.
+    """Sets the block widths of an uncalibrated model's `int4` linear maps.
 
-    With A4 all blocks have 4 bits, with Ax1 all have 8. Any other share needs statistics of a text
-    to say which blocks can do with 4 bits, so that all have 8, with a warning.
+    With A4 all blocks have 4 bits, with Ax1 all have 8. Other shares need calibration text to
+    choose the blocks; without it all have 8, with a warning.
     """
     linears = [linear for _, linear in _mixed(model)]
     if linears and precision.wide_blocks > 1:
@@ -120,14 +120,14 @@ def set_uncalibrated(model: Decoder, precision: Precision) -> None:
 
 
 def _own(bits: Any) -> np.ndarray:
-    """The widths of blocks on this process's devices."""
+    """The block widths on this process's devices."""
     if isinstance(bits, jax.Array) and not bits.is_fully_addressable:
         return np.concatenate([np.asarray(shard.data) for shard in bits.addressable_shards])
     return np.asarray(bits)
 
 
 def _mixed(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """The linear maps whose activations are rounded in blocks, and the paths of their places."""
+    """The `int4` linear maps, with the paths of their places."""
     for place in model.linear_places(model.config):
         for linear in place.parts(model):
             kernel = linear.kernel.get_value()

@@ -1,4 +1,4 @@
-"""Checks of arguments that several public functions share; each error is one sentence."""
+"""Checks of arguments, shared by several public functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def most_new_tokens(maximum: Any, minimum: Any = None, *, least: int = 1) -> int:
-    """max_new_tokens as a Python integer.
+    """The checked max_new_tokens, as a Python integer.
 
     minimum: min_new_tokens of a Sampling: a number, an array with one for each row, or None.
-    least: 1, or 0 for requests that may draw nothing, to which no minimum applies then.
+    least: 1, or 0 for requests that may generate nothing; then the minimum isn't checked.
 
     Raises ValueError unless least ≤ max_new_tokens and 0 ≤ min_new_tokens ≤ max_new_tokens; a
-    traced minimum is not compared.
+    traced minimum isn't checked.
     """
     maximum = _whole("max_new_tokens", maximum)
     if maximum < least:
@@ -49,10 +49,10 @@ def _whole(name: str, value: Any) -> int:
 
 
 def compute_dtype(dtype: Any, precision: Precision | None) -> str | None:
-    """The name of the dtype that a caller asks for; None means the checkpoint's.
+    """The name of the requested compute dtype; None for the checkpoint's.
 
-    dtype: bfloat16, float16 or float32 under any name that NumPy, JAX or PyTorch has for it.
-    Raises ValueError for another dtype, and for bfloat16 or float16 with a precision of A32.
+    dtype: bfloat16, float16 or float32, under any name of NumPy, JAX or PyTorch. Raises ValueError
+    for other dtypes, and for bfloat16 or float16 with A32.
     """
     name = None if dtype is None else as_dtype("dtype", dtype, kind=np.generic).name
     if name not in (None, *COMPUTE_DTYPES):
@@ -68,7 +68,7 @@ def compute_dtype(dtype: Any, precision: Precision | None) -> str | None:
 
 
 def positive_whole(name: str, value: Any) -> int:
-    """A positive Python integer. Raises ValueError for anything else."""
+    """The value as a positive Python integer. Raises ValueError for other values."""
     if (number := _whole(name, value)) < 1:
         raise ValueError(f"{name} is {number}: expected a positive whole number")
     return number
@@ -77,7 +77,7 @@ def positive_whole(name: str, value: Any) -> int:
 def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> None:
     """Raises ValueError for a token id outside the model's vocabulary.
 
-    sequences: ids from the tokenizer; they are outside only if it belongs to another model.
+    sequences: ids from the tokenizer, which are outside only if it is another model's.
     """
     for ids in sequences:
         if not len(ids):
@@ -92,10 +92,10 @@ def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabular
 
 
 def require_documents(documents: Iterable[str]) -> None:
-    """Raises ValueError for anything but an iterable of texts.
+    """Raises ValueError unless documents is an iterable of strings.
 
-    A single text is refused, since iterating over it gives characters. The items of an iterator
-    are not checked, since that would consume it.
+    A single string is refused, since iterating over it gives characters. Items of an iterator
+    aren't checked, since that would consume it.
     """
     if isinstance(documents, str):
         raise ValueError("documents is a text: pass a list, [text]")
@@ -105,7 +105,7 @@ def require_documents(documents: Iterable[str]) -> None:
 
 
 def _is_iterable(value: Any) -> bool:
-    """Whether a value can be iterated over; scalars of jax.Array and NumPy have __iter__, too."""
+    """Whether a value can be iterated over; scalar arrays have __iter__, but can't."""
     is_scalar = isinstance(value, np.ndarray) and not value.ndim
     return isinstance(value, Iterable) and not isinstance(value, jax.Array) and not is_scalar
 
@@ -113,7 +113,7 @@ def _is_iterable(value: Any) -> bool:
 def stop_strings(stop: Any) -> list[str]:
     """Stop strings as a list, from one string, several, or None.
 
-    Raises ValueError for an empty string and for anything that is not a string.
+    Raises ValueError for an empty string and for values that aren't strings.
     """
     if stop is None:
         return []
@@ -126,8 +126,8 @@ def stop_strings(stop: Any) -> list[str]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file, with its line ends unchanged.
+    """Reads a UTF-8 file, with its line endings unchanged.
 
-    Raises ValueError, which names the file and the byte, for another encoding.
+    Raises ValueError with the file and the byte for other encodings.
     """
     return files.decode(Path(path).read_bytes(), str(path), ValueError)

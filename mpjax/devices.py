@@ -19,17 +19,17 @@ Devices = int | Sequence[jax.Device] | jax.sharding.Mesh
 
 
 def read_devices(devices: Devices | None) -> jax.sharding.Mesh | None:
-    """The mesh among whose devices a model is divided; None for the default device alone.
+    """The mesh of devices among which a model is divided; None for the default device alone.
 
-    devices: a number of devices, the first of `jax.devices()`, of which 1 is the default device;
-        JAX devices; or a mesh with one axis, whose name it keeps. With several processes
-        (`jax.distributed.initialize`), these are devices of all of them.
+    devices: a number n, for the first n of `jax.devices()` (1 is the default device); a list of JAX
+        devices; or a mesh with one axis, whose name is kept. With several processes
+        (`jax.distributed.initialize`), they are devices of all processes.
 
-    Sets NCCL_NVLS_ENABLE=0 where several GPUs are used, unless the environment has it: sums of the
-    size of a step gain nothing from multicast over NVLink.
+    Sets NCCL_NVLS_ENABLE=0 for several GPUs, unless the environment sets it: all-reduces as small
+    as a decoding step's gain nothing from NVLink multicast.
 
-    Raises ValueError for more devices than there are, a device that is named twice, a mesh with
-    several axes, and devices that leave out a process.
+    Raises ValueError for more devices than there are, duplicate devices, a mesh with several axes,
+    and a process without a device.
     """
     if devices is None:
         return None
@@ -50,9 +50,9 @@ def read_devices(devices: Devices | None) -> jax.sharding.Mesh | None:
 
 
 def read_experts(experts: ExpertDivision, devices: int) -> ExpertDivision:
-    """How `devices` devices divide experts.
+    """The checked argument `experts`: how `devices` devices divide experts.
 
-    Raises ValueError for a way that there is not, and for `whole` with one device.
+    Raises ValueError for unknown values, and for `whole` with one device.
     """
     if experts not in get_args(ExpertDivision):
         raise ValueError(f"experts is {shown(experts)}: expected 'divided' or 'whole'")
@@ -65,7 +65,7 @@ def read_experts(experts: ExpertDivision, devices: int) -> ExpertDivision:
 
 
 def _choose(devices: Devices) -> tuple[list[jax.Device], str]:
-    """The chosen devices, and the name of their axis."""
+    """The selected devices, and the mesh axis's name."""
     if isinstance(devices, jax.sharding.Mesh):
         if len(devices.axis_names) != 1 or not devices.devices.size:
             raise ValueError(

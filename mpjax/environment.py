@@ -1,4 +1,4 @@
-"""Collects facts about the machine for a bug report: versions, driver, devices, settings."""
+"""Collects facts on the machine for bug reports: versions, driver, devices, settings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ VARIABLE_PREFIXES = ("JAX_", "XLA_", "MPJAX_")
 def collect() -> dict[str, Any]:
     """Facts by section, as JSON-compatible values.
 
-    Nothing is raised, since bug reports are written on broken machines: a section that fails holds
-    a sentence with the error. Listing the devices starts JAX's backend, which allocates GPU memory
-    as JAX is configured to.
+    Raises nothing, since bug reports are written on broken machines: a failed section holds its
+    error as a sentence. Listing the devices starts JAX's backend, which allocates GPU memory as JAX
+    is configured to.
     """
     return {
         "system": _attempt(_system),
@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command that runs in this process, without the place of its --output."""
+    """The command line of this process, without its --output option."""
     specification = getattr(sys.modules["__main__"], "__spec__", None)
     module = getattr(specification, "name", "").removesuffix(".__main__")
     program = f"python -m {module}" if module else Path(sys.argv[0]).name
@@ -55,7 +55,7 @@ def command_line() -> str:
 
 
 def report() -> str:
-    """The facts of `collect` as text to paste into a bug report, a line for each."""
+    """The facts of `collect` as text for a bug report, one per line."""
     lines = []
     for section, facts in collect().items():
         lines.append(section.replace("_", " "))
@@ -153,7 +153,7 @@ def _kernels() -> dict[str, str]:
     yes = f"yes: compute capability {device.compute_capability()}"
     found = {name: f"no: {reason}" if reason else yes for name, reason in reasons.items()}
     if found["mosaic"] == yes:
-        from mpjax.kernels.mosaic.launch import why_slow  # imported late, because it takes long
+        from mpjax.kernels.mosaic.launch import why_slow  # imported late, because it is slow
 
         slow = why_slow()
         found["mosaic"] += f"; {slow}" if slow else ""
@@ -161,7 +161,7 @@ def _kernels() -> dict[str, str]:
 
 
 def _tuning_tables() -> dict[str, str] | str:
-    """Number of plans in each table, in the order of the look-up."""
+    """The number of plans in each tuning table, in look-up order."""
     from mpjax.kernels import device
     from mpjax.kernels.attention import plans as of_attention
     from mpjax.kernels.experts import plans as of_experts

@@ -1,4 +1,4 @@
-"""Errors that several folders raise."""
+"""Exceptions shared by several folders."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from __future__ import annotations
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, inconsistent, or in a layout that can't be read.
 
-    The message is one sentence for a person: the file, module or tensor, what was found, what was
-    expected, and, if possible, what to do.
+    The message is one sentence: the file, module or tensor, what was found, what was expected, and,
+    if possible, a remedy.
     """
 
 
 class NotFiniteError(ValueError):
-    """A model computes NaN or infinite numbers; the message names the input and what to do.
+    """A model computes NaN or infinite values; the message names the input and a remedy.
 
-    kind: the word for an input, such as "prompt". row: the input's number, from 0. dtype: of the
-    model.
+    kind: the word for an input, such as "prompt". row: the input's index. dtype: of the model.
     """
 
     def __init__(self, kind: str, row: int, dtype: str) -> None:

@@ -1,10 +1,10 @@
-"""Finds the lower floors, `mpjax.models` and `mpjax.kernels`, wherever their folders are.
+"""Finds the lower floors, `mpjax.models` and `mpjax.kernels`, in a wheel and in a checkout.
 
-A wheel has both folders inside `mpjax`, as Python expects. A checkout has them beside `mpjax`, and
-there they are called `models` and `pallas_kernels`.
+A wheel has both folders inside `mpjax`, as Python expects. A checkout has them beside `mpjax`, as
+`models` and `pallas_kernels`.
 
-These plain names also work as second names of the same module objects, in a wheel too, unless they
-mean somebody else's `models.py` or package. The library itself doesn't use them.
+These plain names are also aliases of the same module objects, in a wheel too, unless another module
+or package has the name. The library itself doesn't use them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# Folder in a checkout and plain name: name in the package, as in pyproject.toml's `sources`.
+# Folder in a checkout (the plain name) → name in the package, as in pyproject.toml's `sources`.
 FLOORS = {"models": "mpjax.models", "pallas_kernels": "mpjax.kernels"}
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 
 
 def install() -> None:
-    """Adds the finder of floors to `sys.meta_path`, once."""
+    """Adds a FloorFinder to `sys.meta_path`, once."""
     if not any(isinstance(finder, FloorFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, FloorFinder())
 
 
 class FloorFinder:
-    """Finds `mpjax.models` beside `mpjax`, and `models.layers` as `mpjax.models.layers`.
+    """Finds `mpjax.models` beside `mpjax`, and aliases `models.layers` to `mpjax.models.layers`.
 
-    Python itself finds `mpjax.models.layers`, in the folder where `mpjax.models` was found.
+    Python itself finds `mpjax.models.layers` in the folder of `mpjax.models`.
     """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a floor, or of its module under the plain name; None for other names."""
+        """The spec of a floor, or of a module under its plain name; None for other names."""
         root, _, rest = name.partition(".")
         if root == "mpjax":
             return _beside_the_package(name)
@@ -70,7 +70,7 @@ class _SecondName:
         return loader.get_code(self.first.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # importlib has replaced it by the second name's spec
+        module.__spec__ = self.spec  # importlib has replaced it by the alias's spec
 
 
 def _beside_the_package(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -86,10 +86,10 @@ def _beside_the_package(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _is_ours(root: str, within: bool) -> bool:
-    """Whether a plain name means a floor of this library, and not another package.
+    """Whether a plain name refers to a floor of this library, not to another package.
 
     root: the plain name. within: whether a module inside the package is being imported. In a
-    checkout, `models` may have been imported by its plain name before mpjax; it counts as ours too.
+    checkout, `models` may have been imported by its plain name before mpjax; that counts, too.
     """
     if within:
         imported = sys.modules.get(root)

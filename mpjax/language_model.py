@@ -31,9 +31,9 @@ from mpjax.text.tokenizer import Tokenizer
 from mpjax.text.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
-DECODED_SHARE = 0.5  # of the free memory, that decoded weights may take on a CPU
+DECODED_SHARE = 0.5  # the most of the free memory that decoded weights may take on a CPU
 ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads onto any number"
-PARAMETER_BITS = 32  # of a word, which one group or several share
+PARAMETER_BITS = 32  # of a parameter word, for one or several groups
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,12 +42,12 @@ class LanguageModel:
 
     tokenizer: None for a checkpoint without tokenizer.json. source: the folder of the checkpoint.
     page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
-    sampling: how tokens are drawn where a caller does not say: as generation_config.json or the
-        GGUF file says, None where it says nothing, which is greedy. A mapping that a caller gives
-        as `sampling` changes some of its fields, and a Sampling replaces it.
-    adapters: that requests may ask for by their names; see `add_adapter`.
+    sampling: the default sampling settings, from generation_config.json or the GGUF file; None is
+        greedy. A mapping as the argument `sampling` overrides some fields, and a Sampling replaces
+        it.
+    adapters: the loaded adapters, which requests choose by name; see `add_adapter`.
 
-    Raises ValueError for another page size, and for one that the KV format can't have.
+    Raises ValueError for other page sizes, and for one that the KV format doesn't support.
     """
 
     model: Decoder
@@ -65,7 +65,7 @@ class LanguageModel:
         object.__setattr__(self, "page_size", read_page_size(self.page_size, self.kv_format))
 
     def __repr__(self) -> str:
-        """What it is, in a line; `print(lm.model)` shows the modules."""
+        """A one-line description; `print(lm.model)` shows the modules."""
         return (
             f"LanguageModel({self.model.family_name}, {self.precision}, "
             f"{self.nbytes / MEGABYTE:,.1f} MB, from {self.source})"
@@ -78,12 +78,12 @@ class LanguageModel:
 
     @property
     def for_device(self) -> Decoder:
-        """The model as programs on this device compute with it.
+        """The model as programs on this device use it.
 
-        On a CPU its matrices are decoded to float32 once, as long as the copy takes no more than
-        half of the memory that is available; else each program decodes them again, with a warning.
-        The copy is kept, and made again when an array of `model` is another one. Elsewhere, and for
-        a model that is divided among devices, it is `model` itself.
+        On a CPU it is a cached copy with matrices decoded to float32, if that takes no more than
+        half of the available memory; otherwise each program decodes them, with a warning. The copy
+        is remade if an array of `model` is replaced. On a GPU, and for a model divided among
+        devices, it is `model` itself.
         """
         if device.on_gpu() or self.model.mesh is not None:
             return self.model
@@ -97,47 +97,46 @@ class LanguageModel:
 
     @property
     def adapted(self) -> Decoder:
-        """The model with all adapters, of which `generate_tokens` and calls choose by numbers."""
+        """The model with all loaded adapters, which `generate_tokens` chooses by index."""
         return attach(self.for_device, self.adapters.stacks)
 
     def add_adapter(
         self, name: str, adapter: str | os.PathLike[str] | Adapter, *, replace: bool = False
     ) -> None:
-        """Adds an adapter, for which requests ask by its name; also while engines run.
+        """Loads an adapter, which requests can then choose by name; also while engines run.
 
-        adapter: the folder of one, as PEFT and MLX write it, or an Adapter. replace: whether the
-            name may be that of another one, which is removed.
+        adapter: a PEFT or MLX adapter folder, or an Adapter. replace: whether to replace a loaded
+            adapter with this name.
 
-        Where it fits into the memory of the others, no program is compiled again: see
-        `reserve_adapters`.
+        If it fits into the existing stacks, no program is recompiled; see `reserve_adapters`.
 
-        Raises CheckpointError for a folder that can't be read, is not supported, or does not fit
-        the model, and ValueError for a name that is taken.
+        Raises CheckpointError for a folder that is unreadable, unsupported, or doesn't fit the
+        model, and ValueError for a name that is taken.
         """
         if not isinstance(adapter, Adapter):
             adapter = mpjax.read_adapter(adapter, self.model)
         self.adapters.add(self.model, {name: adapter}, replace=replace)
 
     def remove_adapter(self, name: str) -> None:
-        """Removes an adapter: requests that have it go on, and no other may ask for it.
+        """Unloads an adapter: its running requests continue, and new ones can't choose it.
 
-        Raises ValueError, which lists the names, for another name.
+        Raises ValueError, which lists the names, for an unknown one.
         """
         self.adapters.remove(name)
 
     def reserve_adapters(self, places: int, rank: int) -> None:
-        """Makes room for so many adapters, of up to a rank, where the first one is added.
+        """Reserves stacks for `places` adapters of up to `rank`, allocated with the first adapter.
 
-        Those that fit then change no shape, and so no program is compiled again. Raises ValueError
-        for numbers below 1.
+        Adapters that fit don't change shapes, so no program is recompiled. Raises ValueError for
+        numbers below 1.
         """
         self.adapters.reserve(places, rank)
 
     def with_adapter(self, name: str) -> LanguageModel:
-        """The model whose every row has an adapter, for calls that know no names.
+        """The model with one adapter for every row, for functions without `adapter`.
 
         It shares the base's arrays, and has no other adapters. Raises ValueError, which lists the
-        names, for another name.
+        names, for an unknown name.
         """
         changes = self.adapters[name].adapter.changes
         own = {path: self.model.place_change(path, change) for path, change in changes.items()}
@@ -158,7 +157,7 @@ class LanguageModel:
         return self.model
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValueError, which says what to do, for a model without one."""
+        """The tokenizer. Raises ValueError, with a remedy, for a model without one."""
         if self.tokenizer is None:
             raise ValueError(
                 f"{explain_missing(self.source)} Without it there is no text: generate_tokens "
@@ -173,13 +172,13 @@ class LanguageModel:
 
     @property
     def usual_stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a row without others: the tokenizer's, or without one config.json's."""
+        """The default stop ids: the tokenizer's, or without one config.json's."""
         usual = (self.tokenizer and self.tokenizer.stop_ids) or self.config.stop_ids
-        # A tokenizer may have tokens that the model can't draw.
+        # A tokenizer may have more tokens than the model's vocabulary.
         return tuple(i for i in usual if i < self.config.vocab_size)
 
     def require_one_device(self, what: str, remedy: str = ON_ONE_DEVICE) -> None:
-        """Raises ValueError for a model that is divided among devices; what: a gerund."""
+        """Raises ValueError for a model divided among devices. what: a gerund for the message."""
         if self.devices > 1:
             raise ValueError(
                 f"{what} a model that is divided among {self.devices} devices is not possible: "
@@ -198,9 +197,9 @@ class LanguageModel:
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean bits of a weight of the layers' linear maps, with those of groups' parameters.
+        """Mean bits per weight of the layers' linear maps, including scales and zero points.
 
-        The padding of a small weight, which `nbytes` has, does not count.
+        Padding of small weights isn't counted, unlike in `nbytes`.
         """
         bits = weights = 0
         for place in _of_layers(self.model.linear_places(self.config)):
@@ -225,10 +224,10 @@ class LanguageModel:
 
     @property
     def precision(self) -> str:
-        """The model's precision, such as `W4A16KV8`, or `W16+W4A16KV8` where linear maps differ.
+        """The model's precision, such as `W4A16KV8`, or `W16+W4A16KV8` if linear maps differ.
 
-        It comes from the weights themselves. `load(path, precision=...)` accepts it for the
-        checkpoint that the model came from.
+        It is derived from the weights. `load(path, precision=...)` accepts it for the model's
+        checkpoint.
         """
         return str(find_precision(self.model, self.kv_format))
 
@@ -237,10 +236,10 @@ class LanguageModel:
 
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
         each weight format. `tables` has the bytes and the format of the embedding and, unless it is
-        tied to the embedding, of the head. `eight_bit_blocks` is the number of blocks of
-        activations in 8 bits, and of all, in W4Ax, and otherwise None. `hadamard_block` is the
-        number of channels in each block that is mixed before down projections, or None. `sampling`
-        has the keys of generation_config.json, or is None.
+        tied to the embedding, of the head. `eight_bit_blocks` is the number of 8-bit activation
+        blocks, and of all blocks, in W4Ax, and otherwise None. `hadamard_block` is the block size
+        of the Hadamard transform before down projections, or None. `sampling` has the keys of
+        generation_config.json, or is None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -272,7 +271,7 @@ class LanguageModel:
         }
 
     def describe(self) -> list[tuple[str, str]]:
-        """The summary as labels and texts, in the order in which `mpjax info` prints them."""
+        """The summary as (label, text) pairs, in the order of `mpjax info`."""
         found = self.summary()
         scales = {
             None: "none",
@@ -321,7 +320,7 @@ class LanguageModel:
 
 
 def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
-    """The bits of a weight [..., K, N] with those of groups' parameters, and without padding."""
+    """The bits of a weight [..., K, N] with scales and zero points, without padding."""
     count, channels = math.prod(shape), shape[-2]
     if not format.is_packed:
         return 16 * count
@@ -330,7 +329,7 @@ def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
 
 
 def find_precision(model: Decoder, kv_format: KVFormat) -> Precision:
-    """The precision that a model's weights have, with a format of the KV cache."""
+    """The precision of a model's weights, with the given KV format."""
     bits = jnp.dtype(model.config.dtype).itemsize * 8
     found = Precision.mixed(weight_formats(model), kv_format, bits)
     found = dataclasses.replace(found, wide_blocks=find_share(model))
@@ -338,7 +337,7 @@ def find_precision(model: Decoder, kv_format: KVFormat) -> Precision:
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:
-    """Weight formats of the linear maps of a model's layers; plain kernels count as bfloat16."""
+    """Weight formats of the layers' linear maps; unpacked kernels count as bfloat16."""
     return {
         part.format or WeightFormat("bfloat16")
         for place in _of_layers(model.linear_places(model.config))
@@ -347,7 +346,7 @@ def weight_formats(model: Decoder) -> set[WeightFormat]:
 
 
 def packed_tables(model: Decoder) -> dict[str, WeightFormat]:
-    """The formats of packed tables, by `head` and `embedding`; of a tied table by both."""
+    """The formats of packed tables, by `head` and `embedding`; a tied table is listed as both."""
     found = {
         place.path: kernel.format
         for place in model.linear_places(model.config)

@@ -36,13 +36,13 @@ from mpjax.models import Decoder
 from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
 
-# Files that loading reads; a repository often has the same weights in other formats too.
+# Files needed for loading; repositories often have the same weights in other formats, too.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 HUB_IGNORED = ["consolidated*", "original/*"]
 
 
 class Reading(TypedDict, total=False):
-    """Arguments of `load` about the division of experts, and what is read beside the model."""
+    """Further keyword arguments of `load`."""
 
     experts: ExpertDivision
     family: str | None
@@ -61,50 +61,48 @@ def load(
     devices: Devices | None = None,
     **reading: Unpack[Reading],
 ) -> LanguageModel:
-    """Loads a model, with its tokenizer if it has one, onto the default device or several.
+    """Loads a model and its tokenizer, if any, onto the default device or several devices.
 
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ, FP8 or
         compressed-tensors' integers), a GGUF file, a folder that `mpjax.save` wrote, or a hub id
-        such as `Qwen/Qwen3-8B-AWQ` or `Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q8_0.gguf`, which is fetched
+        such as `Qwen/Qwen3-8B-AWQ` or `Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q8_0.gguf`, which is downloaded
         first.
-    precision: such as `W4A16KV8`; docs/precision.md lists them. A 16-bit checkpoint's linear maps
-        are rounded to nearest if the precision has fewer bits, and so are those of a GGUF file if
-        they have another format. Another quantised checkpoint must already have the precision's
-        weight format; only `sym` need not match, because the zero points
-        decide. Several W parts, as in `W16+W4A16KV8`, must all be in the checkpoint;
-        `lm.precision` of a loaded model is always accepted. By default the weights keep their
-        format, and the KV cache has 16 bits, or its format when the model was saved. FP8 weights
-        are multiplied by activations in the checkpoint's own format, mostly FP8 too; a precision
-        with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`. With `W4Ax`, of a 16-bit
-        checkpoint, all blocks of activations get 8 bits, with a warning; `quantize` measures which
-        can have 4. A saved model keeps its blocks, which the precision must agree with.
+    precision: such as `W4A16KV8`; docs/precision.md lists them. The linear maps of a 16-bit
+        checkpoint are rounded to nearest if the precision has fewer bits, and those of a GGUF file
+        if they have another format. Other quantised checkpoints must already have the precision's
+        weight format; only `sym` need not match, because the zero points decide. Several W parts,
+        as in `W16+W4A16KV8`, must all be in the checkpoint; `lm.precision` of a loaded model is
+        always accepted. By default the weights keep their format, and the KV cache has 16 bits, or
+        the saved model's format. Activations of an FP8 checkpoint have its own activation format,
+        mostly FP8, unless a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`. With `W4Ax`
+        for a 16-bit checkpoint, all activation blocks get 8 bits, with a warning; `quantize`
+        measures which can have 4. A saved model keeps its blocks, with which the precision must
+        agree.
     dtype: of 16-bit weights and activations: bfloat16, float16 or float32, also as bf16, fp16 and
         fp32 or as a dtype of NumPy, JAX or PyTorch. By default float32 if the precision has A32,
         else the checkpoint's.
-    max_positions: the most tokens of a sequence, prompt and new tokens together, instead of the
-        checkpoint's number. Nothing else of the model changes.
-    page_size: tokens in a page of the KV cache: 16, 32, 64, 128 or 256. The room of each sequence
-        is rounded up to whole pages.
+    max_positions: the most tokens of a sequence (prompt and new tokens), instead of the
+        checkpoint's max_position_embeddings. Nothing else changes.
+    page_size: tokens in a page of the KV cache: 16, 32, 64, 128 or 256. Each sequence's cache is
+        rounded up to whole pages.
     devices: among which the model is divided, each with a share of every layer: a number, a list of
-        `jax.devices()`, or a mesh with one axis. By default, and for 1, the default device has all.
-        docs/devices.md says what is divided how.
-    experts: with several devices, whether each has a part of every expert of a mixture (`divided`,
-        the default), or some of the experts whole (`whole`).
-    family: the family that the model is taken for, such as `llama`, instead of that of its
-        architecture: for an architecture that is unknown here and computes the same. Keys and
-        tensors have to fit; keys that the family doesn't have are warned of.
-    verify: whether to compare the arrays of a model that `mpjax.save` wrote with their checksums,
-        which finds damage by a disk or a copy. Other checkpoints have no checksums.
-        By default they are compared.
+        `jax.devices()`, or a mesh with one axis. By default, and for 1, the default device holds
+        the whole model. See docs/devices.md.
+    experts: with several devices, whether each device has a part of every expert (`divided`, the
+        default), or some whole experts (`whole`, expert parallelism).
+    family: the family to load the model as, such as `llama`: for an unknown architecture that
+        computes the same. Keys and tensors must fit; config keys that the family doesn't know give
+        a warning.
+    verify: whether to verify the checksums of a model that `mpjax.save` wrote, which detects
+        damage; True by default. Other checkpoints have no checksums.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
-    adapters: folders or hub ids of adapters (LoRA), by the names by which requests ask for them;
-        see `LanguageModel.add_adapter`, and docs/adapters.md.
+    adapters: folders or hub ids of LoRA adapters, by the names for requests; see
+        `LanguageModel.add_adapter`, and docs/adapters.md.
 
-    Raises CheckpointError for a path or checkpoint that can't be loaded, ValueError for a precision
-    or dtype that the checkpoint doesn't have, max_positions below 1, another page size, devices
-    that there are not or that the model can't be divided among, and whole experts on one device,
-    and mpjax.memory.DeviceMemoryError, before anything is allocated, where a device does not have
-    enough memory left.
+    Raises CheckpointError for a path or checkpoint that can't be loaded; ValueError for a precision
+    or dtype that the checkpoint doesn't have, max_positions below 1, an invalid page size, missing
+    devices or a number that can't divide the model, and whole experts on one device; and
+    mpjax.memory.DeviceMemoryError, before anything is allocated, if a device lacks memory.
     """
     if unknown := reading.keys() - Reading.__annotations__.keys():
         raise TypeError(f"load() got an unexpected keyword argument {unknown.pop()!r}")
@@ -153,19 +151,17 @@ def require_loadable(
     devices: Devices | None = None,
     calibrated: bool = False,
 ) -> None:
-    """Raises what `load` raises for a precision that a checkpoint doesn't have, or without memory.
+    """Raises the errors of `load` for precisions that a checkpoint doesn't have, or lacking memory.
 
-    It raises for their KV caches, too, what the model's first use raises. Only headers are read,
-    and free memory is compared with each model on its own. How a saved model is divided among
-    devices is left to `load`.
+    Also raises the errors of the first use of their KV caches. Reads only headers, and compares the
+    free memory with each model separately. The division of a saved model among devices isn't
+    checked.
 
-    precisions: all that are to be loaded; those of the same weights, one after the other, share a
-        reading of headers.
-
-    calibrated: whether `mpjax.calibrate_cache` will give the model the scales that a format needs.
+    precisions: the precisions to check; consecutive ones with the same weights share the reading of
+        headers. calibrated: whether `mpjax.calibrate_cache` will provide the cache scales.
     """
     folder, mesh = find_folder(path_or_id).resolve(), read_devices(devices)
-    with warnings.catch_warnings(action="ignore"):  # loading and the cache that is used warn
+    with warnings.catch_warnings(action="ignore"):  # `load` and the cache's use will warn
         for _, group in itertools.groupby(precisions, lambda one: one.of_weights):
             precision, *others = group
             model = _outline(folder, precision, compute_dtype(dtype, precision), mesh)
@@ -177,7 +173,7 @@ def require_loadable(
 def _outline(
     folder: Path, precision: Precision, dtype: str | None, mesh: jax.sharding.Mesh | None
 ) -> Decoder:
-    """A decoder without weights and with cache scales of 1, as `load` would make it, not divided.
+    """The undivided decoder of `load`, abstract, with cache scales of 1.
 
     Raises as `require_loadable` does for weights.
     """
@@ -197,7 +193,7 @@ def _outline(
 
 
 def _open(folder: Path) -> Source:
-    """The source of a folder or GGUF file. Raises CheckpointError for one without a model."""
+    """The source of a folder or GGUF file. Raises CheckpointError if it has no model."""
     if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
         raise CheckpointError(
             f"{folder} has neither {CONFIG_NAME} nor {DESCRIPTION_NAME}: "
@@ -207,7 +203,7 @@ def _open(folder: Path) -> Source:
 
 
 def _find_adapters(adapters: Any) -> dict[str, Path]:
-    """The folders of adapters, fetched where they are hub ids. Raises ValueError for no mapping."""
+    """The adapters' folders; hub ids are downloaded. Raises ValueError unless it is a mapping."""
     if not isinstance(adapters, Mapping):
         raise ValueError(f"adapters is {shown(adapters)}: expected folders by their names")
     return {name: find_folder(folder) for name, folder in adapters.items()}
@@ -216,7 +212,7 @@ def _find_adapters(adapters: Any) -> dict[str, Path]:
 def _finished(
     lm: LanguageModel, positions: int | None, page_size: int, adapters: Mapping[str, Path]
 ) -> LanguageModel:
-    """The model with another page size and adapters; the limit of positions is changed in place."""
+    """The model with its page size and adapters; limits its positions in place."""
     if positions is not None:
         lm.model.limit_positions(positions)
     lm = dataclasses.replace(lm, page_size=page_size)
@@ -227,24 +223,24 @@ def _finished(
 
 
 def bundled_model() -> Path:
-    """The folder of the small model that is part of mpjax; `load` takes it."""
+    """The folder of the small model that is bundled with mpjax, for `load`."""
     return Path(__file__).parent / "bundled"
 
 
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
-    """The folder or GGUF file at a path, or of a hub id's files, which are fetched first.
+    """The folder or GGUF file at a path, or of a hub id, which is downloaded.
 
-    Raises CheckpointError for another path, and where the hub gives no files.
+    Raises CheckpointError for other paths, and if the download fails.
     """
     if not isinstance(path_or_id, str | os.PathLike):
         raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
-    if path_or_id == "":  # pathlib takes it for the current folder
+    if path_or_id == "":  # pathlib would take it for the current folder
         raise CheckpointError(
             "the model's folder is empty text: give a folder, a GGUF file or a hub id; the current "
             "folder is ."
         )
     path = _parse_path(path_or_id)
-    if not path.exists():  # a save that was killed may have moved it away
+    if not path.exists():  # a killed save may have moved it away
         staging.clean_up(path)
     if path.is_dir() or is_gguf(path):
         return path
@@ -263,7 +259,7 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
 
 
 def _fetch(repository: str, file: str | None) -> Path:
-    """The folder of a repository on the hub, or one GGUF file of it."""
+    """Downloads a hub repository, or one GGUF file of it; returns its path."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -288,7 +284,7 @@ def _fetch(repository: str, file: str | None) -> Path:
 
 
 def _parse_path(path_or_id: str | os.PathLike[str]) -> Path:
-    """A path, with ~ expanded. Raises CheckpointError for one that no folder can have."""
+    """The path, with ~ expanded. Raises CheckpointError for an impossible path."""
     try:
         path = Path(path_or_id).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -17,11 +17,10 @@ class DeviceMemoryError(MemoryError):
 
 
 def free_bytes(device: jax.Device | None = None) -> int | None:
-    """Bytes that JAX can still allocate on a device, the default device unless given.
+    """Bytes that JAX can still allocate on a device, by default the default device.
 
-    On a GPU, the rest of the share that JAX may take (three quarters of the GPU, unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION sets another); on a CPU, the system's available memory. None if
-    unknown.
+    On a GPU, what is left of JAX's share (three quarters of the GPU, or
+    XLA_PYTHON_CLIENT_MEM_FRACTION); on a CPU, the system's available memory. None if unknown.
     """
     device = device or default_device()
     if device.platform == "cpu":
@@ -56,7 +55,7 @@ def require_free(needed_bytes: int, what: str, device: jax.Device | None = None)
 
 
 def has_free_on(mesh: jax.sharding.Mesh | None, needed_bytes: int) -> bool:
-    """Whether each device among which `needed_bytes` are divided has its share free, if known.
+    """Whether each device has its share of `needed_bytes` free; True if unknown.
 
     mesh: the devices; None for the default device.
     """
@@ -77,10 +76,10 @@ def free_bytes_on(mesh: jax.sharding.Mesh | None) -> int | None:
 def require_free_on(
     mesh: jax.sharding.Mesh | None, needed_bytes: int, what: str, on_default: int = 0
 ) -> None:
-    """Raises DeviceMemoryError if a device that a model is put on has too little memory free.
+    """Raises DeviceMemoryError if a device is known to have too little free memory.
 
     mesh: the devices among which `needed_bytes` are divided; None for the default device.
-    on_default: bytes that are needed on the default device besides.
+    on_default: additional bytes on the default device.
     """
     first = default_device()
     if mesh is None:

@@ -16,20 +16,21 @@ EXPECTED = (
     "expected, for example, W4A16KV8, W16A16KV16, WNF3g128A16KV4c, W8A8K8V4, or A16KV8, which "
     "keeps the weights' format"
 )
-# With Ax, one in so many blocks of activations has 8 bits, others 4. COMET has 8 to 20 % (§6.2).
+# With Ax, one in DEFAULT_WIDE_BLOCKS activation blocks has 8 bits, the others 4. COMET has 8 to 20
+# % (§6.2).
 DEFAULT_WIDE_BLOCKS = 8
 _ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8", "x": "int8"}
 _W_PART = r"W([A-Z]*\d+)(?:g(\d+|K))?(sym)?"
 _A_PART = r"A(X\d*|[A-Z]*\d+)"
 _TABLE_PART = r"([A-Z]*\d+)(?:g(\d+|K))?(?:A([A-Z]*\d+))?"
-# The usual group size of a table's codes, where it is not that of linear maps.
+# Default group sizes of tables that differ from those of linear maps.
 _OF_TABLES: dict[tuple[str, str], int | None] = {("8", "16"): None}
-# KV formats in the precisions that are suggested for one that can't be read.
+# KV formats of the precisions that error messages suggest.
 _USUAL_CACHES = ("KV16", "KV8", "KV8s", "KV4", "KV4c", "KV2", "KVfp8")
 
 
 def _formats() -> dict[tuple[str, str], tuple[str, int | None]]:
-    """Codes and the usual group size of each weight format, by the W part and the A part."""
+    """(W part, A part) → codes and default group size, for each weight format."""
     spelt = {
         (spelling.weights, spelling.activations): (codes, spelling.usual_size)
         for codes, kind in KINDS.items()
@@ -43,21 +44,19 @@ def _formats() -> dict[tuple[str, str], tuple[str, int | None]]:
 class Precision:
     """Formats of weights, activations and the KV cache; hashable.
 
-    weights: the format of the decoder layers' linear maps, with their activation format. A 16-bit
-        format means the model's dtype; None keeps the checkpoint's format.
+    weights: the format of the layers' linear maps, including their activation format. A 16-bit
+        format stands for the model's dtype; None keeps the checkpoint's format.
     kv: the format of cached keys and values.
-    mixture: the weight formats of a checkpoint whose linear maps differ, two or more, each of which
-        occurs; `weights` is None then. Empty otherwise.
-    bits: of weights that aren't packed and of activations that aren't rounded: 16, or 32 for a
-        model in float32.
-    wide_blocks: of `int4` weights, whose activations have 4 or 8 bits in each block of 128
-        channels: one block in so many has 8 bits, 0 for none. DEFAULT_WIDE_BLOCKS without such
-        weights, and for a model with blocks of both widths in no single share.
-    head, embedding: the formats of these tables of the vocabulary, each a matrix [hidden,
-        vocabulary]; None keeps the checkpoint's. A tied table is both, and has one format.
+    mixture: the two or more weight formats of a checkpoint whose linear maps differ, and then
+        `weights` is None. Empty otherwise.
+    bits: of unpacked weights and unrounded activations: 16, or 32 for a float32 model.
+    wide_blocks: for `int4` weights, whose activations have 4 or 8 bits in each block of 128
+        channels: one in `wide_blocks` blocks has 8 bits, 0 for none. DEFAULT_WIDE_BLOCKS without
+        such weights, and if no single value describes the model.
+    head, embedding: the formats of these tables, as matrices [hidden, vocabulary]; None keeps the
+        checkpoint's. A tied table has one format for both.
 
-    Formats may also be texts, as WeightFormat and KVFormat read them. `str` writes what `parse`
-    reads.
+    Formats may also be strings for WeightFormat and KVFormat. `str` is the inverse of `parse`.
     """
 
     weights: WeightFormat | None = None
@@ -89,24 +88,24 @@ class Precision:
         if not any(format.codes == "int4" for format in self.formats):
             object.__setattr__(self, "wide_blocks", DEFAULT_WIDE_BLOCKS)
         if self.formats and all(format.operand for format in self.formats):
-            # All weights are packed and all activations rounded, so `bits` describes nothing.
+            # All weights are packed and all activations rounded, so `bits` is meaningless.
             object.__setattr__(self, "bits", 16)
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not, and after them `H…` and `E…`.
+        """Parses `W…A…KV…` or `W…A…K…V…`, then optionally `H…` and `E…`; case-insensitive.
 
         W, the weights: 16; 8 or 4 (integers); M8 or M4 (integers with a float minimum); FP8 (e4m3);
-            MXFP4 (e2m1, times a power of two); NF4, NF3 or NF2 (normal float). `gSIZE`
-            after it is the number of input channels that share a scale, or K for all; `sym` fixes
-            the zero point of integers in the middle. Without a W part, as in `A16KV8`, linear maps
-            keep the checkpoint's format, and FP8 ones its activation format. Several W parts, as in
+            MXFP4 (e2m1, times a power of two); NF4, NF3 or NF2 (normal float). `gSIZE` is the
+            number of input channels that share a scale, or K for all; `sym` is symmetric
+            quantisation of integers. Without a W part, as in `A16KV8`, linear maps keep the
+            checkpoint's format, and FP8 ones its activation format. Several W parts, as in
             `W16+W4A16KV8` and `W16A16+W8A8KV8`, name all formats of a checkpoint's linear maps.
         A, the activations: 16, or the format to which a product rounds them: 8 with W8 (W8A8) and
-            with W4 (LiquidQuant), FP8 with WFP8; x with W4, 4 or 8 bits in each block of 128
-            channels (COMET): Ax16 for 8 bits in one block of 16, Ax in one of 8, A4 in none. A32
+            with W4 (LiquidQuant), FP8 with WFP8; x with W4: 4 or 8 bits in each block of 128
+            channels (COMET); Ax16 has 8 bits in one of 16 blocks, Ax in one of 8, A4 in none. A32
             instead of A16, and W32A32, mean a model in float32.
-        KV, the cached keys and values, or K and V apart as in K8V4: 16; 8 or 4 (integers); fp8
+        KV, the cached keys and values, or K and V separately as in K8V4: 16; 8 or 4 (integers); fp8
             (e4m3); 4c or 2 (integers; keys have a scale for each channel, and in K4cV4c values
             too); 2t (2 bits with a scale for each token); 4t (4 without a Hadamard transform of the
             keys); 8s (static scales of channels, from a calibration). See KVFormat.
@@ -114,8 +113,7 @@ class Precision:
             and E8. H8 and E8 have a scale for each token of the vocabulary, and integers of tables
             have no zero points. Without these parts the tables keep the checkpoint's format.
 
-        Raises ValueError, which names the part that can't be read and the precision that was
-        probably meant.
+        Raises ValueError with the invalid part and the precision that was probably meant.
         """
         if not isinstance(text, str):
             meant = _meant(str(text)) or "W4A16KV8"
@@ -135,12 +133,12 @@ class Precision:
 
     @classmethod
     def of(cls, precision: Precision | str) -> Precision:
-        """A Precision from a Precision, or from a text that `parse` reads."""
+        """Returns a Precision unchanged, or parses a string."""
         return precision if isinstance(precision, Precision) else cls.parse(precision)
 
     @classmethod
     def mixed(cls, formats: Iterable[WeightFormat], kv: KVFormat, bits: int) -> Precision:
-        """The precision of a model whose linear maps have these formats, one or more."""
+        """The precision of a model whose linear maps have the given formats, at least one."""
         first, *others = formats = tuple(set(formats))
         return cls(None, kv, formats, bits) if others else cls(first, kv, (), bits)
 
@@ -151,25 +149,25 @@ class Precision:
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """Formats of linear maps: one, several of a mixture, or none if the precision has none."""
+        """The formats of linear maps: one, several (a mixture), or none without a W part."""
         return self.mixture if self.weights is None else (self.weights,)
 
     @property
     def tables(self) -> dict[str, WeightFormat]:
-        """The formats of the head and the embedding that it names, by `head` and `embedding`."""
+        """The formats of `head` and `embedding` that are set."""
         named = {"head": self.head, "embedding": self.embedding}
         return {table: format for table, format in named.items() if format is not None}
 
     def with_tables(self, tables: Mapping[str, WeightFormat]) -> Precision:
-        """The precision with these formats of tables, by `head` and `embedding`, and no others."""
+        """The precision with exactly these table formats, by `head` and `embedding`."""
         head, embedding = tables.get("head"), tables.get("embedding")
         return dataclasses.replace(self, head=head, embedding=embedding)
 
     def agrees_with(self, found: Iterable[WeightFormat]) -> bool:
         """Whether a checkpoint whose linear maps have the formats `found` has this precision.
 
-        With a single W part, maps in 16 bits beside packed ones are allowed. Symmetry is not
-        compared, since the zero points decide it.
+        With a single W part, some maps may be in 16 bits. Symmetry isn't compared, since the zero
+        points decide it.
         """
         there, asked = _without_symmetry(found), _without_symmetry(self.formats)
         if self.mixture or not asked:
@@ -180,7 +178,7 @@ class Precision:
 
     @property
     def names(self) -> list[str]:
-        """The W part of each format of linear maps, with its A part if that is not A16 or A32."""
+        """The W part of each linear map format, with its A part unless that is A16 or A32."""
         names = sorted(describe_weights(format, self.bits) for format in self.formats)
         if self.wide_blocks == DEFAULT_WIDE_BLOCKS:
             return names
@@ -198,7 +196,7 @@ class Precision:
 def describe_weights(format: WeightFormat, bits: int = 16) -> str:
     """The W part of a precision, such as `W4`, `W4g32`, `WNF3` or `W16`, and its A part if not A16.
 
-    bits: of a format that isn't packed, 16 or 32.
+    bits: 16 or 32, for an unpacked format.
     """
     if not format.is_packed:
         return f"W{bits}"
@@ -209,7 +207,7 @@ def describe_weights(format: WeightFormat, bits: int = 16) -> str:
 
 
 def describe_table(format: WeightFormat) -> str:
-    """The text after H or E in a precision, such as `8`, `4g64` or `16`."""
+    """The part after H or E in a precision, such as `8`, `4g64` or `16`."""
     if not format.is_packed:
         return "16"
     weights, activations = parts = _parts_of(format)
@@ -234,7 +232,7 @@ def _without_symmetry(formats: Iterable[WeightFormat]) -> set[WeightFormat]:
 
 
 def _read(text: str) -> Precision | None:
-    """The precision in a text; None for a text of another form, ValueError for an unknown part."""
+    """Parses a precision; None for an invalid form, ValueError for an unknown part."""
     *firsts, last = text.strip().split("+")
     pattern = rf"(?:{_W_PART})?{_A_PART}(K\w*V\w+?)(H{_TABLE_PART})?(E{_TABLE_PART})?"
     match = re.fullmatch(pattern, last, re.IGNORECASE)
@@ -271,7 +269,7 @@ def _read(text: str) -> Precision | None:
 
 
 def _wide_blocks(activations: str) -> int | None:
-    """The number of blocks of which one has 8 bits, in `X`, `X16` or `4`; None for others.
+    """`Precision.wide_blocks` of the A part `X`, `X16` or `4`; None for other A parts.
 
     Raises ValueError for `X0`.
     """
@@ -287,7 +285,7 @@ def _wide_blocks(activations: str) -> int | None:
 
 
 def _table(text: str, codes: str, size: str | None, activations: str | None) -> WeightFormat:
-    """The format of a table, from its part of a precision, which begins with H or E."""
+    """The format of a table from its H or E part of a precision."""
     codes, activations = codes.upper(), (activations or "16").upper()
     if size is None and (codes, activations) in _OF_TABLES:
         usual = _OF_TABLES[codes, activations]
@@ -332,9 +330,9 @@ def _format(weights: str, size: str | None, symmetric: bool, activations: str) -
 
 
 def _meant(text: str) -> str | None:
-    """The precision that a text with missing or other parts probably means, None if unclear.
+    """The precision that an invalid string probably means, such as W4A16KV16 for W4 or 4bit.
 
-    W4A16KV16 for W4, 4, 4bit and uint4:g128.
+    None if unclear.
     """
     with contextlib.suppress(ValueError):
         return str(Precision(WeightFormat.parse(text)))
@@ -350,7 +348,7 @@ def _meant(text: str) -> str | None:
 
 
 def _why_not(text: str) -> str | None:
-    """Why there are no such weights, for a W part and what follows it; None for other texts."""
+    """The reason why a W part (and its A and KV parts) is invalid; None for other strings."""
     part = _compact(text)
     pattern = rf"(?P<w>{_W_PART})(?P<a>{_A_PART})?(?P<kv>K\w*V\w+)?"
     for whole in (part, f"W{part}"):

@@ -1,1 +1,1 @@
-"""Adapters of a language model, which requests choose by their names."""
+"""LoRA adapters of a language model, which requests choose by name."""

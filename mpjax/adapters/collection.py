@@ -1,4 +1,4 @@
-"""The adapters that a language model has: their places in stacks, and who uses them."""
+"""Adapters: the loaded adapters of a language model, stacked for batched use."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank
 from mpjax.text.tokenizer import Tokenizer
 
-RANK_UNIT = 8  # ranks in a stack are a multiple of it
-_numbers = itertools.count(1)  # of all adapters that this process has loaded
+RANK_UNIT = 8  # ranks are rounded up to a multiple of it
+_numbers = itertools.count(1)  # ids of adapters loaded by this process
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """The changes of one adapter, in the memory of the host.
+    """One adapter in host memory.
 
-    changes: by the paths of linear maps and tables, of NumPy's arrays in float32 without an axis of
-        adapters. arrays: whole parameters in place of the base's, such as norms and tables of more
-        tokens, by their paths. tokenizer: that knows these tokens; None for the base's.
+    changes: LowRank changes of linear maps and tables, by path, as float32 NumPy arrays without an
+        axis of adapters. arrays: whole parameters that replace the base's, such as norms and tables
+        with added tokens, by path. tokenizer: the one with these tokens; None for the base's.
     """
 
     changes: Mapping[str, LowRank]
@@ -39,7 +39,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: Decoder) -> Adapter:
-        """The adapter that a model has itself, as `mpjax.lora` gives it; a copy of its numbers.
+        """A copy of the adapter inside a model that `mpjax.lora` made.
 
         Raises ValueError for a model without one.
         """
@@ -57,12 +57,12 @@ class Adapter:
 
 @dataclasses.dataclass(eq=False)
 class Loaded:
-    """An adapter in its place.
+    """A loaded adapter.
 
-    name: by which requests ask for it. adapter: in the host's memory. place: in the stacks, from 1
-    on. key: names it among all adapters that the process has loaded: pages of a cache whose content
-    depends on it have keys that begin with it. users: requests that have it and have not ended.
-    is_removed: whether no further request may ask for it.
+    name: the name by which requests choose it. adapter: its copy in host memory. place: its index
+    in the stacks, from 1. key: its unique id in this process, which is part of the prefix-cache
+    keys of pages computed with it. users: number of unfinished requests that use it. is_removed:
+    whether new requests can't choose it.
     """
 
     name: str
@@ -74,30 +74,30 @@ class Loaded:
 
 
 class Adapters:
-    """The adapters of a language model, in stacks of which each has a place.
+    """The loaded adapters of a language model, in stacks with an entry for each.
 
-    Adding an adapter that fits writes into the stacks, whose shapes stay, so that no program is
-    compiled again. One that does not fit, because all places are taken, its rank is higher or it
-    changes other maps, makes new stacks, for which programs are compiled when they next run.
+    Adding an adapter that fits writes into the stacks without changing shapes, so no program is
+    recompiled. If all places are taken, its rank is too high, or it changes other maps, new stacks
+    are made, and programs are recompiled when they next run.
     """
 
     def __init__(self) -> None:
         self.stacks: dict[str, LowRank] = {}
-        self.version = 0  # changes with the stacks
-        self._shapes: dict[str, LowRank] = {}  # of the stacks before devices divide them
+        self.version = 0  # changes whenever the stacks change
+        self._shapes: dict[str, LowRank] = {}  # of the undivided stacks
         self._names: dict[str, Loaded] = {}
-        self._held: dict[int, Loaded] = {}  # by places, removed ones too
+        self._held: dict[int, Loaded] = {}  # key: place; includes removed ones in use
         self._places = self._rank = 0
         self._given_back: collections.deque[Loaded] = collections.deque()
         self._lock = threading.RLock()
 
     @property
     def names(self) -> list[str]:
-        """The names of the adapters, in the order in which they came."""
+        """The names of the adapters, in order of loading."""
         return list(self._names)
 
     def __getitem__(self, name: str) -> Loaded:
-        """The adapter of a name. Raises ValueError, which lists the names, for another one."""
+        """The adapter with a name. Raises ValueError, which lists the names, for a wrong one."""
         found = self._names.get(name) if isinstance(name, str) else None
         if found is None:
             known = ", ".join(self._names) or "none"
@@ -105,7 +105,7 @@ class Adapters:
         return found
 
     def reserve(self, places: int, rank: int) -> None:
-        """Makes stacks that are built from now on have so many places, of at least a rank.
+        """Sets the least number of places and the least rank of stacks built from now on.
 
         Raises ValueError for numbers below 1.
         """
@@ -115,13 +115,13 @@ class Adapters:
     def add(
         self, model: Decoder, adapters: Mapping[str, Adapter], *, replace: bool = False
     ) -> None:
-        """Adds adapters by their names.
+        """Loads adapters by name.
 
-        replace: whether a name may be that of an adapter that is there, which is removed.
+        replace: whether to replace loaded adapters with the same names.
 
         Raises ValueError for a name that is taken or no text, for an adapter that can't be chosen
-        for each row, and for one of experts that are spread over devices. An error leaves the
-        adapters as they were.
+        for each row, and for one of experts that are spread over devices. After an error, the
+        adapters are unchanged.
         """
         with self._lock:
             self._settle()
@@ -144,18 +144,18 @@ class Adapters:
                 self._held = before
                 raise
             for each in old:
-                each.is_removed = True  # one without users has left its place already
+                each.is_removed = True  # without users, its place is already free
             self._names |= {each.name: each for each in new}
 
     def would_hold(self, name: str) -> int:
-        """How many adapters there are once one has a name, with removed ones that are in use."""
+        """The number of adapters after adding one named `name`, including removed ones in use."""
         with self._lock:
             self._settle()
             old = self._names.get(name)
             return len(self._held) + (old is None or old.users > 0)
 
     def remove(self, name: str) -> None:
-        """Removes an adapter; requests that have it go on. Raises ValueError for another name."""
+        """Removes an adapter; its requests continue. Raises ValueError for an unknown name."""
         with self._lock:
             self._settle()
             found = self[name]
@@ -164,9 +164,9 @@ class Adapters:
             self._free(found)
 
     def take(self, name: str | None) -> Loaded | None:
-        """The adapter for a request, whose place stays until `give_back`; None for no name.
+        """Acquires an adapter for a request, until `give_back`; None for no adapter.
 
-        Raises ValueError for another name.
+        Raises ValueError for an unknown name.
         """
         if name is None:
             return None
@@ -177,7 +177,7 @@ class Adapters:
             return found
 
     def give_back(self, adapter: Loaded | None) -> None:
-        """Ends the use of an adapter by a request, without waiting for one that is added."""
+        """Releases a request's adapter, without waiting for `add` in another thread."""
         if adapter is None:
             return
         self._given_back.append(adapter)
@@ -188,7 +188,7 @@ class Adapters:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Counts the users that have ended; called under the lock."""
+        """Processes released adapters; called under the lock."""
         while self._given_back:
             adapter = self._given_back.popleft()
             adapter.users -= 1
@@ -211,7 +211,7 @@ class Adapters:
             )
 
     def _put(self, model: Decoder, new: Sequence[Loaded]) -> None:
-        """Puts new adapters, which are among the held ones, into the stacks."""
+        """Writes new adapters, already in `_held`, into the stacks."""
         stacks, shapes = (
             dict(self.stacks),
             self._shapes,
@@ -234,7 +234,7 @@ class Adapters:
         self.version += 1
 
     def _needs_more(self, new: Loaded) -> bool:
-        """Whether an adapter does not fit into the stacks."""
+        """Whether an adapter needs new stacks."""
         for path, change in new.adapter.changes.items():
             stack = self._shapes.get(path)
             if stack is None or len(stack.down.get_value()) < new.place:
@@ -245,7 +245,7 @@ class Adapters:
         return new.place > self._places
 
     def _build(self, path: str) -> LowRank:
-        """The stack of a path, of all adapters that are held, of NumPy's arrays."""
+        """The stack of all held adapters' changes at a path, as NumPy arrays."""
         held = {place: each.adapter.changes.get(path) for place, each in self._held.items()}
         changes = {place: change for place, change in held.items() if change is not None}
         rank = max(self._rank, *(change.rank for change in changes.values()))
@@ -262,7 +262,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _empty(changes: Sequence[LowRank], places: int, rank: int) -> LowRank:
-    """A stack of zeros for changes of one group of maps, of a rank, or full where one is."""
+    """A stack of zeros for changes of one group of maps, of `rank`, or full if one of them is."""
     down, ups, _ = changes[0].arrays
     outputs, axes = changes[0].outputs, (places, *down.shape[:-1])
     has_gain = any(change.gain is not None for change in changes)
@@ -275,7 +275,7 @@ def _empty(changes: Sequence[LowRank], places: int, rank: int) -> LowRank:
 
 
 def _fitted(change: LowRank | None, stack: LowRank) -> LowRank:
-    """A change with the shapes of a stack's entries, of higher rank by zeros; zeros for None."""
+    """A change zero-padded to the shapes of a stack's entries; zeros for None."""
     target = stack.map(lambda array: np.zeros(array.shape[1:], np.float32), is_stack=False)
     if change is None:
         return target
@@ -296,7 +296,7 @@ def _fitted(change: LowRank | None, stack: LowRank) -> LowRank:
 
 
 def _without_numbers(array: np.ndarray) -> np.ndarray:
-    """An array of the same shape, which takes no memory."""
+    """An array of zeros of the same shape that takes no memory."""
     return np.broadcast_to(np.float32(0), array.shape)
 
 
@@ -304,7 +304,7 @@ def _without_numbers(array: np.ndarray) -> np.ndarray:
 def _put_at(
     mesh: jax.sharding.Mesh | None, entry: jax.Array, stack: jax.Array, one: jax.Array
 ) -> jax.Array:
-    """A new stack [places, ...] with an entry of `one` [1, ...], or so on each device of a mesh.
+    """A new stack [places, ...] in which `one` [1, ...] replaces an entry, on each device.
 
     The old one is not donated: a program may read it.
     """

@@ -1,4 +1,4 @@
-"""Where a model's linear maps are, by the names that adapters' files have for its modules."""
+"""Maps module names in adapter files to a model's linear maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.models.gathered import gather
 from mpjax.models.parameters import EMBEDDING, HEAD, name_of
 from mpjax.models.sharded import ShardedDecoder
 
-# Modules that some checkpoints have in place of others: the names of the parts, and of the whole.
+# Names of separate modules → name of the fused module in some checkpoints.
 JOINT = {
     ("q_proj", "k_proj", "v_proj"): "qkv_proj",
     ("gate_proj", "up_proj"): "gate_up_proj",
@@ -24,11 +24,11 @@ JOINT = {
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The linear maps of one input, to which one LowRank belongs.
+    """The fused linear maps of one input, which share a LowRank.
 
-    path: in the Decoder. inputs: input channels. sizes: output channels of each map.
-    experts: their number, None for maps of the layer itself. alternates: whether files have the
-    outputs of an expert's two maps in turn. place: of the maps; None for a table.
+    path: in the Decoder. inputs: input channels. sizes: output channels of each map. experts:
+    number of experts; None for maps without experts. alternates: whether files interleave the
+    outputs of an expert's gate and up. place: the maps' LinearPlace; None for a table.
     """
 
     path: str
@@ -41,10 +41,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A module of the files: some of a group's maps, one after the other.
+    """A module of the files: a contiguous range of a group's maps.
 
-    first, count: the maps. expert: the expert that has them; None for a module of all experts, and
-    where there are none.
+    first, count: the range. expert: index of the expert; None for a module of all experts, and
+    without experts.
     """
 
     group: Group
@@ -59,7 +59,7 @@ class Site:
 
 
 def find_sites(model: Decoder) -> dict[str, list[Site]]:
-    """The sites of a model by the modules' names; experts in one stack have two, in their order."""
+    """The sites of each module name of a model; a fused stack of experts has two, in order."""
     config, found = model.config, dict[str, list[Site]]()
     places = {place.path: place for place in model.linear_places(config)}
     for number, layer in enumerate(config.layers):
@@ -75,7 +75,7 @@ def find_sites(model: Decoder) -> dict[str, list[Site]]:
 
 
 def _tables(config: DecoderConfig) -> list[tuple[str, int, int]]:
-    """The tables' paths, with the channels of their changes: those of ids, and hidden ones."""
+    """(path, input channels, output channels) of the changes of embedding and head."""
     hidden, ids = config.hidden_size, config.vocab_size
     return [(EMBEDDING, ids, hidden), (HEAD, hidden, ids)]
 
@@ -94,7 +94,7 @@ def _sites_of(place: LinearPlace, maps: LinearMaps) -> list[tuple[str, Site]]:
             for index, name in enumerate(names)
         ]
         parent, _, own = names[0].partition(".experts.")
-        if own.endswith((".w1", ".w2")):  # transformers has Mixtral's experts in the MLP
+        if own.endswith((".w1", ".w2")):  # transformers names Mixtral's experts so
             parent = parent.replace(".block_sparse_moe", ".mlp")
         return [*of_experts, (f"{parent}.experts", Site(group, 0, len(sizes)))]
     parent, _, leaf = names[0].rpartition(".")
@@ -110,9 +110,9 @@ def _sites_of(place: LinearPlace, maps: LinearMaps) -> list[tuple[str, Site]]:
 
 
 def whole(model: Decoder) -> Decoder:
-    """The model for `base_matrix`: of a divided one, with arrays that are joined as they are read.
+    """The model for `base_matrix`; a divided model's arrays are joined when read.
 
-    Raises CheckpointError where other processes have some of the shares.
+    Raises CheckpointError if other processes hold some of the shares.
     """
     if not isinstance(model, ShardedDecoder):
         return model
@@ -123,9 +123,9 @@ def whole(model: Decoder) -> Decoder:
 
 
 def base_matrix(model: Decoder, group: Group) -> np.ndarray:
-    """The base's weights float32 [in, out of all maps] of a group without experts.
+    """The base's weights of a group without experts, float32 [in, out of all maps].
 
-    model: that of `whole`.
+    model: as returned by `whole`.
     """
     if group.place is not None:
         kernels = group.place.kernels(model)

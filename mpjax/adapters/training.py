@@ -1,4 +1,4 @@
-"""Adapters to train: pairs of matrices beside maps that stay packed."""
+"""LoRA training: trainable pairs of matrices beside packed base weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def lora(
     *,
     seed: int = 0,
 ) -> LanguageModel:
-    """The model with trainable pairs of matrices beside its maps, which change nothing at first.
+    """Adds trainable LoRA pairs to a model; initially they don't change its outputs.
 
-    The pairs are `nnx.LoRAParam`s in float32 in `.model`, which has the base's arrays:
+    The pairs are float32 `nnx.LoRAParam`s in `.model`, which shares the base's arrays:
 
         tuned = mpjax.lora(lm, 8, ["q_proj", "v_proj"])
         structure, pairs, frozen = nnx.split(tuned.model, nnx.LoRAParam, ...)
@@ -39,11 +39,12 @@ def lora(
     After an update (`nnx.update(tuned.model, pairs)`), `mpjax.save_adapter(tuned, folder)` writes
     them, and `lm.add_adapter(name, mpjax.Adapter.of(tuned.model))` serves them.
 
-    rank: of each map's pair. targets: the ends of modules' names, as PEFT's target_modules; by
-        default all maps of layers but experts'. seed: of the first matrices; the second are zeros.
+    rank: of each map's pair. targets: suffixes of module names, like PEFT's target_modules; by
+        default all maps of layers except experts. seed: of the random first matrices; the second
+        are zeros.
 
-    Raises ValueError for a rank below 1, for targets that no map has, and for a model that is
-    divided among devices or has an adapter itself.
+    Raises ValueError for a rank below 1, for targets that match no map, and for a model that is
+    divided among devices or already has an adapter inside.
     """
     if not isinstance(getattr(lm, "model", None), Decoder):
         raise ValueError(f"lm is {shown(lm)}: expected a LanguageModel, as mpjax.load gives it")
@@ -60,7 +61,7 @@ def lora(
 
 
 def _chosen(lm: LanguageModel, targets: str | Sequence[str]) -> list[tuple[Group, set[int]]]:
-    """The groups of maps of which some are targets, and those maps."""
+    """The groups with target maps, and the indices of these maps."""
     is_all = isinstance(targets, str) and targets == ALL
     if not is_all and (
         isinstance(targets, str)
@@ -84,7 +85,7 @@ def _chosen(lm: LanguageModel, targets: str | Sequence[str]) -> list[tuple[Group
 
 
 def _pairs(group: Group, maps: set[int], rank: int, key: jax.Array) -> LowRank:
-    """The pairs of a group, of which the maps that are no targets have zeros that stay."""
+    """The pairs of a group; maps that are not targets get untrainable zeros."""
     axes = () if group.experts is None else (group.experts,)
     shape = *axes, group.inputs, len(group.sizes), rank
     is_target = jnp.array([number in maps for number in range(len(group.sizes))])[:, None]

@@ -1,10 +1,10 @@
 """Gated DeltaNet in GGUF files: Qwen3-Next, and Qwen3.5, 3.6 and 3.8.
 
-Source: llama.cpp, gguf-py/gguf/constants.py, and its conversion of Hugging Face's files, which says
-how the tensors differ from those. Files of Qwen3.5 have value heads in another order: those that
-are the first of each key head, then all second ones. Files of Qwen3-Next keep Hugging Face's order,
-and have queries, keys and values in one map, gates in another, and rates and decays in one, key
-head after key head, so that they are read as files of Qwen3.5 with the latter taken apart.
+Source: llama.cpp, gguf-py/gguf/constants.py, and its conversion of Hugging Face's files. Files of
+Qwen3.5 reorder value heads: the first one of every key head, then all second ones. Files of
+Qwen3-Next keep Hugging Face's order, with one map for queries, keys and values, one for gates, and
+one for rates and decays, interleaved by key head. They are read like Qwen3.5's after splitting the
+last map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpjax.errors import CheckpointError
 
 Change = Callable[[np.ndarray], np.ndarray]
 _MIXER = "linear_attn"
-# Names in GGUF's files, without `blk.<layer>.`, and in Hugging Face's.
+# GGUF's module name, without `blk.<layer>.` → Hugging Face's.
 _ATTENTION: Mapping[str, str] = {
     **{f"attn_{which}": f"self_attn.{which}_proj" for which in "qkv"},
     **{"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
@@ -38,14 +38,14 @@ DENSE_NAMES: Mapping[str, str] = {
     **{f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")},
 }
 EXPERT_NAMES: Mapping[str, str] = {**_ATTENTION, **QWEN_NAMES}
-# Of whole tensors.
+# GGUF's tensor name → Hugging Face's, for tensors without `.weight`.
 ARRAYS: Mapping[str, str] = {"ssm_a": f"{_MIXER}.A_log", "ssm_dt.bias": f"{_MIXER}.dt_bias"}
 _JOINT = re.compile(r"(blk\.\d+)\.ssm_ba\.(\w+)")
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 class Heads(NamedTuple):
-    """The heads of the linear layers: their numbers, and the channels of a key and a value head."""
+    """The numbers of key and value heads of linear attention layers, and their head dimensions."""
 
     keys: int
     values: int
@@ -54,15 +54,14 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Heads:
-        """Those of a config.json."""
+        """The heads by a config.json."""
         kinds = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
         return cls(*(config[f"linear_{kind}"] for kind in kinds))
 
     def grouped(self, rows: Any, size: int) -> Any:
-        """Parts of `size` rows for each value head, from the file's order in Hugging Face's.
+        """Reorders parts of `size` rows per value head from GGUF's to Hugging Face's order.
 
-        rows: an array of any kind, as it is if it has another number of rows, which `make_plan`
-        refuses.
+        rows: returned unchanged if the number of rows is wrong, which `make_plan` refuses.
         """
         if rows.shape[0] != self.values * size:
             return rows
@@ -70,28 +69,28 @@ class Heads(NamedTuple):
         return parts.swapaxes(0, 1).reshape(rows.shape)
 
     def behind_keys(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of queries and keys, and those of values in Hugging Face's order."""
+        """Rows of queries, keys and values, with the values in Hugging Face's order."""
         begin = 2 * self.keys * self.key_dim
         values = self.grouped(rows[begin:], self.value_dim)
         return np.concatenate([rows[:begin], values])
 
     def half(self, rows: np.ndarray, number: int) -> np.ndarray:
-        """The rates (0) or decays (1) of rows that are rates and decays of each key head."""
+        """The rates (number 0) or decays (1) of rows that interleave both by key head."""
         parts = rows.reshape(self.keys, 2, -1, *rows.shape[1:])
         return parts[:, number].reshape(-1, *rows.shape[1:])
 
 
 def change(kind: str, config: Mapping[str, Any]) -> Change | None:
-    """How the rows of a tensor of a Qwen3.5 differ from Hugging Face's; None where they don't.
+    """The reordering of a Qwen3.5 tensor's rows to Hugging Face's order; None if it is equal.
 
-    kind: its name without `blk.<layer>.`.
+    kind: the tensor's name without `blk.<layer>.`.
     """
     heads = Heads.of(config)
     if heads.keys == heads.values:
         return None
     if kind in ("attn_qkv", "ssm_conv1d"):
         return heads.behind_keys
-    if kind == "ssm_out":  # whose blocks GGUFReader decodes first, since they have several heads
+    if kind == "ssm_out":  # GGUFReader decodes the blocks first, since a block spans several heads
         return lambda rows: heads.grouped(rows.T, heads.value_dim).T if rows.ndim == 2 else rows
     sizes = {"attn_gate": heads.value_dim, **dict.fromkeys(("ssm_beta", "ssm_alpha"), 1)}
     sizes |= dict.fromkeys(("ssm_a", "ssm_dt.bias"), 1)
@@ -101,9 +100,9 @@ def change(kind: str, config: Mapping[str, Any]) -> Change | None:
 
 
 def without_drafts(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors but those of layers that predict a second token, which stand behind the others.
+    """The tensors without the multi-token prediction layers, which come last.
 
-    Rates and decays that are one tensor become two with the same bytes: see `Heads.half`.
+    A joint tensor of rates and decays becomes two tensors of the same bytes; see `Heads.half`.
     """
     name = metadata.text("general.architecture")
     drafts = metadata.whole(f"{name}.nextn_predict_layers", 0)
@@ -153,7 +152,7 @@ def keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "partial_rotary_factor": rotated / max(whole, 1),
         "attention_bias": any(key.endswith("attn_q.bias") for key in tensors),
     }
-    # Of images, whose text has the same position three times.
+    # Marked as known: mrope sections matter only for images.
     metadata.numbers(f"{name}.rope.dimension_sections", None)
     flags = metadata.numbers(f"{name}.attention.recurrent_layers", None)
     if flags is not None:

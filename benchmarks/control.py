@@ -4,8 +4,8 @@ A model with random weights in Qwen3-8B's shapes (W4A16KV8), and a byte-level to
 tokens, generate for 1, 64 or 128 requests at once: in an Engine, and in the loop of
 `generate_tokens`. Each case is saved to control.json in the folder as soon as it ends, with its
 rate over that of free requests. NAME is a number of requests, a kind (masks, table, penalties,
-mixed, loop), or both, such as 64-masks; free requests are measured before. A case takes up to 20 s
-on an H100, most of which is compiling.
+mixed, loop), or both, such as 64-masks, which includes 64-masks_half; free requests are measured
+before. A case takes up to 20 s on an H100, most of which is compiling.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def chosen(names: list[str]) -> dict[int, list[str]]:
         groups = [int(group)] if group.isdigit() else [*GROUPS]
         kind = kind if group.isdigit() else group
         for one in groups:
-            own = [it for it in GROUPS.get(one, ()) if kind in it]
+            every = GROUPS.get(one, [])
+            own = [it for it in every if not kind or it == kind or it.startswith(f"{kind}_")]
             found.setdefault(one, []).extend(own)
     if not any(found.values()):
         raise ValueError(f"names are {names}: expected some of {[*GROUPS]} or of {ENGINE}")

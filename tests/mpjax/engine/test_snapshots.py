@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import mpjax
+from mpjax.engine import memory
+from mpjax.engine.sizes import Sizes
 from mpjax.engine.snapshots import SnapshotPool
 from mpjax.engine.state import cache_bytes, snapshot_bytes
 from mpjax.kernels import KVFormat
@@ -127,8 +129,9 @@ def test_an_engine_tells_the_bytes_of_a_state_and_has_as_many_as_fit(lm):
     nbytes = 4 * sum(int(np.prod(shape)) for shape in shapes)
     [page], _ = cache_bytes(lm, 1)
     assert snapshot_bytes(lm) == nbytes
-    room = 4 * nbytes + 5 * 512 * config.vocab_size + 10 * page
-    with make_engine(lm, cache_memory=room) as engine:
+    sizes = Sizes(4, (), PAGE, table_states=0)
+    room = memory._state_bytes(lm, sizes, 0)[1] + 10 * page
+    with make_engine(lm, cache_memory=room, table_states=0) as engine:
         assert engine.state_bytes == nbytes
         assert 0 < engine.statistics()["snapshots"] < 16
     with make_engine(lm, share_prefixes=False) as engine:

@@ -125,7 +125,7 @@ class Delta(nnx.Module):
         if state is None:
             [matrices] = self.state.create(Room(0, len(x), KVFormat(), 16), None)
         else:
-            [matrices] = context.begin(state)
+            matrices = context.rows(state[0]).take(state[0])
 
         def advance(matrices, token):
             at, is_real, q, k, v, b = token
@@ -137,7 +137,10 @@ class Delta(nnx.Module):
 
         tokens = sequence, is_real, query, key, value, rate
         matrices, mixed = jax.lax.scan(advance, matrices, tokens)
-        return mixed.reshape(x.shape), None if state is None else context.settle(state, (matrices,))
+        mixed = mixed.reshape(x.shape)
+        if state is None:
+            return mixed, None
+        return mixed, (context.rows(state[0]).put(state[0], matrices),)
 
     def heads_of(self, x):
         """The heads of each token, one after another: float32 [tokens, heads, channels]."""

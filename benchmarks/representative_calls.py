@@ -129,8 +129,9 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
     for layer, rows in itertools.product(RECURRENT, (1, 64)):
         yield f"recurrent {layer.name} {rows}", functools.partial(_recurrent, layer, rows)
-    for tokens in (4, 4096):
-        yield f"recurrent prompt {tokens}", functools.partial(_recurrent_prompt, tokens)
+    for layer, tokens in itertools.product((RECURRENT[0], RECURRENT[-1]), (4, 4096)):
+        name = f"recurrent prompt {layer.name} {tokens}"
+        yield name, functools.partial(_recurrent_prompt, layer, tokens)
     for text in ("KV4", "K4cV4c"):  # rounded by one program, where several are joined, and balanced
         for scene in (DECODE[8], DECODE[0], DECODE[4], SHORT):
             yield f"attention blocks {text} {scene.name}", functools.partial(_rounded, text, scene)
@@ -257,9 +258,8 @@ def _recurrent(shape: RecurrentShape, rows: int) -> Call:
     return layer, (Array((channels.shape[1], 4), "bfloat16"), inputs, states, *arguments)
 
 
-def _recurrent_prompt(tokens: int) -> Call:
-    """A prompt of Qwen3.6-27B's delta rule."""
-    shape = RECURRENT[0]
+def _recurrent_prompt(shape: RecurrentShape, tokens: int) -> Call:
+    """A prompt in a layer with a state."""
     inputs = jax.eval_shape(lambda: mixers.random_tokens(shape, 1, tokens))
     return functools.partial(mixers.read, shape), (Array((1, *shape.state), "float32"), inputs)
 

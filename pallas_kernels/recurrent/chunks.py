@@ -41,6 +41,39 @@ def read_in_chunks(
     return _padded(read, state, tokens, places, size)
 
 
+# From tokens [tokens], states and int32 [batch] begins and counts of sequences to the outputs and
+# states.
+ReadFlat = Callable[[Tokens, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def read_flat(
+    read: ReadFlat,
+    state: jax.Array,
+    tokens: Tokens,
+    counts: jax.Array | None,
+    places: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """As `read_in_chunks`, with a kernel that reads all sequences, which lie in one array.
+
+    It needs no zeros for padding, and doesn't write its outputs.
+    """
+    *batch, length = places
+    if batch:
+        begins = jnp.arange(batch[0], dtype=jnp.int32) * length
+        tokens = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tokens)
+        own = jnp.full(batch, length, jnp.int32) if counts is None else counts
+    else:
+        assert counts is not None
+        begins, own = jnp.cumsum(counts) - counts, counts
+    outputs, state = read(tokens, state, begins, own)
+    outputs = outputs.reshape(*places, *outputs.shape[1:])
+    if counts is None:
+        return state, outputs
+    token = jnp.arange(length)
+    is_real = token[None] < counts[:, None] if batch else token < counts.sum()
+    return state, _keep(outputs, is_real)
+
+
 def _padded(
     read: ReadChunk, state: jax.Array, tokens: Tokens, places: tuple[int, ...], size: int
 ) -> tuple[jax.Array, jax.Array]:

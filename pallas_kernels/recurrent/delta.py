@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.recurrent import delta_chunks
 from mpjax.kernels.recurrent import delta_reference as reference
-from mpjax.kernels.recurrent.chunks import read_in_chunks
+from mpjax.kernels.recurrent.chunks import read_flat, read_in_chunks
 from mpjax.kernels.recurrent.counts import read_counts
 from mpjax.kernels.recurrent.delta_inputs import DeltaInputs, require_inputs
 
@@ -79,22 +80,11 @@ def _plain(
 def _by_kernels(
     inputs: DeltaInputs, state: jax.Array, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The rule by kernels, which read padded sequences as parts of one array."""
-    *batch, tokens, _ = inputs.decay.shape
-    if batch:
-        begins = jnp.arange(batch[0], dtype=jnp.int32) * tokens
-        inputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
-        own = jnp.full(batch, tokens, jnp.int32) if counts is None else counts
-    else:
-        assert counts is not None
-        begins, own = jnp.cumsum(counts) - counts, counts
-    outputs, state = delta_chunks.read(inputs, state, begins, own, longest=tokens)
-    outputs = outputs.reshape(*batch, tokens, *outputs.shape[1:])
-    if counts is None:
-        return outputs, state
-    token = jnp.arange(tokens)  # the others' outputs are not written
-    is_real = token[None] < counts[:, None] if batch else token < counts.sum()
-    return jnp.where(jax.lax.expand_dims(is_real, (-2, -1)), outputs, 0.0), state
+    """The rule by kernels."""
+    places = inputs.decay.shape[:-1]
+    read = functools.partial(delta_chunks.read, longest=places[-1])
+    after, outputs = read_flat(read, state, inputs, counts, places)
+    return outputs, after
 
 
 def _read_state(state: Any, shape: tuple[int, ...]) -> jax.Array:

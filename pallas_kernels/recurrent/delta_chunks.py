@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.recurrent.delta_inputs import EPSILON, DeltaInputs
+from mpjax.kernels.recurrent.products import dot_parts, in_parts
 from mpjax.kernels.target import current_target
 
 LEAST, MOST = 16, 64  # tokens of a chunk
@@ -212,12 +213,12 @@ def _advance(
         kept = load(solved.factors.at[first + number, head, jnp.int32(3), jnp.int32(0)])
         target = token[:, None], head, values[None, :]
         value = load_masked(inputs.value.at[target], is_real).astype(jnp.float32)
-        parts = _in_parts(state)
+        parts = in_parts(state)
         inverse = load(solved.inverse.at[tile])
-        written = _dot(inverse, value - of_keys * _dot_parts(key, parts))
-        output = of_queries * _dot_parts(query, parts) + _dot(load(solved.asked.at[tile]), written)
+        written = _dot(inverse, value - of_keys * dot_parts(key, parts))
+        output = of_queries * dot_parts(query, parts) + _dot(load(solved.asked.at[tile]), written)
         store(outputs.at[target], output, mask=jnp.broadcast_to(is_real[:, None], (size, part)))
-        return kept * state + _dot_parts(key.T, _in_parts(left * written))
+        return kept * state + dot_parts(key.T, in_parts(left * written))
 
     state = jax.lax.fori_loop(0, pl.cdiv(count, size), step, load(before.at[where]))
     store(after.at[where], state)
@@ -255,19 +256,3 @@ def _gates(
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return current_target().dot_float32(a, b)
-
-
-def _in_parts(x: jax.Array) -> list[jax.Array]:
-    """Three tiles of bfloat16 whose sum is float32 x to its last bit."""
-    parts = []
-    for _ in range(3):
-        rounded = current_target().round_to(x, jnp.bfloat16)
-        parts.append(rounded.astype(jnp.bfloat16))
-        x = x - rounded
-    return parts
-
-
-def _dot_parts(a: jax.Array, parts: list[jax.Array]) -> jax.Array:
-    """A of bfloat16 · the sum of the parts, the smallest first."""
-    first, *others = (current_target().dot(a, part) for part in reversed(parts))
-    return first + others[0] + others[1]

@@ -8,9 +8,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels import device
 from mpjax.kernels.checks import as_arrays, optional_array, require_floats, shown
-from mpjax.kernels.recurrent.chunks import read_in_chunks
+from mpjax.kernels.gradients import with_gradients_of
+from mpjax.kernels.implementation import choose
+from mpjax.kernels.recurrent import scan_chunks
+from mpjax.kernels.recurrent.chunks import read_flat, read_in_chunks
 from mpjax.kernels.recurrent.counts import read_counts
+from mpjax.kernels.recurrent.scan_chunks import ScanTokens
 
 Tokens = tuple[jax.Array, ...]  # x, steps, b and c, each [..., tokens, ...]
 
@@ -32,9 +37,10 @@ def state_space_scan(
     state: float32 [batch, heads, channels, states]; None for zeros.
     counts: int32 [batch], the real tokens of each sequence; None: all. Varlen x needs counts.
 
-    Returns y in the shape of x, and the state after each sequence's real tokens, both computed in
-    float32. Tokens are processed in chunks of dense products. Padding may have any values: they
-    affect neither real tokens nor the state, nor gradients. Differentiable, in plain jnp.
+    Returns y in the shape of x, and the state after each sequence's real tokens, both as exact as
+    in float32. Tokens are processed in chunks of dense products: on a GPU by a kernel for x, b and
+    c in bfloat16, else in plain jnp, as are gradients. Padding may have any values: they affect
+    neither real tokens nor the state, nor gradients.
 
     Raises ValueError for shapes and dtypes that don't fit, and for known counts out of range.
     """
@@ -58,11 +64,47 @@ def state_space_scan(
             f"{name}: state is {shown(state)}: expected float32 [batch, heads, channels, states], "
             f"which is {shape}"
         )
-    tokens = tuple(array.astype(jnp.float32) for array in (x, steps, b, c))
-    wide = rates.astype(jnp.float32)
-    state, y = read_in_chunks(
-        lambda state, chunk: _read_chunk(state, wide, chunk), state, tokens, counts, x.shape[:-2]
+    steps, rates = steps.astype(jnp.float32), rates.astype(jnp.float32)
+    chosen = choose(
+        name,
+        None,
+        "triton" if x.shape[-3] > 1 and batch else "reference",
+        ("triton", "reference"),
+        lambda _: device.why_triton_cannot_run() or scan_chunks.why_not(x, b, c),
     )
+    arguments = (x, steps, b, c), rates, state, counts
+    if chosen == "reference":
+        return plain(*arguments)
+    found: tuple[jax.Array, jax.Array] = with_gradients_of(plain, _by_kernel, *arguments)
+    return found
+
+
+def plain(
+    tokens: Tokens, rates: jax.Array, state: jax.Array, counts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The scan in plain jnp."""
+    places = tokens[0].shape[:-2]
+    tokens = tuple(array.astype(jnp.float32) for array in tokens)
+    state, y = read_in_chunks(
+        lambda state, chunk: _read_chunk(state, rates, chunk), state, tokens, counts, places
+    )
+    return y, state
+
+
+def _by_kernel(
+    tokens: Tokens, rates: jax.Array, state: jax.Array, counts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The scan by the kernel."""
+    places = tokens[0].shape[:-2]
+
+    def read(
+        tokens: Tokens, state: jax.Array, begins: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        x, steps, b, c = tokens
+        given = ScanTokens(x, steps, rates, b, c)
+        return scan_chunks.read(given, state, begins, counts, longest=places[-1])
+
+    state, y = read_flat(read, state, tokens, counts, places)
     return y, state
 
 

@@ -1,9 +1,11 @@
 """The main loop of attention over latents: one load of a tile for both its keys and its values.
 
-The rows of a tile are the query heads of a token. They are on the narrow side of the tensor-core
-instruction, where eight rows suffice, and latents on the other side: a tile of latents [slots,
-channels] times queries gives scores, and the same tile transposed times weights gives sums. Words
-are decoded once for each of the two products, in registers.
+The rows of a tile are the query heads of a token. They lie along the narrow side of the tensor
+cores' instruction, where eight of them are enough, and latents along the other one: a tile of
+latents [slots, channels] times queries gives scores, and the same tile transposed times weights
+gives sums. In 16 bits the tensor cores read both from one tile in shared memory. Codes are loaded
+once for each of the two, the second time from the L2 cache: a tile of codes that is transposed
+after its load would move through shared memory twice more.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ import jax.numpy as jnp
 from mpjax.kernels.attention import queries, tiles
 from mpjax.kernels.attention.main_loop import LEAST_EXPONENT, LoadOperands, MainLoop, Scores
 from mpjax.kernels.attention.plans import MOST_ROWS
-from mpjax.kernels.attention.tiles import Part, Place
+from mpjax.kernels.attention.tiles import Part, Place, Words
 from mpjax.kernels.kv_cache.cache import Side
+
+# Channels of a part in 16 bits. Products of parts are summed apart: each step of one sum waits for
+# the step before.
+PART = 128
 
 
 class LatentQueries(NamedTuple):
@@ -55,8 +61,21 @@ class LatentLoop(MainLoop):
         latents, _ = self.key_range.pages.sides
         return latents, latents
 
+    def _parts(self, side: Side, *, joined: bool) -> Sequence[Part]:
+        """The parts of latents: of PART channels in 16 bits."""
+        width = side.words.shape[3]
+        if side.codes.is_quantized or width % PART:
+            return super()._parts(side, joined=joined)
+        return [Part(Words(first, PART, width), range(1)) for first in range(0, width, PART)]
+
+    def _added(self, scores: jax.Array, product: jax.Array) -> jax.Array:
+        """Scores with the product of another part, which is a sum of its own."""
+        return self.target.multiply_add(jnp.float32(1), product, scores)
+
     def _loader(self, place: Place) -> LoadOperands:
-        """A function that loads a tile's words once, and decodes them for each product."""
+        """The function that loads a tile in 16 bits once for both products."""
+        if self.keys.codes.is_quantized:
+            return super()._loader(place)
         loaded: dict[Any, jax.Array] = {}
 
         def operands(
@@ -87,7 +106,7 @@ class LatentLoop(MainLoop):
             self.rotary, parts=self.rotary_parts, dtype=self.dtype, axis=0, scaled=False
         )
         for q, [operand] in zip(self.rotated.parts, loaded, strict=True):
-            scores += oriented.times_queries(operand, q)
+            scores = self._added(scores, oriented.times_queries(operand, q))
         if self.rotary.codes.scaling == "token":
             step, zero = tiles.token_parameters(self.rotary, place, self.dtype)
             zeros = oriented.for_slots(zero * self.plain_scale)

@@ -15,7 +15,7 @@ on queries, weights and sums compensate for that without rounding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from mpjax.kernels.attention.orientation import Orientation
 from mpjax.kernels.attention.plans import NARROW_ROWS, AttentionConfig
 from mpjax.kernels.attention.rows import SequenceHead
 from mpjax.kernels.attention.softmax_partial import SoftmaxPartial
-from mpjax.kernels.attention.tiles import Place
+from mpjax.kernels.attention.tiles import Part, Place
 from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache.cache import Side
 from mpjax.kernels.launch import load, load_masked
@@ -119,8 +119,8 @@ class MainLoop:
         # The parts of a head's channels: each is decoded to one operand of the tensor cores. Sums
         # that are continued from `after` have the same parts.
         self.after, joined = after, not self.is_narrow
-        self.key_parts = tiles.parts(keys, joined=joined)
-        self.value_parts = after.parts if after else tiles.parts(values, joined=joined)
+        self.key_parts = self._parts(keys, joined=joined)
+        self.value_parts = after.parts if after else self._parts(values, joined=joined)
 
         # The tile's rows, and the keys that they attend to.
         number = first_row + jnp.arange(config.tile_rows)
@@ -196,6 +196,14 @@ class MainLoop:
     def sides(self) -> tuple[Side, Side]:
         """The keys and the values."""
         return self.key_range.pages.sides
+
+    def _parts(self, side: Side, *, joined: bool) -> Sequence[Part]:
+        """The parts of the channels of one side; see `tiles.parts`."""
+        return tiles.parts(side, joined=joined)
+
+    def _added(self, scores: jax.Array, product: jax.Array) -> jax.Array:
+        """Scores with the product of another part; the tensor cores add it."""
+        return scores + product
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
         """Loads and prepares the rows' queries, times the static scales of key channels, if any."""
@@ -331,7 +339,7 @@ class MainLoop:
         )
         for terms, operands in zip(products, loaded, strict=True):
             for q, operand in zip(terms, operands, strict=True):
-                scores += oriented.times_queries(operand, q)
+                scores = self._added(scores, oriented.times_queries(operand, q))
         factor = self.score_scale
         if self._folded_scaling(keys) == "token":
             # The factor is applied to steps, since there are fewer steps than scores.

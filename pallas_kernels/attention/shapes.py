@@ -81,7 +81,6 @@ LATENT = (
     AttentionShape(8, 16, 1, 512, 8192, rotary=64),
     AttentionShape(64, 16, 1, 512, 4096, rotary=64),
     AttentionShape(8, 20, 1, 512, 8192, rotary=64),
-    AttentionShape(8, 128, 1, 512, 8192, rotary=64),
 )
 DECODE = (
     AttentionShape(1, 32, 8, 128, 4096),

@@ -132,13 +132,13 @@ def _reference(
 def _config(queries: jax.Array, pages: KVPages, span: Span) -> AttentionConfig:
     rows = queries.shape[-3] * queries.shape[-2]
     batch, entries = span.block_tables.shape
-    problem = LatentProblem(batch, rows, entries * pages.page_size, token_bytes(pages))
+    problem = LatentProblem(batch, rows, entries * pages.page_size, loaded_bytes(pages))
     return plan_by_rule(problem, device.limits())
 
 
-def token_bytes(pages: KVPages) -> int:
-    """The bytes of a token's latent, rotary part and scales."""
-    arrays = jax.tree.leaves(pages)
+def loaded_bytes(pages: KVPages) -> int:
+    """The bytes of a token that a program loads: codes of latents for each of the two products."""
+    arrays = [*jax.tree.leaves(pages), *[pages.keys] * pages.format.key_codes.is_quantized]
     tokens = pages.keys.shape[0] * pages.page_size
     return sum(array.size * array.dtype.itemsize for array in arrays) // max(1, tokens)
 

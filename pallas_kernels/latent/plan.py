@@ -7,18 +7,23 @@ from typing import NamedTuple
 from mpjax.kernels.attention.plans import OTHER_BYTES, AttentionConfig
 from mpjax.kernels.device import Limits
 
-LEAST_ROWS, MOST_ROWS = 8, 32  # of a tile: more would leave no registers beside the sums
+# Of a tile: more rows would leave no registers beside the sums. Tiles of other heads of a token
+# read the same latents at the same time, from the L2 cache.
+LEAST_ROWS, MOST_ROWS = 8, 16
 KEYS = 32  # of a tile
-RESIDENT_ROWS = 16  # up to this number, two programs are resident on a multiprocessor
-MOST_AHEAD = 4  # tiles that a program loads ahead
+WARPS = 4
+MOST_AHEAD = 4  # tiles that a program reads ahead
+# Two programs are on a multiprocessor at once, or one that reads further ahead, where two would
+# have fewer tiles each: joining the partials of twice as many costs more than they gain.
+RESIDENT, FEW_TILES = 2, 16
 
 
 class LatentProblem(NamedTuple):
     """Attention of new tokens over the latents of a batch.
 
-    batch: number of sequences. rows: pairs of a new token and a query head, of one sequence, or of
-    all sequences together if varlen. tokens: the capacity of each sequence. token_bytes: of a
-    token's latent, rotary part and scales.
+    batch: sequences. rows: pairs of a new token and a query head of a sequence; of varlen tokens,
+    of all sequences together. tokens: the capacity of each sequence. token_bytes: that a program
+    loads of a token.
     """
 
     batch: int
@@ -30,13 +35,12 @@ class LatentProblem(NamedTuple):
 def plan_by_rule(problem: LatentProblem, limits: Limits) -> AttentionConfig:
     """The configuration for a problem: as many programs per sequence as run at once."""
     rows = min(MOST_ROWS, max(LEAST_ROWS, 1 << (problem.rows - 1).bit_length()))
-    resident = 2 if rows <= RESIDENT_ROWS else 1
-    keys = KEYS
+    programs = problem.batch * -(-problem.rows // rows)
+    tiles = -(-problem.tokens // KEYS)
+    resident = RESIDENT
+    if tiles * programs < FEW_TILES * resident * limits.multiprocessors:
+        resident = 1
     room = (limits.shared_memory - OTHER_BYTES) // resident
-    ahead = max(1, min(MOST_AHEAD, room // (keys * problem.token_bytes)))
-    row_tiles = -(-problem.rows // rows)
-    programs = problem.batch * row_tiles
-    tiles = -(-problem.tokens // keys)
+    ahead = max(1, min(MOST_AHEAD, room // (KEYS * problem.token_bytes)))
     splits = max(1, min(tiles, resident * limits.multiprocessors // programs))
-    warps = 4 if rows <= RESIDENT_ROWS else 8
-    return AttentionConfig(rows, keys, splits, warps, ahead + 1)
+    return AttentionConfig(rows, KEYS, splits, WARPS, ahead + 1)

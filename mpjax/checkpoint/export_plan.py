@@ -34,7 +34,7 @@ class ExportPlan:
     `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy of the FP8 cache
     scales in the export; None for no scales. dequantized: names of packed tables that are
     dequantised, because the format can't hold them or on request. caution: which readers can't load
-    the export, and what they can; or None.
+    the export, and a remedy; or None.
     """
 
     model: Decoder

@@ -23,8 +23,8 @@ from mpjax.generation.step import given, newest, step
 from mpjax.models import Decoder
 from mpjax.models.recurrent import join, part
 
-# Logits, the proposal, and what tentative states of layers hold beside states, which stays no part
-# of the state that programs donate to each other.
+# (logits, proposal, inputs of the Tentative states). The inputs aren't kept in the State, which
+# programs donate to each other.
 Forwarded = tuple[jax.Array, Proposal | None, Any]
 
 
@@ -34,8 +34,8 @@ def forward(
     """Computes the logits after each row's newest token and after its proposed tokens.
 
     most: as for `speculate` (static). Returns the logits that `choose` draws from, float32 [rows,
-    vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, and what `choose`
-    needs of states to take tokens back.
+    vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, and the inputs
+    with which `choose` rolls recurrent states back.
     """
     before, proposal = state, None
     state, loop = _begin(model, proposer, state, stepping, most)

@@ -378,7 +378,7 @@ class Programs:
     def choose(
         self, state: State, stepping: Stepping, plan: Decode, forwarded: Forwarded, masks: Any
     ) -> tuple[State, Drawn]:
-        """Runs `choose` behind `forward`; the state is donated."""
+        """Runs `choose` after `forward`; the state is donated."""
         return self._run(self._choose_call(stepping, plan, forwarded, masks), state)
 
     def no_masks(self, rows: int, positions: int | None = None) -> np.ndarray:

@@ -81,7 +81,7 @@ def with_masks(attached: Attachment, masks: jax.Array | None) -> Attachment:
 
 
 def constraint_places(lm: LanguageModel, sizes: Sizes) -> tuple[Processor, ...]:
-    """The processors by which an engine follows constraints: masks, and tables if it has any."""
+    """The processors for constraints: masks by the host and, if enabled, tables on the device."""
     states, masked = sizes.table_states, Masked(1 + sizes.proposed)
     return (masked, SmallTable.place(lm.model.columns, states)) if states else (masked,)
 
@@ -92,9 +92,9 @@ def read_constraint(
     stop_ids: Sequence[int],
     processors: Sequence[Processor],
 ) -> tuple[Processor, Matcher | None]:
-    """The processor of a request's constraint, and what follows it on the host; None for a table.
+    """The processor of a request's constraint, and its Matcher; None if a table follows it.
 
-    stop_ids: that end the row. processors: of the engine. Raises ValueError as Matcher does.
+    stop_ids: the row's. processors: the engine's. Raises the ValueErrors of Matcher.
     """
     places = (one for one in processors if isinstance(one, SmallTable))
     tables = (place.of_constraint(lm, constraint, stop_ids) for place in places)

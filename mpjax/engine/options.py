@@ -33,7 +33,7 @@ class TooLongError(ValueError):
 
 
 def read_steps(steps: Any, page_size: int) -> int:
-    """The decoding steps of a program. Raises ValueError for more than a page's tokens."""
+    """The checked decoding steps of a program. Raises ValueError for more than a page's tokens."""
     steps = positive_whole("steps", steps)
     if steps > page_size:
         raise ValueError(f"steps is {steps}: expected at most {page_size}, a page's tokens")
@@ -41,7 +41,7 @@ def read_steps(steps: Any, page_size: int) -> int:
 
 
 def require_table_states(table_states: Any) -> None:
-    """Raises ValueError for a number of states that no table has."""
+    """Raises ValueError unless table_states is an integer from 0 to MOST_STATES."""
     if type(table_states) is not int or not 0 <= table_states <= MOST_STATES:
         raise ValueError(
             f"table_states is {table_states!r}: expected the most states of a table, 0 to "

@@ -15,7 +15,7 @@ CROWD = 4  # the largest factor of USUAL_GAP, if more rows wait for their first 
 # The position at which prefilling a token costs twice as much as at the first, by its attention.
 CONTEXT = 8192
 LEAST_SECONDS = 1e-6  # lower bound of a program's seconds, against division by 0
-NEWEST = 3  # measurements per size; their median ignores one that was delayed
+NEWEST = 3  # measurements per size, whose median ignores a delayed one
 # Upper bound of a larger program's time per token over a smaller one's. A larger ratio comes from
 # delayed measurements, and is capped so that the size is tried again.
 SLOWER = 1.5

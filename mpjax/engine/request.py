@@ -167,7 +167,7 @@ class RowsOptions:
     def controlled(
         self, row: int, settings: Settings, lm: LanguageModel, processors: Sequence[Processor]
     ) -> Settings:
-        """The settings of one request with its processors and what follows its constraint.
+        """The settings of one request with its processors and its constraint's matcher.
 
         processors: the engine's own. Raises the ValueErrors of `read_control` and
         `read_constraint`.

@@ -55,8 +55,8 @@ class GeneratedTokens:
     finite: bool [batch], whether all logits of the row were finite. If not, its tokens are
         meaningless. float16 overflows beyond 65504: load such a model with dtype="bfloat16".
     speculated: how many tokens were proposed and accepted; None without speculation.
-    captured: what layers have computed, by point and layer: [batch, positions, ...] of the prompts
-        and new tokens, zeros behind the last one that was read; None where nothing was asked for.
+    captured: the captured activations, by point and layer: [batch, positions, ...] for prompt and
+        new tokens, then zeros; None without `capture`.
     """
 
     tokens: jax.Array
@@ -227,21 +227,20 @@ def generate_tokens(
         decoding uses none.
     max_new_tokens: the most new tokens of each row.
     sampling: a Sampling, or a mapping such as {"temperature": 0.7}, or a list with one for each
-        row; greedy by default, also for a model whose files say otherwise (`lm.sampling`), which is
-        not an argument here. Without
-        stop_ids, rows end at the stop ids of the model's configuration (eos_token_id in
-        config.json). `generate` instead ends them at `lm.tokenizer.stop_ids`, which come from
-        generation_config.json and eos_token: pass these as stop_ids for the same ends.
+        row; greedy by default: `lm.sampling` isn't used here. Without stop_ids, rows end at the
+        stop ids of the model's configuration (eos_token_id in config.json). `generate` instead ends
+        them at `lm.tokenizer.stop_ids`, which come from generation_config.json and eos_token: pass
+        these as stop_ids for the same ends.
     kv_format: the KV format of the cache, such as `KV8`; KV16 by default. The cache is created
         here, with pages of 128 tokens, and dropped at the end.
     speculate: an Ngram or a Draft for speculative decoding; see `generate`.
     adapters: int [batch], the adapter index of each row: `lm.adapters[name].place`, or 0 for none.
         `model` must then be `lm.adapted`. None: no row has an adapter.
     processors: logits processors of all rows, applied in order after those of the sampling.
-    constraint: what all texts may be, as tables: `Automaton.of(lm, mpjax.Regex(...))`. A text ends
-        with one of the model's stop ids, so these should be those of the sampling.
-    capture, steer: layers of which to return what they compute, and changes of it, as for
-        `model.inspect`; a draft model is not looked at.
+    constraint: restricts all rows, by tables on the device: `Automaton.of(lm, mpjax.Regex(...))`. A
+        text can end only with one of the model's stop ids, which should be the sampling's.
+    capture, steer: activations of layers to return, and to change, as for `model.inspect`; not in a
+        draft model.
 
     A row's output does not depend on its neighbours, except for rounding: kernels choose their
     tiles, and so the order of sums, by the size of the batch.

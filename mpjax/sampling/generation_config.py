@@ -87,7 +87,7 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
 
 
 def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the keys that are lists of token ids. Raises CheckpointError."""
+    """The fields bad_words and logit_bias, from the keys in LISTS. Raises CheckpointError."""
     for name in LISTS:
         if not isinstance(given.get(name, []), list):
             raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected a list")
@@ -115,7 +115,7 @@ def _warn_of_others(given: Mapping[str, Any], where: str) -> None:
 
 
 def to_fields(sampling: Sampling) -> dict[str, Any]:
-    """The fields of a Sampling that generation_config.json has keys for, as values of JSON."""
+    """The Sampling fields that generation_config.json supports, as JSON values."""
     fields = {name: getattr(sampling, name) for name in (*DRAWING, "repetition_penalty")}
     found = {name: value for name, value in fields.items() if value is not None}
     if sampling.bad_words is not None:

@@ -64,7 +64,7 @@ class Processor:
         return memory
 
     def draw(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        """The next token, an integer scalar, if `draws`; one by the logits' probabilities here.
+        """The next token, an integer scalar, if `draws`; by default sampled from the logits.
 
         logits: float32 [vocabulary], after all processors, the temperature and the filters. key: a
         typed PRNG key, made of the row's seed and the token's index.

@@ -54,7 +54,7 @@ class AdapterConfig:
     tokens: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     def tokens_of(self, module: str) -> list[int]:
-        """The tokens that have rows of their own in a table, by its name."""
+        """The ids whose rows of a table are trained (trainable_token_indices), by table name."""
         found = (tokens for end, tokens in self.tokens.items() if f".{module}".endswith(f".{end}"))
         return list(next(found, self.tokens.get("", ())))
 

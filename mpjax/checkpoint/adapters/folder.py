@@ -59,7 +59,7 @@ def read_adapter(folder: str | os.PathLike[str], model: Decoder) -> Adapter:
             raise CheckpointError(f"{path} has no {NAME}: expected the folder of an adapter")
         config = AdapterConfig.read(path)
         checkpoint = _open(path, config)
-    except (OSError, RuntimeError) as error:  # of a home that nobody has, or a folder of others
+    except (OSError, RuntimeError) as error:  # an unknown home folder, or no permission
         raise CheckpointError(f"{folder!s:.200}: {error}") from error
     try:
         return _Reader(config, checkpoint, model, path).read()
@@ -88,13 +88,13 @@ def parameter_of(name: str, site: Site) -> str:
 
 
 def _ids(site: Site) -> int:
-    """The token ids of a table's site."""
+    """The number of token ids of a table's site."""
     group = site.group
     return group.sizes[0] if group.path == HEAD else group.inputs
 
 
 def _with_ids(site: Site, ids: int) -> Site:
-    """The site of a table with another number of token ids; that of a linear map as it is."""
+    """The site of a table with `ids` token ids; the site of a linear map is returned unchanged."""
     if site.group.place is not None or ids == _ids(site):
         return site
     group, change = site.group, {"sizes": (ids,)} if site.group.path == HEAD else {"inputs": ids}
@@ -102,16 +102,16 @@ def _with_ids(site: Site, ids: int) -> Site:
 
 
 def _resized(table: np.ndarray, group: Group) -> np.ndarray:
-    """A copy of a table [in, out] with the ids of a group: with zeros for more."""
+    """A copy of a table [in, out] cut or zero-padded to the number of ids of a group."""
     shape = group.inputs, group.sizes[0]
     cut = table[: shape[0], : shape[1]]
     return np.pad(cut, [(0, size - own) for size, own in zip(shape, cut.shape, strict=True)])
 
 
 def _fitted(kind: str, array: np.ndarray, group: Group) -> np.ndarray:
-    """A factor or change of a table of fewer ids, with zeros for the others of a group."""
+    """A factor or change of a table with fewer ids, zero-padded to the ids of a group."""
     axis = 1 if group.path == HEAD else 0
-    if kind == ("down" if axis else "up"):  # which has no ids
+    if kind == ("down" if axis else "up"):  # has no axis of ids
         return array
     more = (group.sizes[0] if axis else group.inputs) - array.shape[axis]
     return np.pad(array, [(0, more if number == axis else 0) for number in range(2)])
@@ -134,7 +134,7 @@ class _Reader:
 
     @functools.cached_property
     def base(self) -> Decoder:
-        """The base, as `base_matrix` reads it."""
+        """The base model for `base_matrix`."""
         return whole(self.model)
 
     def read(self) -> Adapter:
@@ -155,7 +155,7 @@ class _Reader:
                 arrays[site.group.path] = self._more_tokens(name, own, kinds, info)
                 continue
             module = self._module(name, own, kinds)
-            if own is not site:  # a table of fewer ids says nothing of the others
+            if own is not site:  # a table of fewer ids doesn't change the others
                 module = {kind: _fitted(kind, array, site.group) for kind, array in module.items()}
             by_group[site.group.path][site, name] = module
             if "tokens" in kinds and self.model.config.tie_word_embeddings:
@@ -171,7 +171,7 @@ class _Reader:
         return Adapter(changes, arrays, tokenizer)
 
     def _tied(self, name: str, info: TensorInfo) -> tuple[Site, Module]:
-        """The head of a base of one table, and what some tokens' own rows change there."""
+        """The head's site of a base with a tied table, and the change by single tokens' rows."""
         [head] = self.sites[name_of(self.model.names, HEAD).removesuffix(".weight")]
         return head, self._tokens(name, info, head.group)
 
@@ -268,7 +268,7 @@ class _Reader:
         return found
 
     def _tokens(self, name: str, info: TensorInfo, group: Group) -> Module:
-        """The factors by which some tokens get rows of their own: one of them chooses the rows."""
+        """The change of single tokens' rows as low-rank factors, one of which selects the rows."""
         if group.place is not None:
             raise CheckpointError(f"{info.name} is of no table: expected the embedding or the head")
         is_head = group.path == HEAD
@@ -302,9 +302,9 @@ class _Reader:
     def _more_tokens(
         self, name: str, site: Site, kinds: Mapping[str, TensorInfo], info: TensorInfo
     ) -> np.ndarray:
-        """A table [ids, hidden] of more ids than the base's, after all changes.
+        """A changed table [ids, hidden] that has more ids than the base's.
 
-        site: with these ids. info: of the whole table.
+        site: with the table's number of ids. info: the tensor of the whole table.
         """
         table = _resized(base_matrix(self.base, site.group), site.group)
         change = self._table(info, site.group, is_copy="copy" in kinds)

@@ -95,9 +95,9 @@ def _merged(part: Linear, change: LowRank, columns: slice, what: str) -> Linear:
 
 
 def _put_more_tokens(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    """Puts tables [ids, hidden] of more ids than the base's into a model.
+    """Replaces the model's tables by larger ones [ids, hidden], and sets its vocabulary size.
 
-    Raises ValueError unless both tables are there, of one number of ids.
+    Raises ValueError unless both tables are given, with the same number of ids.
     """
     found = {path: arrays[path] for path in TABLES if path in arrays}
     if not found:

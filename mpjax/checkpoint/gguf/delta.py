@@ -162,5 +162,5 @@ def keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def expert_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The keys of a model with experts."""
+    """The keys of the config.json of a model with experts."""
     return keys(metadata, tensors) | qwen_keys(metadata, tensors)

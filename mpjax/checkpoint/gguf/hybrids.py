@@ -76,7 +76,7 @@ _GRANITE: Mapping[str, str] = {
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-# Both halves of a map of Hugging Face's files have its name.
+# Gate and up are one fused map in Hugging Face's files.
 GRANITE_NAMES: Mapping[str, str] = {
     **_GRANITE,
     **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),

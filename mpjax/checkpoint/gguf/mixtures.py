@@ -37,7 +37,7 @@ MIXTRAL_NAMES: Mapping[str, str] = {
 LEAST_BYTES = 1024
 _OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
 _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
-_GATE_UP = "ffn_gate_up_exps"  # of which each expert's gate comes first
+_GATE_UP = "ffn_gate_up_exps"  # fused: each expert's gate, then its up
 _VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix with one row in Hugging Face's files
 
 

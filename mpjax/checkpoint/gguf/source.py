@@ -186,7 +186,7 @@ class GGUFSource(Source):
 
 
 def _joined(first: TensorInfo, second: TensorInfo) -> TensorInfo:
-    """The rows of both, of as many bytes."""
+    """Concatenates two tensors along rows; only shape and size in bytes are meaningful."""
     (rows, *rest), more = first.shape, second.shape[0]
     end = first.end + second.nbytes
     return dataclasses.replace(first, shape=(rows + more, *rest), end=end)

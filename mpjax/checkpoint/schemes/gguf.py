@@ -37,8 +37,8 @@ class GGUFReader(RoundedReader):
     """Reads GGUF modules. Without a target, codes are kept if a weight format has them.
 
     types: the block type, such as `Q8_0`, by Hugging Face's module name.
-    heads: by name, the heads of modules whose input channels are those of value heads in the order
-        of Qwen3.5's files.
+    heads: by name, the Heads of modules whose input channels are value heads in the order of
+        Qwen3.5's GGUF files.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = tuple(TYPES)

@@ -131,9 +131,8 @@ class Draft(Proposer):
         """Adds the tokens that the draft's cache lacks, and draws up to k more.
 
         The cache lacks the newest token and, if the whole last proposal was accepted, its last
-        token, which was drawn but never fed to the draft model. Where layers keep states of
-        sequences, it lacks all that was accepted, since it begins again from the states behind what
-        it had read before it drew.
+        token, which was drawn but never fed to the draft model. With recurrent layers it lacks all
+        accepted tokens, since their states are rolled back to those before drafting.
         """
         own: DecoderCache = context.state.speculation.own
         history, most = context.history, context.most

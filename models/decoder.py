@@ -209,17 +209,17 @@ class Decoder(Keeper):
         capture: Capture = MappingProxyType({}),
         steer: Steer | Sequence[Steer] = (),
     ) -> tuple[jax.Array, Captured]:
-        """The logits of a call, and what its layers have computed; differentiable as a call.
+        """The logits of a call, and its layers' activations; differentiable as a call.
 
         tokens, adapters: as for a call.
-        capture: the layers of each point, such as {"residual": [3, 7]}: "residual", the stream that
-            enters a layer, or with the number of layers the one behind the last; "attention" and
-            "mlp", the outputs that are added to it; "router", the experts of each token, int32.
-        steer: changes of what layers compute, in their order, of which each sees the one before;
-            see Addition and Replacement. What is captured has been changed.
+        capture: layers by point, such as {"residual": [3, 7]}: "residual", the stream that enters a
+            layer, or with the number of layers as index the stream after the last; "attention" and
+            "mlp", the outputs that are added to the stream; "router", each token's experts, int32.
+        steer: changes of activations, applied in order; see Addition and Replacement. Captured
+            activations include the changes.
 
         Returns logits as a call, and arrays [batch, tokens, ...] by point and layer. Raises
-        ValueError as a call, for points and layers that the model lacks, and for a divided model.
+        ValueError as a call, for unknown points and layers, and for a divided model.
         """
         tokens, context = as_array("tokens", tokens), self._whole(tokens, adapters)
         captured, steer = read_capture(self, capture), read_steer(self, steer)

@@ -62,10 +62,11 @@ class Keeper(nnx.Module):
     def watch(
         self, cache: DecoderCache, positions: int, *, capture: Capture, steer: Any
     ) -> DecoderCache:
-        """The cache whose steps look at layers and change them, as `Decoder.inspect` does.
+        """The cache with captures and changes of activations in its steps, as in `Decoder.inspect`.
 
-        positions: that are captured, from 0 on: `cache.captured` has arrays [batch, positions, ...]
-        by point and layer, zeros where no token was read. Raises ValueError as `inspect`.
+        positions: the number of captured positions, from 0: `cache.captured` has arrays [batch,
+        positions, ...] by point and layer, zeros at positions without a token. Raises ValueError as
+        `inspect`.
         """
         steer, found = read_steer(self, steer), read_capture(self, capture)
         # Copies: caches are donated.

@@ -69,15 +69,15 @@ class DecoderLayer(nnx.Module):
     def watched(
         self, number: int, stream: jax.Array, context: StepContext, state: Any, watch: Watch
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Runs the layer in parts, between which it is looked at; the result is that of a call.
+        """Runs the layer in parts that `watch` captures or changes; the result is that of a call.
 
-        number: of the layer. stream: the residual stream that enters it. watch: sees the outputs.
+        number: the layer's index. stream: the residual stream that enters it.
         """
         mixer: Mixer | None = self.attention
         mlp: MLP | None = self.mlp
 
         def output(point: str, norm: RMSNorm | None, terms: jax.Array) -> jax.Array:
-            """The output of a half, as the only term."""
+            """The output of a sublayer, as a single term."""
             wide = _written(norm, terms).astype(jnp.float32).sum(0)
             if not watch.touches(number, point):
                 return wide[None]
@@ -145,7 +145,7 @@ def _read(
 
 
 def stream_of(terms: jax.Array, residual: jax.Array | None) -> jax.Array:
-    """The residual stream behind the terms of a layer."""
+    """The residual stream with a layer's terms added."""
     stream, _ = _read(None, terms, residual, None)
     return stream
 

@@ -94,7 +94,7 @@ class ShortConv(RecurrentMixer):
         """Changes nothing: the mixer has no norms."""
 
     def project(self, x: Activations, context: StepContext) -> tuple[jax.Array, ...]:
-        """What the convolution reads, and what its result is multiplied by."""
+        """The input b · x of the convolution, and c, which multiplies its result."""
         before, after, inner = self.in_proj(x, context)
         return before * inner, after
 

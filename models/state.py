@@ -147,8 +147,8 @@ class DecoderCache:
         models whose rotary frequencies depend on the length. None for other models.
     adapters: int32 [batch], the adapter of each sequence, on which its keys and values depend, as
         in StepContext; None if no sequence has one.
-    steer: changes of what layers compute, of type Steer. captured: what they have computed, [batch,
-        positions, ...], by point and layer; None where nothing is captured. See `Keeper.watch`.
+    steer: changes of activations, of type Steer. captured: activations [batch, positions, ...] by
+        point and layer; None without captures. See `Keeper.watch`.
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
     cache reuses its buffers.
@@ -232,7 +232,7 @@ class StepContext:
         sequence has one.
     tentative: whether tokens may be removed again, so that fixed-size states are not updated until
         `Decoder.settle` (static).
-    watch: what is captured and changed; None for nothing, and inside of layers.
+    watch: the step's captures and changes; None for none, and inside layers.
     """
 
     angles: dict[str, jax.Array]

@@ -1,6 +1,6 @@
-"""Looking inside of a decoder: what its layers compute is captured, or changed.
+"""Captures or steers the activations inside a decoder.
 
-A layer that is watched runs in parts; the others run as if nobody looked.
+A watched layer runs in parts; all other layers run as usual.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Captured = dict[str, dict[int, jax.Array]]
 
 
 class Steer(abc.ABC):
-    """Changes what some layers compute: a pytree, whose arrays are traced.
+    """A change of some layers' activations: a pytree, whose arrays are traced.
 
-    layers: numbers of layers (static). at: one of "residual", the stream that enters a layer;
-        "attention" and "mlp", the outputs that are added to it (static).
+    layers: indices of layers (static). at: "residual", the stream that enters a layer, or
+        "attention" or "mlp", the sublayer's output that is added to the stream (static).
     """
 
     layers: tuple[int, ...]
@@ -39,16 +39,16 @@ class Steer(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, value: jax.Array, layer: int, positions: jax.Array) -> jax.Array:
-        """The value to go on with, [..., hidden], in the place of one that a layer has computed.
+        """The activation [..., hidden] that replaces `value` of a layer.
 
-        value: [batch, tokens, hidden], or varlen [tokens, hidden]. positions: int32, without the
-        last axis: of each token in its sequence.
+        value: [batch, tokens, hidden], or varlen [tokens, hidden]. positions: int32, value's shape
+        without the last axis: each token's position in its sequence.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class _Vectors(Steer):
-    """Vectors [hidden], or [layers, hidden] with one for each layer, from a position on."""
+    """Vectors [hidden], or [layers, hidden], one for each layer, applied from a position on."""
 
     vectors: Any
     layers: tuple[int, ...]
@@ -56,7 +56,7 @@ class _Vectors(Steer):
     begin: Any = 0
 
     def __call__(self, value: jax.Array, layer: int, positions: jax.Array) -> jax.Array:
-        """The value with the layer's vector at all positions from `begin` on."""
+        """The value, changed by the layer's vector at all positions from `begin` on."""
         vectors = jnp.asarray(self.vectors)
         own = vectors[self.layers.index(layer)] if vectors.ndim == 2 else vectors
         own = jax.lax.broadcast_to_rank(own.astype(value.dtype), value.ndim)
@@ -64,7 +64,7 @@ class _Vectors(Steer):
 
     @abc.abstractmethod
     def _changed(self, value: jax.Array, own: jax.Array) -> jax.Array:
-        """The value with the vector at all positions."""
+        """The value, changed by the vector at all positions."""
 
 
 _register = functools.partial(
@@ -77,10 +77,10 @@ _register = functools.partial(
 @_register
 @dataclasses.dataclass(frozen=True)
 class Addition(_Vectors):
-    """Adds vectors to what layers compute.
+    """Adds vectors to activations of layers.
 
-    vectors: [hidden], or [layers, hidden] with one for each layer. layers, at: as in Steer. begin:
-    the first position that is changed, an integer or int32 scalar.
+    vectors: [hidden], or [layers, hidden], one for each layer. layers, at: as in Steer. begin: the
+    first position that is changed, an integer or int32 scalar.
     """
 
     def _changed(self, value: jax.Array, own: jax.Array) -> jax.Array:
@@ -90,16 +90,16 @@ class Addition(_Vectors):
 @_register
 @dataclasses.dataclass(frozen=True)
 class Replacement(_Vectors):
-    """Puts vectors in the place of what layers compute. The fields are those of Addition."""
+    """Replaces activations of layers by vectors. The fields are as in Addition."""
 
     def _changed(self, value: jax.Array, own: jax.Array) -> jax.Array:
         return jnp.broadcast_to(own, value.shape)
 
 
 class Watch:
-    """What is captured and changed in one step, and what has been captured so far.
+    """The captures and changes of one step, and the activations captured so far.
 
-    It is made where a step is traced, and lives as long. capture: layers by the points of POINTS.
+    It exists only while a step is traced. capture: layers by point, one of POINTS.
     """
 
     def __init__(self, capture: Capture, steer: Sequence[Steer], positions: jax.Array) -> None:
@@ -107,13 +107,13 @@ class Watch:
         self.found: Captured = {}
 
     def touches(self, layer: int, *points: str) -> bool:
-        """Whether anything of a layer is captured or changed, at any point or at some."""
+        """Whether a layer is captured or changed at any of these points; without points, at any."""
         captured = any(self.captures(point, layer) for point in points or POINTS)
         steered = (one for one in self._steer if one.at in (points or POINTS))
         return captured or any(layer in one.layers for one in steered)
 
     def see(self, point: str, layer: int, value: jax.Array) -> jax.Array:
-        """The value to go on with in the place of one that a layer has computed."""
+        """Captures a layer's activation at a point if wanted; returns it, changed by `steer`."""
         for one in self._steer:
             if one.at == point and layer in one.layers:
                 value = one(value, layer, self._positions).astype(value.dtype)
@@ -122,12 +122,12 @@ class Watch:
         return value
 
     def captures(self, point: str, layer: int) -> bool:
-        """Whether what a layer computes at a point is captured."""
+        """Whether a layer's activation at a point is captured."""
         return layer in self._capture.get(point, ())
 
 
 def watching(cache: DecoderCache, context: StepContext, tokens: jax.Array) -> StepContext:
-    """The context of a step whose cache says what is captured and changed."""
+    """The context of a step with the captures and changes that its cache requests."""
     if not cache.captured and not cache.steer:
         return context
     capture = {point: tuple(layers) for point, layers in (cache.captured or {}).items()}
@@ -136,7 +136,7 @@ def watching(cache: DecoderCache, context: StepContext, tokens: jax.Array) -> St
 
 
 def put_captured(captured: Captured | None, context: StepContext) -> Captured | None:
-    """What was captured, [batch, positions, ...], with a step's values at their positions."""
+    """The captures [batch, positions, ...], with the step's activations at their positions."""
     if not captured:
         return captured
     assert context.watch is not None
@@ -153,7 +153,7 @@ def put_captured(captured: Captured | None, context: StepContext) -> Captured | 
 
 
 def read_steer(model: Any, steer: Any) -> tuple[Steer, ...]:
-    """The argument `steer` for a decoder. Raises ValueError for what it can't do."""
+    """The argument `steer` as a tuple. Raises ValueError if the decoder doesn't support it."""
     found = (steer,) if isinstance(steer, Steer) else steer
     if not isinstance(found, Sequence) or not all(isinstance(one, Steer) for one in found):
         raise ValueError(f"steer is {shown(steer)}: expected a tuple of Steer, such as Addition")
@@ -165,7 +165,7 @@ def read_steer(model: Any, steer: Any) -> tuple[Steer, ...]:
 
 
 def read_capture(model: Any, capture: Any) -> dict[str, tuple[int, ...]]:
-    """The argument `capture` for a decoder, layers by point. Raises ValueError as read_steer."""
+    """The argument `capture`: layers by point. Raises ValueError as `read_steer`."""
     require_type("capture", capture, Mapping, hint=', such as {"residual": [3]}')
     for point, layers in capture.items():
         _require(model, "capture", point, layers)
@@ -173,7 +173,7 @@ def read_capture(model: Any, capture: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _require(model: Any, name: str, point: Any, layers: Any) -> None:
-    """Raises ValueError for a divided model, and for a point or layers that the model lacks."""
+    """Raises ValueError for a divided model, and for unknown points or layers."""
     config: DecoderConfig = model.config
     if model.mesh is not None:
         raise ValueError(
@@ -182,7 +182,7 @@ def _require(model: Any, name: str, point: Any, layers: Any) -> None:
         )
     if point not in POINTS:
         raise ValueError(f"{name} has {point!r}: expected one of {', '.join(POINTS)}")
-    # The stream behind the last layer is that which would enter one more.
+    # The stream after the last layer has the index that a further layer would have.
     specs: list[Any] = [*config.layers, *([None] if point == "residual" else [])]
 
     def has(spec: Any) -> bool:
@@ -201,7 +201,7 @@ def _require(model: Any, name: str, point: Any, layers: Any) -> None:
 def empty_captured(
     config: DecoderConfig, capture: Mapping[str, Sequence[int]], shape: tuple[int, ...]
 ) -> Captured:
-    """Zeros for what is captured of sequences; shape: (sequences, positions)."""
+    """Zeros for the captures of sequences. shape: (sequences, positions)."""
 
     def zeros(point: str, layer: int) -> jax.Array:
         mlp = config.layers[layer].mlp if point == "router" else None

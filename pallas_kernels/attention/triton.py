@@ -47,7 +47,8 @@ def paged_attention(
 ) -> jax.Array | QuantizedActivations:
     """Launches the kernel; arguments and result as for api.paged_attention.
 
-    queries: also those of attention over latents; the result is as for `latent_attention` then.
+    queries: also LatentQueries, for attention over latents; then the result is that of
+        `latent_attention`.
     span: the result of `Span.read`, so that its `longest` is known.
     blocks: the activation blocks of the result [..., heads · head dim]; see `rounding.can_round`.
         The kernel that joins programs rounds, or without it a program with heads of one block. For

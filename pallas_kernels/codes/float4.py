@@ -30,7 +30,7 @@ LARGEST_EXPONENT = 2  # of a code
 _EXPONENT_BITS = 0x7F800000  # of float32
 _MANTISSA_BITS = 7  # of bfloat16, whose exponent has the bias of e8m0
 _BIAS = 127  # of the exponents of e8m0 and of float32
-_NAN = 255  # the byte of e8m0 that is no power of two
+_NAN = 255  # the byte of e8m0 that means NaN
 # Bit patterns in bfloat16: of 2**−127, which is subnormal; of infinity, which has the exponent
 # field 255 (NaN in e8m0); and of NaN.
 _LEAST_SCALE, _INFINITY, _NOT_A_NUMBER = 0x0040, 0x7F80, 0x7FC0

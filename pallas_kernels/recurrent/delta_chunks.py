@@ -1,13 +1,13 @@
-"""The gated delta rule over prompts as Triton kernels, on tensor cores.
+"""The gated delta rule for prefill as Triton kernels, on tensor cores.
 
-Two kernels read chunks of tokens. The first solves the system of each chunk, all chunks at the same
-time: what the tokens of a chunk write depends on the state before it in one product alone. The
-second goes from chunk to chunk with the state in registers; its programs have some values of a head
-each.
+Two kernels process chunks of tokens. The first solves each chunk's triangular system, for all
+chunks at the same time: the rest of a chunk's update is one product with the state before it. The
+second goes from chunk to chunk with the state in registers; each of its programs has some values of
+a head.
 
-All products are as exact as those of float32. Queries and keys stay in bfloat16, as they come: the
-products of both are exact, and those with a state take three parts of it in bfloat16. Their norms
-are factors of the results. Products of two float32 tiles take three products of tf32. Source:
+All products are as exact as in float32. Queries and keys stay in bfloat16, as they are passed:
+products of the two are exact, and products with a state split it into three bfloat16 parts. Their
+norms are factors of the results. Products of two float32 tiles take three tf32 products. Source:
 Yang et al., Parallelizing Linear Transformers with the Delta Rule (arXiv 2406.06484).
 """
 
@@ -33,12 +33,13 @@ MOST_CHANNELS = 128  # of keys: more would not fit the registers and the shared 
 
 
 class Chunks(NamedTuple):
-    """The chunks of sequences whose tokens lie one after another in arrays.
+    """The chunks of sequences whose tokens are concatenated in arrays.
 
-    begins, counts: int32 [sequences], the first token of each sequence, and their number.
-    firsts: int32 [sequences], the first chunk of each.
-    chunk_begins, chunk_counts: int32 [chunks], the same of each chunk; 0 tokens for those that no
-        sequence has.
+    begins, counts: int32 [sequences], the first token of each sequence, and the number of its
+    tokens.
+    firsts: int32 [sequences], the first chunk of each sequence.
+    chunk_begins, chunk_counts: int32 [chunks], as begins and counts, for each chunk; unused chunks
+        have 0 tokens.
     """
 
     begins: Any
@@ -49,7 +50,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, begins: jax.Array, counts: jax.Array, size: int, most: int) -> Chunks:
-        """The chunks of `size` tokens of all sequences, `most` at most."""
+        """The chunks of `size` tokens of all sequences, at most `most` chunks."""
         needed = -(-counts // size)
         found = tokens_of(needed, most)
         passed = found.number * size
@@ -61,13 +62,13 @@ class Chunks(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """What a head's tokens of a chunk do to any state; inside the kernels, references.
+    """The parts of a chunk's update that don't depend on the state; inside kernels, references.
 
-    inverse: float32 [chunks, value heads, tokens, tokens], from the differences between values and
-        what the state has for keys to what is written. asked: of the same shape, from what is
-        written to outputs.
+    inverse: float32 [chunks, value heads, tokens, tokens], the map from the differences between
+        values and the state's values for keys to the written updates. asked: of the same shape, the
+        map from written updates to outputs.
     factors: float32 [chunks, value heads, 4, tokens], of the products of the state with keys and
-        with queries, and of keys with what is written; the last are all that of the state.
+        with queries, of keys with the written updates, and (all equal) of the state.
     """
 
     inverse: Any
@@ -76,7 +77,7 @@ class _Solved(NamedTuple):
 
 
 def why_not(inputs: DeltaInputs) -> str | None:
-    """The reason why the kernels can't read such inputs, or None if they can."""
+    """The reason why the kernels can't process these inputs, or None if they can."""
     sizes = inputs.key.shape[-1], inputs.value.shape[-1]
     if inputs.query.dtype != jnp.bfloat16 or inputs.key.dtype != jnp.bfloat16:
         return (
@@ -103,8 +104,8 @@ def read(
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs float32 [tokens, value heads, V], and the states [sequences, value heads, K, V].
 
-    inputs: of tokens [tokens]; those of a sequence follow one another. begins, counts: int32
-    [sequences]. longest: tokens of a sequence, at most. Outputs of other tokens are not written.
+    inputs: of tokens [tokens], a sequence's tokens one after another. begins, counts: int32
+    [sequences]. longest: the most tokens of a sequence. Outputs of other tokens are not written.
     """
     size = max(LEAST, min(MOST, pl.next_power_of_2(longest)))
     tokens, heads, width = inputs.value.shape
@@ -141,10 +142,10 @@ def read(
 
 
 def _solve(inputs: DeltaInputs, chunks: Chunks, *references: Any, size: int) -> None:
-    """What a head's tokens of a chunk write, from their differences; and what their queries read.
+    """Computes and stores `_Solved` of a chunk and a head.
 
-    The inverse of I + A, with the strictly lower part A of rate · (K Kᵀ) ⊙ Γ, is joined from the
-    inverses of blocks on its diagonal: the block A' below two of them gives −second · A' · first.
+    The inverse of I + A, with the strictly lower part A of rate · (K Kᵀ) ⊙ Γ, is built from the
+    inverses of diagonal blocks: the block A' below two of them becomes −second · A' · first.
     """
     head, chunk, solved = first_program_id(), pl.program_id(1), _Solved(*references)
     begin, count = load(chunks.chunk_begins.at[chunk]), load(chunks.chunk_counts.at[chunk])
@@ -153,7 +154,7 @@ def _solve(inputs: DeltaInputs, chunks: Chunks, *references: Any, size: int) -> 
     decay, rate = _gates(inputs, head, begin + own, own < count)
     rows, columns = own[:, None], own[None, :]
     after = jnp.where(rows > columns, decay[:, None], 0.0)
-    # Sums of decays between two tokens, not differences of sums: see `delta_reference`.
+    # Log-decays between two tokens are summed directly: see `delta_reference`.
     between = jnp.cumsum(after, axis=0)
     begun, left = jnp.exp(jnp.cumsum(decay)), jnp.exp(after.sum(0))
     total = jnp.broadcast_to(jnp.exp(decay.sum()), (size,))
@@ -186,7 +187,7 @@ def _advance(
     *,
     size: int,
 ) -> None:
-    """Reads the chunks of a sequence into some values of a head's state."""
+    """Advances some values of a head's state by the chunks of a sequence."""
     program, sequence = first_program_id(), pl.program_id(1)
     heads, channels, width = before.shape[1:]
     part = min(PART, width)
@@ -227,9 +228,9 @@ def _advance(
 def _keys(
     inputs: DeltaInputs, head: jax.Array, token: jax.Array, is_real: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Queries and keys of tokens, [tokens, K], and float32 [tokens] what to multiply them by.
+    """The queries and keys of tokens, [tokens, K], each with its factor, float32 [tokens].
 
-    So they are normalised, and queries scaled. Those of other tokens are zeros.
+    The factors normalise them and scale queries. Queries and keys of other tokens are zeros.
     """
     key_heads, channels = inputs.key.shape[1:]
     own = head // (inputs.value.shape[1] // key_heads)
@@ -246,7 +247,7 @@ def _keys(
 def _gates(
     inputs: DeltaInputs, head: jax.Array, token: jax.Array, is_real: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The decays and rates of tokens, float32 [tokens]; zeros of others."""
+    """The decays and rates of tokens, float32; zeros for other tokens."""
     decay, rate = (
         load(ref.at[token, head], mask=is_real, other=0).astype(jnp.float32)
         for ref in (inputs.decay, inputs.rate)

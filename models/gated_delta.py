@@ -57,7 +57,7 @@ class GatedDeltaSpec(MixerSpec):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The channels of queries, keys, values and gates of each key head."""
+        """The numbers of channels of queries, keys, values and gates of each key head."""
         values = self.group * self.value_dim
         return self.key_dim, self.key_dim, values, values
 

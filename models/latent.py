@@ -137,7 +137,7 @@ class LatentSpec(AttentionSpec):
 
     @property
     def padded_dim(self) -> int:
-        """The channels of a head to which keys and values are padded for the attention kernels."""
+        """The number of channels to which the kernels' keys and values are padded in each head."""
         most = max(self.head_dim, self.values)
         return next((dim for dim in HEAD_DIMS if dim >= most), most)
 

@@ -63,13 +63,13 @@ class Mamba2Spec(MixerSpec):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """The channels of z, x, B, C and time steps."""
+        """The numbers of channels of z, x, B, C and time steps."""
         inner, shared = self.heads * self.head_dim, self.groups * self.states
         return inner, inner, shared, shared, self.heads
 
     @property
     def channels(self) -> int:
-        """The channels of the convolution: of x, B and C."""
+        """The number of channels of the convolution: of x, B and C."""
         return sum(self.sizes[1:4])
 
     def why_unsound(self) -> str | None:

@@ -56,7 +56,7 @@ class Operands(NamedTuple):
     offsets: Any  # int32 [batch], each sequence's first token among varlen tokens; or None
     masks: Masks
     bits: Any = None  # widths of the blocks to which outputs are rounded
-    rotated: Any = None  # [tokens, query heads, channels], of queries beside latents alone
+    rotated: Any = None  # [tokens, query heads, channels], LatentQueries.rotated
 
 
 class Scores(NamedTuple):

@@ -27,10 +27,10 @@ MMA_SLOTS = 16  # the most slots of a tensor-core instruction, the fewest of a p
 
 
 class Queries(NamedTuple):
-    """The queries of a tile's rows in 16 bits: times 2**shift and divided by `unit`."""
+    """The queries of a tile's rows in 16 bits, times powers of two and divided by `unit`."""
 
     parts: list[jax.Array]  # [rows, channels] of each part of the head's channels
-    sum: jax.Array  # float32 [rows], of all channels, neither shifted nor divided
+    sum: jax.Array  # float32 [rows], the sum of the original queries' channels
     unit: jax.Array | None = None  # [rows], powers of two; None for 1
 
 

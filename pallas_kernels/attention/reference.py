@@ -1,4 +1,4 @@
-"""The reference of attention, in plain jnp: the oracle of the kernels, and the path on a CPU."""
+"""The reference of attention, in plain jnp: oracle of the kernels, and implementation on a CPU."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def paged_attention(
 def over_cache(
     queries: jax.Array, span: Span, masks: Masks, read: Callable[..., tuple[jax.Array, jax.Array]]
 ) -> jax.Array:
-    """Attention of new tokens, padded or varlen, over keys and values that `read` returns.
+    """Attention of new tokens, padded or varlen, over the keys and values from `read`.
 
-    read: called with the block tables, lengths and pages in the residual of sequences, as
-        `kv_cache.gather` is; returns keys and values [batch, capacity, KV heads, channels].
+    read: a function of the sequences' block tables, lengths and residual pages, such as
+        `kv_cache.gather`; returns keys and values [batch, capacity, KV heads, channels].
 
     Returns [..., query heads, channels of a value] in the dtype of the queries.
     """

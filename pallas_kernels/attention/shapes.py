@@ -14,7 +14,7 @@ class AttentionShape:
     queries: new tokens of each sequence, which are its last tokens.
     longest: keys of the first sequence if it is longer than the others (then `queries` is 1); None
         if all are equal.
-    rotary: of attention over latents, the channels beside those of a latent, which is head_dim.
+    rotary: channels of the rotary part, for attention over latents of head_dim channels; else None.
     """
 
     batch: int
@@ -32,7 +32,7 @@ class AttentionShape:
 
         The letters stand for the batch, query heads / KV heads, the head dimension, the context,
         the queries, if more than 1, and the longest context. `b8-h16/1-d512+64-c8192` is attention
-        over latents of 512 channels beside 64 that are rotated.
+        over latents of 512 channels with a rotary part of 64.
 
         Raises ValueError for a string of another form, and for impossible sizes.
         """

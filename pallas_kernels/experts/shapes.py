@@ -43,7 +43,7 @@ class ExpertMLPShape:
 
     @property
     def channels(self) -> int:
-        """The channels of x."""
+        """The number of channels of x."""
         return self.gate_up.channels
 
     @property

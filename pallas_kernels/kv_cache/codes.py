@@ -59,7 +59,7 @@ class KVCodes:
 
     @property
     def planes(self) -> int:
-        """The number of codes in a word; plane j holds the j-th slice of the head dimension."""
+        """The number of codes in a word; plane j is the j-th slice of the head dimension."""
         return bit_planes.planes_per_word(self.bits)
 
     def encode(

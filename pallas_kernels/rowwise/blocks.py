@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 def gated_silu(
     terms: jax.Array, blocks: ActivationBlocks, *, dtype: jnp.dtype, interpret: bool = False
 ) -> QuantizedActivations:
-    """SiLU(gate) · up, rounded to blocks; see the public function."""
+    """SiLU(gate) · up, quantised blockwise; see the public function."""
     splits, *shape, both = terms.shape
     operands = Operands(terms.reshape(splits, -1, both), blocks)
     result = _launch(_gated_kernel, operands, both // 2, dtype, "gated_silu", interpret)

@@ -137,7 +137,7 @@ class Decoder(Keeper):
         return parameters.linear_places(config, cls.names)
 
     def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
-        """Assigns an array to its place. rows: the window of a table that it has; None: all."""
+        """Assigns an array to its place. rows: the window that `array` is of a table; None: all."""
         place.assign(self, array)
 
     def put_linears(
@@ -145,7 +145,7 @@ class Decoder(Keeper):
     ) -> None:
         """Assigns linear maps to their place.
 
-        windows: the range of channels that they have of each map in the files; None for all.
+        windows: the channels of each map in the files that `parts` contain; None for all.
         """
         place.assign(self, parts)
 

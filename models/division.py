@@ -128,7 +128,7 @@ class Division:
         return take_runs(array, each[number], axis)
 
     def join_array(self, place: ArrayPlace, shares: Sequence[Any]) -> Any:
-        """The array of which `shares` are the results of `cut_array`."""
+        """Joins shares, the results of `cut_array`, to the whole array."""
         if place.path in TABLES:
             return put_runs(shares, self.runs_of_table(), 0)
         if (runs := self._runs_of_array(place)) is None:
@@ -234,7 +234,7 @@ class Division:
         shares: Sequence[Sequence[Part]],
         formats: Sequence[WeightFormat | None],
     ) -> list[Part]:
-        """The linear maps of which `shares` are the results of `cut_linears`.
+        """Joins shares, the results of `cut_linears`, to the whole linear maps.
 
         shares: the parts of each device. formats: of the whole kernels.
         """
@@ -267,7 +267,7 @@ class Division:
         return found  # padded heads have scale 1, since 0 / 0 is NaN
 
     def join_cache_scales(self, shares: Sequence[Any]) -> Any:
-        """The scales of which `shares` are the results of `cut_cache_scales`."""
+        """Joins shares, the results of `cut_cache_scales`, to the whole scales."""
         return put_runs(shares, self._runs_of_kv_heads(), 2)
 
     def _runs_of_kv_heads(self) -> list[list[Run]]:

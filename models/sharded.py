@@ -106,7 +106,7 @@ class ShardedDecoder(Decoder):
         return self.division.rows(place, self._own_numbers)
 
     def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
-        """Gives each device its share of an array. rows: the window of a table that it has."""
+        """Gives each device its share of an array. rows: the window that `array` is of a table."""
         array, begin = _on_host_of_cpu(array), rows.begin if rows else 0
         cut = functools.partial(self.division.cut_array, place, array, begin=begin)
         place.assign(self.share, self._distribute(cut))
@@ -114,7 +114,7 @@ class ShardedDecoder(Decoder):
     def put_linears(
         self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
     ) -> None:
-        """Gives each device its share of linear maps. windows: the channels that they have."""
+        """Gives each device its share of linear maps. windows: the channels of `parts`."""
         formats = [linear.format for linear in parts]
         if windows is not None:
             formats = formats_of_all(formats)

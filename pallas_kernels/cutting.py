@@ -61,7 +61,7 @@ def take_runs(array: Any, runs: Runs, axis: int) -> Any:
 
 
 def put_runs(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
-    """The array of which `parts` are the results of `take_runs`.
+    """Joins parts, the results of `take_runs`, to the whole array.
 
     runs: of each part. Several parts may have the same run; together they cover the axis.
     """
@@ -91,7 +91,7 @@ def cut_outputs(tensor: QuantizedTensor, runs: Runs) -> QuantizedTensor:
 
 
 def join_outputs(parts: Sequence[QuantizedTensor], runs: Sequence[Runs]) -> QuantizedTensor:
-    """The tensor of which `parts` are the results of `cut_outputs`. runs: of each part."""
+    """Joins parts, the results of `cut_outputs`, to the whole tensor. runs: of each part."""
     return _each_output_array(
         parts[0], lambda name, axis: put_runs([name(part) for part in parts], runs, axis)
     )
@@ -152,7 +152,7 @@ def cut_inputs(tensor: QuantizedTensor, runs: Runs, number: int, begin: int = 0)
 def join_inputs(
     parts: Sequence[QuantizedTensor], runs: Runs, format: WeightFormat
 ) -> QuantizedTensor:
-    """The tensor of which `parts` are the results of `cut_inputs`, in its own format."""
+    """Joins parts, the results of `cut_inputs`, to the whole tensor in its own format."""
     plain, each = [unpack(part) for part in parts], [[run] for run in runs]
     permutation = None
     if plain[0].permutation is not None:

@@ -1,11 +1,11 @@
 """The main loop of attention over latents: one load of a tile for both its keys and its values.
 
-The rows of a tile are the query heads of a token. They lie along the narrow side of the tensor
-cores' instruction, where eight of them are enough, and latents along the other one: a tile of
-latents [slots, channels] times queries gives scores, and the same tile transposed times weights
-gives sums. In 16 bits the tensor cores read both from one tile in shared memory. Codes are loaded
-once for each of the two, the second time from the L2 cache: a tile of codes that is transposed
-after its load would move through shared memory twice more.
+The rows of a tile are the query heads of a token. They are on the narrow side of the tensor-core
+instruction, where eight rows suffice, and latents on the other side: a tile of latents [slots,
+channels] times queries gives scores, and the same tile transposed times weights gives sums. In 16
+bits the tensor cores read both operands from one tile in shared memory. Codes are loaded once for
+each product, the second time from the L2 cache: transposing a tile of codes after its load would
+move it through shared memory twice more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mpjax.kernels.attention.plans import MOST_ROWS
 from mpjax.kernels.attention.tiles import Part, Place, Words
 from mpjax.kernels.kv_cache.cache import Side
 
-# Channels of a part in 16 bits. Products of parts are summed apart: each step of one sum waits for
-# the step before.
+# Channels of a part in 16 bits. Products of parts are summed separately, since each step of a sum
+# waits for the previous step.
 PART = 128
 
 
@@ -62,18 +62,18 @@ class LatentLoop(MainLoop):
         return latents, latents
 
     def _parts(self, side: Side, *, joined: bool) -> Sequence[Part]:
-        """The parts of latents: of PART channels in 16 bits."""
+        """The parts of latents, of PART channels each in 16 bits."""
         width = side.words.shape[3]
         if side.codes.is_quantized or width % PART:
             return super()._parts(side, joined=joined)
         return [Part(Words(first, PART, width), range(1)) for first in range(0, width, PART)]
 
     def _added(self, scores: jax.Array, product: jax.Array) -> jax.Array:
-        """Scores with the product of another part, which is a sum of its own."""
+        """Adds the product of another part to scores, after the product is complete."""
         return self.target.multiply_add(jnp.float32(1), product, scores)
 
     def _loader(self, place: Place) -> LoadOperands:
-        """The function that loads a tile in 16 bits once for both products."""
+        """A function that in 16 bits loads a tile only once for both products."""
         if self.keys.codes.is_quantized:
             return super()._loader(place)
         loaded: dict[Any, jax.Array] = {}

@@ -198,11 +198,11 @@ class MainLoop:
         return self.key_range.pages.sides
 
     def _parts(self, side: Side, *, joined: bool) -> Sequence[Part]:
-        """The parts of the channels of one side; see `tiles.parts`."""
+        """The parts of a head's channels for one side; see `tiles.parts`."""
         return tiles.parts(side, joined=joined)
 
     def _added(self, scores: jax.Array, product: jax.Array) -> jax.Array:
-        """Scores with the product of another part; the tensor cores add it."""
+        """Adds the product of another part to scores, in the tensor cores."""
         return scores + product
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
@@ -314,7 +314,7 @@ class MainLoop:
         return self._add_values(carry, scores, place, load_operands)
 
     def _loader(self, place: Place) -> LoadOperands:
-        """The function that loads and decodes tiles of keys and of values at a place."""
+        """A function that loads and decodes tiles of keys and of values at a place."""
         return functools.partial(tiles.operands, place=place)
 
     def _scores(self, place: Place, load_operands: LoadOperands) -> Scores:

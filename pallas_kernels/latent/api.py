@@ -137,7 +137,7 @@ def _config(queries: jax.Array, pages: KVPages, span: Span) -> AttentionConfig:
 
 
 def loaded_bytes(pages: KVPages) -> int:
-    """The bytes of a token that a program loads: codes of latents for each of the two products."""
+    """The bytes that a program loads for a token: a latent's codes count for both products."""
     arrays = [*jax.tree.leaves(pages), *[pages.keys] * pages.format.key_codes.is_quantized]
     tokens = pages.keys.shape[0] * pages.page_size
     return sum(array.size * array.dtype.itemsize for array in arrays) // max(1, tokens)

@@ -7,23 +7,23 @@ from typing import NamedTuple
 from mpjax.kernels.attention.plans import OTHER_BYTES, AttentionConfig
 from mpjax.kernels.device import Limits
 
-# Of a tile: more rows would leave no registers beside the sums. Tiles of other heads of a token
-# read the same latents at the same time, from the L2 cache.
+# Rows of a tile: more would leave no registers for the sums. Tiles of other heads of a token load
+# the same latents at the same time, from the L2 cache.
 LEAST_ROWS, MOST_ROWS = 8, 16
 KEYS = 32  # of a tile
 WARPS = 4
-MOST_AHEAD = 4  # tiles that a program reads ahead
-# Two programs are on a multiprocessor at once, or one that reads further ahead, where two would
-# have fewer tiles each: joining the partials of twice as many costs more than they gain.
+MOST_AHEAD = 4  # tiles that a program loads ahead
+# Programs per multiprocessor; only one, which loads further ahead, if two would have fewer than
+# FEW_TILES tiles each: joining twice as many partials costs more than it gains.
 RESIDENT, FEW_TILES = 2, 16
 
 
 class LatentProblem(NamedTuple):
     """Attention of new tokens over the latents of a batch.
 
-    batch: sequences. rows: pairs of a new token and a query head of a sequence; of varlen tokens,
-    of all sequences together. tokens: the capacity of each sequence. token_bytes: that a program
-    loads of a token.
+    batch: number of sequences. rows: pairs of a new token and a query head, of one sequence, or of
+    all sequences together if varlen. tokens: the capacity of each sequence. token_bytes: the bytes
+    that a program loads for a token.
     """
 
     batch: int

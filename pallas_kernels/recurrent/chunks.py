@@ -41,8 +41,8 @@ def read_in_chunks(
     return _padded(read, state, tokens, places, size)
 
 
-# From tokens [tokens], states and int32 [batch] begins and counts of sequences to the outputs and
-# states.
+# A function of tokens [tokens], states, and sequences' begins and counts, int32 [batch], that
+# returns outputs and states.
 ReadFlat = Callable[[Tokens, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -53,9 +53,9 @@ def read_flat(
     counts: jax.Array | None,
     places: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """As `read_in_chunks`, with a kernel that reads all sequences, which lie in one array.
+    """As `read_in_chunks`, by a kernel for all sequences, concatenated in one array.
 
-    It needs no zeros for padding, and doesn't write its outputs.
+    The kernel needs no zeros as padding, and doesn't write padding's outputs.
     """
     *batch, length = places
     if batch:

@@ -1,4 +1,4 @@
-"""Products as exact as those of float32 in kernels, of tiles of bfloat16 with tiles of float32."""
+"""Products of bfloat16 tiles and float32 tiles in kernels, as exact as in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpjax.kernels.target import current_target
 
 
 def in_parts(x: jax.Array) -> list[jax.Array]:
-    """Three tiles of bfloat16 whose sum is float32 x to its last bit."""
+    """Three bfloat16 tiles whose sum is exactly float32 x."""
     parts = []
     for _ in range(3):
         rounded = current_target().round_to(x, jnp.bfloat16)
@@ -19,11 +19,11 @@ def in_parts(x: jax.Array) -> list[jax.Array]:
 
 
 def dot_parts(a: jax.Array | list[jax.Array], b: jax.Array | list[jax.Array]) -> jax.Array:
-    """A · b, where one of both is a tile of bfloat16, and the other the parts of a float32 tile."""
+    """A · b, of which one is a bfloat16 tile and the other the parts of a float32 tile."""
     if isinstance(a, list):
         assert not isinstance(b, list)
         found = [current_target().dot(part, b) for part in reversed(a)]
     else:
         assert isinstance(b, list)
         found = [current_target().dot(a, part) for part in reversed(b)]
-    return found[0] + found[1] + found[2]  # the smallest first
+    return found[0] + found[1] + found[2]  # the smallest part first

@@ -1,7 +1,7 @@
-"""Mamba2's scan over prompts as a Triton kernel, on tensor cores.
+"""Mamba2's scan for prefill as a Triton kernel, on tensor cores.
 
 A program goes from chunk to chunk of a sequence, with the states of some channels of a head in
-registers. X, b and c stay in bfloat16, as they come, and all products are as exact as those of
+registers. x, b and c stay in bfloat16, as they are passed, and all products are as exact as in
 float32 (`products`).
 """
 
@@ -19,13 +19,13 @@ from mpjax.kernels.recurrent.products import dot_parts, in_parts
 from mpjax.kernels.target import current_target
 
 LEAST, MOST = 16, 64  # tokens of a chunk
-PART = 32  # channels of a head that a program has
+PART = 32  # channels of a head per program
 WARPS = 4
 MOST_STATES = 128  # of a channel: more would not fit the registers and the shared memory
 
 
 class ScanTokens(NamedTuple):
-    """What the scan reads of tokens [tokens]; inside the kernel, references.
+    """The scan's inputs of tokens [tokens]; inside the kernel, references.
 
     x: [tokens, heads, channels]. steps: float32 [tokens, heads]. rates: float32 [heads]. b, c:
     [tokens, groups, states].
@@ -39,7 +39,7 @@ class ScanTokens(NamedTuple):
 
 
 def why_not(x: jax.Array, b: jax.Array, c: jax.Array) -> str | None:
-    """The reason why the kernel can't read such tokens, or None if it can."""
+    """The reason why the kernel can't process these tokens, or None if it can."""
     if {x.dtype, b.dtype, c.dtype} != {jnp.dtype(jnp.bfloat16)}:
         return f"x, b and c are {x.dtype}, {b.dtype} and {c.dtype}, and the kernel needs bfloat16"
     sizes = x.shape[-1], b.shape[-1]
@@ -63,8 +63,9 @@ def read(
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs float32 [tokens, heads, channels], and the states [sequences, heads, ...].
 
-    begins, counts: int32 [sequences], the first token of each sequence, and their number. longest:
-    tokens of a sequence, at most. Outputs of other tokens are not written.
+    begins, counts: int32 [sequences], the first token of each sequence, and the number of its
+    tokens.
+    longest: the most tokens of a sequence. Outputs of other tokens are not written.
     """
     size = max(LEAST, min(MOST, pl.next_power_of_2(longest)))
     _, heads, width = tokens.x.shape
@@ -94,7 +95,7 @@ def _advance(
     *,
     size: int,
 ) -> None:
-    """Reads the chunks of a sequence into the states of some channels of a head."""
+    """Advances the states of some channels of a head by the chunks of a sequence."""
     program, sequence = first_program_id(), pl.program_id(1)
     heads, width, states = before.shape[1:]
     part = min(PART, width)
@@ -117,7 +118,7 @@ def _advance(
         x = load_masked(tokens.x.at[target], is_real)
         steps = load_masked(tokens.steps.at[token, head], is_real)
         logs = steps * rate
-        # Sums of logs between two tokens: a difference of two sums would lose small ones.
+        # Log-decays between two tokens are summed directly: a difference would lose small ones.
         later = jnp.where(rows > columns, logs[:, None], 0.0)
         decays = jnp.where(rows >= columns, jnp.exp(jnp.cumsum(later, axis=0)), 0.0)
         since, left = jnp.exp(jnp.cumsum(logs)), jnp.exp(later.sum(0))

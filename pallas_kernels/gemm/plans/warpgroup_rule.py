@@ -51,7 +51,7 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 
 def _row_step(rows: int, format: WeightFormat) -> int:
-    """The number of which a tile's rows are a multiple. rows: of the tile, or of the problem."""
+    """The number whose multiples a tile's rows must be. rows: of the tile, or of the problem."""
     if format.codes == "int4":
         return INT4_ROW_MULTIPLE
     is_int8 = format.operand == "int8"
@@ -59,7 +59,7 @@ def _row_step(rows: int, format: WeightFormat) -> int:
 
 
 def _row_limits(config: WarpgroupConfig, format: WeightFormat) -> tuple[int, int]:
-    """The number of which a tile's rows are a multiple, and the most rows."""
+    """The number whose multiples a tile's rows must be, and the most rows."""
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
     if format.codes == "int4":
         return step, MOST_ROWS_OF_INT4[config.warpgroups]

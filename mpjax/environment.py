@@ -144,7 +144,7 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 
 
 def _kernels() -> dict[str, str]:
-    """Whether each of Pallas's backends can run here, by its name in `implementation=`."""
+    """Whether each Pallas backend can run here, by its name in `implementation=`."""
     from mpjax.kernels import device
     from mpjax.kernels.gemm.plans import why_no_wgmma
 

@@ -55,7 +55,7 @@ class FloorFinder:
 
 
 class _SecondName:
-    """Loads a module under a second name. first: the spec of its first name."""
+    """Loads a module under an alias. first: the spec of the original name."""
 
     def __init__(self, first: importlib.machinery.ModuleSpec) -> None:
         self.first = first

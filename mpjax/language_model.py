@@ -214,7 +214,7 @@ class LanguageModel:
 
     @property
     def num_parameters(self) -> int:
-        """Number of the model's weights; a packed weight counts as one, whatever its bits."""
+        """Number of the model's weights; a packed weight counts as one, regardless of its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
         for place in self.model.linear_places(self.config):
             shapes = place.part_shapes(len(place.kernels(self.model)))

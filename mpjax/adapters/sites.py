@@ -24,7 +24,7 @@ JOINT = {
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The fused linear maps of one input, which share a LowRank.
+    """The linear maps that read one input and share a LowRank.
 
     path: in the Decoder. inputs: input channels. sizes: output channels of each map. experts:
     number of experts; None for maps without experts. alternates: whether files interleave the

@@ -167,7 +167,7 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether any module's tensors are quantised; config.json is not asked."""
+    """Whether any module is quantised, by its tensors alone, not config.json."""
     return any(registry.of_module(tensors) for tensors in modules_of(checkpoint).values())
 
 

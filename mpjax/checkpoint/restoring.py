@@ -183,7 +183,7 @@ def _require_agreement(
     if precision.agrees_with(found.formats):
         if not any(format.codes == "int4" for format in precision.formats):
             return
-        model = abstract(folder).model  # with the widths of blocks
+        model = abstract(folder).model  # including activation widths
         if has_share(model, precision.wide_blocks):
             return
         found = find_precision(model, precision.kv)

@@ -44,7 +44,7 @@ def settle(
 
 
 def _with_prefix(checkpoint: Checkpoint, embedding: str) -> tuple[Checkpoint, bool]:
-    """The checkpoint with prefixed names, and whether it lacked them."""
+    """The checkpoint with the prefix in all names, and whether it was missing."""
     prefix, _, bare = embedding.partition(".")
     if embedding in checkpoint.tensors or bare not in checkpoint.tensors:
         return checkpoint, False

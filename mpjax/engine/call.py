@@ -43,7 +43,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of decoding: of all rows together, without each row's first token."""
+        """Decoded tokens per second of all rows together, without each row's first token."""
         decoded = sum(len(row) - 1 for row in self.tokens)
         return decoded / self.decode_seconds if self.decode_seconds else 0.0
 

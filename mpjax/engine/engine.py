@@ -382,7 +382,7 @@ class Engine:
     def __iter__(self) -> Iterator[Event]:
         """Events of all requests, until all have ended.
 
-        Raises ValueError for an engine that is closed or that a thread runs.
+        Raises ValueError for an engine that is closed or run by a thread.
         """
         self._require_open()
         self._require_no_thread()
@@ -421,7 +421,7 @@ class Engine:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread of `start` after its step; requests stay as they are.
+        """Ends the thread of `start` after its current step; requests are kept.
 
         An `async for` over a handle waits for the next `start`.
         """
@@ -441,7 +441,7 @@ class Engine:
         self.stop()
 
     def __enter__(self) -> Engine:
-        """Itself. Raises ValueError for an engine that is closed."""
+        """Returns the engine. Raises ValueError if it is closed."""
         self._require_open()
         return self
 

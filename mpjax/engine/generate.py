@@ -27,7 +27,7 @@ from mpjax.text.prompts import EXPECTED, Prompt, Prompts, is_single
 class TextPiece:
     """A part of a row's text, as `stream_batch` yields it.
 
-    row: number of the prompt. text: the text after the row's earlier pieces.
+    row: index of the prompt. text: the text after the row's earlier pieces.
     finish_reason: `stop` or `length` in the last piece of a row, whose text may be empty; None in
         earlier pieces.
     """
@@ -200,7 +200,7 @@ class _Job:
         return cls(lm, encoded, options.read(lm, len(encoded)), speculate)
 
     def engine(self) -> Engine:
-        """An engine for these prompts."""
+        """A temporary engine for these prompts."""
         most = self.options.most
         positions = self.lm.config.max_position_embeddings
         for index, ids in enumerate(self.encoded):

@@ -1,4 +1,4 @@
-"""The tokens of each slot's row on the device, which proposers read."""
+"""Histories: the tokens of each slot's row on the device, for proposers."""
 
 from __future__ import annotations
 

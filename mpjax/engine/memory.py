@@ -23,8 +23,8 @@ from mpjax.memory import free_bytes_on, require_free_on
 # Shares of the free memory. A CPU shares its memory with other processes.
 USUAL_SHARE, USUAL_SHARE_ON_CPU = 0.9, 0.1
 PROGRAMS = 2  # prefill programs that hold pages at once: one runs while the next is planned
-SNAPSHOTS = 4  # for each slot, at most
-SNAPSHOT_SHARE = 0.25  # of the memory for pages and snapshots, at most
+SNAPSHOTS = 4  # the most snapshots per slot
+SNAPSHOT_SHARE = 0.25  # the most for snapshots, of the memory for pages and snapshots
 # Bytes per slot and token id: whether it is allowed, how often it was drawn, and its class.
 CONTROL = 7
 

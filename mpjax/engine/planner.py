@@ -90,7 +90,7 @@ class Planner:
         self.groups = PageGroups(sizes.pages, sizes.windows, sizes.page_size, sizes.unit, snapshots)
         self.pace = Pace()
         self.waiting: list[Row] = []
-        self.running: list[Row] = []  # by order
+        self.running: list[Row] = []  # sorted by `Row.order`
         self._slots = list(range(sizes.slots - 1, -1, -1))
         self._has_left = False  # whether the last program was a prefill
         self._waited = 0.0  # predicted seconds of prefill since the last decoding program

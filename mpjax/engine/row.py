@@ -103,7 +103,7 @@ class Row:
 
     @property
     def can_draw(self) -> bool:
-        """Whether a token can be drawn next."""
+        """Whether the row can decode next."""
         return not self.is_reading and self.left > 0 and self.space > 0
 
     @property

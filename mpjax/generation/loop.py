@@ -18,7 +18,7 @@ from mpjax.models import Decoder
 from mpjax.models.rereading import read_again
 from mpjax.sampling.draw import no_top_logprobs
 
-STRIDE = 8  # decoding steps between two checks whether all rows have ended, on a GPU
+STRIDE = 8  # decoding steps on a GPU between two checks whether all rows have ended
 
 
 @functools.partial(

@@ -36,7 +36,7 @@ from mpjax.text.tokenizer import Tokenizer
 
 
 class Running(TypedDict, total=False):
-    """Arguments of `quantize` that don't affect the result."""
+    """Further keyword arguments of `quantize`, about how it runs."""
 
     work: str | os.PathLike[str] | None
     overwrite: bool

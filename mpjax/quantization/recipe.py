@@ -1,4 +1,4 @@
-"""Recipes: which weight format and method each linear map of a model gets."""
+"""Recipe and Rule: the weight format and the method of each linear map of a model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Processor:
                 ids = jnp.arange(len(logits))
                 return logits - self.strength * ((ids + number) % 2)
 
-    Array fields are arguments of the compiled program; a new value of a static field compiles anew.
+    Array fields are arguments of the compiled program; a new value of a static field recompiles it.
 
     draws: whether `draw` replaces the final sampling of a token (static).
     """

@@ -352,7 +352,7 @@ class RowSettings:
         return jax.tree.map(lambda each: jnp.repeat(each, positions, axis=0), self)
 
     def stops(self, tokens: jax.Array) -> jax.Array:
-        """Whether tokens end their row, bool [rows, any number], of int32 [rows or 1, number]."""
+        """Whether tokens, int32 [rows or 1, number], are their rows' stop ids: bool [rows, …]."""
         number = self.stop_ids.shape[1]
         found = jnp.zeros(jnp.broadcast_shapes(tokens.shape, (len(self.stop_ids), 1)), bool)
         if number > 2 * STOP_IDS_MULTIPLE:

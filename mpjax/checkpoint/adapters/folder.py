@@ -138,7 +138,7 @@ class _Reader:
         return whole(self.model)
 
     def read(self) -> Adapter:
-        """The adapter."""
+        """Reads all tensors of the adapter."""
         by_group: dict[str, dict[tuple[Site, str], Module]] = collections.defaultdict(dict)
         arrays = {}
         for name, kinds in self._modules().items():

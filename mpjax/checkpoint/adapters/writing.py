@@ -98,7 +98,7 @@ def _modules(model: Decoder, adapter: Adapter) -> Iterator[tuple[str, Site, LowR
 
 
 def _outer(path: str) -> str:
-    """The path of the experts' second map."""
+    """The path of the experts' down projection, given that of gate and up."""
     return path.removesuffix(INNER) + "down"
 
 
@@ -109,7 +109,7 @@ def _whole(model: Decoder, site: Site, change: LowRank) -> np.ndarray:
 
 
 def _factors(site: Site, change: LowRank) -> tuple[np.ndarray, np.ndarray]:
-    """The factors [*experts, in, rank] and [*experts, rank, out] of all maps of a module."""
+    """The joint low-rank factors of a module: [*experts, in, rank] and [*experts, rank, out]."""
     down, ups, _ = change.arrays
     apart = np.asarray(down, np.float32).reshape(*down.shape[:-1], len(ups), -1)
     numbers = range(site.first, site.first + site.count)

@@ -181,7 +181,7 @@ def _q5_k(blocks: jax.Array) -> Codes:
 
 def _q6_k(blocks: jax.Array) -> jax.Array:
     leading = blocks.shape[:-1]
-    low = blocks[..., :128].reshape(*leading, 2, 2, 32)  # of each half: 64 bytes of low nibbles
+    low = blocks[..., :128].reshape(*leading, 2, 2, 32)  # each half: 64 bytes of low nibbles
     high = blocks[..., 128:192].reshape(*leading, 2, 1, 32)  # and 32 bytes of high bit pairs
     nibbles = jnp.concatenate([low & jnp.uint8(15), low >> jnp.uint8(4)], axis=-2)
     shifts = jax.lax.broadcast_to_rank(jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None], high.ndim)

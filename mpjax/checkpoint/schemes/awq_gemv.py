@@ -125,7 +125,7 @@ class AWQGemvReader(Reader):
 
 
 def read(config: Mapping[str, Any]) -> AWQGemvReader:
-    """Reads a `quantization_config`. Raises CheckpointError for settings that can't be read."""
+    """Reads a `quantization_config`. Raises CheckpointError for unsupported settings."""
     group_size, zero_point = awq.read_settings(config)
     layouts = set(awq.layouts_of(config))
     if len(layouts) != 1 or not layouts <= set(LAYOUTS):

@@ -126,7 +126,7 @@ class FP8Reader(Reader):
         return channels, outputs
 
     def _grid_of_modelopt(self, grid: tuple[int, ...], specs: Specs) -> tuple[int, ...]:
-        """The shape of ModelOpt's scales: [], [N], or [N blocks, 1, K blocks, 1]."""
+        """The shape of ModelOpt's scales: [], [N], or that of blocks with or without axes of 1."""
         if self.block[1] is None:
             return grid[:-1]
         found = specs[self.scale_name].shape if self.scale_name in specs else ()

@@ -53,7 +53,7 @@ class GGUFReader(RoundedReader):
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of most modules."""
+        """The most common weight format of the modules."""
         counts = collections.Counter(self._format(kind) for kind in self.types.values())
         [(format, _)] = counts.most_common(1)
         return format

@@ -57,7 +57,7 @@ class HQQReader(Reader):
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of modules whose channels are not known."""
+        """The format of modules before their channels are known."""
         return self._of_groups(self.size or GROUP_SIZES[-1])
 
     @property
@@ -179,7 +179,7 @@ def _unpack(packed: jax.Array, *, bits: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="groups")
 def _parameters(scale: jax.Array, zero: jax.Array, *, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Scales and minima float16 [groups, N] of scales and zero points [N, the file's groups]."""
+    """Converts scales and zero points [N, the file's groups] to scales and minima [groups, N]."""
     wide = scale.astype(jnp.float32)
     minima = -zero.astype(jnp.float32) * wide
     repeats = groups // scale.shape[1]

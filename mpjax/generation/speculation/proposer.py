@@ -124,7 +124,7 @@ class Proposer:
         return None
 
     def read(self, own: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
-        """The state after the prompts, int32 [batch, tokens], padded, of int32 [batch] lengths."""
+        """The state after the prompts, int32 [batch, tokens], padded. lengths: int32 [batch]."""
         return own
 
     def begin(self, own: Any, slot: jax.Array, tokens: jax.Array, count: jax.Array) -> Any:

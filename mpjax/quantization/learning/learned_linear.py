@@ -52,7 +52,7 @@ class LearnedLinear(Linear):
         return matmul(x, kernel, scales=scales)
 
     def terms(self, x: Any, context: StepContext = WHOLE) -> jax.Array:
-        """The map as a single term [1, ..., out]; see Linear.terms."""
+        """The output as a single term [1, ..., out]; see Linear.terms."""
         return self(x, context)[None]
 
     def packed(self) -> Linear:

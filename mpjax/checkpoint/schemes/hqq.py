@@ -179,7 +179,7 @@ def _unpack(packed: jax.Array, *, bits: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="groups")
 def _parameters(scale: jax.Array, zero: jax.Array, *, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Converts scales and zero points [N, the file's groups] to scales and minima [groups, N]."""
+    """Scales and zero points [N, file's groups] as float16 scales and minima [groups, N]."""
     wide = scale.astype(jnp.float32)
     minima = -zero.astype(jnp.float32) * wide
     repeats = groups // scale.shape[1]

@@ -39,6 +39,7 @@ TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": (
         TextModel("MistralForCausalLM", "mistral", {}),
         TextModel("Ministral3ForCausalLM", "ministral3", {}),
+        TextModel("Mistral4ForCausalLM", "mistral4", {}),
     ),
     "Qwen2VLForConditionalGeneration": (
         TextModel("Qwen2ForCausalLM", "qwen2_vl_text", _QWEN_VL | {"num_key_value_heads": 8}),

@@ -13,7 +13,12 @@ from mpjax.generation.decoding import generate_tokens
 from mpjax.kernels import QuantizedTensor
 from mpjax.models import latent
 from tests.mpjax.checkpoint.test_expert_parity import maps_of
-from tests.mpjax.checkpoint.test_huggingface_parity import VOCABULARY, edit_config
+from tests.mpjax.checkpoint.test_huggingface_parity import (
+    SIZES,
+    VOCABULARY,
+    edit_config,
+    transformers,
+)
 from tests.mpjax.checkpoint.test_hybrid_families import (
     LENGTHS,
     OPTIONS,
@@ -153,6 +158,28 @@ def test_latents_in_few_bits_say_nearly_the_same(family):
     assert 0 < errors[1] < 0.02 < errors[2] < 0.3
     with pytest.raises(ValueError, match="KVfp8: a latent is kept in 16, 8 or 4 bits"):
         lm.model.create_cache(2, 64, "KVfp8", 16)
+
+
+@pytest.mark.sweep
+def test_a_text_model_of_one_that_reads_images(tmp_path):
+    """Mistral Small 4, as it is published."""
+    sizes = {key: value for key, value in SIZES.items() if key != "attn_implementation"}
+    sizes |= FAMILIES["mistral4"][1] | {"model_type": "mistral4", "tie_word_embeddings": False}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "patch_size": 14, "image_size": 28}
+    whole = transformers.Mistral3Config(
+        **{"text_config": sizes, "vision_config": vision | {"model_type": "pixtral"}},
+        **{"eos_token_id": None, "tie_word_embeddings": False, "image_token_index": 95},
+    )
+    torch.manual_seed(0)
+    model = transformers.Mistral3ForConditionalGeneration(whole).to(torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 90, (2, 40))
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    lm = mpjax.load(tmp_path, dtype="float32", precision="W32A32KV16")
+    found = np.asarray(lm.model(tokens.astype(np.int32)))
+    assert abs(found - expected).max() < 1e-5 * abs(expected).max()
 
 
 def test_blocks_in_fp8(tmp_path):

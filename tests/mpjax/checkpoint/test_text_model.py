@@ -109,7 +109,7 @@ def test_keys_that_gemma_3_leaves_out():
     ("text", "message"),
     [
         (None, "config.json: text_config is None: expected an object"),
-        ({"model_type": "mistral4"}, "text_config has the model_type 'mistral4': expected 'mi"),
+        ({"model_type": "mistral9"}, "text_config has the model_type 'mistral9': expected 'mi"),
     ],
 )
 def test_other_text_models_are_refused(text, message, tmp_path, rng):

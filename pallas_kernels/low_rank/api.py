@@ -36,9 +36,9 @@ def add_low_rank(
         [places, rank, outputs], with the maps' outputs concatenated in N.
     adapters: int32 [...], the adapter of each row, from 1; 0 for rows without a change.
     axis: the mesh axis over which the products with `down` are summed, if K is divided; else None.
-    implementation: `triton`, two kernels on a CUDA GPU of compute capability 8.0 or more, for x and
-        factors in bfloat16 or float16 of one dtype; or `reference`, the grouped product. By default
-        the kernels if they can run.
+    implementation: `triton`, one or two kernels on a CUDA GPU of compute capability 8.0 or more,
+        for x and factors in bfloat16 or float16 of one dtype; or `reference`, the grouped product.
+        By default the kernels if they can run.
 
     Returns terms of the same shape and dtype. Differentiable in reverse. Raises ValueError for
     shapes and dtypes that don't fit, and UnsupportedError, with the reason, if a forced
@@ -65,6 +65,9 @@ def add_low_rank(
     )
     rows, own = x.reshape(-1, x.shape[-1]), adapters.reshape(-1).astype(jnp.int32)
     flat = terms.reshape(len(terms), -1, terms.shape[-1])
+    if name == "triton" and axis is None and triton.repeats(rows, down, ups):
+        whole = with_gradients_of(reference.add, triton.add, flat, rows, down, ups, own)
+        return whole.reshape(terms.shape)  # type: ignore[no-any-return]
     if name == "reference":
         inner = reference.shrink(rows, down, own)[None]
     else:

@@ -90,6 +90,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.experts.triton, "routed_products"),
         (mpjax.kernels.experts.counting, "counted"),
         (mpjax.kernels.experts.routing_triton, "route"),
+        (mpjax.kernels.low_rank.triton, "add"),
         (mpjax.kernels.low_rank.triton, "shrink"),
         (mpjax.kernels.low_rank.triton, "expand"),
         (mpjax.kernels.kv_cache.triton, "append"),

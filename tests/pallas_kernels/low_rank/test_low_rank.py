@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.kernels import UnsupportedError, add_low_rank
 from mpjax.kernels.low_rank import triton
-from mpjax.kernels.low_rank.triton import FEW_ROWS, STEP_ROWS, Blocks
+from mpjax.kernels.low_rank.triton import FEW_ROWS, STEP_ROWS, Segments
 from tests.sweeps import in_sweep
 
 on_gpu = pytest.param(False, marks=pytest.mark.gpu)
@@ -49,8 +49,10 @@ def error(found, expected):
     return np.abs(found - expected).mean() / np.abs(expected).mean()
 
 
-def run(terms, x, down, ups, adapters, *, interpret):
+def run(terms, x, down, ups, adapters, *, interpret, one=False):
     adapters = adapters.astype(jnp.int32)
+    if one:
+        return triton.add(jnp.array(terms), x, down, ups, adapters, interpret=interpret)
     inner = triton.shrink(x, down, adapters, interpret=interpret)
     return triton.expand(jnp.array(terms), inner, ups, adapters, interpret=interpret)
 
@@ -65,21 +67,24 @@ def run(terms, x, down, ups, adapters, *, interpret):
         (70, 5, (64, 64), 8, jnp.bfloat16),  # two blocks, the second of which is not full
         in_sweep(64, 64, (256, 64), 16, jnp.bfloat16),
         (STEP_ROWS + 3, 3, (64,), 8, jnp.bfloat16),  # a prompt
+        in_sweep(32, 32, (33000, 500), 8, jnp.bfloat16),  # programs of several tiles of outputs
     ],
 )
 def test_kernels_are_the_formula(rng, rows, places, sizes, rank, dtype, interpret):
     splits = 1 + rows % 2
     arguments = problem(rng, rows, places, sizes, rank, splits=splits, dtype=dtype)
-    found = run(*arguments, interpret=interpret)
-    assert (found.shape, found.dtype) == (arguments[0].shape, arguments[0].dtype)
-    assert error(found, formula(*arguments)) < (8e-3 if dtype == jnp.bfloat16 else 1e-3)
-    without = np.asarray(arguments[-1]) == 0
-    np.testing.assert_array_equal(found[:, without], arguments[0][:, without])
+    expected, without = formula(*arguments), np.asarray(arguments[-1]) == 0
+    for one in (False, True) if rows <= FEW_ROWS else (False,):
+        found = run(*arguments, interpret=interpret, one=one)
+        assert (found.shape, found.dtype) == (arguments[0].shape, arguments[0].dtype)
+        assert error(found, expected) < (8e-3 if dtype == jnp.bfloat16 else 1e-3)
+        np.testing.assert_array_equal(found[:, without], arguments[0][:, without])
 
 
-def test_more_rows_than_a_tile_share_an_adapter(rng):
-    """Rows of one adapter among others are gathered, a tile at a time."""
-    terms, x, down, ups, _ = problem(rng, 64, 2, (32,))
+@pytest.mark.parametrize("places", [2, 33])
+def test_more_rows_than_a_tile_share_an_adapter(places, rng):
+    """Rows of one adapter among others are gathered, a segment at a time."""
+    terms, x, down, ups, _ = problem(rng, 64, places, (32,))
     adapters = jnp.asarray([1, 0, 1, 1] * 16)  # three tiles of 16
     found = run(terms, x, down, ups, adapters, interpret=True)
     assert error(found, formula(terms, x, down, ups, adapters)) < 8e-3
@@ -115,16 +120,19 @@ def test_gradients_of_the_kernels_are_those_of_the_reference(rng, interpreted_tr
         assert np.abs(one - other).mean() < 2e-2 * np.abs(other).mean()
 
 
-def test_programs_share_the_adapters_of_a_block():
-    assert Blocks.of(1, 64).programs(1) == 1
-    assert Blocks.of(64, 16).programs(64) == 16
-    assert Blocks.of(64, 512).programs(64) == 64
-    assert Blocks.of(2048, 64).programs(2048) == 32
+def test_segments_are_rows_of_one_adapter():
+    adapters = jnp.asarray([3, 0, 1] + [3] * 17)
+    found = Segments.of(adapters, 4)
+    assert found.count.tolist() == [3]
+    assert found.adapters[:3].tolist() == [3, 1, 3]
+    rows = [[row for row in segment if row < 20] for segment in found.rows.tolist()]
+    assert rows[:3] == [[0, *range(3, 18)], [2], [18, 19]]
+    assert not any(rows[3:])
 
 
 @pytest.mark.usefixtures("pretend_gpu")
-@pytest.mark.parametrize("rows", [1, 64, 2048])
-def test_a_gpu_runs_two_kernels(rng, lower_for_cuda, rows):
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 1), (64, 2), (2048, 2)])
+def test_a_gpu_runs_kernels_in_place(rng, lower_for_cuda, rows, kernels):
     shape = jax.ShapeDtypeStruct
     sizes = 4096, 1024, 1024
     arguments = (
@@ -134,7 +142,7 @@ def test_a_gpu_runs_two_kernels(rng, lower_for_cuda, rows):
         shape((rows,), jnp.int32),
     )
     text = lower_for_cuda(add_low_rank, *arguments)
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == kernels
     assert "output_operand_alias" in text  # in place
 
 

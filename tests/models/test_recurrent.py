@@ -38,13 +38,13 @@ def test_states_hold_the_tokens_that_are_kept(model):
 
     read, logits, settled, expected, forgotten, begun = run(model, cache, counts, kept)
     for row, count in enumerate(counts):
-        np.testing.assert_array_equal(logits[row, :count], read[row, :count])
+        np.testing.assert_allclose(logits[row, :count], read[row, :count], rtol=1e-4, atol=1e-5)
     assert settled.lengths.tolist() == expected.lengths.tolist() == [10, 3, 5, 0]
     assert forgotten.lengths.tolist() == begun.lengths.tolist()
     for number, state in enumerate(settled.layers):
         pick = (lambda layer: layer[1]) if number == 1 else (lambda layer: layer)
         for own, other in zip(pick(state), pick(expected.layers[number]), strict=True):
-            np.testing.assert_allclose(own, other, atol=1e-6)
+            np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
         jax.tree.map(
             np.testing.assert_array_equal,
             pick(forgotten.layers[number]),

@@ -88,9 +88,10 @@ def draw_attention(rows: Rows, path: Path) -> None:
     """Draws the speed-up of decoding over cuDNN, with a column for each shape, smallest first.
 
     Each format has a mark, and a dash at its memory roof. Prompts are left out, because memory does
-    not limit them.
+    not limit them, and so are latents, which cuDNN doesn't have.
     """
-    rows = [attention.figures(row) for row in rows if row["queries"] == 1]
+    rows = [row for row in rows if row["queries"] == 1 and row["cudnn_microseconds"] is not None]
+    rows = [attention.figures(row) for row in rows]
     rows.sort(
         key=lambda row: (
             sum(AttentionShape.parse(row["shape"]).lengths) * row["kv_heads"] * row["head_dim"]

@@ -321,9 +321,9 @@ class Decoder(Keeper):
             return self._logits(hidden, context), states
         return self._logits(context.last(hidden), context.of_last), states
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits float32 [..., vocabulary] of hidden states [..., hidden] after the last layer."""
-        return self._logits(self.norm(as_array("hidden", hidden)), WHOLE)
+    def logits(self, hidden: jax.Array, *, normed: bool = False) -> jax.Array:
+        """Logits float32 [..., vocabulary] of hidden states; normed: as `hidden` returns them."""
+        return self._logits(hidden if normed else self.norm(as_array("hidden", hidden)), WHOLE)
 
     def _read_step(
         self, tokens: Any, counts: Any, cache: DecoderCache, fresh: bool

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
     from mpjax.quantization.text import Calibration
+    from mpjax.rollouts.logprobs import Mismatch, importance_weights, mismatch, token_logprobs
+    from mpjax.rollouts.update import update
     from mpjax.sampling.processors import Processor
     from mpjax.sampling.settings import Sampling
 
@@ -77,6 +79,7 @@ __all__ = [
     "JsonSchema",
     "LanguageModel",
     "Learning",
+    "Mismatch",
     "Ngram",
     "Precision",
     "Processor",
@@ -95,11 +98,13 @@ __all__ = [
     "export",
     "generate",
     "generate_tokens",
+    "importance_weights",
     "kernels",
     "learn_scales",
     "load",
     "lora",
     "merge",
+    "mismatch",
     "models",
     "quantize",
     "read_adapter",
@@ -109,7 +114,9 @@ __all__ = [
     "score",
     "stream",
     "stream_batch",
+    "token_logprobs",
     "trainable",
+    "update",
 ]
 
 _MODULES = {
@@ -132,6 +139,7 @@ _MODULES = {
     "JsonSchema": "constraints.kinds",
     "LanguageModel": "language_model",
     "Learning": "quantization.learning.descent",
+    "Mismatch": "rollouts.logprobs",
     "Ngram": "generation.speculation.ngram",
     "Precision": "precision",
     "Processor": "sampling.processors",
@@ -150,11 +158,13 @@ _MODULES = {
     "export": "checkpoint.exporting",
     "generate": "engine.generate",
     "generate_tokens": "generation.decoding",
+    "importance_weights": "rollouts.logprobs",
     "kernels": "kernels",
     "learn_scales": "quantization.learning.model",
     "load": "loading",
     "lora": "adapters.training",
     "merge": "checkpoint.adapters.merging",
+    "mismatch": "rollouts.logprobs",
     "models": "models",
     "quantize": "quantization.api",
     "read_adapter": "checkpoint.adapters.folder",
@@ -164,7 +174,9 @@ _MODULES = {
     "score": "embedding.api",
     "stream": "engine.generate",
     "stream_batch": "engine.generate",
+    "token_logprobs": "rollouts.logprobs",
     "trainable": "models",
+    "update": "rollouts.update",
 }
 
 

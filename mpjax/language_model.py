@@ -18,6 +18,7 @@ import mpjax
 from mpjax.activation_widths import count_blocks, find_share
 from mpjax.adapters.collection import Adapter, Adapters
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat, device
+from mpjax.kernels.checks import shown
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.memory import GIGABYTE, free_bytes
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
@@ -36,6 +37,34 @@ ON_ONE_DEVICE = "load it on one device; a model that mpjax.save wrote then loads
 PARAMETER_BITS = 32  # of a parameter word, for one or several groups
 
 
+@dataclasses.dataclass(eq=False)
+class Updates:
+    """How often a model's weights were written over (`mpjax.update`).
+
+    version: of its weights: 0 as they were loaded. asleep: the shardings that the arrays had before
+    they went to the host; None for weights on the device.
+    """
+
+    version: int = 0
+    asleep: list[Any] | None = None
+
+    def next(self, version: int | None = None) -> int:
+        """The version of the next weights.
+
+        Raises ValueError for one that is not above this, and for weights on the host.
+        """
+        if self.asleep is not None:
+            raise ValueError("the model's weights are on the host: call the engine's wake first")
+        if version is None:
+            return self.version + 1
+        if type(version) is not int or not self.version < version < 1 << 63:
+            raise ValueError(
+                f"version is {shown(version)}: expected an integer above {self.version}, the "
+                "version of the model's weights"
+            )
+        return version
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel:
     """A decoder with its tokenizer, and the format and page size of its KV cache.
@@ -46,6 +75,7 @@ class LanguageModel:
         greedy. A mapping as the argument `sampling` overrides some fields, and a Sampling replaces
         it.
     adapters: the loaded adapters, which requests choose by name; see `add_adapter`.
+    updates: of the weights; `version` is the number that each new token of an engine carries.
 
     Raises ValueError for other page sizes, and for one that the KV format doesn't support.
     """
@@ -57,6 +87,7 @@ class LanguageModel:
     page_size: int = 128
     sampling: Sampling | None = None
     adapters: Adapters = dataclasses.field(default_factory=Adapters, compare=False)
+    updates: Updates = dataclasses.field(default_factory=Updates, compare=False)
     _decoded: dict[str, Any] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -75,6 +106,11 @@ class LanguageModel:
     def config(self) -> DecoderConfig:
         """The decoder's configuration."""
         return self.model.config
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: 0 as they were loaded; see `mpjax.update`."""
+        return self.updates.version
 
     @property
     def for_device(self) -> Decoder:
@@ -140,7 +176,34 @@ class LanguageModel:
         """
         changes = self.adapters[name].adapter.changes
         own = {path: self.model.place_change(path, change) for path, change in changes.items()}
-        return dataclasses.replace(self, model=attach(self.model, own), adapters=Adapters())
+        return dataclasses.replace(
+            self, model=attach(self.model, own), adapters=Adapters(), updates=Updates()
+        )
+
+    def sleep(self) -> None:
+        """Moves the weights to the memory of the host; nothing but `wake` may follow."""
+        state = nnx.state(self.model)
+        self.updates.asleep = [array.sharding for array in jax.tree.leaves(state)]
+        self._decoded.clear()
+
+        def moved(array: jax.Array) -> jax.Array:
+            return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+        found = jax.block_until_ready(jax.tree.map(moved, state))
+        # The copies back are programs, too: one of each shape is compiled and run now.
+        shapes = zip(jax.tree.leaves(found), self.updates.asleep, strict=True)
+        for one, sharding in {(x.shape, x.dtype): (x, its) for x, its in shapes}.values():
+            jax.device_put(one, sharding)
+        nnx.update(self.model, found)
+
+    def wake(self) -> None:
+        """Moves the weights back to the device, where `sleep` has moved them away."""
+        if self.updates.asleep is not None:
+            state = nnx.state(self.model)
+            leaves, structure = jax.tree.flatten(state)
+            moved = [*map(jax.device_put, leaves, self.updates.asleep)]  # one program each
+            nnx.update(self.model, jax.tree.unflatten(structure, moved))
+            self.updates.asleep = None
 
     def _decode(self) -> Decoder:
         needed, free = decoded_bytes(self.model), free_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.checks import are_finite, as_array, is_known
+from mpjax.kernels.checks import are_finite, as_array, is_known, require_type
+from mpjax.kernels.codes.base import Parameters
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.grid import fit
+from mpjax.kernels.grid import Grid, fit
 from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_codes import PlainCodes
-from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
+from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, unpack
 
 # float16 rounds a smaller scale by 3 % or more, or to zero. Smaller scales in float32 and bfloat16
 # are subnormal, and quantisers do not divide by them.
@@ -82,6 +84,59 @@ def _quantize(
         return fit(values, format, table).round(values)
 
     return pack(over_leading_axes(round_matrix, weight.ndim - 2)(weight))
+
+
+def quantize_like(
+    weight: jax.Array, tensor: QuantizedTensor, *, keep_scales: bool = False
+) -> QuantizedTensor:
+    """Rounds `weight` [..., K, N] to nearest, to a tensor of the same shape as another one.
+
+    All that is not fitted to weights is `tensor`'s: the format, the dtype of scales, the order of
+    channels, a table, and how activations are rounded.
+
+    keep_scales: whether the scales and zero points are `tensor`'s, too, so that weights beyond them
+        get the outermost codes; else they are fitted as `quantize` does.
+
+    Raises ValueError for another shape. Values are not checked, as by `quantize` under `jit`.
+    """
+    weight = as_array("quantize_like: weight", weight)
+    require_type("quantize_like: tensor", tensor, QuantizedTensor)
+    require_type("quantize_like: keep_scales", keep_scales, bool)
+    if weight.shape != tensor.shape:
+        raise ValueError(
+            f"quantize_like: weight has shape {weight.shape}, and the tensor {tensor.shape}: "
+            "expected the same"
+        )
+    return _quantize_like(weight, tensor, keep_scales)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _quantize_like(
+    weight: jax.Array, tensor: QuantizedTensor, keep_scales: bool
+) -> QuantizedTensor:
+    def round_matrix(weight: jax.Array, old: PlainCodes) -> PlainCodes:
+        values = weight.astype(jnp.float32)
+        if old.permutation is not None:
+            values = values[old.permutation]
+        if keep_scales:
+            kept = Parameters(old.scales, old.zeros, old.channel_scales, old.table)
+            grid = Grid(old.format, len(values), kept)
+        else:
+            grid = _with_dtype(fit(values, old.format, old.table), old.scales.dtype)
+        found = grid.round(values)
+        kept_arrays = ("permutation", "activation_bits", "activation_scale")
+        return dataclasses.replace(found, **{name: getattr(old, name) for name in kept_arrays})
+
+    found = over_leading_axes(round_matrix, weight.ndim - 2)(weight, unpack(tensor))
+    return pack(found)
+
+
+def _with_dtype(grid: Grid, dtype: jnp.dtype) -> Grid:
+    """A grid whose scales, and minima, are rounded to a dtype."""
+    scales, zeros, *rest = grid.parameters
+    if zeros is not None and code_kinds.of(grid.format).has_minima:
+        zeros = zeros.astype(dtype)
+    return dataclasses.replace(grid, parameters=Parameters(scales.astype(dtype), zeros, *rest))
 
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:

@@ -57,7 +57,8 @@ def lora(
         group.path: _pairs(group, maps, rank, key)
         for (group, maps), key in zip(chosen, keys, strict=True)
     }
-    return dataclasses.replace(lm, model=attach(lm.model, changes), adapters=Adapters())
+    model, updates = attach(lm.model, changes), type(lm.updates)()
+    return dataclasses.replace(lm, model=model, adapters=Adapters(), updates=updates)
 
 
 def _chosen(lm: LanguageModel, targets: str | Sequence[str]) -> list[tuple[Group, set[int]]]:

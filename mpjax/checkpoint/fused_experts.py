@@ -73,15 +73,26 @@ def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
     """
     parts: dict[str, list[Any]] = {}
     for name, array in tensors:
-        match = _NAME_OF_ONE.fullmatch(name)
-        assert match is not None, f"{name} is no expert's"
-        prefix, module, suffix = match.groups()
-        whole = f"{prefix}.{module}" + ("" if suffix == "weight" else f"_{suffix}")
-        if _NAME_OF_MODULE.fullmatch(f"{prefix}.{module}.{suffix}"):
-            whole = f"{prefix.removesuffix('.experts')}.{module}.{suffix}"
-        parts.setdefault(whole, []).append(array)
+        parts.setdefault(name_of_all(name)[0], []).append(array)
     for name in list(parts):
         yield name, jnp.stack(parts.pop(name))
+
+
+def name_of_all(name: str) -> tuple[str, int]:
+    """The name of the tensor of all experts that holds the one of an expert, and its half there.
+
+    The half is 0 where the tensor holds nothing else of an expert.
+    """
+    match = _NAME_OF_ONE.fullmatch(name)
+    assert match is not None, f"{name} is no expert's"
+    prefix, module, suffix = match.groups()
+    for joint, halves in _HALVES.items():
+        if module in halves:
+            whole, half = joint, halves.index(module)
+            return f"{prefix}.{whole}" + ("" if suffix == "weight" else f"_{suffix}"), half
+    if _NAME_OF_MODULE.fullmatch(f"{prefix}.{module}.{suffix}"):
+        return f"{prefix.removesuffix('.experts')}.{module}.{suffix}", 0
+    return f"{prefix}.{module}" + ("" if suffix == "weight" else f"_{suffix}"), 0
 
 
 def _split(

@@ -212,7 +212,7 @@ def make_plan(
     expected |= set(cache_scales)
     if config.tie_word_embeddings:  # `settle` has checked that head and embedding are equal
         expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
-    expected |= {name for name in checkpoint.tensors if _is_spare(name, decoder, config)}
+    expected |= {name for name in checkpoint.tensors if is_spare(name, decoder, config)}
     _check_names(checkpoint, expected, ignored)
     return Plan(
         config,
@@ -231,7 +231,7 @@ def make_plan(
     )
 
 
-def _is_spare(name: str, decoder: type[Decoder], config: DecoderConfig) -> bool:
+def is_spare(name: str, decoder: type[Decoder], config: DecoderConfig) -> bool:
     """Whether a tensor may be in the family's files although the decoder doesn't use it.
 
     It belongs to a layer after the decoder's last, or has a name of `decoder.spare`.

@@ -73,6 +73,10 @@ class Matcher:
             self._matcher.rollback(allowed)
         return found
 
+    def restart(self) -> None:
+        """Goes back to the beginning of the row's new text."""
+        self._matcher.reset()
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Follows new tokens of the row.
 

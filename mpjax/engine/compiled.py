@@ -33,7 +33,7 @@ from mpjax.engine.programs import (
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.speculating import speculate
-from mpjax.engine.state import places
+from mpjax.engine.state import committed, places
 from mpjax.generation.decoding import has_warpgroups
 from mpjax.generation.speculation.proposer import Proposer
 from mpjax.generation.state import State
@@ -68,7 +68,7 @@ class _Structure:
 def _flat(*models: Any) -> tuple[_Structure, list[jax.Array]]:
     """The static pytree structure of several models, and their arrays."""
     leaves, structure = jax.tree.flatten(models)
-    return _Structure(structure), leaves
+    return _Structure(structure), committed(leaves)
 
 
 def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
@@ -186,7 +186,8 @@ class Programs:
         # Passing flat arrays to a jitted function is faster than flattening a model's many modules.
         self._model = _flat(model)
         self._both, self._alone = _flat(model, proposer), _flat(proposer)
-        self._base, self._adapters = model, adapters or Adapters()
+        self._base: Decoder | None = model
+        self._adapters = adapters or Adapters()
         # Key: the number of proposers (0 or 1). Value: the adapters' version, and `_flat` of the
         # adapted model.
         self._adapted: dict[int, tuple[int, Any]] = {}
@@ -194,6 +195,15 @@ class Programs:
         self.positions = 1 + limits.proposed  # sampled by a step
         self._mesh, self._groups = model.mesh, len(model.config.page_groups)
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
+
+    def renew(self, model: Decoder | None) -> None:
+        """Takes the arrays of a model of the same structure; None to let go of those it has."""
+        for name, beside in (("_model", ()), ("_both", (self._proposer,))):
+            old = getattr(self, name)[0]
+            new, leaves = (old, []) if model is None else _flat(model, *beside)
+            setattr(self, name, (old if old == new else new, leaves))
+        self._base = model
+        self._adapted = {count: (-1, (flat[0], [])) for count, (_, flat) in self._adapted.items()}
 
     @property
     def holds_host(self) -> bool:
@@ -268,6 +278,7 @@ class Programs:
                     yield (first := self._forward_call(stepping, plan))
                     forwarded = _shapes(first, state)[1]
                     arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), forwarded)
+                    arrays = committed(arrays)
                     yield self._choose_call(stepping, plan, arrays, self.no_masks(rows))
         if not greedy_only:
             for pieces in self.piece_sizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from mpjax.engine import request as requests
 from mpjax.engine.call import Call, Generation
 from mpjax.engine.handle import CancelledError, Event, Handle
 from mpjax.engine.histories import require_fit, state_bytes
+from mpjax.engine.managed import Managed
 from mpjax.engine.memory import SNAPSHOTS, count_pages
-from mpjax.engine.program_run import ProgramRun
 from mpjax.engine.request import AdapterNames, Options, Request, RowsOptions
 from mpjax.engine.row import Row
 from mpjax.engine.runner import Runner
@@ -38,7 +38,7 @@ SEQUENCES = 32  # the most prompts in one prefill program
 CHUNK_UNIT = 128  # chunks that are shortened to the tokens of all slots are a multiple of it
 
 
-class Engine:
+class Engine(Managed):
     """Generates for requests that come at any time, with continuous batching.
 
         with mpjax.Engine(lm, slots=64) as engine:
@@ -152,6 +152,7 @@ class Engine:
         self._runner = Runner(lm, sizes, max_tokens, proposer, processors)
         # New requests, and handles of requests to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
+        self._late: list[Event] = []
         self._numbers = itertools.count()
         self._turn = Turn()  # held by the thread that runs a step or ends all requests
         self._door = threading.Lock()  # held while a request is added, or the engine closes
@@ -181,37 +182,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return not self._is_closed and (bool(self._inbox) or self._runner.has_work)
-
-    def statistics(self) -> dict[str, float]:
-        """Current counts of requests and pages, and totals since the engine was made.
-
-        pages: of the cache, for all groups of layers. free_pages: pages without an owner.
-        kept_pages: free pages whose content later requests may share. snapshots: places for copies
-        of recurrent states. kept_snapshots: snapshots from which later requests may begin.
-        prompt_tokens: prefilled or shared. shared_tokens: prompt_tokens found in the cache.
-        new_tokens: generated tokens. programs: compiled programs in use.
-        preemptions: how often a request gave up its pages. proposed_tokens, accepted_tokens: of
-        speculative decoding. steps: of the engine. late_steps: steps before which the device was
-        idle; with speculation on a GPU most are, since the host waits for decoding programs.
-        work_seconds: time with requests, without compilation. idle_seconds: upper bound of the part
-        of work_seconds in which the device was idle.
-        """
-        coming = sum(isinstance(one, Request) for one in [*self._inbox])
-        return self._runner.statistics(coming)
-
-    def observe(self, observer: Callable[[ProgramRun], None] | None) -> None:
-        """Calls `observer` with a ProgramRun after each program, in the thread that runs steps.
-
-        None removes the observer. It may submit and cancel requests, but not run, stop or close the
-        engine, whose step waits for it. An exception in the observer fails the step, which closes
-        the engine.
-
-        Raises ValueError if the observer is not callable.
-        """
-        checks.require_observer(observer)
-        self._runner.observer = observer
+        """Whether there is a next step: not while an engine sleeps, or holds all its requests."""
+        if self._is_closed or self.is_asleep:
+            return False
+        return bool(self._inbox or self._late) or self._runner.has_work
 
     def submit(
         self,
@@ -370,8 +344,10 @@ class Engine:
         with self._turn:
             if self._is_closed:
                 return []
+            self._require_awake()
             try:
-                return self._take_inbox() + self._runner.step()
+                late, self._late = self._late, []
+                return late + self._take_inbox() + self._runner.step()
             except Exception as error:
                 self._end_all("error", error)
                 raise
@@ -400,6 +376,11 @@ class Engine:
         if self._thread is not None or self._is_closed:
             handle.wait(version)
         elif not handle.is_finished:
+            if not self.has_work:
+                why, what = ("sleeps", "wake") if self.is_asleep else ("holds it", "release")
+                raise ValueError(
+                    f"request {handle.number} waits for an engine that {why}: call {what}"
+                )
             self._step()
 
     def start(self) -> None:

@@ -77,11 +77,13 @@ class New:
 
     top_logprobs: for each token, the likeliest ids at its position with their log-probabilities;
         empty if not asked for.
+    weights: the version of the weights that they were drawn with.
     """
 
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    weights: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Handle:
       tokens, logprobs: ids of the new tokens, and the natural logarithm of each one's probability.
       top_logprobs: for each new token, the likeliest ids at its position with their
         log-probabilities, likeliest first, as many as `logprobs` asked for; empty for 0.
+      weights: for each new token, the version of the weights that it was drawn with (`lm.version`).
       finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
         request has ended.
       prompt_logprobs: a PromptLogprobs, with as many likeliest tokens as `logprobs` asked for, at
@@ -141,6 +144,7 @@ class Handle:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
+        self.weights: list[int] = []
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.speculation: SpeculationReport | None = None
@@ -230,8 +234,17 @@ class Handle:
             del self.tokens[len(self._row_text.tokens) :]
         taken = len(self.tokens) - before
         self.logprobs.extend(new.logprobs[:taken])
+        self.weights.extend([new.weights] * taken)
         self.top_logprobs.extend(new.top_logprobs[:taken])
         return taken
+
+    def restart(self) -> None:
+        """Forgets all new tokens and scores; text that iteration has returned is not taken back."""
+        if self._row_text is not None:
+            self._row_text.restart()
+        for found in (self.tokens, self.logprobs, self.top_logprobs, self.weights):
+            found.clear()
+        self.prompt_logprobs, self.certain, self._taken = None, "", 0
 
     @property
     def has_stopped(self) -> bool:

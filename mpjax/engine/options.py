@@ -13,6 +13,8 @@ from mpjax.sampling.draw import TOP_LOGPROBS
 # Default (slots, chunk_tokens).
 USUAL_ON_GPU, USUAL_ON_CPU = (64, 4096), (8, 256)
 
+RUNNING = ("continue", "reread", "restart", "hold")
+
 
 def read_sizes(slots: Any, chunk_tokens: Any) -> tuple[int, int]:
     """The checked slots and chunk tokens; None becomes the default for the device.
@@ -62,6 +64,12 @@ def require_observer(observer: Any) -> None:
         raise ValueError(
             f"observer is {observer!r}: expected a function of a ProgramRun, or None for none"
         )
+
+
+def require_running(running: Any) -> None:
+    """Raises ValueError for what can't become of requests when weights are updated."""
+    if not isinstance(running, str) or running not in RUNNING:
+        raise ValueError(f"running is {running!r}: expected {', '.join(RUNNING)}")
 
 
 def require_priority(priority: Any) -> None:

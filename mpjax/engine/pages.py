@@ -91,6 +91,12 @@ class PagePool:
         if page != NOWHERE and key not in self._pages and page not in self._keys:
             self._keys[page], self._pages[key] = key, page
 
+    def forget(self) -> None:
+        """Lets nobody find the content of any page, and frees those that are kept for it."""
+        self._free.extend(self._idle)
+        for known in (self._idle, self._keys, self._pages):
+            known.clear()
+
     def is_free(self, page: int) -> bool:
         """Whether a page has no owner and isn't in the prefix cache."""
         return not self._references[page] and page not in self._keys
@@ -241,6 +247,12 @@ class PageGroups:
         """Removes an owner from all pages of a row."""
         for pool, own in zip(self.pools, pages, strict=True):
             pool.release(own)
+
+    def forget(self) -> None:
+        """Lets nobody find the content of any page, or a snapshot, such as of older weights."""
+        self.snapshots.forget()
+        for pool in self.pools:
+            pool.forget()
 
     def unowned(self, pages: list[list[int]]) -> list[list[int]]:
         """The pages, of those that a row has released, that have no owner and no key."""

@@ -98,6 +98,8 @@ class Planner:
         self._left: list[tuple[int, list[list[int]]]] = []
         self._copies: list[tuple[int, int]] = []
         self.preemptions = 0
+        self.version = 0  # of the weights; pages of other versions are not in the prefix cache
+        self.held: list[Row] = []  # rows that wait for `release`
         self.prompt_tokens = 0  # of rows that got a slot
         self.shared_tokens = 0  # of them, found in the prefix cache
 
@@ -105,6 +107,33 @@ class Planner:
         """Adds a waiting row; rows of equal priority run in order of arrival."""
         bisect.insort(self.waiting, row, key=lambda row: row.order)
         row.is_known = True
+
+    def renew(self, version: int) -> None:
+        """Notes that rows are read with other weights from now on: pages before are not found."""
+        self.version = version
+        self.groups.forget()
+        for row in self.running:
+            self._drop_snapshots(row)
+            row.stations = set()
+
+    def put_back(self) -> None:
+        """Lets all rows that run give up their places, and wait; no program may be under way."""
+        for row in self.running[::-1]:
+            self._leave(row, is_finite=True)
+            self.submit(row)
+
+    def hold(self) -> None:
+        """Takes all rows that have begun out of those that wait and run, until `release`."""
+        self.put_back()
+        begun = [row for row in self.waiting if row.runs]
+        self.waiting = [row for row in self.waiting if not row.runs]
+        self.held += begun
+
+    def release(self) -> None:
+        """Lets the rows that are held wait for a slot again."""
+        held, self.held = self.held, []
+        for row in held:
+            self.submit(row)
 
     def why_never(self, prompt: int, most: int) -> str | None:
         """The reason why a request can never run, or None if it can."""
@@ -120,7 +149,9 @@ class Planner:
         is_finite: whether all of its cache entries are known to be finite, also those of programs
             whose results are not read yet.
         """
-        if row.slot is None:
+        if row in self.held:
+            self.held.remove(row)
+        elif row.slot is None:
             self._take_from_waiting(row)
         else:
             self._leave(row, is_finite=is_finite)
@@ -296,7 +327,7 @@ class Planner:
         row.stations = self._stations(row, shared.known)
         if shared.snapshot is not None:
             self._copies.append((shared.snapshot, row.slot))
-        row.certain, row.flights = row.length, []
+        row.certain, row.flights, row.version = row.length, [], self.version
         row.runs, row.is_fresh, row.published = row.runs + 1, True, shared.count
         self.prompt_tokens += row.target
         self.shared_tokens += row.length
@@ -401,11 +432,14 @@ class Planner:
             self._left.append((row.slot, self.groups.unowned(row.pages)))
         row.slot, row.pages, row.length, row.target, row.flights = None, [], 0, 0, []
         row.certain = 0
+        self._drop_snapshots(row)
+
+    # -- pages
+
+    def _drop_snapshots(self, row: Row) -> None:
         for place in row.snapshots.values():
             self.groups.snapshots.drop(place)
         row.snapshots = {}
-
-    # -- pages
 
     def _settle_pages(self, row: Row) -> None:
         """Publishes a row's pages that are final and finite, and frees its pages before windows."""
@@ -413,7 +447,7 @@ class Planner:
         if block := self.sizes.block:
             # A block is encoded when the first token after it is added.
             known = max(known - 1, 0) // block * block
-        count = known // self.sizes.page_size
+        count = known // self.sizes.page_size if row.version == self.version else row.published
         self.groups.publish(row.pages, row.published, row.page_keys(count, self.sizes.page_size))
         row.published = max(row.published, count)
         # Later programs have no query before this position.

@@ -1,9 +1,12 @@
-"""ProgramRun: what an observer of an engine learns about a program."""
+"""ProgramRun: what an observer of an engine learns about a program; and its rows."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
+
+from mpjax.engine.planner import Piece
+from mpjax.engine.row import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +48,14 @@ class ProgramRun:
             "tid": 1,
             "args": dataclasses.asdict(self),
         }
+
+
+class Drawer:
+    """A row in a launched program.
+
+    index: the row's index in the results. runs: `row.runs` at launch. piece: the row's prefill
+    chunk; None in a decoding program.
+    """
+
+    def __init__(self, index: int, row: Row, piece: Piece | None = None) -> None:
+        self.index, self.row, self.runs, self.piece = index, row, row.runs, piece

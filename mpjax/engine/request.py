@@ -222,6 +222,15 @@ class Request:
     row: Row
     scores: list[Scores] = dataclasses.field(default_factory=list)
 
+    def restart(self) -> None:
+        """Forgets all that was drawn and scored, unless it has not begun; its row waits."""
+        if self.row.runs:
+            self.row.restart()
+            self.handle.restart()
+            self.scores.clear()
+            if self.settings.matcher is not None:
+                self.settings.matcher.restart()
+
 
 def encode_batch(
     lm: LanguageModel, prompts: Any, chat_template: str | None = None

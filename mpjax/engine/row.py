@@ -36,7 +36,8 @@ class Row:
         tokens of the prompt found in the prefix cache when it first got a slot.
     stations: numbers of tokens after which a snapshot of its recurrent states is kept. snapshots:
         by these numbers, the snapshots' places, until known to be finite.
-    is_known: whether it was submitted to the planner. rotary_length: see RopeScaling.
+    is_known: whether it was submitted to the planner. version: of the weights when it got its slot.
+    rotary_length: see RopeScaling.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Row:
     snapshots: dict[int, int] = dataclasses.field(default_factory=dict)
     shared: int = 0
     is_known: bool = False
+    version: int = 0
     rotary_length: int = 0
 
     @property
@@ -89,6 +91,11 @@ class Row:
     def left(self) -> int:
         """The most new tokens that can still be planned."""
         return self.most - self.drawn
+
+    def restart(self) -> None:
+        """Forgets all new tokens; the row waits."""
+        del self.tokens[self.prompt :]
+        self.drawn = 0
 
     def draw(self, least: int, most: int) -> None:
         """Counts the `least` to `most` tokens that a planned program draws of the row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +17,13 @@ from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
 from mpjax.engine.controlled import constraint_places, create_control, no_control
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
-from mpjax.engine.planner import Decode, Extend, Piece, Planner
-from mpjax.engine.program_run import ProgramRun
+from mpjax.engine.planner import Decode, Extend, Planner
+from mpjax.engine.program_run import Drawer, ProgramRun
 from mpjax.engine.programs import Drawn, PromptScores, Stepping
 from mpjax.engine.request import Request
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
-from mpjax.engine.state import create_state, places
+from mpjax.engine.state import committed, create_state, places
 from mpjax.errors import NotFiniteError
 from mpjax.generation.speculation.proposer import Proposer
 from mpjax.generation.speculation.report import SpeculationReport
@@ -60,9 +61,12 @@ class Runner:
         # use.
         self._attached: Attachment = ()
         self._controlled: set[int] = set()
-        self._state = create_state(
-            *(lm, sizes.slots, sizes.pages, max_tokens, proposer, sizes.stop_ids, sizes.snapshots)
+        self.planner.version = lm.version
+        self._create_state = functools.partial(
+            create_state,
+            *(lm, sizes.slots, sizes.pages, max_tokens, proposer, sizes.stop_ids, sizes.snapshots),
         )
+        self._state = committed(self._create_state())
         self._layout = filling.Layout.of(self._state)
         self._pending: _Pending | None = None
 
@@ -111,9 +115,46 @@ class Runner:
         self.requests[request.handle] = request
         self.planner.submit(request.row)
 
+    def take_weights(self) -> None:
+        """Takes the weights that the model has now, if they are others than before."""
+        if self.planner.version != self._lm.version:
+            self.programs.renew(self._lm.for_device)
+            self.planner.renew(self._lm.version)
+
+    def drain(self) -> list[Event]:
+        """Waits for the program that is under way, and tells the requests what it has drawn."""
+        pending, self._pending = self._pending, None
+        events = [] if pending is None else self._read(pending)
+        self.clock.rest()
+        return events
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether there is no cache."""
+        return "_state" not in self.__dict__
+
+    def sleep(self) -> None:
+        """Frees the cache and lets go of the model's arrays; no program may be under way.
+
+        Rows that run wait to be read again after `wake`.
+        """
+        self.planner.put_back()
+        self.planner.take_left()
+        self.planner.groups.forget()
+        self.free()
+        self.programs.renew(None)
+        self._controlled.clear()
+
+    def wake(self) -> None:
+        """Makes the cache again, and takes the model's arrays."""
+        if self.is_asleep:
+            self._state = committed(self._create_state())
+            self.programs.renew(self._lm.for_device)
+
     def step(self) -> list[Event]:
         """Launches the next program, then reads the tokens of the previous one."""
         self.steps += 1
+        self.take_weights()
         plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
             pending = self._start(plan)
@@ -131,6 +172,7 @@ class Runner:
         self._clear(self.planner.take_left())
         self._copy(self.planner.take_copies())
         pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
+        pending.weights = self.planner.version
         if len(self.programs.used) > known:
             self.clock.skip()
             pending.is_measured = False
@@ -179,7 +221,7 @@ class Runner:
         """The state with the processors of all slots."""
         if not self._attached:
             slots = self.planner.sizes.slots
-            self._attached = create_control(self._lm, slots, self.processors)
+            self._attached = committed(create_control(self._lm, slots, self.processors))
         return dataclasses.replace(self._state, processors=self._attached)
 
     def _state_of(self, rows: Sequence[Row]) -> State:
@@ -212,7 +254,7 @@ class Runner:
         self._keep(state)
         kept = [piece for piece in plan.pieces if piece.snapshot is not None]
         self._copy([(piece.row.slot, piece.snapshot) for piece in kept])
-        drawers = [_Drawer(i, piece.row, piece) for i, piece in enumerate(plan.pieces)]
+        drawers = [Drawer(i, piece.row, piece) for i, piece in enumerate(plan.pieces)]
         context = max(piece.end for piece in plan.pieces)
         return _Pending(plan, drawers, drawn, scores, begin, tokens, context)
 
@@ -237,7 +279,7 @@ class Runner:
         else:
             state, drawn = self.programs.decode(self._state_of(plan.rows), stepping, plan)
         self._keep(state)
-        drawers = list(itertools.starmap(_Drawer, enumerate(plan.rows)))
+        drawers = list(itertools.starmap(Drawer, enumerate(plan.rows)))
         context = max(row.length for row in plan.rows)
         return _Pending(plan, drawers, drawn, None, begin, size, context, forwarded=forwarded)
 
@@ -298,7 +340,8 @@ class Runner:
                 if not piece.is_last:
                     continue
             count = counts[index]
-            new = New(tokens[index, :count].tolist(), logprobs[index, :count].tolist())
+            own = tokens[index, :count].tolist(), logprobs[index, :count].tolist()
+            new = New(*own, weights=pending.weights)
             if number := row.owner.settings.top_logprobs:
                 pairs = zip(
                     *(x[index, :count, :number].tolist() for x in top_logprobs), strict=True
@@ -395,17 +438,6 @@ class Runner:
             self._state = self.programs.copy(self._state, np.int32(source), np.int32(target))
 
 
-class _Drawer:
-    """A row in a launched program.
-
-    index: the row's index in the results. runs: `row.runs` at launch. piece: the row's prefill
-    chunk; None in a decoding program.
-    """
-
-    def __init__(self, index: int, row: Row, piece: Piece | None = None) -> None:
-        self.index, self.row, self.runs, self.piece = index, row, row.runs, piece
-
-
 @dataclasses.dataclass(eq=False)
 class _Pending:
     """A launched program whose results the host has not read.
@@ -414,10 +446,11 @@ class _Pending:
     tokens or of decoding rows. context: tokens that its queries attend to, in the row with the
     most. is_measured: whether its launch and end give its duration on the device. forwarded: for a
     constrained step, the results of `forward`; `drawn` is that of `choose`.
+    weights: the version of the weights.
     """
 
     plan: Extend | Decode
-    drawers: list[_Drawer]
+    drawers: list[Drawer]
     drawn: Drawn | None
     scores: PromptScores | None
     begin: float
@@ -425,6 +458,7 @@ class _Pending:
     context: int
     is_measured: bool = True
     forwarded: tuple[Stepping, Forwarded] | None = None
+    weights: int = 0
 
     @property
     def results(self) -> Drawn:

@@ -64,6 +64,11 @@ class SnapshotPool:
         else:
             self._idle[key] = place
 
+    def forget(self) -> None:
+        """Lets nobody find any snapshot."""
+        self._free.extend(self._idle.values())
+        self._idle.clear()
+
     def drop(self, place: int) -> None:
         """Gives back a place that was taken."""
         self._free.append(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,18 @@ def create_state(
         running=jnp.zeros(slots, bool),
         settings=jax.tree.map(jnp.asarray, default_settings(slots, stop_ids)),
         speculation=create_histories(proposer, slots, entries * lm.page_size),
+    )
+
+
+def committed(tree: Any) -> Any:
+    """The arrays of a tree on the devices that they have, for good; nothing is copied.
+
+    A program is compiled for arguments that may be anywhere, or for those that may not, and results
+    of the latter may not. A trainer's arrays may not be elsewhere. So no engine's may, and new
+    weights compile nothing again.
+    """
+    return jax.tree.map(
+        lambda array: array if array.committed else jax.device_put(array, array.sharding), tree
     )
 
 

@@ -26,9 +26,14 @@ class RowText:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], minimum: int = 0
     ) -> None:
-        self._stream: TextStream = tokenizer.stream(context=prompt)
+        self._tokenizer, self._prompt = tokenizer, prompt
         self._markers = tokenizer.style.tokens
         self._stop, self._minimum = stop, minimum
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all new tokens."""
+        self._stream: TextStream = self._tokenizer.stream(context=self._prompt)
         self._taken = 0  # characters that `take` has returned
         self.tokens: list[int] = []
         self.text = ""

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax.evaluation.perplexity import evaluate
@@ -44,7 +46,15 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     of_tokens = {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
     calibrated = dataclasses.replace(lm, kv_format=KVFormat("8s"))
     rounded = mpjax.quantize(lm, mpjax.Recipe.of("WNF2A32KV16", "rtn"))
+    graph, state = nnx.split(lm.model)
+    own = dataclasses.replace(lm, model=nnx.merge(graph, jax.tree.map(jnp.copy, state)))
+    new = {"tree": {"model.norm.weight": np.ones(128, np.float32)}, "scales": "new"}
     return {
+        "update": (mpjax.update, {"lm": own, "version": None} | new),
+        "Engine.update_weights": (
+            mpjax.Engine(own, slots=1, max_tokens=64).update_weights,
+            {"running": "continue"} | new,
+        ),
         "generate": (mpjax.generate, {"lm": lm, "prompts": "x ="} | speculated),
         "stream": (stream, {"lm": lm, "prompt": "x ="} | speculated),
         "generate_tokens": (
@@ -109,7 +119,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
         *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
-        *("Ngram", "Draft"),
+        *("Ngram", "Draft", "update", "Engine.update_weights"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, quantize, unpack
+from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
 from mpjax.kernels.codes.table import normal_float
-from mpjax.kernels.quantize import why_out_of_range
+from mpjax.kernels.quantize import quantize_like, why_out_of_range
 from tests.pallas_kernels.oracles import PACKED_FORMATS, WEIGHT_FORMATS, most_formats, wide
 from tests.pallas_kernels.quantizers import oracle
 
@@ -267,3 +269,30 @@ def test_the_smallest_weights_keep_their_precision(text, has_one_sign):
     powers = range(0, -60, -1)
     refused = next(p for p in powers if why_out_of_range(weight * 2.0**p, packed(p)))
     assert error(refused + 1) < error(0) + 0.03
+
+
+@each_kind
+def test_quantizing_like_a_tensor(text):
+    """Other weights get what `quantize` gives them; with its scales, a tensor stays as it is."""
+    old, new = (quick_quantize(random_weight(seed), WeightFormat.parse(text)) for seed in (1, 2))
+    found = quantize_like(jnp.asarray(random_weight(2)), old)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    kept = quantize_like(dequantize(old), old, keep_scales=True)
+    np.testing.assert_array_equal(dequantize(kept), dequantize(old))
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 12\), and the tensor \(256, 12\)"):
+        quantize_like(jnp.ones((3, 12)), old)
+
+
+def test_quantizing_like_a_permuted_tensor(rng):
+    weight = random_weight(1)
+    order = jnp.asarray(rng.permutation(256))
+    old = quick_quantize(weight[order], WeightFormat.parse("uint4:g64"))
+    old = dataclasses.replace(old, permutation=order)
+    found = quantize_like(jnp.asarray(weight), old)
+    np.testing.assert_array_equal(dequantize(found), dequantize(old))
+    bfloat = pack(dataclasses.replace(unpack(old), scales=unpack(old).scales.astype(jnp.bfloat16)))
+    found = quantize_like(jnp.asarray(weight), bfloat)
+    assert jax.tree.structure(found) == jax.tree.structure(bfloat)
+    scales = np.abs(np.asarray(bfloat.scales(), np.float32)).repeat(64, 0)[np.argsort(order)]
+    assert (np.abs(np.asarray(dequantize(found)) - weight) <= 1.1 * scales).all()

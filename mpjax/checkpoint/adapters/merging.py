@@ -14,7 +14,7 @@ from mpjax.adapters.collection import Adapter, Adapters
 from mpjax.adapters.sites import base_matrix, find_sites
 from mpjax.kernels import QuantizedTensor, quantize
 from mpjax.kernels.checks import require_type
-from mpjax.language_model import LanguageModel
+from mpjax.language_model import LanguageModel, Updates
 from mpjax.models import Linear
 from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import EMBEDDING, HEAD, TABLES
@@ -57,8 +57,10 @@ def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
         if place.path not in TABLES and (array := adapter.arrays.get(place.path)) is not None:
             dtype = place.read(model).dtype
             place.assign(model, jnp.asarray(array, dtype))
-    tokenizer = adapter.tokenizer or lm.tokenizer
-    return dataclasses.replace(lm, model=model, adapters=Adapters(), tokenizer=tokenizer)
+    tokenizer, updates = adapter.tokenizer or lm.tokenizer, Updates()
+    return dataclasses.replace(
+        lm, model=model, adapters=Adapters(), tokenizer=tokenizer, updates=updates
+    )
 
 
 def _product(change: LowRank) -> np.ndarray:

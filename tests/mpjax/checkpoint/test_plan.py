@@ -86,8 +86,8 @@ def test_tensors_that_carry_no_information_are_left_out(rng):
 )
 def test_maps_that_propose_a_second_token_are_left_out(architecture, spare, own):
     decoder, config = read_config(keys(architecture))
-    assert plan._is_spare(spare, decoder, config)
-    assert not plan._is_spare(own, decoder, config)
+    assert plan.is_spare(spare, decoder, config)
+    assert not plan.is_spare(own, decoder, config)
 
 
 def test_device_bytes_count_permutations_and_scales_of_a_cache(rng):

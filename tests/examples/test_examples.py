@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.mpjax.conftest import write_tiny_model
+from tests.sweeps import in_sweep
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
 def printed(capsys, monkeypatch):
-    """`printed(name)` runs an example, and gives what it prints."""
+    """`printed(name, *arguments)` runs an example, and gives what it prints."""
 
-    def run(name: str) -> str:
-        monkeypatch.setattr(sys, "argv", [name])
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
@@ -31,6 +32,19 @@ def printed(capsys, monkeypatch):
 
 def percentages(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"([\d.]+)%", text)]
+
+
+@pytest.mark.parametrize("kind", ["lora", in_sweep("full")])
+def test_grpo(kind, printed):
+    """The reward grows, the weights follow, and the trainer has the numbers of its sampler."""
+    text = printed("grpo.py", "--train", kind, "--steps", "20")
+    rewards = [float(number) for number in re.findall(r"reward ([\d.]+)", text)]
+    assert len(rewards) == 20
+    assert rewards[0] < 0.4
+    assert sum(rewards[-4:]) / 4 > 0.8
+    assert "weights 19" in text
+    difference = float(re.findall(r"log-probabilities ([\d.e+-]+),", text)[0])
+    assert difference < (1e-5 if kind == "lora" else 0.2)
 
 
 def test_adapters(printed):

@@ -94,14 +94,15 @@ def train(kind: str, precision: str, steps: int) -> tuple[list[float], mpjax.Mis
 
     kind: `lora` or `full`. precision: of the sampler.
     """
+    filter_: Any = nnx.LoRAParam if kind == "lora" else mpjax.trainable
     lm = mpjax.load(mpjax.bundled_model(), precision=precision, dtype="float32", progress=False)
     if kind == "lora":
         lm = mpjax.lora(lm, 8)
-        trainer, filter_ = lm.for_device, nnx.LoRAParam
+        trainer = lm.for_device
     else:
         plain = mpjax.load(mpjax.bundled_model(), dtype="float32", progress=False)
-        trainer, filter_ = plain.model, mpjax.trainable
-    structure, weights, frozen = nnx.split(trainer, filter_, ...)
+        trainer = plain.model
+    structure, weights, frozen = nnx.split(trainer, filter_, ...)  # type: ignore[misc]
 
     def logprobs(weights: Any, batch: dict[str, Any]) -> jax.Array:
         model = nnx.merge(structure, weights, frozen)

@@ -13,6 +13,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._next = threading.Lock()  # of who waits: a loop of steps can't take each turn itself
         self._holder: int | None = None  # the thread that holds the lock
 
     def require_other(self) -> None:
@@ -26,7 +27,8 @@ class Turn:
     def __enter__(self) -> None:
         """Waits for the turn. Raises ValueError in the thread that holds it."""
         self.require_other()
-        self._lock.acquire()
+        with self._next:
+            self._lock.acquire()
         self._holder = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:

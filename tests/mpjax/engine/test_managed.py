@@ -157,7 +157,7 @@ def test_a_thread_goes_on_through_updates(engine, others):
         handle.result()
         assert len(handle.weights) == len(handle.tokens) == NEW
         assert handle.weights == sorted(handle.weights)
-    assert len({version for handle in handles for version in handle.weights}) > 2
+    assert len({version for handle in handles for version in handle.weights}) > 1
     assert is_clean(engine)
 
 

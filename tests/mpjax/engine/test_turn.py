@@ -36,3 +36,21 @@ def test_a_thread_that_has_it_does_not_wait_for_itself():
     with turn:  # also after an error
         pass
     turn.require_other()
+
+
+def test_a_thread_of_many_turns_lets_another_have_its_own():
+    turn, taken, turns = Turn(), threading.Event(), 0
+
+    def take():
+        with turn:
+            taken.set()
+
+    with turn:
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(0.05)
+    while not taken.is_set() and turns < 1000:
+        with turn:
+            turns += 1
+    thread.join(10)
+    assert turns <= 1

@@ -194,7 +194,7 @@ class Programs:
         self._none, self._columns = _flat(), model.columns
         self.positions = 1 + limits.proposed  # sampled by a step
         self._mesh, self._groups = model.mesh, len(model.config.page_groups)
-        self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
+        self._in_turn: dict[int, bool] = {}  # by the number of rows
 
     def renew(self, model: Decoder | None) -> None:
         """Takes the arrays of a model of the same structure; None to let go of those it has."""
@@ -204,6 +204,13 @@ class Programs:
             setattr(self, name, (old if old == new else new, leaves))
         self._base = model
         self._adapted = {count: (-1, (flat[0], [])) for count, (_, flat) in self._adapted.items()}
+
+    def _is_in_turn(self, rows: int) -> bool:
+        """Whether a program of so many rows has products by warpgroups."""
+        if rows not in self._in_turn:
+            assert self._base is not None
+            self._in_turn[rows] = has_warpgroups(self._base, rows)
+        return self._in_turn[rows]
 
     @property
     def holds_host(self) -> bool:

@@ -44,6 +44,7 @@ SCALED = [
 ]
 OWN: dict[tuple[str, str], list[Any]] = {
     ("DeepseekV2", "norm_topk_prob"): [True],
+    ("DeepseekV2", "num_experts_per_tok"): [1],  # as many as one group has, at most
     ("DeepseekV2", "q_lora_rank"): [None, 24],
     ("DeepseekV3", "q_lora_rank"): [None, 24],
     ("DeepseekV3", "rope_parameters"): SCALED,

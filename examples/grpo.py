@@ -112,7 +112,7 @@ def train(kind: str, precision: str, steps: int) -> tuple[list[float], mpjax.Mis
         found = logprobs(weights, batch)
         ratio = mpjax.importance_weights(batch["sampled"], found)
         gain = jnp.where(batch["is_new"], ratio * found, 0.0) * batch["advantages"][:, None]
-        return -gain.sum() / batch["is_new"].sum()
+        return -gain.sum() / batch["is_new"].sum(dtype=jnp.float32)
 
     @jax.jit
     def update(weights: Any, moments: Any, step: jax.Array, batch: dict[str, Any]) -> Any:

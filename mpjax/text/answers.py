@@ -1,4 +1,4 @@
-"""Reads the answer of a chat: its reasoning, its text for the user, and its calls of tools."""
+"""Splits a chat answer into reasoning, text for the user, and tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.text.tool_formats import ToolFormat
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A complete call of a tool. arguments: an object of JSON, as text."""
+    """A complete tool call. arguments: a JSON object as a string."""
 
     id: str
     name: str
@@ -22,7 +22,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """An answer. Calls that are not complete are part of the text."""
+    """A chat answer. Incomplete tool calls are part of the text."""
 
     text: str
     reasoning: str
@@ -33,8 +33,8 @@ class Message:
 class Style:
     """How a model writes its answers.
 
-    channels: how it marks its reasoning, and tools: how it writes calls; None where it doesn't.
-    tokens: the markers of both that are tokens of its vocabulary, by their ids.
+    channels: the markers of its reasoning. tools: the format of its tool calls. None: it has none.
+    tokens: the markers of both that are single tokens of the vocabulary, by token id.
     """
 
     channels: Channels | None
@@ -43,18 +43,18 @@ class Style:
 
 
 class AnswerReader:
-    """Divides an answer that comes in pieces.
+    """Splits a streamed answer into parts.
 
-    prompt: the text before the answer; its end tells whether the answer begins with reasoning.
-    at: the places in the answer's text where the model wrote a marker as a token, which grow with
-        the answer (`Handle.marker_places`); None if nobody knows them, and then all that looks like
-        a marker is one.
+    prompt: the text before the answer; its end shows whether the answer begins with reasoning.
+    at: the character offsets in the answer at which the model wrote a marker as a single token; the
+        caller adds to them as the answer grows (`Handle.marker_places`). None if they are unknown:
+        then every occurrence of a marker's text counts.
     tools: the schema of the arguments of each tool that may be called, by its name.
     is_single: whether the first complete call ends the answer.
 
     is_over: whether it has.
 
-    Raises ValueError for tools if the model writes calls in no format that is known.
+    Raises ValueError for tools if the model's format of tool calls is unknown.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class AnswerReader:
         self._splitter = Splitter(style.channels, prompt, tokens=tokens, at=at, call=call)
 
     def push(self, piece: str) -> list[Part]:
-        """Adds a piece; returns the parts that are certain."""
+        """Adds a piece of the answer; returns the parts that are certain."""
         return self._limited(self._read(self._splitter.push(piece)))
 
     def finish(self) -> list[Part]:
-        """The rest."""
+        """The remaining parts, at the end of the answer."""
         parts = self._read(self._splitter.finish())
         return self._limited(parts if self._calls is None else [*parts, *self._calls.finish()])
 
@@ -95,7 +95,7 @@ class AnswerReader:
         return found
 
     def _limited(self, parts: list[Part]) -> list[Part]:
-        """The parts up to the end of the first call, if it ends the answer."""
+        """The parts, cut behind the first complete call if that ends the answer."""
         if self.is_over or not self._is_single:
             return [] if self.is_over else parts
         ends = [index for index, part in enumerate(parts) if part.kind == "end"]
@@ -104,16 +104,16 @@ class AnswerReader:
 
 
 def has_calls(parts: Iterable[Part], is_cut: bool = False) -> bool:
-    """Whether an answer has complete calls. is_cut: whether its end is missing.
+    """Whether an answer counts as one with tool calls. is_cut: whether its end is missing.
 
-    An answer that is cut has none unless a call is the last of it.
+    It has a complete call. If the answer is cut, that call is also its last part.
     """
     kinds = [part.kind for part in parts]
     return "end" in kinds and not (is_cut and kinds[-1] != "end")
 
 
 def message_of(parts: Iterable[Part]) -> Message:
-    """The answer of all its parts."""
+    """Joins the parts of a whole answer to a message."""
     texts: dict[str, list[str]] = {"text": [], "reasoning": []}
     calls: list[Call] = []
     begun, arguments = Part("call", ""), list[str]()

@@ -1,7 +1,7 @@
-"""Divides an answer into the reasoning before it and the text for the user.
+"""Splits an answer into reasoning and text for the user.
 
-Chat templates mark them: "<think>" and "</think>" are around the reasoning of Qwen3 and
-DeepSeek-R1, "[THINK]" and "[/THINK]" around that of Ministral 3. In the harmony format of gpt-oss,
+Chat templates define the markers: "<think>" and "</think>" enclose the reasoning of Qwen3 and
+DeepSeek-R1, "[THINK]" and "[/THINK]" that of Ministral 3. In the harmony format of gpt-oss,
 an answer is several messages, each with a header that names its channel:
 "<|channel|>analysis<|message|>" begins reasoning, and "<|channel|>final<|message|>" the text for
 the user (OpenAI, "OpenAI harmony response format").
@@ -23,12 +23,12 @@ FUNCTIONS = "functions."  # begins the recipient of a message that calls a tool
 class Channels:
     """The markers of a chat template, and what follows each of them.
 
-    states: for each marker, `text`, `reasoning`, `hidden` (such as a role's name), `name` (of a
-        channel), or `named`: text where the last name is one of FOR_USERS or there is none, else
-        reasoning.
-    required: markers that a template with these channels names.
-    reasons_once: whether there is one part of reasoning, which begins the answer. Markers elsewhere
-        are then text, such as in an answer about the markers.
+    states: the kind of text that follows each marker: `text`, `reasoning`, `hidden` (such as a
+        role's name), `name` (a channel's name), or `named`: text if the last channel name is one of
+        FOR_USERS or missing, else reasoning.
+    required: markers that the source of a template with these channels contains.
+    reasons_once: whether reasoning occurs only once, at the begin of the answer. Later markers are
+        then plain text, such as in an answer about the markers.
     """
 
     states: Mapping[str, str]
@@ -43,16 +43,17 @@ class Channels:
 
 
 class Splitter:
-    """Divides an answer that comes in pieces into reasoning and text.
+    """Splits a streamed answer into reasoning and text.
 
-    prompt: the text before the answer; where it ends with a marker, as some templates do, the
-    answer goes on after that. Space after a marker is left out, and before the first one.
-    tokens: the markers, of channels and of calls of tools, that are tokens of the model. at: the
-    places in the answer's text where the model wrote one as a token, which grow with the answer;
-    elsewhere their characters are text. None if nobody knows them, and then they are markers
-    everywhere. Markers of calls become parts, each a Marker.
-    call: the Markers that stand around the name in the header of a message that calls a tool; such
-    messages are reasoning without them.
+    prompt: the text before the answer; if it ends with a marker, the answer begins in the state
+    behind that marker. White space before the first marker and after each one is dropped.
+    tokens: the markers, of channels and of tool calls, that are single tokens of the model. at: the
+    character offsets in the answer at which the model wrote a marker as a single token; the caller
+    adds to them as the answer grows. Elsewhere a marker's characters are text. None if the offsets
+    are unknown: then markers count everywhere. Each marker of a tool call becomes a part, whose
+    text is a Marker.
+    call: the Markers that enclose the tool's name in the header of a message that calls a tool;
+    without them, such messages are reasoning.
     """
 
     def __init__(
@@ -72,36 +73,36 @@ class Splitter:
         self._prefixes = {marker[:size] for marker in markers for size in range(1, len(marker))}
         self._longest = len(markers[0]) - 1 if markers else 0
         self._state, self._name, self._header, self._held = "text", "", "", ""
-        self._place = 0  # of the text that is divided next, in the answer
-        self._has_begun = True  # whether space counts, since a part has any other character
-        self._is_new = True  # whether all before is space or begins reasoning
-        for marker in self._states:  # perhaps with a role behind it
+        self._place = 0  # offset in the answer of the text that is split next
+        self._has_begun = True  # whether white space is kept, since other text precedes it
+        self._is_new = True  # whether everything so far is white space or begins reasoning
+        for marker in self._states:  # a role may follow the marker
             if re.search(re.escape(marker) + r"\w*\s*$", prompt):
                 self._enter(self._states[marker])
 
     @property
     def reasoning(self) -> str:
-        """Whether reasoning comes next: "open", where it has begun, "maybe" or "no"."""
+        """Whether reasoning comes next: "open" (it has begun), "maybe" or "no"."""
         if self._state == "reasoning":
             return "open"
         return "maybe" if self._is_new and "reasoning" in self._states.values() else "no"
 
     def push(self, piece: str) -> list[Part]:
-        """Adds a piece; returns the parts that are certain, without markers of channels."""
+        """Adds a piece of the answer; returns the certain parts, without channel markers."""
         text = self._held + piece
         held = self._beginning(text)
         if self._states and self._is_new and not text[: len(text) - held].strip():
-            held = len(text)  # space that a marker may follow
+            held = len(text)  # white space: a marker may follow
         self._held = text[len(text) - held :]
         return self._divide(text[: len(text) - held])
 
     def finish(self) -> list[Part]:
-        """The rest, which no marker ends."""
+        """The remaining parts, at the end of the answer."""
         rest, self._held = self._held, ""
         return self._divide(rest)
 
     def _beginning(self, text: str) -> int:
-        """The number of characters at the end that may begin a marker."""
+        """The number of characters at the end of the text that may begin a marker."""
         for found in self._firsts.finditer(text, max(0, len(text) - self._longest)):
             if text[found.start() :] in self._prefixes:
                 return len(text) - found.start()
@@ -129,7 +130,7 @@ class Splitter:
         return merged(parts)
 
     def _is_token(self, index: int) -> bool:
-        """Whether the model wrote the marker at this index of the text as a token."""
+        """Whether the model wrote the marker at this index of the text as a single token."""
         return self._at is None or self._place + index in self._at
 
     def _plain(self, text: str) -> list[Part]:
@@ -138,7 +139,7 @@ class Splitter:
             self._header += text
             self._name += text if self._state == "name" else ""
             return []
-        if not self._has_begun:  # space at the begin of a part that follows a marker
+        if not self._has_begun:  # white space behind a marker
             text = text.lstrip()
             self._has_begun = bool(text)
         if not text:
@@ -147,7 +148,7 @@ class Splitter:
         return [Part(self._state, text)]
 
     def _enters(self, marker: str) -> bool:
-        """Whether a marker divides the answer here, and is not text."""
+        """Whether a marker changes the state here, rather than being text."""
         if marker not in self._states:
             return False
         if not self._channels.reasons_once:
@@ -155,7 +156,7 @@ class Splitter:
         return self._is_new if self._states[marker] == "reasoning" else self._state == "reasoning"
 
     def _enter(self, state: str) -> list[Part]:
-        """Goes on after a marker; the parts are the header of a call, if that ends here."""
+        """Enters the state behind a marker; returns the header of a call if that ends here."""
         parts: list[Part] = []
         if state == "named":
             recipient = re.search(r"\bto=(\S+)", self._header)
@@ -178,7 +179,7 @@ class Splitter:
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Matches the first of the texts that is there, and nothing without any."""
+    """A pattern that matches any of the texts, or nothing if there are none."""
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 

@@ -1,9 +1,9 @@
-"""Checks the messages of a chat, spells them as templates take them, and finds what one leaves out.
+"""Checks chat messages, rewrites them to a template's form, and finds text that it drops.
 
-Templates differ in what they take: a content as a text or as a list of parts, the arguments of a
-tool's call as JSON text or as an object, and a developer's message as such or as the system's. A
-template is a program, so it is asked: it renders the messages with a mark in every text, and a text
-whose mark does not reach the prompt is lost.
+Templates differ in the form that they accept: a content as a string or as a list of parts, the
+arguments of a tool call as a JSON string or as an object, and a developer message with that role or
+as a system message. A template is a program, so the form is found by trial: the template renders
+the messages with a unique marker in every text, and a text whose marker is missing is lost.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Message = dict[str, Any]
 Change = Callable[[Message], Message]
 
 EXAMPLE = '[{"role": "user", "content": "Hello"}]'
-# What a message says. Its other keys only describe it (`name`, `tool_call_id`), or are left out of
-# later prompts on purpose (`reasoning_content`, `thinking`).
+# Keys with a message's content. Other keys only describe it (`name`, `tool_call_id`), or templates
+# drop them from later prompts on purpose (`reasoning_content`, `thinking`).
 SAID = ("content", "refusal", "audio")
 CALLS = ("tool_calls", "function_call")
-REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates call it
-DESCRIPTIONS = ("type", "id")  # keys of a part that say nothing
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the names in templates
+DESCRIPTIONS = ("type", "id")  # keys of a part without content
 WITH_TOOLS = "You are a helpful assistant with some tools."  # of Phi-4-mini's model card
-# Begins a mark. Templates may change letters and blanks, and JSON escapes others; digits stay.
+# Begins a marker. It has only digits: templates may change letters and spaces, JSON escapes others.
 MARK = "6092541837092604"
-WHOLE = f"{MARK}999999"  # a key of each part; a template writes it if it writes parts as data
+WHOLE = f"{MARK}999999"  # a key of each part, rendered only if a template prints parts as data
 
 
 def checked(messages: Any) -> list[Message]:
     """The messages without keys that are None.
 
-    A content of None stays beside calls of tools, since templates ask for it.
+    A content of None is kept in messages with tool calls, since templates look it up.
 
-    Raises ValueError, which names the message, for messages of another form.
+    Raises ValueError, which names the message, for messages of a wrong form.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         found = "empty" if isinstance(messages, (list, tuple)) else type(messages).__name__
@@ -84,7 +84,7 @@ def require_plain(value: Any, where: str) -> None:
 
 
 def _calls(number: int, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The functions that a message calls: objects with `name` and, mostly, `arguments`."""
+    """The functions that a message calls: objects with `name` and usually `arguments`."""
     calls = message.get("tool_calls") or []
     whole = [{"function": message["function_call"]}] if message.get("function_call") else []
     if not isinstance(calls, list | tuple):
@@ -102,7 +102,7 @@ def _calls(number: int, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _arguments(function: Mapping[str, Any], number: int | None = None) -> dict[str, Any]:
-    """The arguments of a call as an object; an empty text stands for none."""
+    """The arguments of a call as an object; an empty string means no arguments."""
     written = function.get("arguments") or {}
     try:
         found = json.loads(written) if isinstance(written, str) else written
@@ -120,12 +120,12 @@ def _arguments(function: Mapping[str, Any], number: int | None = None) -> dict[s
 
 
 def spellings(messages: Sequence[Message], *, knows_developer: bool) -> Iterator[list[Message]]:
-    """The messages in each way that templates may take them, the best first, without repeats.
+    """The messages in each form that templates may accept, the best first, without repeats.
 
-    A developer's message is the system's where the template does not know developers. A content is
-    one text rather than a list of parts, and rather empty than None, which templates would write.
-    Arguments are text where the template takes text: the model then reads what it wrote. Reasoning
-    has all names that templates know; it is left out where the template takes none.
+    Preferred are: the system role for a developer message if the template has no developer role; a
+    content as one string rather than parts, and empty rather than None, which templates would
+    print; arguments as a string, so that the prompt repeats exactly what the model wrote; and
+    reasoning under all names that templates use, or left out if the template rejects it.
 
     knows_developer: whether the template names that role.
     """
@@ -155,7 +155,7 @@ def _as_system(message: Message) -> Message:
 
 
 def _joined(message: Message) -> Message:
-    """The message with the texts of its content's parts as one text, if they are all texts."""
+    """The message with its content's parts joined to one string, if all are text parts."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
@@ -169,15 +169,15 @@ def _text_of(part: Any) -> str | None:
 
 
 def _emptied(message: Message) -> Message:
-    """The message with one text as its content, which is empty for a content of None."""
+    """The message with its content as one string; None becomes an empty string."""
     found = _joined(message)
     return found | {"content": ""} if found.get("content", ...) is None else found
 
 
 def _parted(message: Message) -> Message:
-    """The message with its text as the only part of a list, which is empty for a content of None.
+    """The message with its text as a list of one part; None becomes an empty list.
 
-    Other lists stay.
+    Lists with other parts than text are unchanged.
     """
     content = _joined(message).get("content", ...)
     if isinstance(content, str):
@@ -198,7 +198,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _with_arguments(message: Message, change: Callable[[Mapping[str, Any]], Any]) -> Message:
-    """The message with changed arguments of its calls; of those that have none, without."""
+    """The message with `change` applied to each call that has arguments."""
 
     def changed(function: Mapping[str, Any]) -> dict[str, Any]:
         has_some = function.get("arguments") is not None
@@ -210,7 +210,7 @@ def _with_arguments(message: Message, change: Callable[[Mapping[str, Any]], Any]
 def _with_functions(
     message: Message, change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> Message:
-    """The message with changed functions of its calls."""
+    """The message with `change` applied to the function of each call."""
     found = dict(message)
     if message.get("tool_calls"):
         found["tool_calls"] = [
@@ -223,7 +223,10 @@ def _with_functions(
 
 
 def marked(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-    """The messages with a mark in every text, and what each mark stands for."""
+    """Copies of the messages with a unique marker in every text, and the place of each marker.
+
+    A place is such as "the content of message 2 (user)". `left_out` finds the dropped markers.
+    """
     marks, made = _Marks(), []
     for number, message in enumerate(messages):
         place = f"message {number} ({message['role']})"
@@ -236,12 +239,12 @@ def marked(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
 
 
 def marked_tools(tools: Any) -> tuple[Any, dict[str, str]]:
-    """Tools with a mark in the name of each function, and what each mark stands for."""
+    """Tools with a unique marker in each function's name, and the tool of each marker."""
     marks, made = _Marks("1"), []
     for tool in tools if isinstance(tools, list | tuple) else ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            return tools, {}  # of another form, which the template may know
+            return tools, {}  # another form of tools, which the template may accept
         name = function["name"] + marks.new(f"the tool {function['name']}")
         function = {**function, "name": name}
         made.append({**tool, "function": function} if "function" in tool else function)
@@ -249,7 +252,7 @@ def marked_tools(tools: Any) -> tuple[Any, dict[str, str]]:
 
 
 def with_tools(messages: list[Message], tools: Any) -> list[Message]:
-    """The messages with tools in the system's, where Phi-4-mini's template looks for them."""
+    """The messages with tools in the system message, where Phi-4-mini's template expects them."""
     first, rest = messages[0], messages[1:]
     if first["role"] != "system":
         first, rest = {"role": "system", "content": WITH_TOOLS}, messages
@@ -258,20 +261,20 @@ def with_tools(messages: list[Message], tools: Any) -> list[Message]:
 
 
 class _Marks:
-    """Marks that have been given. places: what each stands for. kind: a digit of all of them."""
+    """Makes unique markers. places: the place of each. kind: a digit that all of them contain."""
 
     def __init__(self, kind: str = "0") -> None:
         self.places: dict[str, str] = {}
         self._kind = kind
 
     def new(self, place: str) -> str:
-        """A mark of a place."""
-        made = f"{MARK}{self._kind}{len(self.places):05d}"  # no mark is a part of another
+        """A new marker of a place."""
+        made = f"{MARK}{self._kind}{len(self.places):05d}"  # no marker is a part of another
         self.places[made] = place
         return made
 
     def value(self, place: str, value: Any) -> Any:
-        """A text, or lists and objects of texts, with marks."""
+        """The value with a marker behind every string in it that has text."""
         if isinstance(value, str):
             return value + self.new(place) if value.strip() else value
         if isinstance(value, Mapping):
@@ -285,24 +288,24 @@ class _Marks:
         return value
 
     def function(self, place: str, called: Mapping[str, Any]) -> dict[str, Any]:
-        """The function of a call with a mark in its name, and marks as its arguments."""
+        """The function of a call with a marker in its name, and markers as its arguments."""
         place = f"the call of {called['name']} in {place}"
         found = {**called, "name": called["name"] + self.new(place)}
         arguments = called.get("arguments")
         if isinstance(arguments, Mapping):
             found["arguments"] = {(made := self.new(place)): made}
-        elif arguments is not None:  # a text has to arrive as it is, and not quoted once more
+        elif arguments is not None:  # a string must be rendered as it is, not quoted again
             found["arguments"] = json.dumps({self.new(place): 0})
             self.places[found["arguments"]] = place
         return found
 
 
 def left_out(prompt: str, marks: Mapping[str, str]) -> list[str]:
-    """Names the texts of marked messages that do not reach the prompt.
+    """The places of the texts that are missing in a prompt of marked messages.
 
-    All of them, if the template writes parts of a content as data, in Python's spelling or as JSON.
-    Arguments of a call are lost where the template writes an object in Python's spelling, or braces
-    of its own around a text.
+    All of them, if the template prints content parts as data (Python's repr, or JSON). Arguments of
+    a call also count as missing if the template prints an object as Python's repr, or encloses a
+    string in further braces.
     """
     return [
         place
@@ -320,7 +323,7 @@ def _name(part: Any, number: int) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, without those that only describe it."""
+    """All strings in a value, without those under descriptive keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -31,20 +31,20 @@ def render(
 ) -> str:
     """Render messages with a chat template, as transformers does.
 
-    The messages get the spelling that the template takes, and nothing that they say is left out.
-    Reasoning of earlier answers, names and ids may be, as the template wishes.
+    The messages get the form that the template accepts, and none of their content is dropped. The
+    template may drop names, ids, and the reasoning of earlier answers.
 
     Args:
       source: Jinja source.
-      messages: dicts with a "role" and a "content" (a text, or what else the template takes), or
-        something else in its place, such as "tool_calls"; `None` counts as missing.
+      messages: dicts with a "role", and a "content" (a string, or another form that the template
+        accepts) or a key in its place, such as "tool_calls"; `None` counts as missing.
       variables: further variables of the template, in plain JSON types.
       name: the tokenizer's name, for error messages.
 
     Raises:
-      ValueError: for messages of another form, values that are not plain JSON types, anything that
-        is said and that the template leaves out (a message, a part of its content, a call, tools,
-        documents), and a template that fails or calls `raise_exception`; the message says which.
+      ValueError: for messages of a wrong form, values that are not plain JSON types, content that
+        the template drops (a message, a part of its content, a call, tools, documents), and a
+        template that fails or calls `raise_exception`; the message says which.
     """
     conversation = checked(messages)
     for key, value in variables.items():
@@ -68,7 +68,7 @@ def render(
                 return prompt_of(spelled, variables.get("tools"))
             if not lost or len(missing) < len(lost):
                 lost = missing
-        except Exception as error:  # a template is a program, which may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             failure = failure or error
     if lost:
         raise ValueError(f"the chat template of {name} leaves out {lost[0]}.")

@@ -1,4 +1,4 @@
-"""Encodes prompts: texts, token ids and chats, a single one or a batch."""
+"""Encodes prompts (texts, token ids or chats), single or in a batch, to token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPECTED = "a text, token ids, or the messages of one chat"
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether the argument is one prompt rather than a batch; anything else counts as a batch."""
+    """Whether the argument is one prompt; any other value counts as a batch."""
     if _is_array(prompts):
         return prompts.ndim == 1
     if isinstance(prompts, str):
@@ -43,7 +43,7 @@ def has_text(prompts: Prompts) -> bool:
 def encode(
     tokenizer: Tokenizer, prompts: Prompts, vocabulary: int, chat_template: str | None = None
 ) -> list[list[int]]:
-    """Token ids of each prompt; prompts of ids are unchanged, without a bos token in front.
+    """Token ids of each prompt; prompts of ids are unchanged, and get no bos token.
 
     vocabulary: the model's number of token ids. chat_template: for chats, as for Tokenizer.chat.
 
@@ -110,7 +110,7 @@ def _kind(index: int, prompt: Any) -> str:
 
 
 def _is_sequence(value: Any) -> bool:
-    # Bytes are sequences of numbers, but nobody means them as token ids.
+    # Bytes are sequences of integers too, but are never meant as token ids.
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
@@ -119,7 +119,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _as_id(value: Any) -> int | None:
-    """A whole number as a Python integer; None for anything else."""
+    """An integer of any integer type as a Python int; None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

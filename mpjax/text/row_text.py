@@ -11,14 +11,14 @@ from mpjax.text.tokenizer import Tokenizer
 class RowText:
     """A row's new tokens and their text so far.
 
-    prompt: the ids in front; whether the text begins with a space can depend on them.
+    prompt: the ids before the row's; whether the text begins with a space can depend on them.
     stop: strings that end the row; its text then ends before the string.
     minimum: stop strings that are complete before token number `minimum` don't count.
 
     Attributes:
       tokens: ids of the row's new tokens.
       text: their text, without a stop string that has ended the row.
-      marker_places: where in the text a marker of the answer's format was written as one token.
+      marker_places: the character offsets of markers that the model wrote as single tokens.
       stopped: whether a stop string has ended the row.
       ended: whether no more text can come.
     """
@@ -52,7 +52,7 @@ class RowText:
             self._extend(piece)
 
     def finish(self) -> None:
-        """Ends the row; bytes that the text stream has held back become text."""
+        """Ends the row; bytes that the text stream has held back are added to the text."""
         if not self.ended:
             self._extend(self._stream.finish())
             self.ended = True

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, and the names that log-probabilities give them."""
+"""The bytes of single tokens, and their names in lists of log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def token_name(spelled: bytes) -> str:
-    r"""The text of a token with these bytes.
+    r"""The name of a token with these bytes: their text.
 
-    A part of a character is spelled out, such as `bytes:\xe2\x82`, as OpenAI does.
+    Incomplete characters are escaped, such as `bytes:\xe2\x82`, as OpenAI does.
     """
     try:
         return spelled.decode()
@@ -35,9 +35,9 @@ def token_name(spelled: bytes) -> str:
 
 
 def _byte_of() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary (GPT-2; Radford et al., 2019).
+    """The byte of each character in a byte-level BPE vocabulary (GPT-2; Radford et al., 2019).
 
-    Printable characters of Latin-1 stand for their own byte. The other bytes, in order, are the
+    Printable characters of Latin-1 stand for their own byte. The remaining bytes, in order, are the
     characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

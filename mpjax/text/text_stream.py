@@ -1,9 +1,9 @@
-"""Decodes token ids that arrive a few at a time to pieces of text.
+"""Decodes streamed token ids to pieces of text.
 
 The text of an id depends on its neighbours: several ids may be the bytes of one character, and a
 decoder drops the space of its first id. So the stream keeps a *window*: first some ids whose text
 is known (the context), then the ids whose text is not certain yet. It decodes the whole window, and
-gives out the characters that are new and certain.
+returns the characters that are new and certain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTEXT = 8  # ids of the context that are kept: more than the bytes of a charac
 
 
 class TextStream:
-    """Turns ids that arrive a few at a time into pieces of text.
+    """Turns streamed token ids into pieces of text.
 
     The pieces joined are exactly `Tokenizer.decode` of all ids. No piece ends within a character:
     text that later ids could change is held back until they arrive, or until `finish`.
@@ -47,7 +47,7 @@ class TextStream:
         self._unfinished = self._emitted - self._certain(self._window)
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds the next ids; returns the new text that later ids can't change, maybe none."""
+        """Adds the next ids; returns the new text that later ids can't change (may be empty)."""
         self._append(i for i in map(int, ids) if self._has_text(i))
         # Byte-fallback tokens, such as <0xE2>, are one byte each. One invalid byte turns the whole
         # run of them into U+FFFD, so the text of a run is certain only when the run has ended.
@@ -65,7 +65,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Returns the rest of the text, unfinished characters as U+FFFD, and empties the stream.
+        """Returns the remaining text, unfinished characters as U+FFFD, and empties the stream.
 
         The stream can be used again, without a context.
         """
@@ -87,7 +87,7 @@ class TextStream:
         return begin
 
     def _shorten_window(self, complete: int) -> None:
-        """Drops ids whose text is certain, except for the last ones that have any text.
+        """Drops ids whose text is certain, except for the last of them that have text.
 
         The ids that stay are the context of later ones: decoders treat the first token differently
         (a SentencePiece "▁" loses its space). complete: the number of ids whose text is certain.
@@ -100,9 +100,9 @@ class TextStream:
         self._unfinished = 0
 
     def _cut_window(self, text: str, complete: int) -> None:
-        """Drops old ids of a long window whose end stays uncertain, such as bytes not in UTF-8.
+        """Drops old ids of a long window whose end stays uncertain, such as invalid UTF-8.
 
-        text: of the first `complete` ids. They are cut only if the rest still decodes to the same
+        text: of the first `complete` ids. They are cut only if the remaining ids decode to the same
         text, except for the character in which the cut lies: at most three bytes, so three U+FFFD.
         """
         start = complete - 2 * CONTEXT
@@ -112,7 +112,7 @@ class TextStream:
             self._emitted += len(kept) - len(text)
 
     def _end(self, context: Sequence[int]) -> list[int]:
-        """The last ids of a context: as many as can change the text of later ids."""
+        """The last ids of a context, as many as can affect the text of later ids."""
         end: list[int] = []
         for index in map(int, reversed(context)):
             # A window that began within a character would turn its bytes into U+FFFD, so the ids

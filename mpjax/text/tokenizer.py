@@ -30,10 +30,10 @@ class Tokenizer:
       stop_ids: ids that end a text, without repeats: `eos_token_id` of `generation_config.json`, or
         else of `config.json`, and then the id of `eos_token`.
       chat_templates: Jinja sources by name; a single one is called "default".
-      style: how answers mark their reasoning, by the default chat template, and how they call
-        tools, by that for chats with tools.
-      special_ids: ids of special tokens. hidden_ids: those that texts don't have: all but the
-        markers of channels and of calls that don't end a text.
+      style: the markers of reasoning (from the default chat template) and the format of tool calls
+        (from the template for chats with tools).
+      special_ids: ids of special tokens. hidden_ids: those that decoded text omits: all but the
+        markers of channels and of tool calls that don't end a text.
       byte_ids: the byte of each token <0x00> to <0xFF>, by its id.
     """
 
@@ -53,7 +53,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.token_to_id(self.special_tokens.get("bos_token", ""))
         eos_id = backend.token_to_id(self.special_tokens.get("eos_token", ""))
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if eos_id is None else [eos_id])]))
-        backend.no_truncation()  # tokenizer.json may hold the length at which training cut texts
+        backend.no_truncation()  # tokenizer.json may have the truncation of the training
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -81,7 +81,7 @@ class Tokenizer:
         )
 
     def to_files(self) -> dict[str, str]:
-        """The texts of the files by name from which `from_folder` reads this tokenizer."""
+        """File name → content of the files from which `from_folder` reads this tokenizer."""
         templates = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
         settings: dict[str, Any] = {**self.special_tokens}
         if templates:
@@ -95,17 +95,17 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, second: str | None = None
     ) -> list[int]:
-        """Token ids of a text, with the bos token where the checkpoint's post-processor adds it.
+        """Token ids of a text, with the special tokens that the checkpoint's post-processor adds.
 
-        add_special_tokens: whether it adds any. second: a text that the post-processor joins to the
-            first one, or None.
+        add_special_tokens: whether it adds them (bos, ...). second: a text that the post-processor
+            joins to the first one, or None.
 
-        The text of a special token becomes that token. `add_bos_token` in `tokenizer_config.json`
-        is not read, as in transformers: `tokenizer.json` says which tokens to add.
+        The text of a special token becomes that token. As in transformers, `add_bos_token` in
+        `tokenizer_config.json` is not read: `tokenizer.json` defines the added tokens.
 
-        Raises ValueError for another type than str, and for half of a surrogate pair, which Python
-        makes of a byte that is not UTF-8 in a terminal or a pipe; CheckpointError where
-        `tokenizer.json` contradicts itself.
+        Raises ValueError if a text is not a str or has a lone surrogate, which Python makes of a
+        byte that is not UTF-8 in a terminal or a pipe; CheckpointError if `tokenizer.json`
+        contradicts itself.
         """
         for given in (text,) if second is None else (text, second):
             _check_text(given)
@@ -113,7 +113,7 @@ class Tokenizer:
             return self.backend.encode(text, second, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of token ids; ids without a token are skipped, broken UTF-8 becomes U+FFFD.
+        """Text of token ids; unknown ids are skipped, and invalid UTF-8 becomes U+FFFD.
 
         skip_special: whether special tokens are skipped too, except for the markers of channels.
         """
@@ -146,11 +146,11 @@ class Tokenizer:
             ...), in plain JSON types. They replace special tokens of the same name.
 
         Raises:
-          ValueError: for a checkpoint without a template, messages of another form, values that are
+          ValueError: for a checkpoint without a template, messages of a wrong form, values that are
             not plain JSON types, and a template that fails or calls `raise_exception`; the message
             says which.
         """
-        from mpjax.text.chat_template import render  # here, since Jinja is for chats alone
+        from mpjax.text.chat_template import render  # here, since only chats need Jinja
 
         source = self._template(chat_template, variables)
         values = {"tools": None, "documents": None, **self.special_tokens, **variables}
@@ -160,7 +160,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **rest: Any
     ) -> list[int]:
-        """Token ids of `chat(...)`. None is added, since templates write special tokens."""
+        """Token ids of `chat(...)`. The template writes all special tokens; none is added."""
         text = self.chat(messages, add_generation_prompt, **rest)
         return self.encode(text, add_special_tokens=False)
 

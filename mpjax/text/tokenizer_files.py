@@ -28,7 +28,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Reads `tokenizer.json`. Raises CheckpointError where it is missing or can't be read."""
+    """Reads `tokenizer.json`. Raises CheckpointError if it is missing or can't be read."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         raise CheckpointError(explain_missing(folder))
@@ -53,7 +53,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def explain_missing(folder: Path) -> str:
-    """A sentence that says why a folder has no tokenizer, and what to do."""
+    """The error message for a folder without a tokenizer.json: the reason, and what to do."""
     if not folder.is_dir():
         return f"{folder} is not a folder: expected a checkpoint folder with a tokenizer.json."
     names = sorted(path.name for path in folder.iterdir())
@@ -67,9 +67,9 @@ def explain_missing(folder: Path) -> str:
 
 
 def read_special_tokens(folder: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """Adds a folder's special tokens to the backend; returns the texts of named ones by name.
+    """Adds a folder's special tokens to the backend; returns the text of each named one.
 
-    Names are such as "bos_token". Raises CheckpointError.
+    A name is, for example, "bos_token". Raises CheckpointError.
     """
     path = folder / CONFIG_NAME
     config = read_optional(path)
@@ -89,7 +89,7 @@ def read_special_tokens(folder: Path, backend: tokenizers.Tokenizer) -> dict[str
     special = [
         known.get(content, tokenizers.AddedToken(content, normalized=False))
         for content in [*present.values(), *map(_content, extra)]
-        # A named text without an id is not a token of this model. A plain token that is named here
+        # A special token that the vocabulary lacks is skipped. A plain token that is named here
         # becomes special.
         if content is not None and backend.token_to_id(content) is not None
     ]
@@ -150,7 +150,7 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 def _of_language_model(path: Path, key: str) -> Any:
-    """The value of a key in a file or, for models of several modalities, in its text_config."""
+    """The value of a key in a file or, for multimodal models, in its text_config."""
     values = read_optional(path)
     if values.get(key) is not None:
         return values[key]
@@ -159,7 +159,7 @@ def _of_language_model(path: Path, key: str) -> Any:
 
 
 def _require(value: Any, kind: type, where: str, expected: str) -> Any:
-    """The value, if it has the type `kind`; an empty one for None. Else raises CheckpointError."""
+    """The value, or `kind()` for None. Raises CheckpointError if it is not of type `kind`."""
     if value is None:
         return kind()
     if not isinstance(value, kind):
@@ -168,7 +168,7 @@ def _require(value: Any, kind: type, where: str, expected: str) -> Any:
 
 
 def _content(token: Any) -> str | None:
-    """Text of a token in JSON, a string or {"content": ...}; None for anything else."""
+    """The text of a token given as a string or as {"content": ...}; None for anything else."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -218,7 +218,7 @@ def _add_tokens(
 ) -> None:
     """Adds tokens that tokenizer.json lacks to the backend, in order of id.
 
-    path: tokenizer_config.json. Raises CheckpointError where a token can't have its id there.
+    path: of tokenizer_config.json. Raises CheckpointError if a token would get another id.
     """
     missing = {
         index: token
@@ -226,7 +226,7 @@ def _add_tokens(
         if backend.token_to_id(token.content) is None
     }
     free = backend.get_vocab_size()
-    backend.add_tokens(list(missing.values()))  # one call, as each takes time for the vocabulary
+    backend.add_tokens(list(missing.values()))  # one call, as each processes the whole vocabulary
     for index, token in missing.items():
         if (found := backend.token_to_id(token.content)) != index:
             raise CheckpointError(

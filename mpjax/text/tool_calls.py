@@ -1,7 +1,7 @@
-"""Reads calls of tools out of an answer that comes in pieces.
+"""Parses tool calls in a streamed answer.
 
-An answer is a sequence of symbols: characters, and markers that the model wrote as one token. Where
-a marker is a token of the model's vocabulary, its characters in other tokens are text.
+An answer is a sequence of symbols: characters, and markers that the model wrote as single tokens.
+If a marker is a token of the vocabulary, the same characters from other tokens are text.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mpjax.text.tool_schemas import PYTHONIC, as_json, is_text, no_json, propert
 NAME = re.compile(r"[A-Za-z0-9_.-]")  # a character of a tool's name
 LETTER = re.compile(r"[A-Za-z0-9]")
 QUOTES = re.compile(r'["\\]')
-DEPTH = 64  # of values within values, which Python reads by recursion
+DEPTH = 64  # of nested values, since Python parses them by recursion
 
-# What reads symbols: it waits at each `yield` for the next one, or None at the end.
+# A parser as a coroutine: each `yield` waits for the next symbol, or None at the end.
 Reading = Generator[None, str | None, Any]
 Say = Callable[[str], None]
 
 
 class Marker(str):
-    """A marker that is one token."""
+    """A marker that the model wrote as a single token."""
 
     __slots__ = ()
 
@@ -38,8 +38,8 @@ class Part(NamedTuple):
 
     kind: `text` or `reasoning`; `call`, which begins a call of the tool whose name is the text;
         `arguments`, more of the call's arguments in JSON; `end` of a complete call; or `broken`,
-        the end of a call that is not complete, whose text is all that was written of it.
-    id: of a call that begins. number: of the call among those that the answer has begun, from 0.
+        the end of an incomplete call, whose text is everything that the model wrote of the call.
+    id: of a call that begins. number: the index of the call among the answer's calls, from 0.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The parts, with neighbours of one kind as one, but for Markers and ends of calls."""
+    """The parts, with neighbours of one kind joined, except for Markers and ends of calls."""
     found: list[Part] = []
     for part in parts:
         before = found[-1] if found else Part("", "")
@@ -63,14 +63,14 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What becomes of characters up to one of `stops`, when the next symbol is waited for."""
+    """A fast path: characters before the next match of `stops` go to `say` in one piece."""
 
     stops: re.Pattern[str]
     say: Say
 
 
 class _BrokenError(Exception):
-    """What was read is no call."""
+    """The symbols are not a tool call."""
 
 
 class _EndedError(Exception):
@@ -83,10 +83,10 @@ def _any_of(characters: frozenset[str]) -> re.Pattern[str]:
 
 
 class CallReader:
-    """Divides the text of an answer into text and calls.
+    """Splits the text of an answer into text for the user and tool calls.
 
-    tools: the schema of each tool's arguments, by its name; a call of any other is text.
-    tokens: the markers that are tokens, which come as Markers.
+    tools: the schema of each tool's arguments, by its name; calls of other tools stay text.
+    tokens: the markers that are single tokens; `push` gets them as Markers.
     """
 
     def __init__(
@@ -95,26 +95,26 @@ class CallReader:
         self._format, self._tools = format, tools
         self._tokens = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self._parts: list[Part] = []
-        self._read: list[str] = []  # symbols that have not become parts yet
-        self._again: list[str] = []  # symbols to read again, the last one first
-        self._space = ""  # that is text if other text follows
-        self._is_new = True  # whether there was only space so far
+        self._read: list[str] = []  # symbols that are not in parts yet
+        self._again: list[str] = []  # symbols to read again, in reverse order
+        self._space = ""  # white space that is text only if more text follows
+        self._is_new = True  # whether the answer is only white space so far
         self._has_calls = self._is_inside = False
-        self._has_begun = False  # whether a part tells of the call that is read
-        self._arguments: list[str] = []  # of this call
-        self._number = -1  # of this call
+        self._has_begun = False  # whether a part `call` was added for the current call
+        self._arguments: list[str] = []  # of the current call
+        self._number = -1  # of the current call
         self._run: _Run | None = None
         self._machine: Reading = self._answer()
         next(self._machine)
 
     def push(self, piece: str) -> list[Part]:
-        """Adds a piece of text, or a Marker; returns the parts that are certain."""
+        """Adds a string or a Marker of the answer; returns the parts that are certain."""
         if isinstance(piece, Marker):
             self._machine.send(piece)
             return self._taken()
         at = 0
         while at < len(piece):
-            if self._run is not None:  # characters that need no look
+            if self._run is not None:  # the fast path
                 found = self._run.stops.search(piece, at)
                 end = len(piece) if found is None else found.start()
                 if end > at:
@@ -126,18 +126,18 @@ class CallReader:
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """The rest; a call that has not ended is broken."""
-        for _ in self._machine:  # which sends None
+        """The remaining parts, at the end of the answer; an unfinished call is broken."""
+        for _ in self._machine:  # each iteration sends None
             pass
         return self._taken()
 
     def _taken(self) -> list[Part]:
-        """The parts since the last time."""
+        """The parts since the last call of `_taken`, joined."""
         parts, self._parts = self._parts, []
         return merged(parts)
 
     def _answer(self) -> Reading:
-        """Reads an answer to its end."""
+        """Parses a whole answer."""
         try:
             while True:
                 yield from self._text()
@@ -153,7 +153,7 @@ class CallReader:
                 self._parts.append(Part("text", self._space))
 
     def _give_up(self) -> None:
-        """Leaves what was read in the text, as it is no call."""
+        """Gives the symbols that were read back to the text, since they are not a call."""
         if self._has_begun:
             self._add("broken", "".join(self._read))
             self._has_begun = False
@@ -163,7 +163,7 @@ class CallReader:
         self._read.clear()
 
     def _say(self, symbol: str) -> None:
-        """Adds text for the user; space waits for more, as that around calls says nothing."""
+        """Adds text for the user. Trailing space is held back: around calls it is dropped."""
         text = self._space + symbol
         if shown := text.rstrip():
             self._parts.append(Part("text", shown))
@@ -171,7 +171,7 @@ class CallReader:
         self._space = text[len(shown) :]
 
     def _text(self) -> Reading:
-        """Reads text up to what may begin a call, and leaves that to be read again."""
+        """Reads text up to a symbol that may begin a call, which stays to be read again."""
         format = self._format
         while True:
             openers = [format.begin.rstrip()]
@@ -191,7 +191,7 @@ class CallReader:
             self._read.clear()
 
     def _section(self) -> Reading:
-        """Reads calls up to other text."""
+        """Parses one or more calls, up to the next text."""
         format = self._format
         self._is_inside |= yield from self._accepts(format.begin.rstrip())
         style = format.arguments
@@ -211,14 +211,14 @@ class CallReader:
             self._is_inside = False
 
     def _drops(self, literal: str) -> Reading:
-        """Whether a literal text comes next, which is no part of the answer."""
+        """Whether a literal text comes next; if so, it is dropped from the answer."""
         found = yield from self._accepts(literal)
         if found:
             self._read.clear()
         return found
 
     def _next(self, run: _Run | None = None) -> Reading:
-        """The next symbol. run: what becomes of characters before it."""
+        """The next symbol. run: the fast path for the characters before it."""
         symbol: str | None
         if self._again:
             symbol = self._again.pop()
@@ -232,21 +232,21 @@ class CallReader:
         return symbol
 
     def _visible(self) -> Reading:
-        """The next symbol that is no space."""
+        """The next symbol that is not white space."""
         while (symbol := (yield from self._next())).isspace():
             pass
         return symbol
 
     def _back(self, count: int) -> None:
-        """Leaves the last symbols to be read again."""
+        """Puts the last `count` symbols back, to be read again."""
         at = len(self._read) - count
         self._again += reversed(self._read[at:])
         del self._read[at:]
 
     def _accepts(self, literal: str, spaced: bool = True) -> Reading:
-        """Whether a literal text comes next, which it then reads; its spaces may be missing.
+        """Whether a literal text comes next; if so, reads it. Its spaces may be missing.
 
-        spaced: whether any space may come before.
+        spaced: whether white space may precede it.
         """
         begin = len(self._read)
         symbol = (yield from self._visible() if spaced else self._next()) if literal else None
@@ -263,7 +263,7 @@ class CallReader:
         return bool(literal)
 
     def _begins(self, literals: Iterable[str]) -> re.Pattern[str]:
-        """The characters with which literal texts begin, whose first spaces may be missing."""
+        """Matches a first symbol of any literal text; leading spaces may be missing."""
         found = set()
         for literal in literals:
             for symbol in self._symbols(literal):
@@ -273,7 +273,7 @@ class CallReader:
         return _any_of(frozenset(symbol for symbol in found if not isinstance(symbol, Marker)))
 
     def _passed(self, say: Say) -> Say:
-        """Passes characters of a call on, which stay a part of what was read of it."""
+        """`say` for characters within a call: they also count as read."""
 
         def passed(text: str) -> None:
             self._read.append(text)
@@ -283,7 +283,7 @@ class CallReader:
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 (a reader ends with its answer)
     def _symbols(self, literal: str) -> list[str]:
-        """The symbols of a literal text."""
+        """A literal text as symbols: characters and Markers."""
         found: list[str] = []
         at = 0
         for match in self._tokens.finditer(literal):
@@ -296,7 +296,7 @@ class CallReader:
             raise _BrokenError
 
     def _word(self, pattern: re.Pattern[str]) -> Reading:
-        """Characters of a pattern, as many as there are."""
+        """The longest run of next symbols of which each matches the pattern."""
         found = ""
         while pattern.fullmatch(symbol := (yield from self._next())):
             found += symbol
@@ -307,7 +307,7 @@ class CallReader:
         self._parts.append(Part(kind, text, id, self._number))
 
     def _begin(self, name: str, number: str = "") -> None:
-        """Tells of a call. number: its identity, as the model wrote it."""
+        """Adds the part that begins a call. number: the call's id as the model wrote it, or ""."""
         if name not in self._tools:
             raise _BrokenError
         format = self._format
@@ -323,7 +323,7 @@ class CallReader:
         self._arguments.append(text)
 
     def _end(self) -> None:
-        """Ends a call, whose arguments have to be an object of JSON."""
+        """Ends a call, which is broken unless its arguments are a JSON object."""
         try:
             found = json.loads("".join(self._arguments), parse_constant=no_json)
         except (ValueError, RecursionError) as error:
@@ -335,7 +335,7 @@ class CallReader:
         self._has_begun, self._has_calls, self._is_new = False, True, False
 
     def _call(self) -> Reading:
-        """Reads a call behind its begin."""
+        """Parses a call behind its opening marker."""
         format = self._format
         name = yield from self._word(NAME)
         has_number = yield from self._accepts(format.number)
@@ -352,7 +352,7 @@ class CallReader:
         self._end()
 
     def _object(self, style: InObject) -> Reading:
-        """Reads a call behind the brace of its object."""
+        """Parses a call that is a JSON object, behind its opening brace."""
         texts = {"name": "", "id": ""}
         held: list[str] = []  # arguments that come before the name
         end = yield from self._visible()
@@ -376,20 +376,20 @@ class CallReader:
         self._end()
 
     def _string(self, quote: str) -> Reading:
-        """The text of a string of JSON behind its quote."""
+        """The value of a JSON string. quote: its first symbol, already read."""
         if quote != '"':
             raise _BrokenError
         found: list[str] = ['"']
         yield from self._string_to(found.append)
         try:
             text: str = json.loads("".join(found), strict=False)
-            text.encode()  # half of a surrogate pair is in no text
+            text.encode()  # a lone surrogate is not valid text
         except ValueError as error:
             raise _BrokenError from error
         return text
 
     def _string_to(self, say: Say) -> Reading:
-        """Passes a string of JSON on, behind its quote; markers in it are its characters."""
+        """Passes a JSON string to `say`, behind its opening quote; Markers in it count as text."""
         run = _Run(QUOTES, self._passed(say))
         while (symbol := (yield from self._next(run))) != '"':
             say(symbol)
@@ -398,7 +398,7 @@ class CallReader:
         say(symbol)
 
     def _json(self, say: Say) -> Reading:
-        """Passes a value of JSON on, as it is written."""
+        """Passes a JSON value to `say` as it is written."""
         say(symbol := (yield from self._visible()))
         depth = 0
         while True:
@@ -416,7 +416,7 @@ class CallReader:
             say(symbol)
 
     def _parameters(self, style: AsParameters, schema: Mapping[str, Any]) -> Reading:
-        """Reads arguments between markers, and what ends the call."""
+        """Parses arguments between markers, and the marker that ends the call."""
         before = "{"
         while not (yield from self._accepts(self._format.close)):
             yield from self._require(style.open)
@@ -434,7 +434,7 @@ class CallReader:
         self._argue("{}" if before == "{" else "}")
 
     def _until(self, literal: str, say: Say) -> Reading:
-        """Passes symbols on up to a literal text, which it reads."""
+        """Passes symbols to `say` up to a literal text, and reads that text."""
         run = _Run(self._begins([literal]), self._passed(say))
         while True:
             yield from self._next(run)
@@ -444,7 +444,7 @@ class CallReader:
             say((yield from self._next()))
 
     def _text_until(self, literal: str) -> Reading:
-        """Passes a text on as a string of JSON."""
+        """Adds the text before a literal to the arguments, as a JSON string."""
         self._argue('"')
         yield from self._until(
             literal, lambda symbol: self._argue(json.dumps(symbol, ensure_ascii=False)[1:-1])
@@ -452,7 +452,7 @@ class CallReader:
         self._argue('"')
 
     def _quoted_object(self, quote: str, depth: int) -> Reading:
-        """Reads the arguments of Gemma's format behind their brace."""
+        """Parses an object in Gemma's format, behind its opening brace."""
         before = "{"
         while not (yield from self._accepts("}")):
             if before != "{":
@@ -469,7 +469,7 @@ class CallReader:
         self._argue("{}" if before == "{" else "}")
 
     def _quoted(self, quote: str, depth: int) -> Reading:
-        """Reads a value of Gemma's format."""
+        """Parses a value in Gemma's format."""
         if not depth:
             raise _BrokenError
         if (yield from self._accepts(quote)):

@@ -1,6 +1,6 @@
-"""The formats in which models write calls of tools, found from the source of their chat templates.
+"""The formats in which models write tool calls, recognised from their chat templates.
 
-A call is literal text around a name and its arguments, as templates write it into a history. The
+A call is literal text around a name and its arguments, as templates render earlier calls. The
 same description parses an answer (`tool_calls.py`) and constrains one (`tool_grammars.py`).
 """
 
@@ -29,7 +29,7 @@ class AsJson:
 class AsParameters:
     """Each argument has markers around its name and its value.
 
-    A text is its value as it is, and other values are JSON.
+    A string is written without quotes, and other values as JSON.
     """
 
     open: str
@@ -39,7 +39,7 @@ class AsParameters:
 
 @dataclasses.dataclass(frozen=True)
 class Quoted:
-    """The arguments are `{name:value,...}`, with a marker on both sides of each text."""
+    """The arguments are `{name:value,...}`, with a marker on both sides of each string."""
 
     quote: str
 
@@ -49,21 +49,21 @@ Arguments = InObject | AsJson | AsParameters | Quoted
 
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """How a model writes tool calls.
 
     Spaces and newlines of the literal texts may be missing in an answer, and there may be more of
     them around calls.
 
-    required: texts that the source of a template with this format has.
-    begin, end: around the calls; around each of them, if wraps_each. between: what separates them.
+    required: strings that the source of a template with this format contains.
+    begin, end: around all calls; around each call, if wraps_each. between: the separator of calls.
     open, middle, close: before a call's name, between it and its arguments, and behind them.
-    is_bare: whether an answer that begins with a call's text is one without `begin`; `open` alone
-        begins a call, if opens_alone.
-    number: the marker of an identity that the model writes behind the name, or "".
-    number_pattern: the regular expression of such an identity. identity: the call's id with it.
-    id_size: the number of characters of other ids behind id_prefix.
-    is_single: whether an answer has one call at most. in_header: whether a call is a message of a
-        channel (`channels.py`), and `open` and `middle` stand for its header.
+    is_bare: whether `begin` may be missing if the answer begins with a call.
+    opens_alone: whether `open` begins a call also without `begin`.
+    number: the marker of the id that the model writes behind the name, or "".
+    number_pattern: the regular expression of such an id. identity: the call's id made from it.
+    id_size: the number of random characters behind id_prefix in ids that mpjax makes.
+    is_single: whether an answer has at most one call. in_header: whether a call is a message of a
+        channel (`channels.py`), with `open` and `middle` in its header.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ToolFormat:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All literal texts."""
+        """All literal texts of the format."""
         found = [self.begin, self.end, self.open, self.middle, self.close, self.number]
         if isinstance(self.arguments, AsParameters):
             found += dataclasses.astuple(self.arguments)

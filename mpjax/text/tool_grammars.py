@@ -1,6 +1,6 @@
-"""Grammars of answers with calls of tools, in the Lark dialect of llguidance.
+"""Grammars of answers with tool calls, in llguidance's Lark dialect.
 
-They are made from the same descriptions that read answers (`tool_formats.py`). Markers that are
+They are built from the descriptions that also parse answers (`tool_formats.py`). Markers that are
 tokens of the model are tokens of the grammar; text between them is any text without such tokens.
 """
 
@@ -18,9 +18,9 @@ from mpjax.text.tool_schemas import property_of, types
 
 TEXT = "TEXT: /(.|\\n)*/"
 ANY = {"type": "object"}
-# Models may write spaces for ever where JSON allows any.
+# Where JSON allows any white space, a model could write it without end.
 SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\t\\r]{1,16}"}}
-# Keys of a text's schema that a grammar of plain text does not enforce.
+# Schema keys of strings that a grammar of unquoted text does not enforce.
 UNENFORCED = ("pattern", "format", "minLength", "maxLength")
 NO_FORMAT = ToolFormat("none", (), AsJson())
 LEAVES = {"integer", "number", "boolean", "null"}
@@ -30,7 +30,7 @@ LEAVES = {"integer", "number", "boolean", "null"}
 class Called:
     """A tool in a grammar.
 
-    is_strict: whether a text that the grammar can't hold to its schema is an error.
+    is_strict: whether a string schema that the grammar can't enforce is an error.
     """
 
     name: str
@@ -49,13 +49,13 @@ def grammar(
 ) -> str:
     """The grammar of answers that call these tools, after the reasoning that may come first.
 
-    prompt: the end of the text before the answer, which tells whether reasoning has begun.
-        is_required: whether the answer has to be calls, and not text or text with calls.
-        is_single: whether it has one call at most. has_answer: whether a text has a grammar of its
-        own, called `answer`; the answer is calls or such a text then.
+    prompt: the end of the text before the answer, which shows whether reasoning has begun.
+        is_required: whether the answer must be calls only, rather than text or text with calls.
+        is_single: whether it has at most one call. has_answer: whether the text for the user has a
+        grammar of its own, the rule `answer`; then the answer is either calls or such a text.
 
-    Raises ValueError for a schema that the format's grammar can't hold texts to, and where calls in
-    a free text begin with no token of the model.
+    Raises ValueError for a schema that the format's grammar can't enforce, and if calls within free
+    text don't begin with a token of the model.
     """
     made = _Grammar(style, is_single)
     calls = [made.call(tool) for tool in tools]
@@ -73,7 +73,7 @@ def grammar(
 
 
 class _Grammar:
-    """Collects rules. Expressions are texts of Lark."""
+    """Collects the rules of a grammar. Rules and expressions are strings of Lark."""
 
     def __init__(self, style: Style, is_single: bool) -> None:
         self._style, self._format = style, style.tools or NO_FORMAT
@@ -82,13 +82,13 @@ class _Grammar:
         self.rules: list[str] = []
 
     def rule(self, expression: str, kind: str = "") -> str:
-        """The name of a new rule."""
+        """Adds a rule for an expression; returns the rule's name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{kind}: {expression}")
         return name
 
     def literal(self, text: str) -> str:
-        """The expression of a literal text."""
+        """The expression of a literal text, with its markers as tokens."""
         for marker, index in self._ids.items():
             before, found, behind = text.partition(marker)
             if found:
@@ -96,7 +96,7 @@ class _Grammar:
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def up_to(self, text: str) -> str:
-        """Any text that ends at the first occurrence of a literal one, which is not empty."""
+        """Any text up to and including the first occurrence of a literal one (not empty)."""
         first = self.literal(text).strip()
         if first.startswith("<["):
             return f"TEXT {first}"
@@ -107,11 +107,11 @@ class _Grammar:
         return f"{plain} {self.literal(text[len(words) :])}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A value of JSON."""
+        """The expression of a JSON value that matches a schema."""
         return f"%json {json.dumps({**schema, **SPACES}, ensure_ascii=False)}"
 
     def before(self, reasoning: str) -> str:
-        """What comes before text and calls."""
+        """The expression of the reasoning and headers before text and calls."""
         channels = self._style.channels
         if channels is HARMONY:
             end = self.literal("<|end|><|start|>assistant")
@@ -126,12 +126,12 @@ class _Grammar:
         return thought if reasoning == "open" else f"({self.literal(begin)} {thought})?"
 
     def final(self) -> str:
-        """What comes before a text for the user."""
+        """The expression of the header before text for the user."""
         is_harmony = self._style.channels is HARMONY
         return self.literal("<|channel|>final<|message|>") if is_harmony else ""
 
     def required(self) -> str:
-        """Calls and nothing else."""
+        """The expression of an answer of calls alone."""
         format = self._format
         begin, end = self.literal(format.begin), self.literal(format.end)
         if format.is_bare:
@@ -147,7 +147,7 @@ class _Grammar:
         return f"{begin} call {'' if self._is_single else f'({more} call)*'} {end}"
 
     def free(self) -> str:
-        """Text, in which calls are those of the tools."""
+        """The expression of free text that may contain calls of the tools."""
         format = self._format
         calls = self.required()
         if format.is_bare:
@@ -165,10 +165,10 @@ class _Grammar:
         return f"({block}){'?' if self._is_single else '*'} TEXT"
 
     def call(self, tool: Called) -> str:
-        """The rule of a call of a tool."""
+        """Adds the rule of a call of a tool; returns the rule's name."""
         format = self._format
         if isinstance(format.arguments, InObject):
-            # In the pieces of JSON, since a text of JSON may begin alike.
+            # JSON token by token, since other JSON text may begin alike.
             key = format.arguments.key
             head = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", f'"{key}"', ":", " "]
             before = " ".join(map(self.literal, head))
@@ -187,7 +187,7 @@ class _Grammar:
         return self.rule(f"{open} {middle} {arguments} {close}")
 
     def parameters(self, style: AsParameters, tool: Called) -> str:
-        """Arguments between markers, in the order of the schema."""
+        """The expression of arguments between markers, in the schema's order."""
         space = self._format.close[: -len(self._format.close.lstrip())]
         parts = []
         for key, is_needed in _keys(tool.schema):
@@ -206,7 +206,7 @@ class _Grammar:
         return " ".join(parts)
 
     def text(self, end: str, schema: Mapping[str, Any], tool: Called) -> str:
-        """A text as it is, and what ends it."""
+        """The expression of an unquoted string and of the literal `end` behind it."""
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             written = (v if isinstance(v, str) else json.dumps(v) for v in values)
@@ -219,7 +219,7 @@ class _Grammar:
         return self.up_to(end)
 
     def quoted_object(self, style: Quoted, schema: Mapping[str, Any], tool: Called) -> str:
-        """An object in Gemma's format, whose keys are sorted."""
+        """The expression of an object in Gemma's format, with sorted keys."""
         keys = sorted(_keys(schema))
         if not keys:
             pair = f'/[^:,{{}}]{{1,64}}/ ":" {self.quoted_any(style)}'
@@ -235,7 +235,7 @@ class _Grammar:
         return f'"{{" {tail_first}'
 
     def quoted(self, style: Quoted, schema: Mapping[str, Any], tool: Called) -> str:
-        """A value in Gemma's format."""
+        """The expression of a value in Gemma's format that matches a schema."""
         allowed = types(schema)
         quote = self.literal(style.quote)
         found = []
@@ -252,7 +252,7 @@ class _Grammar:
         return f"({' | '.join(found)})" if found else self.quoted_any(style)
 
     def quoted_any(self, style: Quoted) -> str:
-        """Any value in Gemma's format."""
+        """The name of the rule of any value in Gemma's format."""
         if "any:" not in " ".join(self.rules):
             quote = self.literal(style.quote)
             pair = '/[^:,{}]{1,64}/ ":" any'
@@ -264,12 +264,12 @@ class _Grammar:
 
 
 def _may_be_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema allows texts, or says nothing."""
+    """Whether a schema allows strings, or names no type."""
     return not types(schema) or "string" in types(schema)
 
 
 def _keys(schema: Mapping[str, Any]) -> Iterable[tuple[str, bool]]:
-    """The arguments of a schema, and whether each is required."""
+    """The name of each argument in a schema, and whether it is required."""
     required, properties = schema.get("required"), schema.get("properties")
     needed = required if isinstance(required, list) else []
     keys = properties if isinstance(properties, Mapping) else {}

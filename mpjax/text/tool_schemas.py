@@ -1,4 +1,4 @@
-"""What the schema of a tool's arguments says about values that are written as plain text."""
+"""Types of tool arguments by their JSON schema, for values that are written without quotes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Python's spellings, which templates write and models learn.
+# Python's literals, which templates render and models learn.
 PYTHONIC = {"True": True, "False": False, "None": None}
-DEPTH = 16  # of references, which may lead back to themselves
+DEPTH = 16  # limit of nested references, which may be circular
 
 
 def property_of(schema: Schema, key: str) -> Schema:
-    """The schema of an argument, with the definitions that it may refer to; {} if it has none."""
+    """The schema of an argument, with the definitions that it may refer to; {} without one."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
@@ -21,20 +21,20 @@ def property_of(schema: Schema, key: str) -> Schema:
 
 
 def types(schema: Schema) -> set[str]:
-    """The JSON types that a schema allows; none where it does not say."""
+    """The JSON types that a schema allows; empty if it names none."""
     return {*_types(schema, schema, DEPTH)}
 
 
 def is_text(schema: Schema) -> bool:
-    """Whether a schema allows texts alone."""
+    """Whether a schema allows only strings."""
     return types(schema) == {"string"}
 
 
 def as_json(written: str, schema: Schema) -> str:
-    """A value that is written as plain text, as JSON.
+    """The JSON of a value that is written without quotes.
 
-    It is a text unless the schema allows another type as which it can be read; where the schema
-    says nothing, it is JSON if it can be read so.
+    The value is a string unless it parses as another type that the schema allows. If the schema
+    names no type, it is JSON if it parses as JSON, else a string.
     """
     allowed = types(schema)
     bare = written.strip()
@@ -49,7 +49,7 @@ def as_json(written: str, schema: Schema) -> str:
 
 
 def no_json(word: str) -> None:
-    """Raises ValueError for a word such as NaN, which Python alone takes for JSON."""
+    """Raises ValueError for a word such as NaN, which Python's parser accepts but JSON lacks."""
     raise ValueError(f"{word} is no JSON")
 
 
@@ -71,7 +71,7 @@ def _types(schema: Any, root: Schema, depth: int) -> Iterator[str]:
 
 
 def _referred(root: Any, reference: str) -> Any:
-    """The schema to which "#/$defs/name" refers; None if there is none."""
+    """The schema to which a reference such as "#/$defs/name" points; None if there is none."""
     for name in reference.removeprefix("#/").split("/"):
         root = root.get(name) if isinstance(root, Mapping) else None
     return root

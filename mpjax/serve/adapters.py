@@ -1,4 +1,4 @@
-"""Adapters that clients load and unload at run time, as vLLM's server has it."""
+"""Adapters that clients load and unload at run time, by the API of vLLM's server."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpjax.serve.tables import LOAD_ADAPTER, UNLOAD_ADAPTER
 
 
 class ServedAdapters:
-    """The adapters of a server's model, which clients name in the place of the model.
+    """The adapters of a server's model. Clients pass an adapter's name as `model`.
 
-    base: the model's own name. most: adapters that there may be at once, with removed ones
-    in use; 0: clients load none.
+    base: the model's own name. most: the limit of adapters at a time, including unloaded ones that
+    requests still use; 0: clients can't load adapters.
     """
 
     def __init__(self, lm: LanguageModel, base: str, most: int) -> None:
@@ -28,9 +28,9 @@ class ServedAdapters:
         self._lock = threading.Lock()  # between counting and adding
 
     def find(self, name: str | None) -> str | None:
-        """The adapter that a client asks for; None for the model itself.
+        """The adapter that a client names; None for the model itself.
 
-        Raises RequestError for a name that neither has.
+        Raises RequestError for an unknown name.
         """
         if name is None or name == self.base:
             return None

@@ -1,4 +1,4 @@
-"""Writes the objects of OpenAI's completions and chat completions."""
+"""Builds the JSON objects of OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DELTAS = {"text": "content", "reasoning": "reasoning_content"}
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The objects that answer a request: a whole one, or the chunks of a stream.
+    """The parts that all objects of one answer share, whole or streamed in chunks.
 
-    tokenizer: of the model. model: its name. id, created: of the answer.
+    tokenizer: of the model. model: the model's name. id, created: of the answer.
     """
 
     tokenizer: Tokenizer
@@ -36,10 +36,10 @@ class Answer:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def usage(self, handles: Sequence[Handle]) -> dict[str, Any]:
-        """The numbers of tokens.
+        """The `usage` object: numbers of prompt, completion and cached tokens.
 
-        The choices of a prompt have it in common. Those behind the first find in the cache what the
-        first one wrote, so that only the first one's tokens were there before the request.
+        The choices of a prompt share it, so its tokens count once. Cached tokens are those of the
+        first choice only: later choices hit pages that the first one wrote.
         """
         first = handles[:: self.asked.choices]
         prompt = sum(len(handle.prompt) for handle in first)
@@ -53,14 +53,14 @@ class Answer:
         }
 
     def frame(self, kind: str, prefix: str, choices: list[Any]) -> dict[str, Any]:
-        """The object around choices."""
+        """The object that encloses choices. kind: its `object`. prefix: of its id."""
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
         return head | {"model": self.model, "choices": choices}
 
     def reader(self, handle: Handle, at: Container[int] | None = None) -> AnswerReader:
-        """Divides the answer of a chat: reasoning, text, and calls of tools.
+        """A reader that splits a chat answer into reasoning, text and tool calls.
 
-        at: where markers are tokens, if not as the handle tells.
+        at: the offsets of markers that are single tokens; None for the handle's own.
         """
         prompt, tools = self.tokenizer.decode(handle.prompt[-TAIL:], False), self.asked.tools
         return AnswerReader(
@@ -72,20 +72,20 @@ class Answer:
         )
 
     def echo(self, index: int) -> str:
-        """The text of a choice's prompt, if it is to be part of the answer."""
+        """The text of a choice's prompt if the request has `echo`, else an empty string."""
         return self.asked.echoes[index // self.asked.choices] if self.asked.echoes else ""
 
     def places(self, handle: Handle, echo: str = "") -> Places:
-        """The places of a choice's new tokens in its text. echo: the prompt in front of them."""
+        """The text offsets of a choice's new tokens. echo: the echoed prompt before them."""
         return Places(self.tokenizer, handle.prompt, len(echo))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one token, special ones too."""
+        """The bytes of one token, special tokens included."""
         return token_bytes(self.tokenizer, token)
 
 
 class Style(Protocol):
-    """How an endpoint writes one answer.
+    """The format of one endpoint's answers.
 
     end: the last line of a stream.
     """
@@ -93,33 +93,33 @@ class Style(Protocol):
     end: str
 
     def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
-        """The answer, when all requests have ended."""
+        """The whole answer, after all requests have ended."""
 
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
-        """Divides a choice, if its parts are told apart."""
+        """A reader that splits a choice into parts; None if the endpoint doesn't split."""
 
     def events(self, answer: Answer, index: int, handle: Handle) -> AsyncIterator[dict[str, Any]]:
-        """The objects of a stream for a choice, as it comes."""
+        """The streamed objects of a choice, while it is generated."""
 
     def failure(self, answer: Answer, error: RequestError) -> dict[str, Any]:
-        """The object of a stream that has failed."""
+        """The object that reports an error in a stream."""
 
     def closing(self, answer: Answer, handles: Sequence[Handle]) -> list[dict[str, Any]]:
-        """The objects of a stream behind those of all choices."""
+        """The last objects of a stream, after those of all choices."""
 
 
 class _Chunked(abc.ABC):
-    """Streams of chunks, each with the next text of a choice."""
+    """An endpoint whose stream consists of chunks, each with the next text of a choice."""
 
     end = "data: [DONE]\n\n"
 
     @abc.abstractmethod
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
-        """Divides a choice, if its parts are told apart."""
+        """A reader that splits a choice into parts; None if the endpoint doesn't split."""
 
     @abc.abstractmethod
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
-        """A chunk before the first text of a choice, if there is one."""
+        """A chunk before the first text of a choice, or None."""
 
     @abc.abstractmethod
     def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
@@ -139,11 +139,11 @@ class _Chunked(abc.ABC):
             yield self.chunk(answer, index, piece)
 
     def failure(self, answer: Answer, error: RequestError) -> dict[str, Any]:
-        """The error in place of a chunk."""
+        """The error object, sent in place of a chunk."""
         return error.as_object
 
     def closing(self, answer: Answer, handles: Sequence[Handle]) -> list[dict[str, Any]]:
-        """The usage, if it is asked for."""
+        """A chunk with the usage, if the request asks for it."""
         usage = {"usage": answer.usage(handles)}
         return [self.frame(answer) | usage] if answer.asked.with_usage else []
 
@@ -152,9 +152,9 @@ class _Chunked(abc.ABC):
 class Piece:
     """New text of a request, with the tokens since the piece before.
 
-    finish_reason: in the last piece. offsets: the places of the tokens in the text, if
-    log-probabilities are asked for. parts: of the text, if they are told apart, which may lag
-    behind it.
+    finish_reason: set in the last piece. offsets: the text offsets of the tokens, if
+    log-probabilities are requested. parts: what the reader split off, if there is one; they may
+    lag behind the text.
     """
 
     handle: Handle
@@ -169,9 +169,9 @@ class Piece:
 async def pieces(
     reader: AnswerReader | None, answer: Answer, handle: Handle
 ) -> AsyncIterator[Piece]:
-    """The text of a request in pieces, each with its tokens; the last has the reason of the end.
+    """The text of a request in pieces, each with its tokens; the last has the finish reason.
 
-    reader: divides the text, if its parts are told apart.
+    reader: splits the text into parts, or None.
     """
     begin = 0
     seen: list[Part] = []
@@ -185,7 +185,7 @@ async def pieces(
     try:
         async for text in handle:
             if reader is not None and reader.is_over:
-                continue  # it ends soon
+                continue  # the request ends soon
             new = piece(text, None, [] if reader is None else reader.push(text))
             begin = new.end
             seen += new.parts
@@ -200,7 +200,7 @@ async def pieces(
 
 
 def finish_reason(handle: Handle, parts: Sequence[Part]) -> str | None:
-    """Why an answer has ended: by calls of tools, or for the reason of its request."""
+    """The finish reason of an answer: "tool_calls", or that of its request."""
     reason = handle.finish_reason
     return "tool_calls" if has_calls(parts, is_cut=reason == "length") else reason
 
@@ -231,11 +231,11 @@ class Completions(_Chunked):
         return found
 
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
-        """None: the text is what the model wrote."""
+        """None: completions are not split into parts."""
         return None
 
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
-        """The prompt, if it is to be echoed."""
+        """A chunk with the prompt, if the request has `echo`."""
         if not answer.asked.echoes:
             return None
         return self._chunk(answer, index, answer.echo(index), None, None)
@@ -287,11 +287,11 @@ class Chats(_Chunked):
         }
 
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
-        """Divides a choice."""
+        """A reader that splits a choice into reasoning, text and tool calls."""
         return answer.reader(handle)
 
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
-        """The role."""
+        """A chunk with the role."""
         return self._chunk(answer, index, {"role": "assistant", "content": ""}, None, None)
 
     def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
@@ -332,16 +332,16 @@ class Chats(_Chunked):
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """A call of a tool as chat completions have it."""
+    """A tool call as an object of chat completions."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A token with its log-probability; None for a prompt's first.
+    """A token with its log-probability; None for a prompt's first token.
 
-    spelled: its bytes. top: the likeliest tokens in its place, as many as were asked for.
+    spelled: the token's bytes. top: the likeliest tokens at its position, as many as requested.
     """
 
     spelled: bytes
@@ -356,29 +356,30 @@ class _Entry:
 
     @property
     def by_name(self) -> dict[str, float] | None:
-        """The log-probabilities of the token and of the likeliest ones, by their names."""
+        """The log-probabilities of the token and of the likeliest tokens, by name."""
         if self.logprob is None:
             return None
         found = {self.name: self.logprob}
         for other in self.top:
             if other.token != self.token:
-                # Vocabularies may spell two tokens alike; each has a number of its own.
+                # Two tokens can have the same text; their ids tell them apart.
                 name = other.name if other.name not in found else f"token_id:{other.token}"
                 found[name] = other.logprob or 0.0
         return found
 
     @property
     def as_object(self) -> dict[str, Any]:
-        """The token as chat completions have it."""
+        """The token as an object of chat completions."""
         return {"token": self.name, "logprob": self.logprob, "bytes": list(self.spelled)}
 
 
 def _entry(
     answer: Answer, token: int, logprob: float, candidates: Sequence[tuple[int, float]]
 ) -> _Entry:
-    """The entry of a token, with as many candidates as were asked for.
+    """The entry of a token, with as many of the likeliest tokens as requested.
 
-    candidates: tokens and log-probabilities, likeliest first; none where the token is the first.
+    candidates: token ids and log-probabilities, likeliest first; empty if the token itself is the
+    likeliest and the only one requested.
     """
     likeliest = list(candidates or [(token, logprob)])[: answer.asked.top]
     top = (_Entry(answer.bytes_of(one), chance, (), one) for one, chance in likeliest)
@@ -386,14 +387,14 @@ def _entry(
 
 
 def _entries(answer: Answer, handle: Handle, begin: int, end: int) -> list[_Entry]:
-    """Entries of new tokens."""
+    """The entries of a request's new tokens `begin` to `end`."""
     pairs = zip(handle.tokens[begin:end], handle.logprobs[begin:end], strict=True)
     candidates = handle.top_logprobs[begin:end] or [[]] * (end - begin)
     return [_entry(answer, *pair, top) for pair, top in zip(pairs, candidates, strict=True)]
 
 
 def _prompt_entries(answer: Answer, handle: Handle) -> list[_Entry]:
-    """Entries of a prompt's tokens."""
+    """The entries of a prompt's tokens."""
     scores = handle.prompt_logprobs
     assert scores is not None
     first, *others = handle.prompt
@@ -407,7 +408,7 @@ def _prompt_entries(answer: Answer, handle: Handle) -> list[_Entry]:
 def _in_columns(
     entries: Sequence[_Entry], offsets: Sequence[int], with_top: bool
 ) -> dict[str, Any]:
-    """Log-probabilities as /v1/completions has them. offsets: places of the tokens in the text."""
+    """The log-probabilities object of /v1/completions. offsets: text offsets of the tokens."""
     return {
         "tokens": [entry.name for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],

@@ -44,13 +44,14 @@ Endpoint = Callable[[Request], Any]
 class Limits:
     """The limits beyond which the server refuses requests.
 
-    waiting: requests that wait for the engine, beyond which others are refused (503).
-    body_bytes: of a body (413). api_key: without which requests are refused (401), or None.
-    ignore_unknown: whether keys that the server does not know are ignored, and not refused (400).
-    adapters: that there may be at once, where clients may load them from folders of this machine;
-        0: they may not (403).
+    waiting: the number of requests that may wait for the engine (503 above it).
+    body_bytes: the size of a body (413 above it). api_key: the key that requests must have (else
+        401), or None.
+    ignore_unknown: whether unknown keys are ignored rather than refused (400).
+    adapters: the number of adapters that clients may load from folders of this machine at a time;
+        0: clients can't load adapters (403).
 
-    Raises ValueError for an empty key, which a request without one would have.
+    Raises ValueError for an empty api_key, which a request without a key would match.
     """
 
     waiting: int = 1000
@@ -67,11 +68,11 @@ class Limits:
 def application(
     engine: Engine, name: str, limits: Limits | None = None, *, origins: Sequence[str] = ()
 ) -> Starlette:
-    """The server of an engine under OpenAI's protocol.
+    """The server of an engine with OpenAI's protocol.
 
-    name: of the model, which requests name, or one of its adapters. origins: of pages whose scripts
-    may read answers in a browser, such as https://example.org, or * for all (CORS). The engine runs
-    in its thread between the server's start and end, and is closed at its end.
+    name: the model's name in requests, beside the names of its adapters. origins: the web pages
+    whose scripts may read answers in a browser (CORS), such as https://example.org, or * for all.
+    The engine's thread starts and ends with the server, which also closes the engine.
     """
     server = _Server(engine, name, limits or Limits())
 
@@ -118,7 +119,7 @@ def application(
 
 
 def _allowed(origins: Sequence[str]) -> dict[str, Any]:
-    """The arguments of CORSMiddleware: the requests that scripts of other pages may send."""
+    """The arguments of CORSMiddleware for these origins."""
     headers = ["Authorization", "Content-Type"]
     return {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": headers}
 
@@ -132,11 +133,11 @@ class _Server:
         self.adapters = ServedAdapters(engine.lm, name, limits.adapters)
 
     def change(self, make: Callable[[LanguageModel, Any, bool], str]) -> Endpoint:
-        """The handler of requests that change the adapters."""
+        """The handler of requests that load or unload an adapter."""
 
         async def handle(request: Request) -> Response:
             self._authorise(request)
-            # A page of another site can send other types to this machine without being asked.
+            # Browsers send other content types across origins without a CORS preflight.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 message = "expected the header Content-Type: application/json"
@@ -150,9 +151,9 @@ class _Server:
     def question(
         self, answer: Callable[[LanguageModel, Any, bool], dict[str, Any]], *, of_base: bool = False
     ) -> Endpoint:
-        """The handler of requests that the engine does not get.
+        """The handler of requests that are answered without the engine.
 
-        of_base: whether the answer depends on weights, and is not offered for adapters.
+        of_base: whether the answer depends on the weights, so that adapters are refused.
         """
 
         async def handle(request: Request) -> Response:
@@ -173,7 +174,7 @@ class _Server:
         return handle
 
     async def _compute(self, answer: Callable[..., Any], *arguments: Any) -> Any:
-        """An answer that is computed beside the engine, one at a time."""
+        """Computes an answer in a thread beside the engine, one at a time."""
         if self._computing >= self.limits.waiting:
             message = f"{self._computing} requests wait, and as many may: try later"
             raise RequestError(message, status=503)
@@ -197,18 +198,18 @@ class _Server:
                 return await self._complete(request, read, style())
             except ClientDisconnect:
                 record_of(request.scope).error = GONE
-                return Response(status_code=499)  # which nobody receives
+                return Response(status_code=499)  # the client is gone
 
         return handle
 
     async def _complete(self, request: Request, read: Read, style: Style) -> Response:
-        """The answer to a body. Raises RequestError for a wrong one, and ClientDisconnect."""
+        """The answer to a request. Raises RequestError for a wrong body, and ClientDisconnect."""
         body = await self._body(request)
         # In a thread: other requests go on while a long text is tokenised.
         asked = await asyncio.to_thread(read, self.engine.lm, body, self.limits.ignore_unknown)
         adapter = self.adapters.find(asked.model)
         record = record_of(request.scope)
-        async with self._door:  # in a thread: an adapter that is being loaded may be waited for
+        async with self._door:  # in a thread: submitting may wait for an adapter that is loading
             handles = await asyncio.to_thread(self._submit, asked, adapter)
         record.handles = handles
         tokenizer, name = self.engine.lm.require_tokenizer(), adapter or self.name
@@ -231,19 +232,19 @@ class _Server:
         return JSONResponse(self._model(name))
 
     async def health(self, _: Request) -> Response:
-        """Whether requests can be served."""
+        """The health check: whether requests can be served."""
         if self.engine.is_closed:
             return JSONResponse({"status": "the engine has stopped"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Numbers of the engine, for Prometheus."""
+        """The engine's metrics for Prometheus."""
         self._authorise(request)
         text = exposition(self.engine.statistics())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def _model(self, adapter: str | None) -> dict[str, Any]:
-        """The facts of an adapter, or with None of the model itself."""
+        """The model object of an adapter, or of the model itself for None."""
         facts = {"id": adapter or self.name, "object": "model", "created": self.began}
         facts |= {"owned_by": "mpjax", "max_model_len": self.engine.max_tokens}
         return facts if adapter is None else facts | {"parent": self.name}
@@ -252,14 +253,14 @@ class _Server:
         if (key := self.limits.api_key) is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Starlette reads the bytes of a header as Latin-1.
+        # Starlette decodes headers as Latin-1.
         is_same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
         if scheme.lower() != "bearer" or not is_same:
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
             raise RequestError(message, status=401, code=WRONG_API_KEY)
 
     async def _body(self, request: Request) -> Any:
-        """The JSON in a body, of which no more than the limit is read."""
+        """The JSON value of a body, which is read up to the limit of bytes."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             message = f"the body has the content-encoding {json_text(coding)}: send it uncompressed"
@@ -275,7 +276,7 @@ class _Server:
             raise RequestError(f"the body is not JSON: {error}") from error
 
     def _submit(self, asked: Asked, adapter: str | None) -> list[Handle]:
-        """Gives the engine a request for each choice of each prompt: all of them, or none."""
+        """Submits a request for each choice of each prompt: all, or none if one is refused."""
         count = len(asked.prompts) * asked.choices
         if count > self.limits.waiting:
             raise RequestError(
@@ -292,7 +293,7 @@ class _Server:
         try:
             for number in range(count):
                 ids = asked.prompts[number // asked.choices]
-                most = self.engine.max_tokens - len(ids) + 1  # the last token is never read
+                most = self.engine.max_tokens - len(ids) + 1  # the last token is never fed back
                 wanted = max(1, most if asked.max_new_tokens is None else asked.max_new_tokens)
                 handles.append(
                     self.engine.submit(
@@ -320,7 +321,7 @@ class _Server:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events; the requests end with them, also if no event was ever asked for."""
+    """Server-sent events. Requests are cancelled when the stream ends, even if it never began."""
 
     def __init__(self, events: AsyncIterator[str], record: Record) -> None:
         headers = {"Cache-Control": "no-cache"}
@@ -345,7 +346,7 @@ async def _wait(request: Request, style: Style, answer: Answer, handles: Sequenc
             pass
 
     async def watch() -> None:
-        # The body has been read: all that can come is the end of the connection.
+        # The body has been read: only a disconnect can follow.
         while (await request.receive())["type"] != "http.disconnect":
             pass
         raise ClientDisconnect
@@ -370,9 +371,9 @@ async def _wait(request: Request, style: Style, answer: Answer, handles: Sequenc
 
 
 async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator[str]:
-    """The chunks of all choices as server-sent events.
+    """The streamed objects of all choices as server-sent events.
 
-    With the usage in a last chunk, all others have null in its place.
+    If the last chunk has the usage, all earlier ones have `usage: null`.
     """
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     usage: dict[str, Any] = {"usage": None} if answer.asked.with_usage else {}
@@ -383,7 +384,7 @@ async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator
                 queue.put_nowait(event | usage)
         except (
             Exception
-        ) as error:  # any that is missed here would end the stream as if all was well
+        ) as error:  # an exception that is missed here would end the stream as if it were complete
             record.error = _failure(error)
             queue.put_nowait(style.failure(answer, record.error))
         finally:
@@ -406,7 +407,7 @@ async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator
 
 
 def _failure(error: Exception) -> RequestError:
-    """The error of an answer for its client; one that no part raises on purpose is logged."""
+    """The error of an answer as a RequestError (500). Unexpected exceptions are logged."""
     if isinstance(error, ValueError | RuntimeError):
         return RequestError(str(error), status=500)
     LOGGER.error("an answer failed", exc_info=error)
@@ -414,7 +415,7 @@ def _failure(error: Exception) -> RequestError:
 
 
 def _event(data: Any) -> str:
-    """An object as an event, which is named by its type if it has one."""
+    """An object as a server-sent event, named by the object's type if it has one."""
     head = f"event: {data['type']}\n" if "type" in data else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 

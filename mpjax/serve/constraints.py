@@ -1,4 +1,4 @@
-"""Reads what an answer has to be: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Reads the constraint of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.serve.keys import Table, accepted, flag, ignored, record, refused, te
 from mpjax.serve.tools import Tools
 from mpjax.text.tokenizer import Tokenizer
 
-TAIL = 16  # tokens at the end of a prompt, in which a template may begin reasoning
+TAIL = 16  # tokens at a prompt's end in which a template may begin reasoning
 FORMATS = ("text", "json_object", "json_schema")
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -49,9 +49,9 @@ STRUCTURED_OUTPUTS: Table = {
 
 
 def read_constraint(values: Mapping[str, Any]) -> tuple[Constraint | None, str]:
-    """The constraint of a body, and the key that has it.
+    """The constraint in a request, and the key that has it.
 
-    values: of the body's keys. Raises RequestError for several constraints, or half of one.
+    values: of the body's keys. Raises RequestError for several or incomplete constraints.
     """
     format, structured = values["response_format"], values["structured_outputs"]
     key = "response_format" if structured is None else "structured_outputs"
@@ -67,11 +67,10 @@ def read_constraint(values: Mapping[str, Any]) -> tuple[Constraint | None, str]:
 def of_chat(
     constraint: Constraint | None, tools: Tools | None, tokenizer: Tokenizer, prompt: Sequence[int]
 ) -> Constraint | None:
-    """The constraint of a chat's answer, in front of which the model may reason.
+    """The constraint of a chat's answer with reasoning and tool calls; None if it is free.
 
-    constraint: of its text. prompt: its ids, whose end tells whether reasoning has begun, or is
-    switched off. None for an answer that is free. Raises RequestError for tools that no grammar can
-    enforce.
+    constraint: of the text for the user. prompt: token ids, whose end shows whether reasoning has
+    begun or is switched off. Raises RequestError for tools that no grammar can enforce.
     """
     style = tokenizer.style
     if tools is None and (constraint is None or style.channels is None):

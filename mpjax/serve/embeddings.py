@@ -1,6 +1,6 @@
-"""Answers /v1/embeddings, as OpenAI has it, and /v1/score and /v1/rerank, as vLLM has them.
+"""Answers OpenAI's /v1/embeddings, and vLLM's /v1/score and /v1/rerank.
 
-They are computed beside the engine, without a cache.
+Answers are computed beside the engine, without a KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpjax.serve.requests import require_object
 from mpjax.serve.tables import PROMPT
 from mpjax.text.prompts import is_single
 
-MOST = 2048  # texts of a request, as OpenAI has it
+MOST = 2048  # texts in a request: OpenAI's limit
 ENCODINGS = ("float", "base64")
 TEXTS = "a text, or a list of texts"
 
@@ -54,7 +54,7 @@ RERANK: Table = {
 
 
 def embeddings(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict[str, Any]:
-    """The vectors of texts. Raises RequestError, which names the key."""
+    """The answer to /v1/embeddings. Raises RequestError, which names the key."""
     values = read_keys(require_object(body), EMBEDDING, ignore_unknown)
     given = values["input"]
     if given is None:
@@ -75,7 +75,7 @@ def embeddings(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> di
 
 
 def scores(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict[str, Any]:
-    """The scores of pairs of texts. Raises RequestError, which names the key."""
+    """The answer to /v1/score. Raises RequestError, which names the key."""
     values = read_keys(require_object(body), SCORE, ignore_unknown)
     one, other = values["text_1"], values["text_2"]
     for name in ("text_1", "text_2"):
@@ -95,7 +95,7 @@ def scores(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict[s
 
 
 def rerank(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict[str, Any]:
-    """Documents in the order of how well they fit a query. Raises RequestError."""
+    """The answer to /v1/rerank: documents by descending relevance. Raises RequestError."""
     values = read_keys(require_object(body), RERANK, ignore_unknown)
     query, documents = values["query"], values["documents"]
     if query is None or documents is None:
@@ -120,9 +120,9 @@ EMBEDDINGS = {"/v1/embeddings": embeddings, "/v1/score": scores, "/v1/rerank": r
 def _compared(
     lm: LanguageModel, firsts: list[str], others: list[str], key: str
 ) -> tuple[np.ndarray, list[list[int]]]:
-    """A score for each pair, and token ids of all that is read.
+    """A score for each pair of texts, and the token ids of every model input.
 
-    It is the sigmoid of a classifier with one label, or the cosine of two embeddings.
+    A score is the sigmoid of a classifier with one label, or the cosine of two embeddings.
     """
     labels = lm.config.labels
     if labels is None:
@@ -141,7 +141,7 @@ def _compared(
 
 
 def _checked(key: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a function returns; a ValueError becomes the refusal of a key."""
+    """Calls a function; turns its ValueError into a RequestError for a key."""
     try:
         return function(*arguments, **named)
     except ValueError as error:
@@ -149,13 +149,13 @@ def _checked(key: str, function: Callable[..., Any], *arguments: Any, **named: A
 
 
 def _facts(lm: LanguageModel, values: dict[str, Any], ids: list[list[int]]) -> dict[str, Any]:
-    """The model's name, and the numbers of tokens."""
+    """The keys `model` and `usage` of an answer."""
     tokens = sum(map(len, ids))
     name = values["model"] or lm.source.resolve().name
     return {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
 def _written(vector: np.ndarray, is_float: bool) -> Any:
-    """A vector as a list of numbers, or as base64 of its float32 bytes."""
+    """A vector as a list of floats, or as base64 of its little-endian float32 bytes."""
     narrow = np.asarray(vector, "<f4")
     return narrow.tolist() if is_float else base64.b64encode(narrow.tobytes()).decode()

@@ -1,4 +1,4 @@
-"""Why a request is refused or has failed, as OpenAI's clients read it."""
+"""Errors of requests, in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from mpjax.files.json_text import in_utf8
 
-# The codes of OpenAI that clients look for.
+# OpenAI's error codes that clients check.
 MODEL_NOT_FOUND = "model_not_found"
 TOO_LONG = "context_length_exceeded"
 WRONG_API_KEY = "invalid_api_key"
@@ -17,9 +17,8 @@ NOT_OFFERED = "unsupported_parameter"
 class RequestError(ValueError):
     """A request that can't be served.
 
-    parameter: the key of the body that is wrong, if one is. status: of HTTP. code: a text by which
-    programs know the error, or None. Half of a surrogate pair, which a key or a value in JSON may
-    have and an answer in UTF-8 may not, is spelled out.
+    parameter: the wrong key of the body, or None. status: of HTTP. code: OpenAI's error code, or
+    None. Lone surrogates, which JSON allows and UTF-8 does not, are escaped in the message.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class RequestError(ValueError):
 
     @property
     def as_object(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """The JSON body of the error response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}
         return {"error": error}

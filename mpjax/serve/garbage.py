@@ -1,4 +1,4 @@
-"""Short collections of garbage while an engine serves."""
+"""Keeps garbage collections short while an engine serves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def short_collections() -> Iterator[None]:
     """Excludes all existing objects from garbage collection while the context is open.
 
-    A full collection visits each of them. Those of JAX and of compiled programs are some hundred
-    thousand, which takes a third of a second, in which no request gets a token.
+    A full collection visits every object. JAX and the compiled programs have some hundred thousand,
+    so a collection would stall all requests for a third of a second.
     """
     gc.collect()
     gc.freeze()

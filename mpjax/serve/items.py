@@ -1,6 +1,6 @@
-"""Reads the items of a response's input: earlier messages, calls and their results, reasoning.
+"""Translates the input items of /v1/responses to chat messages.
 
-They become the messages of a chat.
+Items are messages, tool calls, results of calls, and reasoning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ITEMS: Mapping[str, Table] = {
     "function_call": _OWN
     | {"call_id": text(), "name": text(), "arguments": text(), "namespace": ignored()},
     "function_call_output": _OWN | {"call_id": text(), "output": _CONTENT},
-    # Summaries are not what the model has written, and nobody else can read what is encrypted.
+    # Summaries are not the model's own text, and only OpenAI can decrypt encrypted_content.
     "reasoning": _OWN | {"content": _CONTENT, "summary": ignored(), "encrypted_content": ignored()},
 }
 
@@ -42,8 +42,8 @@ ITEMS: Mapping[str, Table] = {
 def read_items(found: Any, instructions: str | None) -> list[dict[str, Any]]:
     """The messages of a chat for a response's input.
 
-    Reasoning and calls join the message of the assistant that they belong to, and what the system
-    and the developer say at the begin is one message.
+    Reasoning and calls are joined to their assistant message. System and developer messages at the
+    begin become one message.
 
     Raises RequestError, which names the item.
     """
@@ -115,7 +115,7 @@ def _required(place: str, values: Mapping[str, Any], key: str) -> str:
 
 
 def _text(place: str, found: Any) -> str:
-    """A text, or the texts of a list of parts as one."""
+    """The text of a content: a string, or a list of text parts, which are joined."""
     if isinstance(found, str):
         return found
     if not isinstance(found, list):

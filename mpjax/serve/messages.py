@@ -1,4 +1,4 @@
-"""Reads the messages of a chat in a body, before the model's chat template gets them."""
+"""Checks the chat messages of a request before the chat template gets them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpjax.serve.keys import Table, accepted, ignored, read_keys, refused, text
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 
-# Keys of a message that the server reads; templates get the others as they are.
+# Keys of a message that the server checks; templates get all other keys unchanged.
 MESSAGE: Table = {"refusal": text(), "audio": refused(), "function_call": refused()}
-# Parts of a content have no other keys.
+# The keys that a content part may have.
 PARTS = ("text", "refusal")
 PART: Table = {
     "type": accepted('"text"', lambda value: value in PARTS),
@@ -25,10 +25,10 @@ PART: Table = {
 
 
 def read_messages(found: Any) -> list[dict[str, Any]]:
-    """Messages with a role of OpenAI's and one text as content.
+    """Messages with one of OpenAI's roles and a string as content.
 
-    A content that is a list of texts becomes one text, and so does a refusal of the assistant. A
-    message of the assistant may have calls of tools in place of a content.
+    A list of text parts is joined to one string, and an assistant's refusal becomes its content. An
+    assistant message may have tool calls instead of a content.
 
     Raises RequestError, which names the message and the key, for anything else.
     """
@@ -63,7 +63,7 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     if content is None and role == "assistant" and message.get("tool_calls"):
         return rest
     if content is None and role == "function":
-        content = ""  # of a function that returns nothing
+        content = ""  # the function returned nothing
     if isinstance(content, list):
         content = "".join(_part(place, part) for part in content)
     if not isinstance(content, str):
@@ -74,7 +74,7 @@ def _message(place: str, message: Any) -> dict[str, Any]:
 
 
 def _part(place: str, part: Any) -> str:
-    """The text of a part of a content."""
+    """The text of a content part."""
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind not in PARTS or not isinstance(part.get(kind), str):
         raise _refusal(

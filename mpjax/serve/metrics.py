@@ -1,4 +1,4 @@
-"""An engine's numbers in the text format of Prometheus."""
+"""An engine's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = {
 
 
 def exposition(statistics: Mapping[str, float]) -> str:
-    """The lines of all numbers, each with its kind and meaning."""
+    """The lines of all metrics, each with its kind and meaning."""
     lines = []
     for name, (kind, meaning) in NUMBERS.items():
         full = f"mpjax_{name}" + ("_total" if kind == "counter" else "")

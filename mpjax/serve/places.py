@@ -1,4 +1,4 @@
-"""Places of tokens in a text: the number of characters in front of each."""
+"""Text offsets of tokens: the number of characters before each token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BYTES = 4  # of the longest character
 
 
 class Places:
-    """Places of the new tokens of a text, which come a few at a time.
+    """The text offsets of streamed tokens.
 
-    context: tokens in front, whose last character may be unfinished. begin: characters in front of
-    the first new token.
+    context: earlier tokens, whose last character may be unfinished. begin: the offset of the first
+    new token.
 
-    A token within a character is placed where the character begins. A special token, which is not
-    in the text, is placed where the next one begins.
+    A token within a character has the offset of that character. A special token, which is not in
+    the text, has the offset of the next token.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), begin: int = 0) -> None:
@@ -29,7 +29,7 @@ class Places:
             self._pieces.next(token)
 
     def of(self, tokens: Iterable[int]) -> list[int]:
-        """The places of the next tokens."""
+        """The offsets of the next tokens."""
         found = []
         for token in tokens:
             found.append(self._at)
@@ -38,10 +38,10 @@ class Places:
 
 
 def prompt_places(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
-    """The places of a prompt's tokens in its text.
+    """The offsets of a prompt's tokens in its text.
 
-    What tokens spell in front of the text or behind it, such as a bos token that the tokenizer
-    adds, or the first space of SentencePiece, has no characters there.
+    Characters of tokens outside the text, such as a bos token that the tokenizer adds or
+    SentencePiece's first space, don't count.
     """
     pieces = _Pieces(tokenizer)
     spelled = [pieces.next(token) for token in ids]

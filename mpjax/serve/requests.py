@@ -1,4 +1,4 @@
-"""Reads the bodies of OpenAI's completions and chat completions."""
+"""Parses the bodies of OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mpjax.text.prompts import encode, is_single
 from mpjax.text.tokenizer import Tokenizer
 
 PENALTIES = Penalties.names
-LISTS = ("bad_words", "logit_bias")  # that a model's own sampling may have
-# The keys of clients for what the engine's messages call otherwise.
+LISTS = ("bad_words", "logit_bias")  # keys that a model's own sampling settings may have
+# Name in the engine's error messages → key of the request.
 NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -34,16 +34,16 @@ NAMES = {
     "allowed_ids": "allowed_token_ids",
 }
 
-# The efforts that gpt-oss knows, for others.
+# OpenAI's reasoning efforts → the nearest that gpt-oss has.
 OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def refusal_of_engine(
     error: ValueError, status: int, prompts: str, constraint: str = "response_format"
 ) -> RequestError:
-    """The refusal of an engine, in the client's words; most messages begin with the key.
+    """An engine's error as a RequestError, with the names of the request's keys.
 
-    prompts, constraint: the keys of the prompts and of the constraint.
+    prompts, constraint: the request's keys of the prompts and of the constraint.
     """
     message = str(error)
     for name, key in NAMES.items():
@@ -58,20 +58,20 @@ def refusal_of_engine(
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The request in a body.
+    """A parsed request.
 
-    prompts: ids of each prompt, and key: of the body that has them.
-    max_new_tokens: None for as many as a request may have.
-    sampling, stop, priority: as for Engine.submit. seed: of the first choice; the next has the next
-        number.
-    model: the name that the client gives, or None.
-    choices: of each prompt. stream: whether text comes as it is generated. with_usage: whether a
-        stream ends with the numbers of tokens.
-    echoes: the texts of the prompts, if they are to be part of the answers. logprobs: whether
-        log-probabilities are wanted, and top: of how many of the likeliest tokens beside each.
-    tools: that the model may call, or None. repeated: what an answer repeats of its request.
-        namespaces: of tools, by their names.
-    constraint: of each choice, and constraint_key: of the body that has it.
+    prompts: token ids of each prompt. key: the body's key that has them.
+    max_new_tokens: None for the most that a request may have.
+    sampling, stop, priority: as for Engine.submit. seed: of the first choice; each further choice
+        has the next integer.
+    model: the `model` of the request, or None.
+    choices: the number of answers to each prompt. stream: whether the text is streamed. with_usage:
+        whether a stream ends with the usage.
+    echoes: the texts of the prompts, if the answers repeat them. logprobs: whether
+        log-probabilities are requested. top: the number of likeliest tokens given beside each.
+    tools: the tools that the model may call, or None. repeated: the request's values that the
+        answer repeats. namespaces: of tools, by tool name.
+    constraint: of each choice. constraint_key: the body's key that has it.
     """
 
     prompts: list[list[int]]
@@ -96,7 +96,7 @@ class Asked:
 
     @property
     def candidates(self) -> int:
-        """How many candidates the engine has to tell. Where a token is the likeliest, it is one."""
+        """The number of candidates that the engine returns; 0 where a greedy token is the top 1."""
         is_greedy = not self.sampling["temperature"] and "min_new_tokens" not in self.sampling
         is_greedy &= self.constraint is None and not changes_logits(Sampling.of(self.sampling))
         return self.top if self.top > 1 or not is_greedy else 0
@@ -105,8 +105,7 @@ class Asked:
 def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
     """Reads the body of /v1/completions.
 
-    ignore_unknown: whether keys that the server does not know are ignored. Raises RequestError,
-    which names the key.
+    ignore_unknown: whether unknown keys are ignored. Raises RequestError, which names the key.
     """
     values = read_keys(require_object(body), COMPLETION, ignore_unknown)
     if values["best_of"] not in (None, values["n"]):
@@ -134,7 +133,7 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
 
 
 def require_object(body: Any) -> dict[str, Any]:
-    """The body, if it is an object. Raises RequestError otherwise."""
+    """The body. Raises RequestError if it is not a JSON object."""
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body
@@ -143,7 +142,7 @@ def require_object(body: Any) -> dict[str, Any]:
 def _prompts(lm: LanguageModel, found: Any) -> tuple[list[str], list[list[int]]]:
     """The text and the ids of each prompt.
 
-    The text of ids has special tokens, too. Raises RequestError for anything but texts and ids.
+    The text of ids includes special tokens. Raises RequestError for anything but texts and ids.
     """
     batch = [found] if is_single(found) else found
     if not isinstance(batch, list) or not all(map(_is_prompt, batch)):
@@ -194,7 +193,7 @@ def chat_ids(
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
 ) -> list[int]:
-    """The token ids of the messages of a chat. values: of the keys of its body.
+    """The token ids of a chat's messages. values: of the body's keys.
 
     Raises RequestError, which names the key.
     """
@@ -213,18 +212,18 @@ def chat_ids(
         prompt = tokenizer.chat(messages, add_generation_prompt, **variables)
         return tokenizer.encode(prompt, add_special_tokens)
     except (ValueError, TypeError) as error:
-        message = str(error).replace(tokenizer.name, "the model")  # the name is the server's path
+        message = str(error).replace(tokenizer.name, "the model")  # the name is a server path
         raise RequestError(message, "messages") from error
 
 
 def _variables(values: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Further variables of the chat template. Raises RequestError for those of the server."""
+    """The chat template's further variables. Raises RequestError for names that the server sets."""
     key = "chat_template_kwargs"
     variables = values[key]
     for name in ("messages", "self", "tools"):
         if name in variables:
             raise RequestError(f"{key} has {name!r}, which may not be among its keys", key)
-    # A client may choose a template, but not bring a program, which could run for ever.
+    # A client may choose a template, but not send one: a program that could run forever.
     if variables.get("chat_template") not in (None, *tokenizer.chat_templates):
         raise RequestError(
             f"chat_template of {key} is not the name of a template of the model", key
@@ -233,9 +232,9 @@ def _variables(values: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
 
 
 def _effort(effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The variables of the chat template by which it knows how much to reason.
+    """The chat template's variables for a reasoning effort.
 
-    Raises RequestError if it has none, but for OpenAI's default.
+    Raises RequestError if the template has none, unless the effort is OpenAI's default.
     """
     sources = "".join(tokenizer.chat_templates.values())
     if effort is None:
@@ -285,19 +284,19 @@ def _shared(
 
 
 def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
-    """The model's own sampling with the fields that a body gives.
+    """The model's own sampling settings, overridden by those of the body.
 
-    Where the model's files say nothing, the temperature is OpenAI's 1.
+    If the model's files have no settings, the temperature is 1, OpenAI's default.
     """
     own = lm.sampling
     sampling: dict[str, Any] = {"temperature": 1.0} if own is None else to_fields(own)
     names = ("temperature", *FILTERS, *PENALTIES)
     sampling |= {name: values[name] for name in names if values[name] is not None}
-    # With a temperature or a top_p of 0, only the likeliest token is left.
+    # A temperature or top_p of 0 is greedy decoding.
     if not sampling.get("temperature") or sampling.get("top_p") == 0:
         kept = {name: sampling[name] for name in (*PENALTIES, *LISTS) if name in sampling}
         sampling = {"temperature": 0.0} | kept
-    elif sampling.get("top_k") in (0, -1):  # as other servers switch it off
+    elif sampling.get("top_k") in (0, -1):  # other servers' values for "no top_k"
         sampling["top_k"] = None
     if least := values["min_tokens"]:
         sampling["min_new_tokens"] = least
@@ -317,7 +316,7 @@ def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
 
 
 def _known_ids(key: str, ids: list[Any], vocabulary: int) -> list[int]:
-    """Ids of a body. Raises RequestError for others than the model's, which no text can have."""
+    """The ids. Raises RequestError for ids outside the model's vocabulary."""
     for one in ids:
         if not 0 <= one < vocabulary:
             raise RequestError(
@@ -327,7 +326,7 @@ def _known_ids(key: str, ids: list[Any], vocabulary: int) -> list[int]:
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """The ids of words, as they are at the begin of a text and behind a space."""
+    """The token ids of each word, both at the begin of a text and after a space."""
     spelled = [text for word in words for text in (word, " " + word.lstrip())]
     found = (tokenizer.backend.encode(text, add_special_tokens=False).ids for text in spelled)
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]

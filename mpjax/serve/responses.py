@@ -1,4 +1,4 @@
-"""The answers of /v1/responses: a translation to and from chats. Nothing is stored."""
+"""Answers /v1/responses by translation to and from chat completions. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mpjax.text.answers import AnswerReader
 from mpjax.text.row_text import RowText
 from mpjax.text.tool_calls import Part
 
-# The keys of a response for those of a chat.
+# Chat-completions key → key of the Responses API.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-# Tools that run on OpenAI's servers. The model is not told of them.
+# Tools that run on OpenAI's servers; they are left out of the prompt.
 HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation")
 NAMESPACE: Table = {
     "type": text(),
@@ -44,7 +44,7 @@ OWN = ("input", "instructions", "reasoning", "text", "tools", "tool_choice", *NA
 
 
 def read_response(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
-    """Reads the body of /v1/responses. Arguments and errors are as for chats."""
+    """Parses the body of /v1/responses. Arguments and errors are as for chats."""
     values = read_keys(require_object(body), RESPONSE, ignore_unknown)
     chat = {key: value for key, value in values.items() if key not in OWN}
     chat["messages"] = read_items(values["input"], values["instructions"])
@@ -70,7 +70,7 @@ def read_response(lm: LanguageModel, body: Any, ignore_unknown: bool = False) ->
 
 
 def _require_json(repeated: Mapping[str, Any]) -> None:
-    """Raises RequestError for values that Python reads as JSON, and that no answer may have."""
+    """Raises RequestError for values that aren't valid JSON in UTF-8, such as NaN."""
     for key, value in repeated.items():
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -80,7 +80,7 @@ def _require_json(repeated: Mapping[str, Any]) -> None:
 
 
 def _functions(tools: list[Any]) -> tuple[list[Any], dict[str, str]]:
-    """The tools without those of OpenAI's servers, and the namespace of each that has one."""
+    """The tools except OpenAI's hosted ones, and the namespace of each tool that has one."""
     found: list[Any] = []
     namespaces: dict[str, str] = {}
     for number, tool in enumerate(tools):
@@ -98,7 +98,7 @@ def _functions(tools: list[Any]) -> tuple[list[Any], dict[str, str]]:
 
 
 def _format(found: Any) -> Any:
-    """The format of a text as chats have it."""
+    """The text format as a chat's `response_format`."""
     if not found or found.get("type") != "json_schema":
         return found
     schema = {key: value for key, value in found.items() if key != "type"}
@@ -106,7 +106,7 @@ def _format(found: Any) -> Any:
 
 
 def _nested(tool: Any) -> Any:
-    """A function, or a choice of one, as chats have it; anything else as it is."""
+    """A function tool, or the choice of one, in the chat API's form; other values unchanged."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
@@ -123,7 +123,7 @@ class Responses:
         self._namespaces: Mapping[str, str] = {}
 
     def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
-        """The answer, when its request has ended."""
+        """The whole answer, after its request has ended."""
         [handle] = handles
         reader = self.reader(answer, handle)
         parts = [*reader.push(handle.text), *reader.finish()]
@@ -134,14 +134,14 @@ class Responses:
         return self._response(answer, handle, finish_reason(handle, parts))
 
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader:
-        """Divides the answer."""
+        """A reader that splits the answer into parts."""
         self._namespaces = answer.asked.namespaces
         return answer.reader(handle)
 
     async def events(
         self, answer: Answer, index: int, handle: Handle
     ) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream, each with its type and its number."""
+        """The events of a stream, each with a type and a sequence number."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response(answer, None, None))
         reason = None
@@ -161,14 +161,14 @@ class Responses:
         return self._event("response.failed", response=response)
 
     def closing(self, answer: Answer, handles: Sequence[Handle]) -> list[dict[str, Any]]:
-        """Nothing: the last event of the response has the usage."""
+        """Empty: the response's last event has the usage."""
         return []
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": kind, "sequence_number": next(self._sequence)} | fields
 
     def _events_of(self, parts: Iterable[Part]) -> Iterable[dict[str, Any]]:
-        """Adds parts of the answer to the output."""
+        """Adds parts of the answer to the output; yields the events of each."""
         for part in parts:
             kind = KINDS.get(part.kind, "function_call")
             last = self._output[-1] if self._output else None
@@ -188,7 +188,7 @@ class Responses:
                 )
 
     def _closed(self, is_complete: bool | None = None) -> Iterable[dict[str, Any]]:
-        """Ends the item that is open. is_complete: where the item itself does not tell."""
+        """Ends the open item. is_complete: None for a default by the item's kind."""
         if not self._output or self._output[-1].is_done:
             return
         item = self._output[-1]
@@ -200,7 +200,7 @@ class Responses:
     def _response(
         self, answer: Answer, handle: Handle | None, reason: str | None
     ) -> dict[str, Any]:
-        """The response so far. handle: of its request, if that has ended."""
+        """The response object so far. handle: of its request once that has ended, else None."""
         asked, is_cut = answer.asked, reason == "length"
         status = "in_progress" if handle is None else "incomplete" if is_cut else "completed"
         found: dict[str, Any] = {
@@ -225,7 +225,7 @@ class Responses:
 
 KINDS = {"text": "message", "reasoning": "reasoning"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-# For each kind: the name of its deltas, and the key of their text.
+# Kind of item → the name of its delta events, and the key of their text.
 NAMES_OF = {
     "message": ("output_text", "text"),
     "reasoning": ("reasoning_text", "text"),
@@ -234,10 +234,10 @@ NAMES_OF = {
 
 
 class _Item:
-    """An item of the output.
+    """An output item.
 
-    number: of the item. part: its first part. namespace: of the tool that it calls, or None.
-    text: that of the item, or the arguments of a call.
+    number: the item's index in the output. part: its first part. namespace: of the called tool, or
+    None. text: the text so far, or the arguments of a call.
     """
 
     def __init__(self, kind: str, number: int, part: Part, namespace: str | None) -> None:
@@ -249,7 +249,7 @@ class _Item:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where the item's text is."""
+        """The fields of events that locate the item's text."""
         found = {"item_id": self._id, "output_index": self._number}
         return found if self.kind == "function_call" else found | {"content_index": 0}
 
@@ -265,7 +265,7 @@ class _Item:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The item so far."""
+        """The item object so far."""
         status = "in_progress" if not self.is_done else "completed"
         status = "incomplete" if self.is_done and not self.is_complete else status
         found: dict[str, Any] = {"id": self._id, "type": self.kind, "status": status}
@@ -278,14 +278,14 @@ class _Item:
         return found | call | ({} if self._namespace is None else {"namespace": self._namespace})
 
     def begun(self) -> list[tuple[str, dict[str, Any]]]:
-        """The events that begin it: names and fields."""
+        """Names and fields of the events that begin the item."""
         found = [("response.output_item.added", {"output_index": self._number, "item": self.whole})]
         if self.kind != "function_call":
             found.append(("response.content_part.added", self.place | {"part": self._part}))
         return found
 
     def ended(self) -> list[tuple[str, dict[str, Any]]]:
-        """The events that end it."""
+        """Names and fields of the events that end the item."""
         name, key = self.names
         found = [(f"response.{name}.done", self.place | {key: self.text} | self.more)]
         if self.kind != "function_call":
@@ -311,7 +311,7 @@ def _usage(answer: Answer, handle: Handle) -> dict[str, Any]:
 
 
 def _reasoning_tokens(answer: Answer, handle: Handle) -> int:
-    """The number of tokens up to the end of the reasoning."""
+    """The number of new tokens up to the end of the reasoning."""
     if answer.tokenizer.style.channels is None:
         return 0
     row = RowText(answer.tokenizer, handle.prompt, ())

@@ -1,6 +1,6 @@
 """The keys of requests: which are obeyed, ignored and refused.
 
-docs/serving.md has these tables for readers, as `rows` gives them.
+docs/serving.md contains these tables in Markdown (`rows`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT = "a text, token ids, or a list of them"
 
 
 def _is_text(value: object) -> bool:
-    # Half of a surrogate pair is in no text that a model gives.
+    # A model never generates a lone surrogate.
     return isinstance(value, str) and value != "" and value == in_utf8(value)
 
 
@@ -53,7 +53,7 @@ def _is_bias(value: object) -> bool:
         is_number = isinstance(one, int | float) and not isinstance(one, bool)
         return is_number and abs(one) <= 100  # type: ignore[arg-type]
 
-    def is_id(key: str) -> bool:  # in its only spelling: "01" would be 1 a second time
+    def is_id(key: str) -> bool:  # canonical: "01" would be a second key of 1
         return key.isascii() and key.isdigit() and (key == "0" or key[0] != "0") and len(key) < 10
 
     return isinstance(value, dict) and all(
@@ -86,7 +86,7 @@ _BOTH: dict[str, Key] = {
     "stream": flag(),
     "stream_options": record("stream_options", STREAM_OPTIONS),
     "priority": whole(-(2**31), 2**31).or_else(0),
-    # They are about the client, the service, or how fast an answer comes.
+    # Keys about the client, the service, or the speed of answers.
     "metadata": ignored(),
     "prediction": ignored(),
     "prompt_cache_key": ignored(),
@@ -96,7 +96,7 @@ _BOTH: dict[str, Key] = {
     "service_tier": ignored(),
     "store": ignored(),
     "user": ignored(),
-    # They change an answer.
+    # Keys that change an answer.
     "audio": refused(),
     "function_call": refused("none", "auto"),
     "functions": refused([]),
@@ -105,7 +105,7 @@ _BOTH: dict[str, Key] = {
     "suffix": refused(""),
     "verbosity": refused("medium"),
     "web_search_options": refused(),
-    # Keys of other servers of the protocol, which clients send with the values of these servers.
+    # Keys of other OpenAI-compatible servers; clients send them with those servers' defaults.
     "add_generation_prompt": refused(True),
     "continue_final_message": refused(False),
     "ignore_eos": refused(False),
@@ -215,7 +215,7 @@ TABLES = {"completions": COMPLETION, "chats": CHAT, "responses": RESPONSE}
 
 
 def rows() -> Iterator[str]:
-    """The lines of all tables in Markdown; keys that are alike share a line."""
+    """The Markdown lines of all tables; keys with the same cells share a line."""
     names: dict[tuple[str, str, str, str], list[str]] = {}
     for name in {**COMPLETION, **CHAT, **RESPONSE}:
         for where, key in _places(name):
@@ -231,7 +231,7 @@ def rows() -> Iterator[str]:
 
 
 def _places(name: str) -> list[tuple[str, Key]]:
-    """The requests that have a key, in words, and the key there."""
+    """The distinct entries of a key, each with the names of the endpoints that share it."""
     found: dict[int, list[str]] = {}
     for where, table in TABLES.items():
         if (key := table.get(name)) is not None:

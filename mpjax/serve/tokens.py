@@ -1,4 +1,4 @@
-"""Answers /tokenize and /detokenize, as vLLM has them."""
+"""Answers vLLM's /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenize(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict
     else:
         try:
             ids = tokenizer.encode(prompt, adds is not False)
-        except ValueError as error:  # half of a surrogate pair
+        except ValueError as error:  # a lone surrogate
             raise RequestError(str(error), "prompt") from error
     found = {"count": len(ids), "tokens": ids, "token_strs": None}
     if values["return_token_strs"]:
@@ -44,7 +44,7 @@ def tokenize(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict
 
 
 def detokenize(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> dict[str, Any]:
-    """The text of token ids, special ones too. Raises RequestError, which names the key."""
+    """The text of token ids, with special tokens. Raises RequestError, which names the key."""
     values = read_keys(require_object(body), DETOKENIZE, ignore_unknown)
     ids = values["tokens"]
     if ids is None:

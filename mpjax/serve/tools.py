@@ -1,4 +1,4 @@
-"""Reads the tools of a chat in a body, and how the model has to use them."""
+"""Parses the tools of a chat request, and the choice among them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOOL: Table = {
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. is_strict: whether arguments have to fit the schema."""
+    """A function that the model may call. is_strict: whether arguments must match the schema."""
 
     name: str
     description: str | None
@@ -51,7 +51,7 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """The tool in the form that chat templates expect."""
         found = {"name": self.name, "parameters": self.parameters}
         if self.description is not None:
             found = {"name": self.name, "description": self.description} | found
@@ -60,9 +60,9 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The tools of a request. is_single: whether the first call ends an answer.
+    """The tools of a request. is_single: whether the first call ends the answer.
 
-    choice: `auto`, `required`, or the name of the tool that the model has to call.
+    choice: `auto`, `required`, or the name of the tool that the model must call.
     """
 
     tools: list[Tool]
@@ -75,12 +75,12 @@ class Tools:
         return {tool.name: tool.parameters for tool in self.tools}
 
     def grammar(self, style: Style, prompt: str, has_answer: bool = False) -> str | None:
-        """The grammar of the answer; None if it is free.
+        """The grammar of the answer; None if the answer is unconstrained.
 
-        prompt: the end of the text before it. has_answer: whether a text has a grammar of its own,
-        called `answer`.
+        prompt: the end of the text before the answer. has_answer: whether the text for the user has
+        a grammar of its own, the rule `answer`.
 
-        Raises ValueError for what no grammar can enforce.
+        Raises ValueError for a tool that no grammar can enforce.
         """
         is_free = self.choice == "auto"
         if is_free and not has_answer and not any(tool.is_strict for tool in self.tools):
@@ -106,9 +106,10 @@ class Tools:
 
 
 def read_tools(values: Mapping[str, Any], format: ToolFormat | None) -> Tools | None:
-    """The tools among the values of a chat's keys; None if the model may call none.
+    """The tools of a chat request; None if the model may not call tools.
 
-    format: in which the model writes calls. Raises RequestError, which names the key.
+    values: of the body's keys. format: the model's format of tool calls, or None. Raises
+    RequestError, which names the key.
     """
     tools = [_tool(f"tools[{number}]", found) for number, found in enumerate(values["tools"])]
     choice, is_named = _choice(values["tool_choice"])
@@ -135,7 +136,7 @@ def read_tools(values: Mapping[str, Any], format: ToolFormat | None) -> Tools | 
 
 
 def _choice(found: Any) -> tuple[str, bool]:
-    """The choice in one word, and whether it is a tool's name."""
+    """The choice (`auto`, `required`, `none`, or a tool's name), and whether it is a name."""
     if found in CHOICES:
         return found, False
     if isinstance(found, dict):

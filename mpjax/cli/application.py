@@ -1,4 +1,4 @@
-"""The application of all commands: their order, their errors and their exit codes."""
+"""The command-line application: the order of commands, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpjax.cli import (
 )
 from mpjax.files import disk
 
-BROKEN_PIPE = 141  # the code with which shells report a program that SIGPIPE has ended
+BROKEN_PIPE = 141  # the exit code of shells for a program killed by SIGPIPE
 EPILOG = """\b
 Examples:
   mpjax generate "def fibonacci(n):"
@@ -78,7 +78,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 
 
 WITH_POSITIONS = tuple(one.NAME for one in (generate, chat, serve, convert, evaluate))
-# What the library says of arguments, and what a command says of its options in its place.
+# Phrases about arguments in the library's messages → phrases about the command's options.
 IN_SHELL_WORDS = {
     "replace it with overwrite=True": "replace it with --overwrite",
     "export with format='plain'": "export with --format plain",
@@ -88,10 +88,10 @@ IN_SHELL_WORDS = {
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of all commands, which reports expected errors as one sentence on stderr."""
+    """The group of all commands. Expected errors are reported as one sentence on stderr."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        """Parses the command line; for --help and --version, also writes their text."""
+        """Parses the command line; --help and --version are also written here."""
         try:
             return super().make_context(*arguments, **keywords)
         except BrokenPipeError:
@@ -105,7 +105,7 @@ class Commands(typer.core.TyperGroup):
         """Runs the chosen command, and turns expected errors into messages and exit codes."""
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # here, because a broken pipe can still be handled here
+            sys.stdout.flush()  # flushed here, where a broken pipe can still be handled
             return result
         except KeyboardInterrupt:
             if not sys.stderr.isatty():
@@ -125,10 +125,10 @@ class Commands(typer.core.TyperGroup):
 
 
 def _in_shell_words(message: str, command: Any) -> str:
-    """A message of the library with the options of a command in place of arguments."""
+    """A message of the library with argument names replaced by a command's options."""
     if command is None:
         return message
-    message = message.replace(", or load the draft with max_positions", "")  # has no option
+    message = message.replace(", or load the draft with max_positions", "")  # no option for it
     if command.name in WITH_POSITIONS:
         message = message.replace(
             "load the model with max_positions", "give more with --max-positions"
@@ -136,7 +136,7 @@ def _in_shell_words(message: str, command: Any) -> str:
     if command.name in (export.NAME, convert.NAME, quantize.NAME):
         for said, meant in IN_SHELL_WORDS.items():
             message = message.replace(said, meant)
-    # Many messages begin with an argument and what was found.
+    # Many messages begin with the argument's name and the value that was found.
     options = {p.name: p.opts[0] for p in command.params if p.opts[0].startswith("--")}
     options["bits"] = options.get("budget", "bits")
     argument, _, rest = message.partition(" ")
@@ -145,10 +145,10 @@ def _in_shell_words(message: str, command: Any) -> str:
 
 
 def _explain(error: Exception) -> str | None:
-    """The message for an expected error; None for any other, which is shown with its traceback."""
+    """The message for an expected error; None for an error to be shown with its traceback."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text and not isinstance(error, OSError):
-        # XLA ran out of device memory, beyond the checks made beforehand, or of space on a disk.
+        # XLA ran out of device memory despite the checks beforehand, or a disk is full.
         line = text.splitlines()[0]
         full = any(os.strerror(code) in line for code in disk.FULL)
         return f"a disk is full: {line}" if full else f"the device ran out of memory: {line}"
@@ -165,7 +165,7 @@ app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain help is the same text in a terminal, a pipe and a test
+    rich_markup_mode=None,  # plain help is the same in a terminal, a pipe and a test
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
@@ -206,13 +206,13 @@ def _options(
 for _module in (
     *(generate, chat, serve, convert, quantize, export, info, evaluate, tune, environment),
 ):
-    # Programs compiled for tuning are run once, and would push others out of the cache.
+    # Tuning's programs run once, and would evict others from the compilation cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)
 app.add_typer(bench.app, name=bench.NAME)
 
 
 def main() -> None:
-    """Runs the command line of this process and exits."""
+    """Runs the command line of this process, then exits."""
     output.prepare_streams()
     app(prog_name="mpjax")

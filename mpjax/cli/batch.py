@@ -1,4 +1,4 @@
-"""Generates many prompts of `mpjax generate`, through an engine."""
+"""Completes many prompts of `mpjax generate` with an engine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def complete(
 ) -> list[dict[str, Any]]:
     """Generates a result for each request, in the order of requests.
 
-    Shows a progress bar on stderr if that is a terminal, and then what speculation has gained.
+    Shows a progress bar on stderr if stderr is a terminal, and afterwards the acceptance of
+    speculation.
 
-    engine: arguments of the Engine: `slots`, the most requests at a time, and others.
+    engine: arguments of the Engine, such as `slots`, the most requests at a time.
     options: arguments of `Engine.submit` for all requests.
-    unfinished: keeps results as they come, and has those of an earlier run.
+    unfinished: saves each result as it arrives, and holds the results of an earlier run.
 
     A result has the request's `id`, and `text`, `finish_reason`, `prompt_tokens` (their number),
     `tokens` and `logprobs`.
@@ -77,9 +78,9 @@ def _run(
     options: Mapping[str, Any],
     engine: Mapping[str, Any],
 ) -> Iterator[tuple[int, Handle | None]]:
-    """Generates some requests; yields the index of one with each event, and its handle at its end.
+    """Generates the requests at `indices`; yields each event's index, and the handle at its end.
 
-    engine: its arguments, which may have more slots and fewer tokens than are useful.
+    engine: arguments of the Engine, whose slots and max_tokens are adjusted to the requests.
     """
     import mpjax
     from mpjax.generation.buckets import bucket_tokens
@@ -88,7 +89,7 @@ def _run(
         return
     most = min(bucket_tokens(engine["max_tokens"]), lm.config.max_position_embeddings)
     slots = min(engine["slots"], len(indices))
-    # Nobody reads along, so that rows may wait for all prompts.
+    # Text is not streamed, so decoding rows may wait until all prompts are prefilled.
     arguments = dict(engine) | {"slots": slots, "max_tokens": most, "max_gap": math.inf}
     with mpjax.Engine(lm, **arguments) as running:
         numbers = {}
@@ -120,7 +121,7 @@ def _result(request: Request, handle: Handle) -> dict[str, Any]:
 def summary(results: Sequence[Mapping[str, Any]], begin: float) -> str:
     """A line with the numbers of prompts and tokens, and the seconds since `begin`.
 
-    results: those that this run has generated. begin: from `time.perf_counter()`.
+    results: generated in this run. begin: its `time.perf_counter()` at the start.
     """
     seconds = time.perf_counter() - begin
     read = sum(result["prompt_tokens"] for result in results)

@@ -1,8 +1,8 @@
 """`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
-The commands have one pattern: options give a sweep of cases, each measured row is saved at once,
-and at the end there are a table, for some commands a plot, and a check of every result against
-the reference.
+All commands have one pattern: options define a sweep of cases, each measured row is saved at once,
+and at the end come a table, for some commands a plot, and a check of every result against the
+reference.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ app = typer.Typer(
 
 
 class Implementation(enum.StrEnum):
-    """The implementations of a product with packed weights that can be forced."""
+    """The implementations of products with packed weights that an option can force."""
 
     triton = "triton"
     mosaic = "mosaic"
@@ -70,7 +70,7 @@ class DenseShapes(enum.StrEnum):
 
 
 def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
-    """An option that takes several texts, separated by commas."""
+    """An option with several values, separated by commas."""
     return typer.Option(metavar=f"{metavar},...", help=help, show_default=show_default)
 
 
@@ -217,7 +217,7 @@ def gemm_command(
     from mpjax.kernels.gemm.shapes import named
 
     title = "{shape}: K {K}, N {N}"
-    if experts:  # options that were not given have the defaults of experts
+    if experts:  # options that were not given get the experts' defaults
         with options.wrong_usage():
             of_tokens = of_experts.Sweep(
                 named_mlps(options.split(EXPERT_SHAPES if shapes == SHAPES else shapes)),
@@ -450,9 +450,9 @@ def _run(
     *,
     plot: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measures a sweep, saves its rows, prints their tables and draws them; returns the rows.
+    """Measures a sweep; saves, prints and plots its rows; returns them.
 
-    title: of a table, as a format of its rows' values.
+    title: a table's title, as a format string of a row's values.
     """
     from mpjax.bench import measure, tables
 
@@ -492,7 +492,7 @@ def _progress(name: str, rows: Iterable[T], total: int) -> Iterable[T]:
 
 
 def _check(benchmark: ModuleType, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes a sentence for each row that misses its gate, and then exits with code 1."""
+    """Exits with code 1 if any row misses its limits, after a sentence about each."""
     sys.stdout.flush()
     if failures := benchmark.failures(rows):
         for failure in failures:

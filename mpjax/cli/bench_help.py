@@ -1,4 +1,4 @@
-"""The texts of `mpjax bench --help` below its options."""
+"""The help texts of the `mpjax bench` commands, printed below their options."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ def command(
 
 
 class Conversation:
-    """The messages of a conversation, and the model and settings that answer it.
+    """A conversation: its messages, the model that answers, and the settings.
 
-    settings: arguments of `stream`. shows_reasoning: whether reasoning is written, too.
+    settings: arguments of `stream`. shows_reasoning: whether reasoning is printed too.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class Conversation:
         self.messages = list(start)
 
     def reset(self) -> None:
-        """Forgets all messages but the system's."""
+        """Removes all messages but the system message."""
         self.messages = list(self._start)
 
     def answer(self, text: str) -> None:
-        """Answers a text, writing to stdout as the answer comes, and adds both to the messages.
+        """Streams the answer to a text to stdout, and adds both to the messages.
 
         After Ctrl-C, the part of the answer that was written is added.
         """
@@ -155,10 +155,10 @@ class Conversation:
 
 
 class _Writer:
-    """Writes an answer as it comes.
+    """Prints a streamed answer.
 
-    reader: divides reasoning from the answer.
-    shows_reasoning: whether that is written, dimmed in a terminal.
+    reader: splits the answer into reasoning and text.
+    shows_reasoning: whether reasoning is printed, dimmed in a terminal.
 
     said: the answer so far, without reasoning.
     """
@@ -169,11 +169,11 @@ class _Writer:
         self.said = ""
 
     def write(self, piece: str) -> None:
-        """Writes the part of the next piece that is known to be text or reasoning."""
+        """Prints the part of the next piece that is certainly text or reasoning."""
         self._write(self._reader.push(piece))
 
     def end(self) -> None:
-        """Writes the rest, and says so if it was all reasoning."""
+        """Prints the remaining text; warns if the answer was only reasoning."""
         self._write(self._reader.finish())
         output.write("\n")
         if self._has_reasoned and not self.said:
@@ -187,7 +187,7 @@ class _Writer:
                 if self._shows_reasoning:
                     output.write(typer.style(text, dim=True) if self._is_dim else text)
                 continue
-            shown = text if self.said else text.lstrip()  # space between a template and the answer
+            shown = text if self.said else text.lstrip()  # drops white space before the answer
             if shown and not self.said and self._has_reasoned and self._shows_reasoning:
                 output.write("\n\n")
             output.write(shown)
@@ -195,9 +195,9 @@ class _Writer:
 
 
 def _write_answer(pieces: Iterator[str], activity: str, ahead: int, writer: _Writer) -> str:
-    """Writes an answer as it comes, and returns it; after Ctrl-C, the part that was written.
+    """Prints a streamed answer and returns it; after Ctrl-C, the part that was printed.
 
-    activity: the text of the spinner, which is shown until `ahead` pieces have come.
+    activity: the text of the spinner, which is shown until `ahead` pieces have arrived.
     """
     beginning: list[str] = []
     try:
@@ -234,5 +234,5 @@ def _converse(conversation: Conversation) -> None:
         elif text:
             try:
                 conversation.answer(text)
-            except (ValueError, MemoryError) as error:  # the conversation is too long, but is kept
+            except (ValueError, MemoryError) as error:  # too long: the conversation is kept
                 output.note(f"mpjax: {error}")

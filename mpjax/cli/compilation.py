@@ -1,4 +1,4 @@
-"""Keeps compiled programs on disk from one command to the next, and says when one is compiled."""
+"""Keeps compiled programs on disk between commands, and knows which shapes are compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpjax.cli import output
 
 VARIABLE = "MPJAX_COMPILATION_CACHE"
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-# Programs that compile in milliseconds are kept, too: a command compiles dozens of them.
+# Programs that compile in milliseconds are kept too: a command compiles dozens of them.
 SETTINGS = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 WARNING = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.DOTALL
@@ -27,17 +27,17 @@ SWITCH = "compilation_cache"  # the name of the application's option
 
 
 class CompilingCommand(typer.core.TyperCommand):
-    """A command whose compiled programs are kept, unless --no-compilation-cache is given."""
+    """A command whose compiled programs are cached, unless --no-compilation-cache is given."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Sets up the cache and runs the command, which imports JAX: it reads the settings then."""
+        """Sets up the cache, then runs the command. JAX reads the settings when it is imported."""
         if ctx.find_root().params.get(SWITCH):
             keep_programs()
         return super().invoke(ctx)
 
 
 def keep_programs() -> None:
-    """Sets JAX's persistent compilation cache for this process, unless the environment does."""
+    """Sets JAX's persistent compilation cache for this process, if the environment doesn't."""
     if FOLDER_VARIABLE in os.environ:
         return
     folder = cache_folder()
@@ -66,10 +66,10 @@ def cache_folder() -> Path:
 
 
 def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Deletes the least recently used files, until the rest take at most `limit_bytes`."""
+    """Deletes the least recently used files until at most `limit_bytes` remain."""
     files = []
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process prunes, too
+        with contextlib.suppress(FileNotFoundError):  # another process may prune too
             if path.is_file():
                 found = path.stat()
                 files.append((max(found.st_atime, found.st_mtime), found.st_size, path))
@@ -81,12 +81,12 @@ def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
 
 
 class CacheWarnings:
-    """Handles JAX's warnings about a cache: one line for each kind, and deletes damaged files.
+    """Handles JAX's warnings about its cache: one line for each kind; damaged files are deleted.
 
-    A process that ends while it writes, or a full disk, leaves a damaged file. JAX warns about it
-    in every process, and never replaces it.
+    A full disk, or a process that is killed while it writes, leaves a damaged file. JAX warns about
+    it in every process, and never replaces it.
 
-    folder: of the cache. otherwise: shows all other warnings.
+    folder: of the cache. otherwise: the function that shows all other warnings.
     """
 
     def __init__(self, folder: Path, otherwise: Callable[..., None]) -> None:
@@ -110,15 +110,15 @@ class CacheWarnings:
 
 
 class Shapes:
-    """The shapes of the batches that a command has generated, each of which is compiled once."""
+    """The batch shapes that a command has generated; each is compiled once."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[int, int, int]] = set()
 
     def is_new(self, batch: int, tokens: int, new_tokens: int) -> bool:
-        """Whether a batch has to be compiled; remembers its shape.
+        """Whether a batch's shape is new, so that it must be compiled; remembers the shape.
 
-        batch: the number of prompts. tokens: of the longest prompt. new_tokens: of each row.
+        batch: prompts. tokens: tokens of the longest prompt. new_tokens: of each row.
         """
         from mpjax.generation.buckets import bucket_rows, bucket_tokens
 

@@ -72,9 +72,9 @@ def command(
 
 
 def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None) -> None:
-    """Raises wrong usage for options that `calibrate_cache` or `save` would refuse later.
+    """Raises BadParameter for options that `calibrate_cache` or `save` would refuse.
 
-    They would raise only after the model has been loaded.
+    Those functions would raise only after the model has been loaded.
     """
     from mpjax.checkpoint.description import is_saved
 

@@ -238,7 +238,11 @@ def command(
 def _require_usage(
     format: Format, json: bool, output: Path | None, plot: Path | None, against: str | None
 ) -> None:
-    """Raises BadParameter for options that contradict each other, and for files of no use."""
+    """Checks options before the long run.
+
+    Raises BadParameter for options that contradict each other, OSError for an output that can't be
+    written, and ValueError for a plot without matplotlib.
+    """
     from mpjax.files.atomic_write import require_writable
 
     if json and format is Format.markdown:
@@ -255,7 +259,7 @@ def _require_usage(
 
 
 def _read_precisions(texts: list[str]) -> list[Precision]:
-    """Precisions of texts with commas; one without a KV part means a cache of 16 bits."""
+    """Parses comma-separated precisions; one without a KV part gets a 16-bit KV cache."""
     names = [name.strip() for text in texts for name in text.split(",")]
     return [
         options.parse_precision(name if re.search(r"K\w*V", name, re.IGNORECASE) else f"{name}KV16")
@@ -264,7 +268,7 @@ def _read_precisions(texts: list[str]) -> list[Precision]:
 
 
 def _in_16_bits(lm: LanguageModel) -> LanguageModel:
-    """The model to compare with, whose cache has 16 bits."""
+    """The reference model: the same with a 16-bit KV cache."""
     from mpjax.kernels import KVFormat
 
     return dataclasses.replace(lm, kv_format=KVFormat())
@@ -273,7 +277,7 @@ def _in_16_bits(lm: LanguageModel) -> LanguageModel:
 def _scoring(
     reference: LanguageModel | None, documents: list[str], arguments: dict[str, Any]
 ) -> Callable[[LanguageModel], Evaluation]:
-    """The measurement of a model: alone, or beside a reference."""
+    """The function that measures a model, alone or against a reference."""
     from mpjax.evaluation.comparison import compare
     from mpjax.evaluation.perplexity import evaluate
 
@@ -285,9 +289,9 @@ def _scoring(
 def _report(
     result: dict[str, Any], measured: Iterable[dict[str, Any]], format: Format, output: Path | None
 ) -> None:
-    """Adds each row to the result's rows as it is measured, prints it, and writes the result.
+    """Adds each measured row to the result, saves the result to `output`, and prints the row.
 
-    JSON is one object, printed after the last row, also where another row can't be measured.
+    JSON is one object, printed at the end, also after an error in a later row.
     """
     from mpjax.files.atomic_write import atomic_write
 
@@ -309,7 +313,7 @@ def _report(
 def _defaults(folder: Path) -> list[Precision]:
     """The precisions to measure by default.
 
-    For a quantised checkpoint these are KV formats alone, because only 16-bit weights can be
+    For a quantised checkpoint only the KV formats differ, because only 16-bit weights can be
     quantised.
     """
     from mpjax.checkpoint import huggingface

@@ -1,4 +1,4 @@
-"""`mpjax generate`: completes one prompt, written to stdout as it comes, or many in batches."""
+"""`mpjax generate`: completes one prompt, streamed to stdout, or many in batches."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def command(
 
 
 def _output(file: Path | None, *, as_json: bool, json: bool, echo: bool) -> Path | None:
-    """The file of results, None for stdout; wrong usage for options that contradict each other."""
+    """The file of results; None for stdout. Raises BadParameter for contradicting options."""
     if as_json and echo:
         raise typer.BadParameter(
             "results in JSON don't contain the prompt, only its id: leave --echo out",
@@ -201,15 +201,15 @@ def _complete_to_file(
     beside: tuple[str | None, ...],
     overwrite: bool,
 ) -> list[dict[str, Any]]:
-    """Generates results and writes them to a file when all are there.
+    """Generates results and writes them to a file once all are complete.
 
-    After an interruption, the same command goes on with the results that it had.
+    After an interruption, the same command resumes with the results that it had.
 
-    beside: the options --speculate, since rows that are drawn at random have other tokens with a
-        draft model, and --adapter, which has the adapter's folder.
+    beside: further options that change results: --speculate (sampled tokens differ with a draft
+        model) and --adapter (with the adapter's folder).
     overwrite: whether the file, and kept results of another command, may be replaced.
 
-    Returns the results of this run, without those that an earlier one had.
+    Returns the results of this run, without those of an earlier one.
     """
     from mpjax.files.atomic_write import atomic_write, is_special
 
@@ -239,9 +239,9 @@ def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _check_output(file: Path | None, input: Path | None, *, overwrite: bool) -> None:
-    """Raises, before anything is generated, if results could not or may not be written to `file`.
+    """Raises an error, before the generation, if `file` can't be or may not be written.
 
-    file: None for stdout. overwrite: whether a file with anything in it may be replaced.
+    file: None for stdout. overwrite: whether a file with content may be replaced.
     """
     from mpjax.files.atomic_write import require_writable
 
@@ -256,7 +256,7 @@ def _check_output(file: Path | None, input: Path | None, *, overwrite: bool) -> 
 
 
 def _require_new(file: Path, *, overwrite: bool) -> None:
-    """Raises for a file with anything in it that may not be replaced."""
+    """Raises BadParameter for a file with content that may not be replaced."""
     if not overwrite and file.is_file() and file.stat().st_size:
         raise typer.BadParameter(
             f"{file} is there already: choose another file, or replace it with --overwrite",
@@ -265,7 +265,7 @@ def _require_new(file: Path, *, overwrite: bool) -> None:
 
 
 def _show_one(pieces: Generator[str, None, Generation], prompt: str) -> None:
-    """Writes a prompt and pieces of text to stdout as they come, and their speed to stderr."""
+    """Streams a prompt and its completion to stdout, then writes the speed to stderr."""
     with output.status("Compiling"):
         piece, generation = _next(pieces)
     output.write(prompt)
@@ -277,7 +277,7 @@ def _show_one(pieces: Generator[str, None, Generation], prompt: str) -> None:
 
 
 def _next(pieces: Generator[str, None, Generation]) -> tuple[str, Generation | None]:
-    """The next piece of text; at the end an empty one, and the generator's result."""
+    """The next piece of text and None; at the end, an empty piece and the generator's result."""
     try:
         return next(pieces), None
     except StopIteration as end:
@@ -298,7 +298,7 @@ def _summary(generation: Generation) -> str:
 def _show_several(
     requests: Sequence[Request], results: Sequence[Mapping[str, Any]], *, as_json: bool, echo: bool
 ) -> None:
-    """Writes each result as JSON, or below a header with the start of its prompt."""
+    """Prints each result as JSON, or as text below a header with the start of its prompt."""
     if as_json:
         for result in results:
             output.print_json(result, indent=None)

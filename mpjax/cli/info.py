@@ -110,7 +110,7 @@ def command(
 
 
 def _text_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """What a tokenizer can do, in JSON's types; None without one."""
+    """Facts about a tokenizer, in JSON types; None without a tokenizer."""
     if tokenizer is None:
         return None
     return {
@@ -121,7 +121,7 @@ def _text_facts(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The facts as labels and texts."""
+    """The facts as pairs of a label and a text."""
     labels = {"contents": "in the files"}
     labels |= {key: key for key in ("activations", "cache", "rounded")}
     rows = [(label, facts[key]) for key, label in labels.items() if facts[key] is not None]
@@ -145,7 +145,7 @@ def _describe_tokenizer(found: Mapping[str, Any] | None) -> str:
 
 
 def _describe_room(memory: Mapping[str, Mapping[str, int]], free: int) -> str:
-    """The longest of the contexts that fits into the free memory with each KV format."""
+    """A sentence: the longest context that fits into the free memory with each KV format."""
     fitting = {
         kv: max((int(tokens) for tokens, nbytes in found.items() if nbytes <= free), default=0)
         for kv, found in memory.items()
@@ -166,15 +166,15 @@ def _show(rows: list[tuple[str, str]]) -> None:
 
 
 def _show_what_is_there(folder: Path | None, reason: str, json: bool) -> None:
-    """Shows what was found of a model that can't be run; the error says what is in the way.
+    """Prints what is known of a model that can't be run. reason: the error message.
 
-    folder: None if there is none, nor a GGUF file.
+    folder: the checkpoint's folder or GGUF file, or None if there is none.
     """
     from mpjax.checkpoint.description import is_saved
     from mpjax.checkpoint.survey import survey
 
     rows = [] if folder is None or is_saved(folder) else survey(folder)
-    if len(rows) == 1:  # no model, or a damaged one: the error says all there is to say
+    if len(rows) == 1:  # no model, or a damaged one: the error message suffices
         rows = []
     if json:
         output.print_json({"can_run": False, "in_the_way": reason, **dict(rows)})
@@ -183,7 +183,7 @@ def _show_what_is_there(folder: Path | None, reason: str, json: bool) -> None:
 
 
 def memory_by_context(lm: LanguageModel) -> dict[str, dict[str, int]]:
-    """Bytes of the weights and of the cache of one sequence, by KV format and number of tokens."""
+    """KV format → tokens → bytes of the weights and the KV cache of one sequence."""
     import jax
 
     longest = lm.config.max_position_embeddings
@@ -206,19 +206,19 @@ def _describe_memory(found: Mapping[str, int]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in GB, and in MB below 1 GB."""
+    """A number of bytes as text, in GB, or in MB below 1 GB."""
     if nbytes < GIGABYTE:
         return f"{nbytes / MEGABYTE:,.1f} MB"
     return f"{nbytes / GIGABYTE:,.2f} GB"
 
 
 def inspect(folder: Path) -> LanguageModel:
-    """The model that `load` would make of a folder, with shapes instead of arrays.
+    """The model that `load` would return for a folder, with shapes instead of arrays.
 
-    Its `describe` is exact except where values of tensors decide: for the bytes of GPTQ's
-    permutations, maps that can't be fused because of permutations, and integers that count as
-    symmetric because all zero points are the middle. An FP8 checkpoint that can only be loaded with
-    a chosen precision is described with 16-bit activations.
+    Its `describe` is exact except where tensor values matter: the bytes of GPTQ's permutations,
+    linear maps that permutations keep from being fused, and integer codes that count as symmetric
+    because all zero points are the middle. An FP8 checkpoint that needs an explicit precision is
+    described with 16-bit activations.
 
     Raises CheckpointError for a folder that can't be loaded.
     """
@@ -266,7 +266,7 @@ def _from_headers(folder: Path) -> LanguageModel:
 
 
 def _with_one_symmetry(sources: tuple[LinearSource, ...]) -> tuple[LinearSource, ...]:
-    """Symmetric formats as asymmetric ones where any is, as `LinearPlace.join` makes them."""
+    """Makes all formats asymmetric if any is, as `LinearPlace.join` does."""
     formats = [source.format for source in sources if source.format is not None]
     if all(format.symmetric for format in formats):
         return sources
@@ -279,7 +279,7 @@ def _with_one_symmetry(sources: tuple[LinearSource, ...]) -> tuple[LinearSource,
 
 
 def _parts(sources: tuple[LinearSource, ...], dtype: str, bias: bool) -> list[Linear]:
-    """The linear maps of a place, as loading makes them: a single one if their formats agree."""
+    """The linear maps that loading makes of these sources: one fused map if their formats agree."""
     import jax
     import jax.numpy as jnp
 

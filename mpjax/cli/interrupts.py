@@ -1,8 +1,8 @@
-"""Handles Ctrl-C on the command line: one line on stderr and the exit code 130 at any time.
+"""Handles Ctrl-C on the command line: always one line on stderr and exit code 130.
 
-Python's own handler raises KeyboardInterrupt wherever the program is. This is not enough: a C
-module that is being imported turns it into an ImportError, and a callback, such as the garbage
-collector's, drops it.
+Python's own handler raises KeyboardInterrupt wherever the program is. That is not enough: while a C
+module is imported, the exception becomes an ImportError, and in a callback, such as the garbage
+collector's, it is dropped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
-INTERRUPTED = 130  # the code with which shells report a program that SIGINT has ended
-IMPORTING = "<frozen importlib._bootstrap>"  # the file of Python's frames that import modules
+INTERRUPTED = 130  # the exit code of shells for a program killed by SIGINT
+IMPORTING = "<frozen importlib._bootstrap>"  # the filename of the import system's frames
 AGAIN_SECONDS = 0.01  # the time until a dropped interrupt is raised again
 SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a progress bar hides
 
 
 def handle(run: Callable[[], None]) -> None:
-    """Calls `run`, the whole command line of the process, and handles Ctrl-C during it.
+    """Calls `run`, the whole command line of the process, and handles Ctrl-C during the call.
 
-    Ctrl-C raises KeyboardInterrupt in `run`. During an import, when no work can be lost, it ends
-    the process at once.
+    Ctrl-C raises KeyboardInterrupt in `run`. During an import, when no work can be lost, Ctrl-C
+    ends the process at once.
     """
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
@@ -36,18 +36,19 @@ def handle(run: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         leave()
     finally:
-        # While Python shuts down, nothing catches an exception, and all output is written.
+        # From here on Python shuts down: an exception would only print a traceback, and all output
+        # is already written. So Ctrl-C exits at once.
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def leave() -> NoReturn:
-    """Writes the line about an interrupt, and ends the process at once with code 130."""
+    """Writes the line about the interrupt to stderr, and exits at once with code 130."""
     os.write(2, message().encode())
     os._exit(INTERRUPTED)
 
 
 def message() -> str:
-    """The line for stderr; on a terminal it begins below the ^C that the terminal shows."""
+    """The line for stderr; on a terminal it begins on a new line after the echoed ^C."""
     line = "mpjax: interrupted\n"
     return f"{SHOW_CURSOR}\n{line}" if os.isatty(2) else line
 
@@ -61,7 +62,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(dropped: Any) -> None:
-    """Raises a KeyboardInterrupt that a callback has dropped again, a moment later."""
+    """After a callback has dropped a KeyboardInterrupt, raises it again a moment later."""
     if issubclass(dropped.exc_type, KeyboardInterrupt):
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""The sockets of `mpjax serve`: bound before the model is loaded, open once it can answer."""
+"""The sockets of `mpjax serve`: bound before the model loads, listening once it can answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the machine lacks an addre
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets at each address of a host, which nobody can connect to yet.
+    """Sockets bound to each address of a host, not listening yet.
 
-    port: 0 for any that is free, the same at each address.
+    port: 0 for any free port, the same at each address.
 
     Raises ValueError for a host without an address on this machine, and for a port that is in use
-    or that this user may not take.
+    or not permitted to this user.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
                 sockets.append(_bound(family, (address, port, *rest)))
         except ValueError as error:
             cause = error.__cause__
-            # Many machines have a name for IPv6's loopback and no such address.
+            # Many machines resolve a name to IPv6's loopback without having that address.
             if not (isinstance(cause, OSError) and cause.errno in ABSENT):
                 close(sockets)
                 raise
@@ -56,7 +56,7 @@ def _bound(family: int, address: tuple[str | int, ...]) -> socket.socket:
 
 
 def listen(sockets: Sequence[socket.socket], host: str) -> str:
-    """Opens the sockets of `bind` to clients, and gives the server's URL.
+    """Makes the sockets of `bind` listen; returns the server's URL.
 
     Raises ValueError if another program has opened the port since it was bound.
     """
@@ -75,7 +75,7 @@ def close(sockets: Sequence[socket.socket]) -> None:
 
 @contextlib.contextmanager
 def _explained(host: str, port: int) -> Iterator[None]:
-    """Turns errors of the system into a ValueError that says what to do."""
+    """Turns the system's errors into a ValueError that says what to do."""
     try:
         yield
     except OSError as error:

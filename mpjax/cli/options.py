@@ -1,4 +1,4 @@
-"""Options that several commands share, and functions that read them."""
+"""Options that several commands share, and functions that parse them."""
 
 from __future__ import annotations
 
@@ -177,9 +177,9 @@ AdapterList = Annotated[
 
 
 def parse_adapters(texts: Sequence[str | None] | None) -> dict[str, str]:
-    """The folders of adapters by their names, which are those of the folders by default.
+    """Adapter name → folder. The default name is that of the folder.
 
-    A name that comes twice, and an empty one, are wrong usage.
+    Raises BadParameter for a repeated or empty name.
     """
     found: dict[str, str] = {}
     for text in filter(None, texts or []):
@@ -195,7 +195,7 @@ def parse_adapters(texts: Sequence[str | None] | None) -> dict[str, str]:
 
 
 def one_source(source: str | None, model: str | None) -> str | None:
-    """The model of an argument or of --model, which may not both be given; None without them."""
+    """The model given as the argument or as --model; None without. BadParameter for both."""
     if source is not None and model is not None:
         raise typer.BadParameter(f"{source} is a model too: give one of them", param_hint="--model")
     return model if source is None else source
@@ -203,24 +203,24 @@ def one_source(source: str | None, model: str | None) -> str | None:
 
 @contextlib.contextmanager
 def wrong_usage(option: str | None = None) -> Iterator[None]:
-    """Raises a ValueError of its body as wrong usage of an option, or of the command."""
+    """Raises a ValueError of the body as BadParameter of an option, or of the command."""
     from mpjax.errors import CheckpointError
 
     try:
         yield
-    except CheckpointError:  # of a model, whatever the option says
+    except CheckpointError:  # the fault is the checkpoint's, not the option's
         raise
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Splits a text at its commas, and drops repeated parts."""
+    """Splits a text at its commas; repeated parts are dropped."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
-    """The whole numbers of an option, with commas between them."""
+    """Parses an option's comma-separated integers ≥ `least`. Raises BadParameter for others."""
     parts = split(text)
     if wrong := [part for part in parts if not part.isdecimal() or int(part) < least]:
         raise typer.BadParameter(f"{wrong[0]!r} is not a number, such as 64", param_hint=option)
@@ -228,7 +228,7 @@ def numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
 
 
 def parse_precision(text: str) -> Precision:
-    """Parses a precision; a text that can't be read is wrong usage of --precision."""
+    """Parses a precision. Raises BadParameter of --precision if that fails."""
     from mpjax.precision import Precision
 
     with wrong_usage("--precision"):
@@ -236,7 +236,7 @@ def parse_precision(text: str) -> Precision:
 
 
 def parse_speculate(text: str | None) -> Proposer | None:
-    """The proposer of --speculate, whose draft model is loaded; None without the option."""
+    """The proposer of --speculate, with its draft model loaded; None without the option."""
     from mpjax.generation.speculation.spelling import parse
 
     with wrong_usage("--speculate"):
@@ -244,7 +244,7 @@ def parse_speculate(text: str | None) -> Proposer | None:
 
 
 def sampling_options(**options: float | None) -> dict[str, float]:
-    """The fields of a Sampling that the options set; values out of range are wrong usage."""
+    """The fields of a Sampling that options set. Raises BadParameter for values out of range."""
     from mpjax.sampling.settings import Sampling
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -254,10 +254,10 @@ def sampling_options(**options: float | None) -> dict[str, float]:
 
 
 def choose_sampling(lm: LanguageModel, given: Mapping[str, float]) -> Sampling:
-    """The model's own sampling with the fields that options set; a line on stderr shows it.
+    """The model's own sampling settings, overridden by options; a line on stderr shows them.
 
-    The line is left out where neither the model nor an option says how tokens are drawn. A filter
-    without a temperature, of a model that has none, is wrong usage.
+    The line is omitted if neither the model nor an option has settings. Raises BadParameter for a
+    filter without a temperature, if the model has none either.
     """
     from mpjax.sampling.settings import Sampling
 
@@ -277,7 +277,7 @@ def load(
     experts: ExpertsKind = ExpertsKind.divided,
     adapters: Mapping[str, str] | None = None,
 ) -> LanguageModel:
-    """Loads the model that the options name; the bundled one if `source` is None."""
+    """Loads a model by the shared options; the bundled model if `source` is None."""
     import mpjax
 
     if isinstance(precision, str):
@@ -297,7 +297,7 @@ def load(
 def require_target(target: Path, overwrite: bool) -> None:
     """Raises ValueError for a folder to which `mpjax.save` would not write a model.
 
-    It raises the same, but only after the model has been made.
+    `mpjax.save` would raise the same error, but only after the model has been computed.
     """
     from mpjax.checkpoint import saving, staging
 
@@ -311,7 +311,7 @@ def require_target(target: Path, overwrite: bool) -> None:
 
 
 def read_documents(path: Path) -> list[str]:
-    """Reads the texts of a file: the whole file, or for .jsonl {"text": ...} on each line."""
+    """The documents of a file: the whole file, or in a .jsonl file {"text": ...} on each line."""
     from mpjax.arguments import read_text
     from mpjax.evaluation.perplexity import read_held_out
 

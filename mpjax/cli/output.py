@@ -22,12 +22,12 @@ ASCII = "mpjax_ascii"
 
 
 def prepare_streams() -> None:
-    """Makes stdout and stderr of this process take any text, and stdin any bytes.
+    """Makes stdout and stderr of this process accept any text, and stdin any bytes.
 
-    Characters that an encoding lacks are written as a question mark, or escaped as the stream's
-    error handler says. Text for a closed stdout is discarded; a closed stdin is empty. Bytes of
-    stdin that the encoding can't decode become lone surrogates, which the tokenizer refuses by
-    name. Warnings are written as notes.
+    Characters that an encoding lacks are written as question marks or escapes, by the stream's
+    error handler. Text for a closed stdout is discarded; a closed stdin is empty. Bytes of stdin
+    that can't be decoded become lone surrogates, for which the tokenizer raises an error. Warnings
+    are written as notes.
     """
     codecs.register(_find_ascii)
     sys.stdin = sys.stdin or _nothing("r")
@@ -63,9 +63,9 @@ def _nothing(mode: str) -> TextIO:
 
 
 def discard(stream: TextIO) -> None:
-    """Discards the rest of a stream whose reader has gone, or whose disk is full.
+    """Discards further output to a stream whose reader is gone or whose disk is full.
 
-    Without this, Python's last flush of the stream, when it exits, would fail.
+    Otherwise Python's flush of the stream at exit would fail.
     """
     with contextlib.suppress(OSError):  # a stream without a descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -77,7 +77,7 @@ _line_is_open = False
 def write(text: str) -> None:
     """Writes text to stdout unchanged, and flushes."""
     global _line_is_open
-    # Not by typer.echo, which removes escape codes of terminals from the text.
+    # typer.echo would remove terminal escape codes from the text.
     sys.stdout.write(text)
     sys.stdout.flush()
     if text:
@@ -85,7 +85,7 @@ def write(text: str) -> None:
 
 
 def end_line() -> None:
-    """Ends a line that `write` began, if a shell prompt or lines of stderr would follow on it."""
+    """Ends a line of `write` that a shell prompt or a line of stderr would otherwise continue."""
     global _line_is_open
     if _line_is_open and (sys.stdout.isatty() or _streams_are_one()):
         write("\n")
@@ -105,7 +105,7 @@ def _streams_are_one() -> bool:
     """Whether stdout and stderr go to the same file, pipe or terminal."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:  # streams of a test, which have no descriptors
+    except OSError:  # a test's streams have no descriptors
         return False
 
 
@@ -120,7 +120,7 @@ def is_live(console: rich.console.Console) -> bool:
 
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
-    """Shows a text with a spinner on stderr while the context is open, if that is a terminal."""
+    """Shows a text with a spinner during the context, if stderr is a terminal."""
     console = rich.console.Console(stderr=True)
     if not is_live(console):
         yield
@@ -130,7 +130,7 @@ def status(text: str) -> Iterator[None]:
 
 
 def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:
-    """The JSON of a value, with escapes if `encoding` lacks characters; NaN and ∞ become null."""
+    """The JSON of a value; NaN and ∞ become null. Escaped if `encoding` lacks characters."""
     value = _finite(value)
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     try:

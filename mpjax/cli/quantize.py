@@ -1,4 +1,4 @@
-"""`mpjax quantize`: quantises a 16-bit checkpoint with statistics of a text, and saves it."""
+"""`mpjax quantize`: quantises a 16-bit checkpoint with calibration text, and saves it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpjax.quantization.recipe import Recipe
 
 NAME = "quantize"
-MARK = "# mpjax quantize --budget"  # begins recipes that may be replaced
+MARK = "# mpjax quantize --budget"  # the first line of recipes that may be replaced
 EPILOG = """\b
 Examples:
   mpjax quantize Qwen3-8B W4 --precision W4A16KV8 --text book.txt
@@ -176,7 +176,7 @@ def command(
     if chosen is None:
         asked = Budget(budget or 0.0, tuple(choices.split(",")), precision or "A16KV16", method)
         chosen = _fit(source, target, asked, documents or [], dtype)
-    # A budget and learning read the text, too.
+    # A budget and learning use the text too.
     is_read = chosen.needs_text or not (learn or budget is not None)
     work = target.with_name(f".{target.name}.layers")
     calibration = mpjax.Calibration(window, tokens, batch)
@@ -213,7 +213,7 @@ def _read_text(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _telling_of_layers(work: Path) -> Iterator[None]:
-    """Removes the finished layers at the end; of a run that ends early, says how many are kept.
+    """Removes the finished layers after a complete run; reports how many an interrupted run kept.
 
     work: the folder of the finished layers.
     """
@@ -221,7 +221,7 @@ def _telling_of_layers(work: Path) -> Iterator[None]:
 
     try:
         yield
-    except ValueError:  # which the same command would meet again
+    except ValueError:  # the same command would fail again, so no note
         raise
     except BaseException:
         if count := FinishedLayers(work).count:
@@ -232,7 +232,7 @@ def _telling_of_layers(work: Path) -> Iterator[None]:
 
 
 class Budget(NamedTuple):
-    """The budget in bits per weight, and the options that say how it is spent."""
+    """The budget in bits per weight, and the formats to choose from."""
 
     bits: float
     choices: tuple[str, ...]
@@ -243,7 +243,7 @@ class Budget(NamedTuple):
 def _require_budget(
     precision: str | None, recipe: Path | None, text: Path | None, activation_error: float | None
 ) -> None:
-    """Wrong usage of --budget: with a recipe, a W part or an error, or without text."""
+    """Raises BadParameter for --budget with a recipe, W part or error, or without text."""
     if activation_error is not None:
         raise typer.BadParameter(
             "give either --budget or --activation-error", param_hint="--activation-error"
@@ -260,7 +260,7 @@ def _require_budget(
 def _fit(
     source: str, target: Path, asked: Budget, documents: list[str], dtype: options.Dtype | None
 ) -> Recipe:
-    """The recipe for a budget, which is also written beside the target."""
+    """Finds the recipe for a budget, and writes it beside the target."""
     from mpjax.files.atomic_write import atomic_write, require_writable
     from mpjax.quantization.budget import recipe_for_budget
     from mpjax.quantization.recipe import DEFAULT_METHOD
@@ -287,17 +287,17 @@ def _fit(
 
 
 def _kept_recipe(target: Path) -> Path:
-    """Where the recipe of a budget is written."""
+    """The path to which the recipe of a budget is written."""
     return target.with_name(f"{target.name}.toml")
 
 
 def _is_of_budget(path: Path) -> bool:
-    """Whether a recipe was written for a budget, and may be replaced."""
+    """Whether a recipe was written by --budget, so that it may be replaced."""
     return path.read_bytes().startswith(MARK.encode())
 
 
 def _remove_old_recipe(target: Path, used: Path | None) -> None:
-    """Deletes the recipe of a budget of the model that was replaced, unless it was used again."""
+    """Deletes the budget recipe of the replaced model, unless this run used it."""
     path = _kept_recipe(target)
     is_used = used is not None and used.resolve() == path.resolve()
     if path.is_file() and not is_used and _is_of_budget(path):
@@ -305,7 +305,7 @@ def _remove_old_recipe(target: Path, used: Path | None) -> None:
 
 
 def _require_learning(documents: list[str] | None, devices: int) -> None:
-    """Raises an error for what --learn lacks, before the layers are quantised."""
+    """Raises an error, before layers are quantised, if the requirements of --learn are not met."""
     from mpjax.quantization.clipping import require_optax
 
     require_optax("learn")
@@ -320,7 +320,7 @@ def _require_learning(documents: list[str] | None, devices: int) -> None:
 
 
 def _recipe(precision: str | None, method: str | None, recipe: Path | None) -> Recipe:
-    """The recipe that the options say; wrong usage where they contradict each other."""
+    """The recipe of the options. Raises BadParameter if they contradict each other."""
     from mpjax.quantization.recipe import DEFAULT_METHOD, Recipe
 
     if recipe is not None and precision is not None:

@@ -25,12 +25,12 @@ KEYS = ("id", "prompt", "messages", "max_new_tokens", "seed")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, which is a text or the messages of a chat, with its settings.
+    """A prompt (a text or the messages of a chat) with its settings.
 
-    id: identifies its result: any JSON value, by default the number of its prompt or line.
+    id: identifies the result: any JSON value, by default the number of the prompt or line.
     max_new_tokens: the most tokens to generate.
-    seed: of its random draws.
-    place: the name of the request in errors.
+    seed: of the sampling.
+    place: the name of the request in error messages.
     """
 
     id: Any
@@ -47,15 +47,15 @@ def gather(
     max_new_tokens: int,
     seed: int,
 ) -> list[Request]:
-    """Makes a request for each prompt, from the one source that is given.
+    """A request for each prompt, from the only source that is given.
 
     prompts: texts, or a single `-` for stdin.
     prompt_file: a file with one text.
     input: a JSON Lines file, or `-` for stdin; see `read_lines`.
     max_new_tokens: of each request.
-    seed: of the first request; each following request has the next number.
+    seed: of the first request; each further request has the next integer.
 
-    No source, several sources, and an input that is not a file are wrong usage.
+    Raises BadParameter without a source, with several, and for an input that is not a file.
     """
     if (len(prompts) > 0) + (prompt_file is not None) + (input is not None) != 1:
         raise typer.BadParameter(
@@ -79,7 +79,7 @@ def gather(
 
 
 def require_new_tokens(requests: Sequence[Request], least: int) -> None:
-    """Raises ValueError, which names the request, for one that asks for fewer new tokens."""
+    """Raises ValueError if a request asks for fewer new tokens than `least`."""
     for request in requests:
         if request.max_new_tokens < least:
             raise ValueError(
@@ -100,8 +100,7 @@ def _read_stdin() -> str:
 
 
 def _without_line_end(text: str) -> str:
-    # Editors and `echo` end the last line with a line break that is not meant as a part of a
-    # prompt.
+    # Editors and `echo` end the last line with a line break that isn't meant as part of the prompt.
     return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
 
 
@@ -111,8 +110,8 @@ def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
     A line is an object with a "prompt" or "messages". It may have an "id", and "max_new_tokens" and
     "seed", which override the arguments. Blank lines are skipped.
 
-    Raises ValueError, which names the line, for a line of another form, and for one whose id
-    another line has; and for a file without any lines.
+    Raises ValueError for a malformed line or a repeated id (the message names the line), and for a
+    file without lines.
     """
     from mpjax.arguments import read_text
 
@@ -130,7 +129,7 @@ def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
 
 
 def _check_ids(requests: Sequence[Request]) -> None:
-    """Raises ValueError, which names both lines, for an id that two have. Any may have null."""
+    """Raises ValueError, which names both lines, for a repeated id. null may repeat."""
     places: dict[str, str] = {}
     for request in requests:
         key = json.dumps(request.id, sort_keys=True)
@@ -191,7 +190,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether a value is a message of a chat; templates say whether it needs a content."""
+    """Whether a value is a chat message; whether it needs a content depends on the template."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list | types.NoneType)
@@ -212,8 +211,8 @@ def _integer(
 def count_tokens(lm: LanguageModel, request: Request) -> int:
     """The number of tokens of a request's prompt.
 
-    Raises ValueError, which names the request, if the model can't take it: if it has no tokens, if
-    the chat template refuses its messages, or if the model has fewer positions than tokens.
+    Raises ValueError, which names the request, for a prompt without tokens, for messages that the
+    chat template refuses, and for more tokens than the model has positions.
     """
     if lm.tokenizer is None:
         raise ValueError(

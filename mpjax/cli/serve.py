@@ -1,4 +1,4 @@
-"""`mpjax serve`: a server of OpenAI's protocol."""
+"""`mpjax serve`: a server with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pip install starlette uvicorn
 
 
 class LogLevel(enum.StrEnum):
-    """The least level of the lines of a log."""
+    """The lowest level of log lines that are written."""
 
     debug = enum.auto()
     info = enum.auto()
@@ -200,7 +200,7 @@ def command(
 
 
 def _require_usage(host: str, api_key: str | None) -> None:
-    """Raises an error for a missing package or an empty key; warns of a server without a key."""
+    """Raises an error for a missing package or empty key; notes a public host without a key."""
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(
@@ -213,7 +213,7 @@ def _require_usage(host: str, api_key: str | None) -> None:
 
 
 class _Notes(logging.Handler):
-    """Writes each record of a log as a note."""
+    """Writes each log record as a note."""
 
     def emit(self, record: logging.LogRecord) -> None:
         output.note(self.format(record))
@@ -221,7 +221,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def _log(level: LogLevel, as_json: bool) -> Iterator[None]:
-    """Writes the logs of all libraries to stderr: those of the server from a level on."""
+    """Writes the logs of all libraries to stderr, and the server's from a level on."""
     from mpjax.serve.logs import LOGGER, Lines
 
     handler = _Notes(level.upper())
@@ -235,13 +235,13 @@ def _log(level: LogLevel, as_json: bool) -> Iterator[None]:
 
 
 def _run(served: Starlette, sockets: Sequence[socket.socket]) -> None:
-    """Serves until Ctrl-C or a signal ends it; exits with 1 if it could not begin."""
+    """Serves until Ctrl-C or a signal; exits with code 1 if the server could not start."""
     import uvicorn
 
     server = uvicorn.Server(
         uvicorn.Config(served, log_config=None, log_level="warning", access_log=False)
     )
-    with contextlib.suppress(KeyboardInterrupt):  # requests have been finished by then
+    with contextlib.suppress(KeyboardInterrupt):  # requests are finished by then
         server.run(sockets=list(sockets))
     if not server.started:
         raise typer.Exit(1)

@@ -166,7 +166,7 @@ def _jobs(
     attention: str | None,
     kv_formats: str,
 ) -> Callable[[], Sequence[Job]]:
-    """What makes the jobs that the options say; wrong usage for texts that can't be read."""
+    """A function that makes the options' jobs. Raises BadParameter for options that don't parse."""
     from mpjax.bench import attention as shapes_of_attention
     from mpjax.kernels import KVFormat, WeightFormat
     from mpjax.kernels.experts.shapes import named
@@ -194,7 +194,7 @@ def _jobs(
 
 
 def _run(jobs: Sequence[Job], path: Path, *, again: bool) -> list[Outcome]:
-    """Runs jobs, and writes a line about each to stderr."""
+    """Runs the jobs, and writes a line about each outcome to stderr."""
     from mpjax.kernels import device
     from mpjax.tuning import products as tune
 
@@ -222,7 +222,7 @@ def _progress() -> rich.progress.Progress:
 
 
 def describe(outcome: Outcome) -> str:
-    """A line about a job: its time and plan, and the time of the rule's plan."""
+    """A line about a job: the best plan and its time, and the time of the rule's plan."""
     if outcome.entry is None:
         return f"{outcome.job}: no configuration worked"
     plan, microseconds = outcome.entry
@@ -236,7 +236,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome], path: Path) -> list[str]:
-    """Lines with the number of measured plans, and of configurations skipped for each problem."""
+    """Lines with the number of measured plans, and of skipped configurations by reason."""
     measured = sum(bool(outcome.trials) and outcome.entry is not None for outcome in outcomes)
     known = sum(not outcome.trials for outcome in outcomes)
     problems = sum((Counter(outcome.problems) for outcome in outcomes), Counter())

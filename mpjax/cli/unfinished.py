@@ -1,4 +1,4 @@
-"""Results of an interrupted `mpjax generate --output`, kept until all are there."""
+"""Results of an unfinished `mpjax generate --output`, kept so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mpjax.cli import output
 
 
 def job_name(*what: Any) -> str:
-    """A hash of what determines a job's results, from its parts as texts."""
+    """A hash of everything that determines a job's results (the repr of the arguments)."""
     return hashlib.sha256(repr(what).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Unfinished:
-    """A hidden file beside the output with the results so far, in the order in which they came.
+    """A hidden file beside the output with the results so far, in order of completion.
 
     target: the output. job: of `job_name`. discards: whether results of another job are dropped.
 
     Raises ValueError while another process writes results for the same target, and for results of
-    another job that may not be dropped.
+    another job unless `discards`.
 
     Attributes:
-      results: by the number of the request, those of an earlier run of the same job.
+      results: request number → result of an earlier run of the same job.
     """
 
     def __init__(self, target: Path, job: str, *, discards: bool = False) -> None:
@@ -47,29 +47,29 @@ class Unfinished:
             )
 
     def add(self, number: int, result: dict[str, Any]) -> None:
-        """Keeps the result of a request."""
+        """Appends the result of a request."""
         if not self._has_begun:
             self._begin()
         self._file.write(output.to_json({"number": number, "result": result}) + "\n")
         self._file.flush()
 
     def close(self, *, is_done: bool) -> None:
-        """Closes the file, and removes it if the output has been written, or it has no results."""
+        """Closes the file; removes it if the output is written or the file has no results."""
         if is_done or not (self._has_begun or self.results):
             self.path.unlink(missing_ok=True)
         self._file.close()
 
     def _begin(self) -> None:
-        """Names the job in an empty file. Results of an earlier run stay as they are."""
+        """Writes the job to an empty file; a file with results of an earlier run keeps them."""
         if self.results:
-            self._file.write("\n")  # the end of a line that was being written
+            self._file.write("\n")  # ends a line that was cut off
         else:
             self._file.truncate(0)
             self._file.write(output.to_json({"job": self._job}) + "\n")
         self._has_begun = True
 
     def _read(self) -> tuple[Any, dict[int, dict[str, Any]]]:
-        """The job in the file, None if it names none, and its results."""
+        """The job in the file (None if it names none), and the file's results."""
         text = self.path.read_text(encoding="utf-8", errors="replace")
         first, *others = text.split("\n")
         results = {}
@@ -102,7 +102,7 @@ def _open_locked(path: Path, target: Path) -> TextIO:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """The object in a line; an empty one for a line that was not written to its end."""
+    """The object in a line; {} for a line that was cut off."""
     try:
         found = json.loads(line)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Constraints: what a text may be, as grammars that a host follows or tables on the device."""
+"""Constraints of generated text: grammars followed on the host, or tables on the device."""

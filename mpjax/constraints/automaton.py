@@ -1,4 +1,4 @@
-"""Constraints as tables on the device, which whole generations follow without the host."""
+"""Constraints as transition tables on the device, so that decoding doesn't need the host."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.processors import Processor
 
-# Of the states that are followed along the bytes of tokens: seconds for a million.
+# Limit of state transitions over token bytes while a table is made.
 MOST_WORK = 1 << 31
-# Of tables that nobody has asked for, whose places engines have: less than a fifth of a second.
+# Limits of the tables that an engine makes by itself (`SmallTable`), so that they stay fast.
 SMALL_WORK, SMALL_STATES, SMALL_CLASSES = 1 << 21, 512, 256
-# What Python and Rust may read differently: flags, and sets inside of brackets.
+# Syntax that Python and Rust may parse differently: flags, and sets within brackets.
 UNSURE = re.compile(r"\(\?[^:]|\[\[|&&|--|~~")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Automaton(Processor):
-    """A constraint as tables: of `generate_tokens`, and a processor of `generate` and an `Engine`.
+    """A constraint as tables: for `generate_tokens`, or a processor of `generate` and `Engine`.
 
         automaton = mpjax.Automaton.of(lm, mpjax.Regex("[0-9]{4}-[0-9]{2}"))
         mpjax.generate_tokens(lm.model, ..., constraint=automaton)
 
-    Tokens that lead from each state to the same next one form a class.
+    Tokens with the same next state from every state form a class.
 
-    token_class: int16 [vocabulary]. step: int16 [states, classes], the next state; -1 where a token
-    of the class is not allowed. State 0 is the first; behind the last, a stop id leads to itself.
-    Both numbers are rounded up to powers of two, at least 64, so that small tables run the same
-    programs.
+    token_class: int16 [vocabulary]. step: int16 [states, classes], the next state; -1 if the class
+    is not allowed. State 0 is the initial state. A stop id leads to a last state, and from there to
+    itself. The numbers of states and classes are rounded up to powers of two, at least 64, so that
+    small tables share compiled programs.
     """
 
     token_class: Any
@@ -50,9 +50,9 @@ class Automaton(Processor):
     def of(cls, lm: LanguageModel, constraint: Constraint) -> Self:
         """The tables of a constraint for a model's tokens. A text ends with the model's stop ids.
 
-        Raises ValueError for a constraint that has no table: a Grammar, a regular expression with
-        look-around, a JSON schema with recursion or without bounds; and for a table that is too
-        large. `constraint=` of `generate` and of an `Engine` takes these, too.
+        Raises ValueError for a constraint without a table (a Grammar, a regular expression with
+        look-around, a JSON schema with recursion or additional properties) and for a table that
+        is too large. `constraint=` of `generate` and of an `Engine` accepts those too.
         """
         require_type("constraint", constraint, Constraint, hint=", such as mpjax.Regex(...)")
         name = type(constraint).__name__
@@ -68,22 +68,22 @@ class Automaton(Processor):
         return cls(*found.rounded())
 
     def create(self, vocabulary: int) -> jax.Array:
-        """The state, int32."""
+        """The initial state, int32."""
         return jnp.int32(0)
 
     def __call__(self, logits: jax.Array, memory: jax.Array, number: jax.Array) -> jax.Array:
-        """-inf for tokens that the state does not allow."""
+        """The logits, with -inf for tokens that the state does not allow."""
         is_allowed = (self.step[memory] >= 0)[self.token_class]
         return jnp.where(is_allowed, logits, -jnp.inf)
 
     def advance(self, memory: jax.Array, token: jax.Array, is_new: jax.Array) -> jax.Array:
-        """The next state."""
+        """The next state, int32; unchanged if the token is not new or not allowed."""
         after = self.step[memory, self.token_class[token]].astype(jnp.int32)
         return jnp.where(is_new & (after >= 0), after, memory)
 
 
 def read_constraint(constraint: Any) -> tuple[Automaton, ...]:
-    """The argument `constraint` of functions of arrays, as processors. Raises ValueError."""
+    """The processors of the `constraint` argument of array functions. Raises ValueError."""
     if isinstance(constraint, Constraint):
         name = type(constraint).__name__
         raise ValueError(
@@ -98,21 +98,21 @@ def read_constraint(constraint: Any) -> tuple[Automaton, ...]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SmallTable(Automaton):
-    """The table that a constraint gets by itself, in the place that an engine has for it."""
+    """A table of fixed size that an engine makes for a constraint by itself, if one fits."""
 
     @classmethod
     def place(cls, columns: int, states: int) -> Self:
-        """A place for tables of up to so many states, without one."""
+        """An empty table with room for `states` states: nothing is allowed."""
         step = np.full((states, SMALL_CLASSES), -1, np.int16)
         return cls(np.zeros(columns, np.int16), step)
 
     def of_constraint(
         self, lm: LanguageModel, constraint: Constraint, stop_ids: Sequence[int]
     ) -> Self | None:
-        """The table of a constraint, padded to this place.
+        """The table of a constraint, padded to this one's size.
 
-        None for a constraint that has no table, or one that is larger or takes long to make; and
-        for a stop id that is a token of the text, too.
+        None if the constraint has no table, if the table is too large or takes too long to make, or
+        if a stop id is not a special token, since it could then be part of the text.
         """
         tokenizer = lm.require_tokenizer()
         if not stop_ids or not tokenizer.special_ids.issuperset(stop_ids):
@@ -120,7 +120,7 @@ class SmallTable(Automaton):
         try:
             pattern, grammar = constraint.pattern_of_text(), constraint.grammar()
         except ValueError:
-            return None  # a matcher says what is wrong
+            return None  # a matcher will report the error
         words = Words(tokenizer, lm.model.columns, tuple(sorted(stop_ids)))
         found = None if UNSURE.search(pattern) else _small(words, pattern, grammar, len(self.step))
         if found is None:
@@ -133,7 +133,7 @@ class SmallTable(Automaton):
 
 @functools.lru_cache(maxsize=256)
 def _small(words: Words, pattern: str, grammar: str, states: int) -> TokenTable | None:
-    """The table of a pattern, or None."""
+    """The table of a pattern; None if it is not regular, too large or takes too long."""
     try:
         found = token_table(words, pattern, grammar, states - 1, SMALL_WORK)
     except ValueError:

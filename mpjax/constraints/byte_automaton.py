@@ -1,7 +1,7 @@
-r"""Regular expressions as automata over the bytes of UTF-8, in NumPy's tables.
+r"""Regular expressions as deterministic automata over UTF-8 bytes, in NumPy tables.
 
-The syntax is Python's, of which the parser is used. Characters are those of Unicode, and `\d`,
-`\w` and `\s` those of ASCII (`ascii_classes`).
+The syntax is Python's; Python's own parser is used. Characters are Unicode code points, but `\d`,
+`\w` and `\s` match ASCII only (`ascii_classes`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ MOST_STATES = 4096
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
-# The last code point of one to four bytes.
+# The last code point with one, two, three and four bytes of UTF-8.
 LENGTHS = (0x7F, 0x7FF, 0xFFFF, LAST)
 
 Ranges = list[tuple[int, int]]
 
 
 def ascii_classes(pattern: str) -> str:
-    r"""The pattern with ASCII's characters in the place of `\d`, `\w`, `\s` and their opposites.
+    r"""The pattern with `\d`, `\w`, `\s`, `\D`, `\W` and `\S` replaced by sets of ASCII characters.
 
-    Raises ValueError for an opposite inside of brackets.
+    Raises ValueError for `\D`, `\W` or `\S` within brackets.
     """
     found, is_inside, at = [], False, 0
     while at < len(pattern):
@@ -57,10 +57,10 @@ def ascii_classes(pattern: str) -> str:
 
 
 class ByteAutomaton(NamedTuple):
-    """A deterministic automaton over bytes, with as few states as possible. State 0 is the first.
+    """A minimal deterministic automaton over bytes. State 0 is the initial state.
 
-    step: int32 [states, 256], the next state; -1 where no accepted text goes on.
-    accepts: bool [states], whether a text may end.
+    step: int32 [states, 256], the next state; -1 if no accepted text continues with the byte.
+    accepts: bool [states], whether a text may end in the state.
     """
 
     step: np.ndarray
@@ -68,10 +68,10 @@ class ByteAutomaton(NamedTuple):
 
     @classmethod
     def of(cls, pattern: str, most: int = MOST_STATES) -> ByteAutomaton:
-        """The automaton of a regular expression, which has to match a text from begin to end.
+        """The automaton of the texts that a regular expression matches from begin to end.
 
-        Raises ValueError for wrong syntax, for what is not regular, such as look-around, and for an
-        automaton of more than `most` states or without any text.
+        Raises ValueError for wrong syntax, for syntax that is not regular, such as look-around, for
+        an automaton of more than `most` states, and for an expression that matches no text.
         """
         try:
             tree = parser.parse(ascii_classes(pattern))
@@ -80,7 +80,7 @@ class ByteAutomaton(NamedTuple):
         flags = tree.state.flags
         nfa = _Nfa(most, dotall=bool(flags & re.DOTALL), ignores_case=bool(flags & re.IGNORECASE))
         items = list(tree)
-        # At the ends of the whole text, where they change nothing.
+        # Anchors at the ends of the whole text are redundant.
         items = items[1:] if items[:1] == [(kinds.AT, kinds.AT_BEGINNING)] else items
         items = items[:-1] if items[-1:] == [(kinds.AT, kinds.AT_END)] else items
         first = nfa.add()
@@ -89,7 +89,11 @@ class ByteAutomaton(NamedTuple):
 
 
 class _Nfa:
-    """An automaton with several next states: ranges of bytes, and steps without any."""
+    """A nondeterministic automaton over bytes.
+
+    ranges: of each state, transitions (low byte, high byte, next state). silent: of each state, the
+    next states by epsilon transitions.
+    """
 
     def __init__(self, most: int, *, dotall: bool, ignores_case: bool) -> None:
         self.silent: list[list[int]] = []
@@ -97,7 +101,7 @@ class _Nfa:
         self._most, self._dotall, self._ignores_case = most, dotall, ignores_case
 
     def add(self) -> int:
-        """A new state. Raises ValueError for too many."""
+        """Adds a state; returns its index. Raises ValueError for too many states."""
         if len(self.silent) > 16 * self._most:
             raise ValueError(f"the regular expression needs more than {self._most} states")
         self.silent.append([])
@@ -105,7 +109,7 @@ class _Nfa:
         return len(self.silent) - 1
 
     def sequence(self, items: Any, start: int) -> int:
-        """Adds the parts of a sequence from a state on; returns the state behind them."""
+        """Adds the parts of a sequence after state `start`; returns the last state."""
         for kind, value in items:
             start = self._part(kind, value, start)
         return start
@@ -147,7 +151,7 @@ class _Nfa:
         return end
 
     def _ranges(self, kind: Any, value: Any) -> Ranges:
-        """The code points that a part stands for."""
+        """The ranges of code points that a part matches."""
         if kind is kinds.ANY:
             return [(0, LAST)] if self._dotall else _without([(10, 10)])
         if kind is kinds.LITERAL:
@@ -167,7 +171,7 @@ class _Nfa:
         return _without(self._cased(found)) if is_opposite else self._cased(found)
 
     def _cased(self, ranges: Ranges) -> Ranges:
-        """The ranges, and where case is ignored the other case of ASCII's letters."""
+        """The ranges; if case is ignored, also the other case of ASCII letters."""
         if not self._ignores_case:
             return ranges
         letters = [(ord(a), ord(z), shift) for a, z, shift in (("A", "Z", 32), ("a", "z", -32))]
@@ -192,7 +196,7 @@ class _Nfa:
 
 
 def _without(ranges: Ranges) -> Ranges:
-    """All code points but those of some ranges."""
+    """The complement of ranges: all other code points."""
     found, at = [], 0
     for low, high in sorted(ranges):
         if at < low:
@@ -202,7 +206,7 @@ def _without(ranges: Ranges) -> Ranges:
 
 
 def _in_utf8(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
-    """The bytes of a range of code points, as sequences of ranges of bytes."""
+    """Sequences of byte ranges that together match a range of code points in UTF-8."""
     for begin, end in ((0, SURROGATES[0] - 1), (SURROGATES[1] + 1, LAST)):
         start = max(low, begin)
         for last in LENGTHS:
@@ -213,10 +217,10 @@ def _in_utf8(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _of_length(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
-    """As `_in_utf8`, of code points of the same number of bytes."""
+    """As `_in_utf8`, for code points with the same number of bytes."""
     first, last = chr(low).encode(), chr(high).encode()
     for bits in (18, 12, 6):
-        # Below the first byte that differs, all bytes have to be free.
+        # Bytes after the first that differs must cover their full range.
         mask = (1 << bits) - 1
         if len(first) * 6 > bits and low >> bits != high >> bits:
             if low & mask:
@@ -231,7 +235,7 @@ def _of_length(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _determined(nfa: _Nfa, first: int, last: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton with one next state each: `step` int32 [states, 256], and `accepts`."""
+    """Determinises an automaton: `step` int32 [states, 256], and `accepts` bool [states]."""
 
     def closed(states: set[int]) -> frozenset[int]:
         found, left = set(states), list(states)
@@ -263,9 +267,9 @@ def _determined(nfa: _Nfa, first: int, last: int, most: int) -> tuple[np.ndarray
 
 
 def _minimal(step: np.ndarray, accepts: np.ndarray) -> ByteAutomaton:
-    """The same automaton without states that lead to no end, and with each kind of state once.
+    """Minimises an automaton: dead states are removed, and equivalent states merged.
 
-    Raises ValueError where there is no text.
+    Raises ValueError if no text is accepted.
     """
     lives = accepts.copy()
     while True:
@@ -284,7 +288,7 @@ def _minimal(step: np.ndarray, accepts: np.ndarray) -> ByteAutomaton:
         if kinds_.max() + 1 == count:
             break
         count = int(kinds_.max()) + 1
-    # In the order in which a text may come to them, the first one first.
+    # Number the states in breadth-first order, the initial state first.
     order: dict[int, int] = {}
     for state in _reached(step):
         order.setdefault(int(kinds_[state]), state)
@@ -297,7 +301,7 @@ def _minimal(step: np.ndarray, accepts: np.ndarray) -> ByteAutomaton:
 
 
 def _reached(step: np.ndarray) -> Sequence[int]:
-    """The states that a text may come to, from 0 on."""
+    """The states reachable from state 0, in breadth-first order."""
     queue, seen = [0], {0}
     for state in queue:
         for one in np.unique(step[state]).tolist():

@@ -1,4 +1,4 @@
-"""The kinds of constraints that people write, each as a grammar of llguidance."""
+"""The kinds of constraints, each translated to a grammar for llguidance."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mpjax.constraints.byte_automaton import ascii_classes
 from mpjax.constraints.schema_pattern import schema_pattern
 from mpjax.kernels.checks import require_type, shown
 
-# Without a bound, models fill a text with spaces until it has its most tokens.
+# Without a bound, models may write white space until max_new_tokens.
 SPACES = r"[ \n\t\r]{1,16}"
 
 
 class Constraint(abc.ABC):
-    """What the whole new text of a row may be."""
+    """A constraint that the whole new text of a row satisfies."""
 
     @abc.abstractmethod
     def grammar(self) -> str:
-        """The grammar, as llguidance's matchers take it. Raises ValueError for a wrong one."""
+        """The grammar for llguidance's matcher. Raises ValueError for an invalid constraint."""
 
     def pattern_of_text(self) -> str:
-        """A regular expression of the same texts. Raises ValueError where there is none."""
+        """A regular expression of the same texts. Raises ValueError if there is none."""
         raise ValueError("it is not known to be regular")
 
 
@@ -33,10 +33,10 @@ class Constraint(abc.ABC):
 class JsonSchema(Constraint):
     """A JSON value that is valid for a schema.
 
-    schema: a mapping, or its JSON text; true and false are schemas, too. Properties come in the
-        order of the schema. Keywords that can't be enforced, such as `not` and `uniqueItems`, are
-        errors where the constraint is used.
-    spaces: a regular expression of the white space between two parts, at most 16 characters by
+    schema: a mapping, a JSON string, or True or False. Properties are generated in the order of the
+        schema. Keywords that can't be enforced, such as `not` and `uniqueItems`, are errors when
+        the constraint is used.
+    spaces: a regular expression of the white space between JSON tokens, at most 16 characters by
         default; "" for none.
     """
 
@@ -44,7 +44,7 @@ class JsonSchema(Constraint):
     spaces: str = SPACES
 
     def grammar(self) -> str:
-        """The grammar. Raises ValueError for what is no JSON."""
+        """The grammar for llguidance. Raises ValueError if the schema is not JSON."""
         options = {"whitespace_flexible": True, "whitespace_pattern": self.spaces}
         if not self.spaces:
             options = {"whitespace_flexible": False}
@@ -53,11 +53,11 @@ class JsonSchema(Constraint):
         return made
 
     def pattern_of_text(self) -> str:
-        """All values of the schema. Raises ValueError for a schema that is not regular."""
+        """A regular expression of the schema's values. Raises ValueError if it is not regular."""
         return schema_pattern(self._read(), self.spaces)
 
     def _read(self) -> Any:
-        """The schema as JSON's values. Raises ValueError for what is none."""
+        """The schema, parsed if it is a string. Raises ValueError if it is not JSON."""
         schema = self.schema
         if isinstance(schema, str):
             try:
@@ -78,7 +78,7 @@ class JsonObject(Constraint):
     """Any JSON object. The prompt should ask for one."""
 
     def grammar(self) -> str:
-        """The grammar."""
+        """The grammar for llguidance."""
         return JsonSchema({"type": "object"}).grammar()
 
 
@@ -86,19 +86,19 @@ class JsonObject(Constraint):
 class Regex(Constraint):
     r"""A text that a regular expression matches from begin to end, without look-around.
 
-    pattern: in the syntax that Python's `re` and Rust's `regex` have in common. \d, \w and \s are
-        characters of ASCII.
+    pattern: in the syntax that Python's `re` and Rust's `regex` have in common. \d, \w and \s match
+        ASCII only.
     """
 
     pattern: str
 
     def grammar(self) -> str:
-        """The grammar. Raises ValueError for what is no text."""
+        """The grammar for llguidance. Raises ValueError if the pattern is not a string."""
         made: str = _llguidance().LLMatcher.grammar_from_regex(self.pattern_of_text())
         return made
 
     def pattern_of_text(self) -> str:
-        r"""The pattern, with ASCII's characters for \d, \w and \s. Raises ValueError."""
+        r"""The pattern, with sets of ASCII characters for \d, \w and \s. Raises ValueError."""
         require_type("Regex: pattern", self.pattern, str)
         return ascii_classes(self.pattern)
 
@@ -110,11 +110,11 @@ class Choice(Constraint):
     texts: Sequence[str]
 
     def grammar(self) -> str:
-        """The grammar. Raises ValueError for anything but texts."""
+        """The grammar for llguidance. Raises ValueError for anything but a list of texts."""
         return Regex(self.pattern_of_text()).grammar()
 
     def pattern_of_text(self) -> str:
-        """One or another of the texts. Raises ValueError for anything but texts."""
+        """The alternation of the texts. Raises ValueError for anything but a list of texts."""
         found = self.texts
         if isinstance(found, str) or not isinstance(found, Sequence) or not found:
             raise ValueError(f"Choice: texts are {shown(found)}: expected a list of texts")
@@ -127,37 +127,37 @@ class Choice(Constraint):
 class Grammar(Constraint):
     """A text of a context-free grammar.
 
-    text: in llguidance's dialect of Lark, whose rule is `start`; or, with `::=`, in GBNF, whose
-        rule is `root`.
+    text: in llguidance's dialect of Lark, with the root rule `start`; or, if it contains `::=`, in
+        GBNF, with the root rule `root`.
     """
 
     text: str
 
     def grammar(self) -> str:
-        """The grammar. Raises ValueError for GBNF that can't be read."""
+        """The grammar for llguidance. Raises ValueError for invalid GBNF."""
         require_type("Grammar: text", self.text, str)
         if "::=" not in self.text:
             return self.text
         try:
             made: str = _llguidance().grammar_from("gbnf", self.text)
-        except Exception as error:  # whatever its reader raises
+        except Exception as error:  # the parser may raise anything
             raise ValueError(f"the grammar is no GBNF: {error}") from error
         return made
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatAnswer(Constraint):
-    """The answer of a chat: reasoning, calls of tools, and a text.
+    """The answer of a chat: reasoning, tool calls, and text for the user.
 
-    outer: a grammar of llguidance's Lark. answer: the constraint of what it calls `@answer`, if it
-        does.
+    outer: a grammar in llguidance's Lark. answer: the constraint of the text that `outer` names
+        `@answer`, or None.
     """
 
     outer: str
     answer: Constraint | None = None
 
     def grammar(self) -> str:
-        """The grammar of both. Raises ValueError as that of the answer does."""
+        """The joint grammar for llguidance. Raises ValueError as the answer's grammar does."""
         if self.answer is None:
             return self.outer
         inner = self.answer.grammar()
@@ -165,12 +165,12 @@ class ChatAnswer(Constraint):
         return json.dumps({"grammars": [{"lark_grammar": self.outer}, {**own, "name": "answer"}]})
 
 
-# What functions that generate take as `constraint`: for all prompts, or one for each.
+# The argument `constraint` of generating functions: one for all prompts, or one for each.
 Constraints = Constraint | Sequence[Constraint | None] | None
 
 
 def read_constraints(constraint: Constraints, rows: int) -> list[Constraint | None]:
-    """The constraint of each row. Raises ValueError for a list of another length."""
+    """The constraint of each row. Raises ValueError for a list whose length is not `rows`."""
     found = constraint if isinstance(constraint, list | tuple) else [constraint] * rows
     if len(found) != rows:
         raise ValueError(
@@ -184,7 +184,7 @@ def read_constraints(constraint: Constraints, rows: int) -> list[Constraint | No
 
 
 def _llguidance() -> Any:
-    """The library. Raises ValueError with what to install."""
+    """The module llguidance. Raises ValueError, which says what to install, if it is missing."""
     try:
         import llguidance
     except ImportError:

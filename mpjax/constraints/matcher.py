@@ -1,4 +1,4 @@
-"""Follows a row's text in its constraint on the host, and says which tokens may come next."""
+"""Follows a row's text in its constraint on the host, and masks the tokens allowed next."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mpjax.constraints.kinds import Constraint
 from mpjax.language_model import LanguageModel
 from mpjax.text.tokenizer import Tokenizer
 
-WORD = 32  # tokens of a word of a mask
+WORD = 32  # tokens in a word of a mask
 
 
 def mask_words(columns: int) -> int:
-    """The words of a mask of so many tokens."""
+    """The number of 32-bit words in a mask of `columns` tokens."""
     return -(-columns // WORD)
 
 
 class Matcher:
-    """The place of a row's text in its constraint.
+    """The state of a row's text in its constraint.
 
-    lm: the model of the row. constraint: of its new text. stop_ids: that end the row; without any,
-        those of the tokenizer do.
+    lm: the model of the row. constraint: of the row's new text. stop_ids: the tokens that end the
+        row.
 
-    The row can end only where the constraint allows an end, and then with each of its stop ids. One
-    that is a token of the text, too, ends the row where the text has it.
+    The row can end only where the constraint allows an end, and then with any of its stop ids. A
+    stop id that can also be part of the text ends the row wherever the text has it.
 
-    Raises ValueError for a constraint that can't be enforced or that no text has, and for a model
-    without a tokenizer.
+    Raises ValueError for a constraint that can't be enforced or that no text satisfies, and for a
+    model without a tokenizer or a row without stop ids.
     """
 
     def __init__(self, lm: LanguageModel, constraint: Constraint, stop_ids: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class Matcher:
         self._ends = lm.usual_stop_ids
         if not self._ends or not self.stop_ids:
             raise ValueError("constraint: the text needs a stop id, and the model has none")
-        # A tokenizer may have tokens that the model can't draw.
+        # A tokenizer may have more tokens than the model's head has columns.
         self._size = max(self._columns, lm.require_tokenizer().backend.get_vocab_size())
         vocabulary = vocabulary_of(lm.require_tokenizer(), self._size, self._ends)
         is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
@@ -56,11 +56,12 @@ class Matcher:
             raise ValueError(f"constraint: {kind} allows no text")
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        """The tokens that may come next, and behind each draft; all where none can come.
+        """Masks of the tokens allowed next, and after each draft token.
 
-        Returns uint32 [1 + drafts, words], bit i of word w for token 32 w + i.
+        Returns uint32 [1 + drafts, words]; bit i of word w is token 32 w + i. All tokens are
+        allowed after a draft that is not allowed or that ends the row.
         """
-        # Behind a stop id the row has ended. A matcher does not count one as a token to take back.
+        # Stop ids end the row, and llguidance doesn't count them in a rollback: leave them out.
         ends = {*self._ends, *self.stop_ids}
         text = list(itertools.takewhile(lambda token: token not in ends, drafts))
         allowed = self._matcher.validate_tokens(text) if text else 0
@@ -78,17 +79,17 @@ class Matcher:
         self._matcher.reset()
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Follows new tokens of the row.
+        """Advances by new tokens of the row.
 
-        Raises ValueError for tokens that the constraint does not allow, and where it has passed a
-        limit of llguidance, which then allows an end alone.
+        Raises ValueError for tokens that the constraint does not allow, and if the constraint has
+        exceeded a limit of llguidance, which then allows only an end.
         """
-        text = [token for token in tokens if token not in self.stop_ids]  # with which the row ends
+        text = [token for token in tokens if token not in self.stop_ids]  # stop ids end the row
         if self._matcher.is_error() or (text and not self._matcher.consume_tokens(text)):
             raise ValueError(f"the constraint can't follow the tokens {text}: {self._error()}")
 
     def _fill(self) -> np.ndarray:
-        """The tokens that may come next, and with the tokenizer's stop ids for an end."""
+        """The mask of tokens allowed next; the tokenizer's stop ids stand for an end."""
         return _filled(self._matcher, self._size)
 
     def _has_end(self, mask: np.ndarray) -> bool:
@@ -97,7 +98,7 @@ class Matcher:
         return bool((mask[words] >> bits & 1).any())
 
     def _translated(self, mask: np.ndarray) -> np.ndarray:
-        """A mask with the row's stop ids in the place of the tokenizer's."""
+        """A mask with the tokenizer's stop ids replaced by the row's."""
         if not self._has_end(mask):
             return mask[: mask_words(self._columns)]
         found = mask.copy()
@@ -119,7 +120,7 @@ class Matcher:
 
 
 def _filled(matcher: Any, size: int) -> np.ndarray:
-    """The mask of a matcher of llguidance, for `size` tokens."""
+    """The mask of an llguidance matcher, uint32 words for `size` tokens."""
     from llguidance import numpy as llnumpy
 
     found = np.zeros((1, mask_words(size)), np.int32)
@@ -128,9 +129,9 @@ def _filled(matcher: Any, size: int) -> np.ndarray:
 
 
 class Follower(NamedTuple):
-    """A matcher of llguidance at one place of a text, of which a table is made.
+    """An llguidance matcher in one state, for making a table.
 
-    size: the number of tokens of its masks.
+    size: the number of tokens in its masks.
     """
 
     matcher: Any
@@ -138,20 +139,20 @@ class Follower(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, columns: int, ends: tuple[int, ...], grammar: str) -> Self:
-        """At the begin of a grammar's text."""
+        """The follower at the begin of a grammar's text."""
         from llguidance import LLMatcher
 
         size = max(columns, tokenizer.backend.get_vocab_size())
         return cls(LLMatcher(vocabulary_of(tokenizer, size, ends), grammar, log_level=0), size)
 
     def after(self, token: int) -> Self:
-        """Behind a further token."""
+        """A copy of the follower, advanced by a token."""
         matcher = self.matcher.deep_copy()
         matcher.consume_token(token)
         return type(self)(matcher, self.size)
 
     def only_token(self) -> int | None:
-        """The token that alone may come next; None for several."""
+        """The token if exactly one is allowed next, else None."""
         bits = np.unpackbits(_filled(self.matcher, self.size).view(np.uint8), bitorder="little")
         found = np.flatnonzero(bits)
         return int(found[0]) if len(found) == 1 and not self.matcher.is_error() else None
@@ -159,7 +160,7 @@ class Follower(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Any:
-    """The tokens of a tokenizer as llguidance has them, with which ids may end a text."""
+    """A tokenizer's vocabulary for llguidance. size: token ids. ends: the ids that end a text."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(ends))

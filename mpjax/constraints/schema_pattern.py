@@ -1,4 +1,4 @@
-"""JSON schemas as regular expressions: those without recursion, and with all properties named."""
+"""Translates JSON schemas without recursion or additional properties to regular expressions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# They say nothing about a value.
+# Keywords that don't constrain a value.
 IRRELEVANT = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
-# A surrogate would be half of a character, which minLength counts.
+# Without escaped surrogates, which would be half a character in minLength's count.
 CHARACTER = (
     r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt]'
     r"|\\u(?:[0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
@@ -20,9 +20,9 @@ SIMPLE = {"boolean": "true|false", "null": "null", "integer": INTEGER, "number":
 
 
 def schema_pattern(schema: Any, spaces: str) -> str:
-    """The pattern of all values of a schema. spaces: the pattern of white space between parts.
+    """A regular expression of a schema's values. spaces: that of white space between tokens.
 
-    Raises ValueError for a keyword that it can't follow.
+    Raises ValueError for an unsupported keyword.
     """
     gap = f"(?:{spaces})?" if spaces else ""
     return _value(schema, gap)
@@ -83,7 +83,7 @@ def _object(own: dict[str, Any], gap: str) -> str:
     _require_empty(own)
     if unknown := set(required) - set(properties):
         raise ValueError(f"the schema requires {sorted(unknown)}, which are no properties")
-    # The patterns that begin with each property which may be the first, and of what is behind one.
+    # first: a pattern for each property that may come first. behind: of the properties after it.
     first: list[str] = []
     behind = ""
     for name, schema in reversed(list(properties.items())):
@@ -100,7 +100,7 @@ KINDS: dict[str, Callable[[dict[str, Any], str], str]] = {
     "array": _array,
     "object": _object,
 }
-# Whether a value of JSON is of a type. true is no number, and 1.0 is an integer.
+# JSON type → whether a value has it. true is not a number, and 1.0 is an integer.
 IS_OF: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda one: isinstance(one, bool),
     "null": lambda one: one is None,
@@ -110,7 +110,7 @@ IS_OF: dict[str, Callable[[Any], bool]] = {
     "array": lambda one: isinstance(one, list),
     "object": lambda one: isinstance(one, Mapping),
 }
-# The keywords of each kind, for a type that is a list.
+# JSON type → its keywords, for schemas whose `type` is a list.
 OF_KIND = {
     "string": {"minLength", "maxLength"},
     "array": {"items", "minItems", "maxItems"},
@@ -124,7 +124,7 @@ def _of_kind(own: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _kinds(own: dict[str, Any]) -> list[str]:
-    """The types, of a text or a list of them. Raises ValueError for others and for none."""
+    """The schema's types, as a list. Raises ValueError for a missing or unknown type."""
     found = own.pop("type", None)
     kinds = found if isinstance(found, list) else [found]
     if not kinds or not all(isinstance(one, str) and one in IS_OF for one in kinds):
@@ -133,7 +133,7 @@ def _kinds(own: dict[str, Any]) -> list[str]:
 
 
 def _list(own: dict[str, Any], name: str) -> list[Any]:
-    """The list of a keyword. Raises ValueError for anything else, and for an empty one."""
+    """Pops a keyword's list. Raises ValueError if it is not a list, or empty."""
     found = own.pop(name)
     if not isinstance(found, list) or not found:
         raise ValueError(f"the schema has {name} {found!r}: expected a list that is not empty")
@@ -141,9 +141,9 @@ def _list(own: dict[str, Any], name: str) -> list[Any]:
 
 
 def _bounds(own: dict[str, Any], what: str) -> tuple[int, int | None]:
-    """How often a part comes, by the keywords min… and max…; None for any number.
+    """Pops the bounds min… and max… (None without) of a length or count.
 
-    Raises ValueError for anything but whole numbers in order.
+    Raises ValueError if they aren't non-negative integers in order.
     """
 
     def whole(name: str) -> int:

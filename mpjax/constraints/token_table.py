@@ -1,4 +1,4 @@
-"""Tables of the tokens that automata over bytes allow, and of the states to which they lead."""
+"""Transition tables over tokens, made from automata over bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpjax.constraints.matcher import Follower
 from mpjax.text.spelling import token_bytes
 from mpjax.text.tokenizer import Tokenizer
 
-MOST_CELLS = 1 << 22  # of the table of next states
-LEAST_SIZE = 64  # to which states and classes are rounded up
+MOST_CELLS = 1 << 22  # the most entries of the table of next states
+LEAST_SIZE = 64  # the least number of states, and of classes, in a rounded table
 
 
 class Words(NamedTuple):
-    """The tokens of a model: how many it can draw, and those that end a text."""
+    """A model's tokens. columns: the number of logits. ends: the ids that end a text."""
 
     tokenizer: Tokenizer
     columns: int
@@ -26,13 +26,13 @@ class Words(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """The arrays of an Automaton, whose sizes are not rounded."""
+    """The arrays of an Automaton, before their sizes are rounded."""
 
     token_class: np.ndarray
     step: np.ndarray
 
     def rounded(self, least: int = LEAST_SIZE) -> TokenTable:
-        """With sizes of powers of two that are no smaller than `least`."""
+        """The table padded to powers of two, at least `least`."""
         room = [(0, max(least, 1 << (size - 1).bit_length()) - size) for size in self.step.shape]
         return TokenTable(self.token_class, np.pad(self.step, room, constant_values=-1))
 
@@ -41,19 +41,19 @@ class TokenTable(NamedTuple):
 def token_table(
     words: Words, pattern: str, grammar: str, most_states: int, most_work: int
 ) -> TokenTable:
-    """The table of a pattern, and of a grammar of the same texts for llguidance.
+    """The table of a regular expression. grammar: of the same texts, for llguidance.
 
-    Where one text alone can follow, the table allows the token alone into which llguidance says
-    that the tokenizer would divide it.
+    If only one continuation of the text is possible, the table allows only the token with which the
+    tokenizer would begin it, as llguidance computes.
 
-    most_states: of the pattern. most_work: of the states that are followed along the bytes of
-    tokens, all together. Raises ValueError for more of either, for a table that is too large, and
-    for texts that the tokens can't spell.
+    most_states: of the pattern's automaton. most_work: limit of all state transitions over token
+    bytes. Raises ValueError above either, for a table that is too large, and for texts that the
+    tokens can't spell.
     """
     automaton = ByteAutomaton.of(pattern, most_states)
     states = len(automaton.step)
     token_class, step = _classes(_reached(automaton, words, most_work), words.columns, states)
-    # A stop id, where a text may end, and behind it.
+    # Stop ids are allowed where a text may end, and lead to a last state that allows only them.
     end = np.append(np.where(automaton.accepts, states, -1), states).astype(np.int16)
     token_class[list(words.ends)] = step.shape[1]
     step = np.column_stack([step, end])
@@ -71,14 +71,14 @@ def token_table(
 def _classes(
     reached: tuple[np.ndarray, np.ndarray, np.ndarray], columns: int, states: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each token, and the next states [states + 1, classes], of what `_reached` gives.
+    """The class of each token, and the next states [states + 1, classes]. reached: of `_reached`.
 
-    Tokens are of a class if they lead from the same states to the same ones. Those of class 0 lead
-    from none.
+    Tokens with the same next state from every state share a class. Tokens of class 0 are allowed in
+    no state.
     """
     tokens, before, after = reached
     for seed in itertools.count():
-        # Sums of random numbers tell classes apart, with a probability that is nearly 1.
+        # A random hash of each token's transitions tells classes apart; collisions are negligible.
         weights = np.random.default_rng(seed).integers(1, 1 << 63, (states, 2), np.uint64)
         sums = np.zeros(columns, np.uint64)
         np.add.at(sums, tokens, weights[before, 0] * (weights[after, 1] | np.uint64(1)))
@@ -96,7 +96,7 @@ def _classes(
 def _with_only_tokens(
     automaton: ByteAutomaton, step: np.ndarray, token_class: np.ndarray, words: Words, grammar: str
 ) -> np.ndarray:
-    """The table in which a forced token is the only one of its state; token_class is changed."""
+    """The table with only the forced token in states that have one; changes token_class."""
     is_forced = ((automaton.step >= 0).sum(1) == 1) & ~automaton.accepts
     if not is_forced.any():
         return step
@@ -124,10 +124,10 @@ def _with_only_tokens(
 def _reached(
     automaton: ByteAutomaton, words: Words, most_work: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, states before them and states behind them, int [any number]: where they may come.
+    """All allowed transitions: tokens, states before and states after them, int [transitions].
 
-    Tokens are read along a tree of their bytes, from all states that can follow them. Raises
-    ValueError for too much work.
+    All states are advanced together along a trie of the tokens' bytes. Raises ValueError for more
+    than `most_work` steps.
     """
     states, work = len(automaton.step), 0
     node, before, now = np.zeros(states, np.int64), np.arange(states), np.arange(states)
@@ -141,7 +141,7 @@ def _reached(
         source = np.arange(len(node)) + (first - np.cumsum(counts) + counts)[node]
         now = automaton.step[now[source], bytes_[node]]
         node, before, now = (each[now >= 0] for each in (node, before[source], now))
-        # The states of the nodes at which tokens end, of which several may be spelled alike.
+        # The states at nodes where tokens end; several tokens may have the same bytes.
         first = np.searchsorted(node, nodes)
         counts = np.searchsorted(node, nodes, side="right") - first
         token = np.repeat(np.arange(len(ids)), counts)
@@ -153,10 +153,10 @@ def _reached(
 
 @functools.lru_cache(maxsize=8)
 def _levels(tokenizer: Tokenizer, columns: int) -> list[Any]:
-    """The tree of the bytes of tokens by depth: nodes of prefixes of 1, 2 … bytes.
+    """The trie of the tokens' bytes by depth: nodes of prefixes of 1, 2 … bytes.
 
-    Returns for each depth the parent of each node, its byte, and the ids of the tokens that end at
-    a node, with their nodes. Special tokens are in no text.
+    Returns for each depth the parent and the byte of each node, the ids of the tokens that end at
+    this depth, and their nodes. Special tokens are left out.
     """
     known = range(min(columns, tokenizer.backend.get_vocab_size()))
     spelled = {i: token_bytes(tokenizer, i) for i in known if i not in tokenizer.special_ids}

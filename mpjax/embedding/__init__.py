@@ -1,1 +1,1 @@
-"""Embeddings of texts, and scores of classifiers and rerankers."""
+"""Text embeddings, and scores of classifiers and rerankers."""

@@ -1,4 +1,4 @@
-"""`embed` and `score`: texts are read whole, without a cache, in batches of similar lengths."""
+"""`embed` and `score`: one forward pass over each text, without a KV cache, in batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.text.prompts import Prompts, encode, is_single
 
-TOKENS = 8192  # of a batch, with its padding: what is read at a time
+TOKENS = 8192  # the most tokens of a batch, with its padding
 
 
 def embed(
@@ -27,20 +27,21 @@ def embed(
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> np.ndarray:
-    """One vector for each text, float32 [texts, channels]; of a single text [channels].
+    """The embedding of each text, float32 [texts, channels]; of a single text [channels].
 
-    texts: one or several, or token ids. They are pooled, and multiplied by dense layers, as the
-        model's folder says in sentence-transformers' files; without such files an embedding is the
-        normalised hidden state of the last token.
-    prompt: the name of one of the folder's prompts, which is put before each text; by default the
-        folder's usual one, if it has one.
-    normalize: whether embeddings have the length 1; by default as the folder says.
-    dimensions: how many first channels are kept, before the normalisation; by default all.
+    Pooling and dense layers follow sentence-transformers' files in the model's folder. Without such
+    files, an embedding is the normalised hidden state of the last token.
 
-    Weights have the model's precision; activations are not rounded, and no cache is written.
+    texts: one or several texts, or token ids.
+    prompt: the name of one of the folder's prompts, which is prepended to each text; by default the
+        folder's default prompt, if it has one.
+    normalize: whether embeddings get length 1; by default as the folder configures.
+    dimensions: how many leading channels are kept, before the normalisation; by default all.
 
-    Raises ValueError for a text without tokens or with more than the model has positions, a name
-    that no prompt has, and dimensions beyond the channels; CheckpointError for files that can't be
+    Weights have the model's precision; activations are not rounded, and no KV cache is written.
+
+    Raises ValueError for a text without tokens or with more tokens than the model has positions, an
+    unknown prompt, and dimensions beyond the channels; CheckpointError for files that can't be
     read.
     """
     pooling = pooling_of(lm)
@@ -57,14 +58,14 @@ def embed(
 def score(lm: LanguageModel, texts: Prompts, seconds: Sequence[str] | None = None) -> np.ndarray:
     """The scores of a classifier or reranker, float32 [texts, labels]; of a single text [labels].
 
-    They are logits, as transformers' classifiers give them: a softmax over several labels, or a
-    sigmoid of a single one, makes probabilities of them.
+    Scores are logits, as transformers' classifiers return: a softmax over several labels, or the
+    sigmoid of a single label, gives probabilities.
 
-    texts: one or several, or token ids. seconds: a second text for each, such as the document that
-        is compared with a query: the tokenizer joins the two as its files say.
+    texts: one or several texts, or token ids. seconds: a second text for each, such as a document
+        for a query; the tokenizer's post-processor joins each pair.
 
-    Raises ValueError for a model that is no classifier, as many seconds as there are no texts, and
-    as `embed` does.
+    Raises ValueError for a model that is not a classifier, for numbers of texts and seconds that
+    differ, and as `embed` does.
     """
     if lm.config.labels is None:
         raise ValueError(
@@ -86,12 +87,15 @@ def score(lm: LanguageModel, texts: Prompts, seconds: Sequence[str] | None = Non
 
 
 def pooling_of(lm: LanguageModel) -> Pooling:
-    """What the model's folder says. Raises CheckpointError for files that can't be read."""
+    """The pooling that the model's folder configures; for a GGUF file, the last token, normalised.
+
+    Raises CheckpointError for files that can't be read.
+    """
     return Pooling() if is_gguf(lm.source) else Pooling.of(lm.source)
 
 
 def encoded(lm: LanguageModel, texts: Prompts, before: str) -> list[list[int]]:
-    """Token ids of each text, with a text before each."""
+    """Token ids of each text. before: a prompt that is prepended to each text."""
     if isinstance(texts, str):
         texts = [texts]
     if before and not isinstance(texts, np.ndarray | jax.Array):
@@ -104,7 +108,7 @@ def _read(
     sequences: Sequence[Sequence[int]],
     pool: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Iterator[np.ndarray]:
-    """What `pool` makes of the hidden states of each sequence, in the order of the sequences."""
+    """The pooled hidden states of each sequence, in the order of the sequences."""
     lm.require_one_device("embedding texts with")
     most = lm.config.max_position_embeddings
     for number, ids in enumerate(sequences):

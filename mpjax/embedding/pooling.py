@@ -1,7 +1,7 @@
-"""How a folder makes one vector of a text's hidden states: sentence-transformers' files.
+"""Pools a text's hidden states to one vector, as sentence-transformers' files configure.
 
-`modules.json` lists the steps behind the model: pooling, dense layers, normalisation, each with a
-folder of its own. `config_sentence_transformers.json` has prompts, which precede texts. Source:
+`modules.json` lists the steps after the model, each with its own folder: pooling, dense layers,
+normalisation. `config_sentence_transformers.json` has prompts, which precede texts. Source:
 sentence-transformers, models/Pooling.py, Dense.py and Normalize.py.
 """
 
@@ -31,11 +31,11 @@ MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 class Pooling:
     """The steps from hidden states to an embedding.
 
-    kind: of which tokens: the last one, the mean of all, or the first one.
-    dense: float32 matrices [inputs, outputs] and biases [outputs], or None, one after the other.
-    normalizes: whether embeddings are divided by their length, before or after dense layers alike.
-    prompts: texts in front of texts, by their names. usual: the name of the prompt where a caller
-        names none, or None.
+    kind: the pooled tokens: the last token, the mean of all, or the first token.
+    dense: successive layers: float32 matrices [inputs, outputs] and biases [outputs] or None.
+    normalizes: whether embeddings are divided by their length at the end, also if the files
+        normalise before dense layers.
+    prompts: prompt name → text that precedes texts. usual: the name of the default prompt, or None.
     """
 
     kind: Kind = "last"
@@ -46,9 +46,9 @@ class Pooling:
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """What the files of a folder say; the last token, normalised, where there are none.
+        """The pooling that a folder's files configure; the last token, normalised, without files.
 
-        Raises CheckpointError for files that can't be read, and for steps that are not offered.
+        Raises CheckpointError for files that can't be read, and for unsupported steps.
         """
         settings: Mapping[str, Any] = {}
         if os.path.lexists(path := folder / SETTINGS):
@@ -76,9 +76,9 @@ class Pooling:
         return found
 
     def before(self, name: str | None) -> str:
-        """The text that a prompt puts before texts; None for the usual one.
+        """The text of a prompt; name: None for the default prompt.
 
-        Raises ValueError for a name that no prompt has.
+        Raises ValueError for an unknown name.
         """
         name = self.usual if name is None else name
         if name is not None and name not in self.prompts:
@@ -107,7 +107,7 @@ class Pooling:
 
 
 def _with(pooling: Pooling, folder: Path, path: Path, step: Any) -> Pooling:
-    """The pooling with one more step of modules.json."""
+    """The pooling with a further step of modules.json added."""
     if not isinstance(step, Mapping) or not all(
         isinstance(step.get(key, ""), str) for key in ("type", "path")
     ):
@@ -147,7 +147,7 @@ def _with(pooling: Pooling, folder: Path, path: Path, step: Any) -> Pooling:
 
 
 def _dense(folder: Path) -> tuple[np.ndarray, np.ndarray | None]:
-    """The matrix and the bias of a dense layer."""
+    """The matrix [inputs, outputs] and the bias of a dense layer, float32; None without bias."""
     settings = files.read_object(folder / "config.json", CheckpointError)
     if (activation := settings.get("activation_function", IDENTITY)) != IDENTITY:
         raise CheckpointError(

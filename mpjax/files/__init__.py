@@ -1,1 +1,1 @@
-"""Writing files: room on a disk, replacing a file as a whole, and JSON."""
+"""Writing files: free disk space, atomic replacement, and JSON in messages."""

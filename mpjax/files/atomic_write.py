@@ -8,24 +8,25 @@ from pathlib import Path
 
 
 def require_writable(path: Path) -> None:
-    """Makes a file's folder; raises OSError, which names the path, if it can't be written.
+    """Makes a file's folder. Raises OSError, which names the path, if the file can't be written.
 
-    Call it before the work whose result `atomic_write` is to write.
+    Call it before long work whose result `atomic_write` will write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     target = path.resolve()
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file to write")
-    # `atomic_write` replaces a regular file, which its folder must allow, and writes to others.
+    # Replacing a regular file needs write permission for its folder; a device or pipe is written
+    # directly and needs its own.
     changed = target if is_special(target) else target.parent
     if not os.access(changed, os.W_OK):
         raise PermissionError(f"{path} can't be written: {changed} allows no changes by this user")
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replaces a file by one that holds the text in UTF-8; on failure the old file stays.
+    """Writes text in UTF-8 to a file, replacing it as a whole; on failure the old file stays.
 
-    The text goes to a hidden file beside the target first. A link stays, and its target is
+    The text is first written to a hidden file beside the target. A link stays, and its target is
     replaced. The file keeps its mode. A device or a pipe is written to directly.
     """
     target = path.resolve()
@@ -43,5 +44,5 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def is_special(target: Path) -> bool:
-    """Whether a path is something else than a file: a device, a pipe or a folder."""
+    """Whether a path exists and is not a regular file: a device, a pipe or a folder."""
     return target.exists() and not target.is_file()

@@ -1,1 +1,1 @@
-"""Measuring a model: perplexity, KL divergence from another model, and tasks of lm_eval."""
+"""Measures a model: perplexity, KL divergence from another model, and lm_eval's tasks."""

@@ -31,7 +31,7 @@ class Comparison(Evaluation):
     kl_mean, kl_median, kl_p99: mean, median and 99th percentile of the Kullback-Leibler divergence
         Σ p ln(p / q) in nats, where p are the reference's probabilities of the next token and q
         the model's.
-    kl_error: the standard error of kl_mean, were tokens independent.
+    kl_error: the standard error of kl_mean, if tokens were independent.
     same_top: the share of positions at which both have the same most likely token.
     """
 
@@ -53,18 +53,18 @@ def compare(
     batch: int = 8,
     progress: bool | None = None,
 ) -> Comparison:
-    """Perplexity of a model, and divergence of its predictions from those of a reference.
+    """Perplexity of a model, and the KL divergence of its predictions from a reference's.
 
     Documents are joined by empty lines and cut into windows of `window` tokens, as papers measure
-    perplexity; see `evaluate`. Both models read the windows side by side, each through a cache in
-    its own KV format. Their logits are compared on the device, a chunk of a batch at a time.
+    perplexity; see `evaluate`. Both models run on each window, each with a cache in its own KV
+    format. Their logits are compared on the device, a chunk of a batch at a time.
 
     reference: a model of the same vocabulary, usually the 16-bit one. It is on the device beside
         `lm`.
     window, batch, progress: as for `evaluate`. stride: the tokens between the beginnings of
         windows; by default the window.
 
-    Raises ValueError for models whose tokenizers differ; otherwise as `evaluate` does.
+    Raises ValueError for models with different tokenizers; otherwise as `evaluate` does.
     """
     for name, given in (("lm", lm), ("reference", reference)):
         require_type(name, given, LanguageModel, hint=", as mpjax.load gives it")
@@ -112,7 +112,7 @@ def _of_divergences(values: np.ndarray) -> dict[str, float]:
 def _require_one_tokenizer(
     lm: LanguageModel, reference: LanguageModel, found: Cut, expected: Cut
 ) -> None:
-    """Raises ValueError where models can't be compared token by token."""
+    """Raises ValueError if the models can't be compared token by token."""
     sizes = lm.config.vocab_size, reference.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -131,13 +131,13 @@ def _require_one_tokenizer(
 def _differ(
     models: tuple[Decoder, ...], tokens: jax.Array, counts: jax.Array, caches: Caches
 ) -> tuple[tuple[jax.Array, ...], Caches]:
-    """Log-probabilities of both models, divergences, and whether top tokens agree; see `Score`."""
+    """A `Score`: log-probabilities of both models, KL divergences, and top-1 agreement."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     (found, cache), (exact, other) = (
         model.step(inputs, counts, cache, every_position=True)
         for model, cache in zip(models, caches, strict=True)
     )
-    # The logits of divided models end with columns of -inf, whose differences are no numbers.
+    # Logits of sharded models are padded with -inf, whose differences would be NaN.
     found, exact = (
         logits[..., : model.config.vocab_size]
         for model, logits in zip(models, (found, exact), strict=True)
@@ -148,6 +148,6 @@ def _differ(
         jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
         for values in (found, exact)
     )
-    # Rounding can take a sum slightly below zero, which no divergence is.
+    # Rounding can make a sum slightly negative; a divergence is not.
     divergences = jnp.maximum(divergence(exact, found), 0.0)
     return (own, expected, divergences, agrees), (cache, other)

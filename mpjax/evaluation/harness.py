@@ -42,7 +42,7 @@ END_OF_MESSAGE = "MPJAX_END_OF_MESSAGE\t"
 
 @register_model("mpjax")
 class HarnessLM(TemplateLM):
-    """Adapter of a LanguageModel to lm_eval; keys and values are read from a cache in its format.
+    """Adapts a LanguageModel to lm_eval, with a KV cache in the model's KV format.
 
     batch_size: number of requests that run together.
     max_length: the most tokens that a prediction depends on, the model's positions by default;
@@ -74,7 +74,7 @@ class HarnessLM(TemplateLM):
         self.batch_size = whole_number("batch_size", batch_size)
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         bos = tokenizer.special_tokens.get("bos_token", "")
-        self._template: str | None = None  # name of the chat template; None for "default"
+        self._template: str | None = None  # name of the chosen chat template; None for "default"
         self._added = bos if tokenizer.encode("")[:1] == [tokenizer.bos_id] else ""
 
     @classmethod
@@ -126,7 +126,7 @@ class HarnessLM(TemplateLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """The folder and the precision, which lm_eval records with its results."""
+        """The model's folder and precision, which lm_eval records with its results."""
         return {"pretrained": str(self.lm.source), "precision": self.lm.precision}
 
     @property
@@ -136,7 +136,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token in front of a text without context: bos, or else eos."""
+        """Id of the token that precedes a text without context: bos, or eos without bos."""
         if not (start := document_tokens(self.tokenizer, "")):
             raise ValueError(
                 f"{self.lm.source} has neither a bos nor an eos token, and a text without context "
@@ -150,7 +150,7 @@ class HarnessLM(TemplateLM):
         """Token ids of a text, by default with the special tokens that `tokenizer.json` adds."""
         if add_special_tokens is False:
             return self.tokenizer.backend.encode(string, add_special_tokens=False).ids
-        # A rendered chat begins with a bos token already, and `encode` adds one.
+        # A rendered chat already begins with a bos token, and `encode` adds another.
         return self.tokenizer.encode(string.removeprefix(self._added))
 
     @property
@@ -180,20 +180,20 @@ class HarnessLM(TemplateLM):
         """Renders a chat; without generation prompt, the text ends inside the last message.
 
         The model can then continue that message. Raises ValueError for a last message that isn't
-        text, or that the template leaves out.
+        text, or that the template drops.
         """
         if add_generation_prompt or not chat_history:
             return self.tokenizer.chat(chat_history, add_generation_prompt, self._template)
         *before, last = chat_history
         if not isinstance(content := last.get("content"), str):
             raise ValueError(f"the last message has content {content!r:.40}: expected a text")
-        # A mark, because the message's own text could also occur in the markup after it.
+        # A marker, because the message's own text could also occur in the markup after it.
         marked = [*before, {**last, "content": content + END_OF_MESSAGE}]
         text = self.tokenizer.chat(marked, False, self._template)
         text, _, rest = text.rpartition(END_OF_MESSAGE.strip())
         if rest.startswith("\t"):
             return text
-        # The template has trimmed the message: its trailing spaces come off too.
+        # The template has trimmed the message, so the message's trailing spaces are removed too.
         inner = content.lstrip()
         return text.removesuffix(inner[len(inner.rstrip()) :])
 
@@ -285,7 +285,7 @@ class HarnessLM(TemplateLM):
         return texts
 
     def _cut_context(self, context: str, arguments: GenerationArguments) -> list[int]:
-        """The token ids of a context, without its beginning if new tokens would have no room."""
+        """The token ids of a context, cut at its beginning to leave room for new tokens."""
         if (room := self.max_length - arguments.max_new_tokens) < 1:
             raise ValueError(
                 f"the task asks for {arguments.max_new_tokens} new tokens, which leave no room for "
@@ -299,7 +299,7 @@ class HarnessLM(TemplateLM):
             added = zip(found.offsets, found.special_tokens_mask, strict=True)
             ends = [end for (_, end), special in added if not special]
             cut = ends[min(len(ids) - room, len(ends)) - 1] if ends else len(context)
-            # At least one character goes, since a token may end within a character. The rest may be
-            # split into other tokens, so the loop counts again.
+            # At least one character is cut, since a token may end within a character. The shorter
+            # text may be tokenised differently, so the loop counts again.
             context = context[max(cut, 1) :]
         return ids

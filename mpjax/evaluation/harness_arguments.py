@@ -1,4 +1,4 @@
-"""Converts the `generation_kwargs` of a task of lm_eval to arguments of `mpjax.generate`."""
+"""Converts the `generation_kwargs` of an lm_eval task to arguments of `mpjax.generate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GenerationArguments:
 def generation_arguments(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments:
     """Reads `until`, `max_gen_toks`, `do_sample`, `temperature` and the filters of Sampling.
 
-    max_new_tokens: for a task without its own number.
+    max_new_tokens: the default for a task without its own limit.
 
     Generation is greedy unless `do_sample` is true, or missing beside a temperature above 0; greedy
     generation ignores the filters. A `top_k` of 0 or -1 switches it off. Raises ValueError for an
@@ -43,7 +43,7 @@ def generation_arguments(kwargs: Mapping[str, Any], max_new_tokens: int) -> Gene
     elif temperature is None:
         temperature = 1.0
     if rest.get("top_k") in (0, -1):
-        del rest["top_k"]  # other libraries switch top_k off so
+        del rest["top_k"]  # other libraries' values for "no top_k"
     if temperature == 0:  # greedy: values of filters that Sampling would refuse don't matter
         rest = {name: value for name, value in rest.items() if name not in FILTERS}
     names = (*FILTERS, "repetition_penalty")
@@ -59,6 +59,6 @@ def generation_arguments(kwargs: Mapping[str, Any], max_new_tokens: int) -> Gene
 
 
 def _tokens(name: str, value: Any) -> int:
-    """A number of tokens as an integer; some tasks write it as 64.0. Raises ValueError."""
+    """A number of tokens as an int; some tasks write 64.0. Raises ValueError for others."""
     is_whole = isinstance(value, float) and value.is_integer()
     return whole_number(name, int(value) if is_whole else value)

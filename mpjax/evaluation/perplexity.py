@@ -1,4 +1,4 @@
-"""Measures a model's perplexity, with keys and values read from the cache in its KV format."""
+"""Measures a model's perplexity, with a cache in the model's KV format."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ DEFAULT_WINDOW = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Measures of how well a model predicts texts.
+    """How well a model predicts texts.
 
-    nats_per_token: mean of −ln p over `tokens` predicted tokens. perplexity: its exponential.
-    bits_per_byte: sum of −log2 p over the number of UTF-8 bytes of the texts, or, where these are
-        joined, of the predicted tokens; comparable between models with different tokenizers. NaN if
-        the predicted tokens are all special ones, which have no text.
-    window: the most tokens that a window has, or a prediction depends on where documents are apart.
-    stride: the tokens between the beginnings of windows of joined documents; None where each
-        document is read on its own.
+    nats_per_token: mean of −ln p over `tokens` predicted tokens. perplexity: exp(nats_per_token).
+    bits_per_byte: sum of −log2 p divided by the number of UTF-8 bytes of the texts, or, for joined
+        documents, of the predicted tokens; comparable between models with different tokenizers. NaN
+        if all predicted tokens are special tokens, which have no text.
+    window: the most tokens in a window of joined documents; for separate documents, the most tokens
+        that a prediction depends on.
+    stride: the tokens between the begins of successive windows of joined documents; None for
+        separate documents.
     """
 
     perplexity: float
@@ -48,7 +49,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """Scores of all tokens of a sequence but the first, each predicted from the tokens before it.
+    """Scores of a sequence's tokens except the first, each predicted from the tokens before it.
 
     logprobs: float32 [tokens − 1], natural logarithms of the tokens' probabilities.
     greedy: bool [tokens − 1], whether each token is the most likely one.
@@ -69,15 +70,14 @@ def evaluate(
     progress: bool | None = None,
     adapter: str | None = None,
 ) -> Evaluation:
-    """Predicts each token of the documents from the tokens before it; returns perplexity.
+    """The perplexity of a model: each token of the documents is predicted from those before it.
 
     Every token is appended to a cache in `lm.kv_format` and attends to the cache, its own key
     included, as in a decoding step, so that the rounding of keys and values counts. Each document
-    is read from an empty context. It begins with the bos token, or with the eos token if the
-    tokenizer has no bos; that token is not predicted. Without either, the first token is not
-    predicted. The end of a document is not predicted. A document longer than a window is cut: each
-    window begins with an empty context and the last token of the window before, so that every token
-    is predicted once.
+    starts with an empty context and the bos token, or the eos token if the tokenizer has no bos;
+    that token is not predicted. Without either, the first token is not predicted. The end of a
+    document is not predicted. A document longer than a window is cut: each window starts with an
+    empty context and the last token of the previous window, so that every token is predicted once.
 
     documents: a list of texts.
     window: the most tokens that a prediction depends on; the smaller of 1024 and the model's
@@ -85,9 +85,9 @@ def evaluate(
     stride: joins the documents by empty lines and cuts them into windows of `window` tokens, each
         `stride` tokens after the one before (`mpjax.evaluation.windows.joined`). With
         `stride=window` this is the perplexity of papers on quantisation, whose window is 2048.
-    batch: number of windows that are read together.
+    batch: number of windows in a batch.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
-    adapter: the name of one of the model's adapters; None for none.
+    adapter: the name of one of the model's adapters, or None.
 
     Raises ValueError for a model without a tokenizer, anything but a list of texts, documents
     without a token to predict, a window above the model's positions, and a stride above the window;
@@ -105,7 +105,7 @@ def evaluate(
 
 
 def read_window(lm: LanguageModel, window: int | None) -> int:
-    """A window that a model can have, or the default. Raises ValueError for a larger one."""
+    """The window, or the default. Raises ValueError if it exceeds the model's positions."""
     positions = lm.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, positions) if window is None else whole_number("window", window)
     if window > positions:
@@ -119,7 +119,7 @@ def cut(lm: LanguageModel, documents: Iterable[str], window: int | None, stride:
     """The windows of documents, as `evaluate` describes them. Raises ValueError as it does."""
     require_documents(documents)
     documents = list(documents)
-    require_documents(documents)  # the items of an iterator, too
+    require_documents(documents)  # checks the items of an iterator too
     tokenizer, window = lm.require_tokenizer(), read_window(lm, window)
     if stride is not None and whole_number("stride", stride) > window:
         raise ValueError(f"stride is {stride}: expected at most {window}, the window")
@@ -138,7 +138,7 @@ def cut(lm: LanguageModel, documents: Iterable[str], window: int | None, stride:
 
 
 def summarise(logprobs: Sequence[np.ndarray], found: Cut) -> Evaluation:
-    """The measures of windows whose tokens but the first have log-probabilities [tokens − 1]."""
+    """The Evaluation of windows. logprobs: float [tokens − 1] of each window."""
     tokens = sum(piece.predicted for piece in found.windows)
     nats = -math.fsum(
         np.sum(one[piece.first - 1 :], dtype=np.float64)
@@ -155,9 +155,9 @@ def summarise(logprobs: Sequence[np.ndarray], found: Cut) -> Evaluation:
 
 
 def read_held_out(path: str | os.PathLike[str]) -> list[str]:
-    """Reads texts from a file with one JSON object per line, each with a "text".
+    """The texts of a JSON Lines file whose objects have a "text".
 
-    Raises ValueError, which names file and line, for a line of another form or encoding.
+    Raises ValueError, which names file and line, for a malformed line or a wrong encoding.
     """
     texts = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
@@ -180,21 +180,21 @@ def token_scores(
     kind: str = "sequence",
     adapter: str | None = None,
 ) -> list[TokenScores]:
-    """Predicts each token of the sequences but the first, through the cache as `evaluate` does.
+    """Scores each token of the sequences except the first, with a cache as `evaluate` does.
 
     Each sequence is a request of an engine that scores its prompt and generates nothing.
 
-    sequences: int [tokens] each, at most one token more than the model has positions; the scores
-        come in their order.
+    sequences: int [tokens] each, at most one token more than the model has positions. The scores
+        are in the same order.
     batch, progress, adapter: as for `evaluate`. kind: the word for a sequence in error messages.
 
-    Raises ValueError for token ids that the vocabulary lacks; NotFiniteError and DeviceMemoryError
+    Raises ValueError for token ids outside the vocabulary; NotFiniteError and DeviceMemoryError
     as `evaluate` does.
     """
     require_known_ids(sequences, lm.config.vocab_size)
     none = TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))
     scores = [none] * len(sequences)
-    # The longest come first, so that the last programs are full too.
+    # The longest sequences come first, so that the last programs are full too.
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     order = [index for index in order if len(sequences[index]) > 1]
     if not order:

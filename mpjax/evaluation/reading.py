@@ -1,4 +1,4 @@
-"""Reads sequences of tokens through the caches of several models, for scores of all logits."""
+"""Runs several models over token sequences, each with its KV cache, and scores the logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Score(Protocol):
     ) -> tuple[tuple[jax.Array, ...], Caches]:
         """Arrays [batch, chunk] of scores of tokens[:, 1:], and the next cache of each model.
 
-        tokens: int32 [batch, chunk + 1]. counts: int32 [batch], tokens of each row that are read.
+        tokens: int32 [batch, chunk + 1]. counts: int32 [batch], the real tokens of each row.
         """
 
 
@@ -47,19 +47,18 @@ def read(
     batch: int = 8,
     progress: bool | None = None,
 ) -> list[tuple[np.ndarray, ...]]:
-    """The scores of all tokens of each sequence but the first: arrays [tokens − 1].
+    """The scores of each sequence's tokens except the first: arrays [tokens − 1].
 
     Every token is appended to a cache in the `kv_format` of each model and attends to the cache, as
     in a decoding step. The logits of one chunk of a batch exist at a time.
 
     lms: models of one vocabulary. sequences: int [tokens] each, at most one token more than the
-        models have positions. Sequences of similar lengths share a batch, whatever their order; the
-        scores come in the given order.
-    batch: number of sequences that are read together. progress: whether to show a bar on stderr;
-        by default if stderr is a terminal.
+        models have positions. Sequences are batched by length; the scores are in the given order.
+    batch: number of sequences in a batch. progress: whether to show a bar on stderr; by default if
+        stderr is a terminal.
 
-    Raises ValueError for token ids that the vocabulary lacks; mpjax.memory.DeviceMemoryError,
-    before anything is allocated, where the caches and the logits are too large.
+    Raises ValueError for token ids outside the vocabulary; mpjax.memory.DeviceMemoryError, before
+    anything is allocated, if the caches and the logits are too large.
     """
     if not sequences:
         return []
@@ -70,7 +69,7 @@ def read(
     chunk = _chunk(batch * vocabulary * 4 * len(lms))
     longest = max(len(sequences[order[0]]) - 1, 1)
     capacity = -(-longest // chunk) * chunk
-    # All batches use these caches: lengths of zero hide an earlier batch's keys and values.
+    # All batches reuse these caches: lengths of zero hide an earlier batch's keys and values.
     caches = _create_caches(lms, batch, capacity, chunk)
     models = tuple(lm.for_device for lm in lms)
     found: dict[int, tuple[np.ndarray, ...]] = {}
@@ -81,14 +80,14 @@ def read(
             tokens, counts = _pad([sequences[index] for index in group], (batch, capacity + 1))
             caches = tuple(cache.begin(jnp.array(counts)) for cache in caches)
             parts = []
-            # At least one chunk is read, so that there is something to concatenate.
+            # At least one chunk runs, so that there is something to concatenate.
             for begin in range(0, max(int(counts.max()), 1), chunk):
                 real = np.clip(counts - begin, 0, chunk)
                 part, caches = score(models, tokens[:, begin : begin + chunk + 1], real, caches)
                 advance(0)
                 parts.append(part)
             arrays = [np.concatenate(a, 1) for a in zip(*jax.device_get(parts), strict=True)]
-            for row, index in enumerate(group):  # the scores of padding follow
+            for row, index in enumerate(group):  # cuts off the scores of padding
                 found[index] = tuple(array[row, : counts[row]] for array in arrays)
             advance(int(counts.sum()))
     return [found[index] for index in range(len(sequences))]
@@ -96,14 +95,14 @@ def read(
 
 @contextlib.contextmanager
 def reading_bar(name: str, tokens: int, progress: bool | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while tokens are read; gives a function to call with numbers of them.
+    """Shows a progress bar on stderr; yields a function that advances it by a number of tokens.
 
-    name: of what is measured. progress: whether to show it; by default if stderr is a terminal.
+    name: the bar's label. progress: whether to show the bar; by default if stderr is a terminal.
     """
     console = rich.console.Console(stderr=True, force_terminal=progress or None)
     shown = console.is_terminal if progress is None else progress
     with rich.progress.Progress(console=console, transient=True, disable=not shown) as bar:
-        task = bar.add_task(f"{name}: compiling", total=tokens)  # until the first are read
+        task = bar.add_task(f"{name}: compiling", total=tokens)  # until the first tokens are done
         yield lambda count: bar.update(task, description=f"{name}: reading", advance=count)
 
 
@@ -129,7 +128,7 @@ def _create_caches(
 
 
 def _pad(sequences: Sequence[np.ndarray], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences as int32 of a shape, and how many tokens of each row have a next token."""
+    """The sequences padded to `shape`, int32, and the number of predicted tokens of each row."""
     tokens, counts = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
     for row, ids in enumerate(sequences):
         counts[row] = max(len(ids) - 1, 0)

@@ -1,4 +1,4 @@
-"""Cuts texts into windows of tokens, in each of which a model predicts some of the tokens."""
+"""Cuts texts into windows of tokens, and defines which tokens of each are predicted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mpjax.text.tokenizer import Tokenizer
 
 
 class Window(NamedTuple):
-    """Tokens that are read from an empty context.
+    """A window: tokens that start with an empty context.
 
-    tokens: int32 [tokens]. first: the index of the first token that is predicted, 1 or more.
+    tokens: int32 [tokens]. first: the index of the first predicted token, at least 1.
     """
 
     tokens: np.ndarray
@@ -22,15 +22,16 @@ class Window(NamedTuple):
 
     @property
     def predicted(self) -> int:
-        """How many tokens are predicted."""
+        """The number of predicted tokens."""
         return max(len(self.tokens) - self.first, 0)
 
 
 class Cut(NamedTuple):
-    """Texts that are cut into windows.
+    """Texts cut into windows.
 
-    window: the most tokens of each, without one that begins a document or repeats the last token
-    before. stride: see `joined`; None where documents are apart. text_bytes: of what is predicted.
+    window: the most tokens of a window, not counting a bos token or the repeated last token of the
+    previous window. stride: see `joined`; None for separate documents. text_bytes: the UTF-8 bytes
+    of the predicted text.
     """
 
     windows: list[Window]
@@ -54,11 +55,11 @@ def first_pieces(
 ) -> Iterator[tuple[int, list[int]]]:
     """The first `most` tokens of documents, in pieces of at most `window`, for calibration.
 
-    Each comes with the number of its document. Blank documents have none. Raises ValueError for
-    token ids that a vocabulary of that size does not have.
+    Yields pairs of the document's index and a piece. Blank documents are skipped. Raises ValueError
+    for token ids outside the vocabulary.
     """
     for number, text in enumerate(documents):
-        ids = document_tokens(tokenizer, text)[:most]  # raises ValueError for what is not a text
+        ids = document_tokens(tokenizer, text)[:most]  # raises ValueError if it is not a str
         if not text.strip():
             continue
         require_known_ids([ids], vocabulary)
@@ -70,10 +71,10 @@ def first_pieces(
 
 
 def apart(tokenizer: Tokenizer, documents: Iterable[str], window: int) -> list[Window]:
-    """Windows of each document on its own, in which every token but bos is predicted once.
+    """Windows of separate documents, in which every token except bos is predicted once.
 
-    A window after the first of a document begins with the last token of the window before. A
-    prediction depends on `window` tokens at most.
+    Each further window of a document begins with the last token of the previous one. A prediction
+    depends on at most `window` tokens.
     """
     windows = []
     for text in documents:
@@ -88,11 +89,11 @@ def joined(
 ) -> list[Window]:
     """Windows of the documents joined by empty lines, as papers measure perplexity.
 
-    Each has `window` tokens, and begins `stride` tokens after the one before; it predicts those of
-    its tokens that no window before it predicted, and never its first. Tokens after the last whole
-    window are left out, unless the text is shorter than a window. With a stride of `window` this is
-    the measure of GPTQ and AWQ; with a shorter one predictions depend on at least `window − stride`
-    tokens.
+    Each window has `window` tokens and begins `stride` tokens after the previous one. It predicts
+    its tokens that no earlier window predicted, and never its first token. Tokens after the last
+    whole window are left out, unless the text is shorter than a window. With a stride of `window`
+    this is the measure of GPTQ and AWQ; with a shorter stride, predictions depend on at least
+    `window − stride` tokens.
     """
     ids = np.asarray(tokenizer.encode("\n\n".join(documents)), np.int32)
     return list(_overlapping(ids, window, stride))

@@ -1,4 +1,4 @@
-"""Jobs of the tuner (`mpjax.tuning.products`) for attention over the paged cache."""
+"""Tuning jobs (`mpjax.tuning.products`) for attention over the paged cache."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CANDIDATES = 20
 
 @dataclasses.dataclass(frozen=True)
 class AttentionJob(Job):
-    """A table's entry for attention of a shape over a cache in a KV format.
+    """The job that tunes attention of a shape over a cache in a KV format.
 
-    The entry's plan serves all shapes whose sizes are in the same buckets.
+    The tuned plan applies to all shapes in the same buckets of sizes.
     """
 
     operation: ClassVar[Operation[Any]] = attention_plans.OPERATION
@@ -38,7 +38,7 @@ class AttentionJob(Job):
 
     @property
     def problem(self) -> Problem:
-        """The attention on the default device."""
+        """The tuned problem, on the default device."""
         shape, size = self.shape, attention_plans.PAGE_SIZE
         rows = shape.queries * shape.query_heads // shape.kv_heads
         cache = attention_plans.CacheShape(self.format, shape.kv_heads, shape.head_dim, size)
@@ -51,7 +51,7 @@ class AttentionJob(Job):
         return CANDIDATES
 
     def measurement(self) -> Measurement:
-        """How plans are tried."""
+        """How plans are compiled, checked and timed."""
         return _measurement(self)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class AttentionJob(Job):
 
 
 def make_jobs(shapes: Sequence[AttentionShape], formats: Sequence[KVFormat]) -> list[AttentionJob]:
-    """A job for every combination of format and shape; one for each key of a table.
+    """A job for every combination of format and shape, without repeated table keys.
 
     Raises ValueError for a shape with one longer sequence: a table's keys hold no lengths.
     """
@@ -74,7 +74,7 @@ def make_jobs(shapes: Sequence[AttentionShape], formats: Sequence[KVFormat]) -> 
 
 
 def _measurement(job: AttentionJob) -> Measurement:
-    """How plans are tried: by calls of different caches, together larger than the L2 cache."""
+    """Measures plans by calls with different caches, together larger than the L2 cache."""
     calls = _calls(job)
     checked = _checked(calls[0])
     exact = jax.jit(functools.partial(_attend, implementation="reference"))(*checked)
@@ -91,10 +91,10 @@ def _measurement(job: AttentionJob) -> Measurement:
 
 
 def compile_attention(plan: Plan, call: Call) -> Program:
-    """Compiles a program that attends with a plan."""
+    """Compiles a call of attention with a plan."""
     attend = functools.partial(_attend, implementation="triton")
     with attention_plans.forced(plan):
-        # A new function, so that `jit` does not find the trace of another plan.
+        # A new function, so that `jit` doesn't reuse another plan's trace.
         lowered = measure.serial_jit(lambda *arguments: attend(*arguments)).lower(*call)
     return lowered.compile()
 
@@ -116,7 +116,7 @@ def _calls(job: AttentionJob) -> list[Call]:
 
 
 def _checked(call: Call) -> Call:
-    """The call for what the reference has memory for: some sequences, and their last tokens."""
+    """The part of a call that fits the reference's memory: some sequences' last tokens."""
     queries, pages, span = call
     tokens = span.block_tables.shape[1] * pages.page_size
     batch = max(1, min(len(span.starts), bench.CHECKED_TOKENS // tokens))

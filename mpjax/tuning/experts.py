@@ -1,4 +1,4 @@
-"""Jobs of the tuner (`mpjax.tuning.products`) for the products of tokens and their experts."""
+"""Tuning jobs (`mpjax.tuning.products`) for the products of tokens with their experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANDIDATES = 24
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsJob(Job):
-    """A table's entry for the product of tokens with experts of a shape.
+    """The job that tunes the product of tokens with experts of a shape.
 
     tokens: the largest number of tokens of a bucket.
     """
@@ -36,7 +36,7 @@ class ExpertsJob(Job):
 
     @property
     def problem(self) -> Problem:
-        """The product on the default device."""
+        """The tuned problem, on the default device."""
         shape, format = self.shape, ProductFormat.of(self.format)
         return Problem(
             self.tokens,
@@ -55,15 +55,15 @@ class ExpertsJob(Job):
         return CANDIDATES
 
     def measurement(self) -> Measurement:
-        """How plans are tried."""
+        """How plans are compiled, checked and timed."""
         return _measurement(self)
 
     @property
     def measured(self) -> AnyShape:
-        """The products whose time is measured: the shape's, or both of a layer.
+        """The products to time: the shape's, or both products of the layer.
 
-        Warpgroups compute both of a layer, between which rows stay in the order of experts. One of
-        them alone would count copies that a layer does not make.
+        The warpgroup kernels compute both products of a layer, with rows sorted by expert in
+        between. Timing one of them would include copies that a layer doesn't make.
         """
         by_warpgroups = self.plan_by_rule().implementation == "mosaic"
         return layer_of(self.shape) if by_warpgroups else self.shape
@@ -77,7 +77,7 @@ def make_jobs(
 ) -> list[ExpertsJob]:
     """A job for every combination of format, shape and bucket of tokens, each once.
 
-    Jobs with the same stacks are neighbours. Raises ValueError for a shape that the groups of a
+    Jobs with the same weights are neighbours. Raises ValueError for a shape that the groups of a
     format don't divide.
     """
     for format in formats:
@@ -93,10 +93,9 @@ def make_jobs(
 
 
 def _measurement(job: ExpertsJob) -> Measurement:
-    """How plans are tried: by products of different stacks, together larger than the L2 cache.
+    """Measures plans by products with different stacks, together larger than the L2 cache.
 
-    Tokens choose their experts at random. Where both products of a layer are measured, both have
-    the plan.
+    Tokens choose experts at random. If both products of a layer are timed, both use the plan.
     """
     shape = job.measured
     stacks = _stacks(shape, str(job.format))
@@ -109,13 +108,13 @@ def _measurement(job: ExpertsJob) -> Measurement:
 
 
 def compile_experts(plan: Plan, shape: AnyShape, inputs: Any, stacks: Any) -> Program:
-    """Compiles a program that multiplies by each stack with a plan."""
+    """Compiles a program of one product with each stack, with a plan."""
     product = functools.partial(bench.layer_product, gate=shape.gate)
     with experts_plans.forced(plan):
-        # A new function, so that `jit` does not find the trace of another plan.
+        # A new function, so that `jit` doesn't reuse another plan's trace.
         return measure.compiled(
             lambda inputs, stacks: list(map(product, inputs, stacks)), inputs, stacks
         )
 
 
-_stacks = functools.lru_cache(maxsize=1)(bench.random_stacks)  # the next job mostly has the same
+_stacks = functools.lru_cache(maxsize=1)(bench.random_stacks)  # mostly for the next job

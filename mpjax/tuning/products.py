@@ -1,7 +1,7 @@
 """Measures plans on this GPU and writes the fastest to a table.
 
-The jobs here are products with packed weights; jobs of attention are in
-`mpjax.tuning.attention`, and of products with experts in `mpjax.tuning.experts`.
+The jobs here are products with packed weights. Attention's jobs are in `mpjax.tuning.attention`,
+those of experts in `mpjax.tuning.experts`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ITERATIONS = 10
 CANDIDATES = 20
 CANDIDATES_FOR_MANY_ROWS = 12
 MANY_ROWS = 1024
-# A model's next kernel adds the terms of a split product as it reads them. Up to this number of
-# rows the terms are small beside the weight, so products are timed without their sum.
+# In a model, the next kernel sums the partial results of a split product. Up to this number of rows
+# that costs little beside reading the weight, so products are timed without the sum.
 ROWS_OF_TERMS = 16
 
 Shape = tuple[int, int]  # [input, output channels] of a weight
@@ -53,10 +53,10 @@ Program = Callable[..., Any]
 
 
 class Measurement(NamedTuple):
-    """How plans are tried on the default device.
+    """How plans are compiled, checked and timed on the default device.
 
-    compile: makes the program of a plan. error_of: its relative error. time_of: microseconds of a
-    call.
+    compile: plan → program. error_of: program → relative error. time_of: program → microseconds of
+    a call.
     """
 
     compile: Callable[[Plan], Program]
@@ -65,13 +65,13 @@ class Measurement(NamedTuple):
 
 
 class Job(Protocol):
-    """An entry of a table that is to be measured on the default device."""
+    """A table entry to be measured on the default device."""
 
     operation: ClassVar[Operation[Any]]
 
     @property
     def problem(self) -> Any:
-        """What the entry plans, on the default device."""
+        """The problem that the entry's plan is for, on the default device."""
 
     @property
     def most_candidates(self) -> int:
@@ -91,12 +91,12 @@ class Job(Protocol):
         return self.operation.candidates(self.problem, self.most_candidates)
 
     def measurement(self) -> Measurement:
-        """How plans are tried."""
+        """How plans are compiled, checked and timed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductJob(Job):
-    """A table's entry for a product: x [rows, channels] times a weight [channels, outputs].
+    """The job that tunes a product: x [rows, channels] times a weight [channels, outputs].
 
     rows: the largest number of rows of a bucket.
     """
@@ -109,7 +109,7 @@ class ProductJob(Job):
 
     @property
     def problem(self) -> Problem:
-        """The product on the default device."""
+        """The tuned problem, on the default device."""
         format = ProductFormat.of(self.format)
         return Problem(self.rows, format, self.channels, self.outputs, limits())
 
@@ -119,7 +119,7 @@ class ProductJob(Job):
         return CANDIDATES if self.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
 
     def measurement(self) -> Measurement:
-        """How plans are tried."""
+        """How plans are compiled, checked and timed."""
         return _measurement(self)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class ProductJob(Job):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The result of trying a plan: microseconds of a call, or the reason why it is unusable."""
+    """The result of measuring a plan: microseconds of a call, or why the plan is unusable."""
 
     plan: Plan
     microseconds: float | None = None
@@ -137,10 +137,9 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a job: its entry for the table, and the trials of its plans.
+    """The result of a job: its table entry, and the trials of its plans.
 
-    entry: None where no plan is usable. A job whose entry the table already has comes without
-    trials.
+    entry: None if no plan is usable. trials: empty if the table already had the entry.
     """
 
     job: Job
@@ -160,7 +159,7 @@ class Outcome:
 
 
 def model_shapes(source: str) -> list[Shape]:
-    """Shapes (K, N) of the weights in a model's layers, each once, joined as `mpjax.load` does.
+    """Distinct shapes (K, N) of the weights in a model's layers, fused as `mpjax.load` does.
 
     source: a name in `known_models()`, or a checkpoint's folder or hub id. Raises CheckpointError
     for anything else.
@@ -184,7 +183,7 @@ def known_models() -> dict[str, list[Shape]]:
 
 def _shapes(decoder: type[Decoder], config: DecoderConfig) -> list[Shape]:
     shapes = [place.part_shapes(1)[0] for place in decoder.linear_places(config)]
-    # Products of experts, which have a third axis, are jobs of `mpjax.tuning.experts`.
+    # Experts' weights, which have a third axis, are jobs of `mpjax.tuning.experts`.
     return list(dict.fromkeys((shape[0], shape[1]) for shape in shapes if len(shape) == 2))
 
 
@@ -221,7 +220,7 @@ def make_jobs(
 
 
 def stamp() -> dict[str, Any]:
-    """Commit, versions and driver, which a table records with its measurements."""
+    """Commit, versions and driver: the metadata of measurements in a table."""
     found = measure.stamp()
     driver = found["driver"]
     return {
@@ -240,7 +239,7 @@ def run(
     *,
     again: bool = False,
 ) -> Iterator[Outcome]:
-    """Runs jobs in turn, writes each entry to the table at `path`, and yields its outcome.
+    """Runs jobs in turn, writes each entry to the table at `path`, and yields each outcome.
 
     device: the GPU's name in the table. stamp: as `stamp` returns it. again: whether to measure
     jobs whose entries the table already has. Raises TableError, before anything is measured, for a
@@ -265,7 +264,7 @@ def run(
 
 
 def _measurement(job: ProductJob) -> Measurement:
-    """How plans of a product are tried: by products of different weights and xs.
+    """Measures plans by products with different weights and inputs x.
 
     Together they are larger than the L2 cache.
     """
@@ -290,12 +289,12 @@ def _measurement(job: ProductJob) -> Measurement:
 
 
 def microseconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """The time of a call, the median of ITERATIONS."""
+    """The GPU time of a call in microseconds, the median of ITERATIONS."""
     return measure.microseconds(function, *arguments, iterations=ITERATIONS)
 
 
 def require_groups(format: WeightFormat, channels: int, of: str = "") -> None:
-    """Raises ValueError for input channels that the groups of a format don't divide."""
+    """Raises ValueError if the format's group size doesn't divide the input channels."""
     if format.group_size is not None and channels % format.group_size:
         raise ValueError(
             f"{format}: {channels} input channels{of} can't be split into groups of "
@@ -304,10 +303,10 @@ def require_groups(format: WeightFormat, channels: int, of: str = "") -> None:
 
 
 def try_job(job: Job, plans: Sequence[Plan]) -> list[Trial]:
-    """Measures plans on the default device; returns a trial for each, in their order.
+    """Measures plans on the default device; returns the trial of each plan, in order.
 
     All plans compile in parallel before the first is measured. The trial of a plan that failed, or
-    whose results are wrong by more than measure.GATE, has the reason.
+    whose relative error exceeds measure.GATE, has the reason instead of a time.
     """
     measurement = job.measurement()
     return [
@@ -317,7 +316,7 @@ def try_job(job: Job, plans: Sequence[Plan]) -> list[Trial]:
 
 
 def _try_program(plan: Plan, program: Program | Exception, measurement: Measurement) -> Trial:
-    """The trial of a compiled plan; program: or the error of its compilation."""
+    """The trial of a plan. program: the compiled plan, or the error of its compilation."""
     if isinstance(program, Exception):
         return Trial(plan, problem=_sentence("does not compile", program))
     try:
@@ -331,15 +330,15 @@ def _try_program(plan: Plan, program: Program | Exception, measurement: Measurem
 def compile_products(
     plan: Plan, xs: list[jax.Array], weights: list[QuantizedTensor]
 ) -> Callable[..., Any]:
-    """Compiles a program that multiplies each x by its weight with a plan, one after the other."""
-    # `jit` makes one trace for all products, and XLA compiles its kernel once.
+    """Compiles a program of successive products, each x with its weight, with a plan."""
+    # With an inner `jit`, all products share one trace, and XLA compiles the kernel once.
     few = xs[0].shape[0] <= ROWS_OF_TERMS
     product = jax.jit(lambda x, weight: (matmul_terms if few else matmul)(x, weight))
 
     def each(xs: list[jax.Array], weights: list[QuantizedTensor]) -> list[jax.Array]:
         results: list[jax.Array] = []
         for x, weight in zip(xs, weights, strict=True):
-            if results:  # each product waits for the one before, so that XLA merges none
+            if results:  # each product waits for the previous one, so that XLA can't merge them
                 results[-1], x = jax.lax.optimization_barrier((results[-1], x))
             results.append(product(x, weight))
         return results
@@ -349,17 +348,17 @@ def compile_products(
     return lowered.compile()
 
 
-@functools.lru_cache(maxsize=1)  # the next job has other rows, but mostly the same weights
+@functools.lru_cache(maxsize=1)  # the next job usually has the same weights, with other rows
 def _weights(format: WeightFormat, channels: int, outputs: int) -> list[QuantizedTensor]:
     dense = jax.random.normal(jax.random.key(0), (channels, outputs), jnp.bfloat16)
     weight = quantize(dense, format)
-    assert isinstance(weight, QuantizedTensor)  # make_jobs has refused other formats
+    assert isinstance(weight, QuantizedTensor)  # make_jobs refuses other formats
     copies = range(measure.copies(weight.nbytes) - 1)
     return [weight, *(jax.tree.map(jnp.copy, weight) for _ in copies)]
 
 
 def _checked_rows(x: jax.Array) -> jax.Array:
-    """CHECKED_ROWS rows evenly spread over x, so that errors at the edges of any tile show."""
+    """CHECKED_ROWS rows evenly spread over x, to catch errors at the edges of tiles."""
     chosen = np.linspace(0, x.shape[0] - 1, min(x.shape[0], CHECKED_ROWS)).astype(int)
     return x[chosen]
 
@@ -367,7 +366,7 @@ def _checked_rows(x: jax.Array) -> jax.Array:
 def compile_all(
     compile: Callable[[Plan], Program], plans: Sequence[Plan]
 ) -> list[Program | Exception]:
-    """Compiles plans in parallel; returns a program, or its error, for each, in their order."""
+    """Compiles plans in parallel; returns each plan's program, or its error, in order."""
 
     def attempt(plan: Plan) -> Program | Exception:
         try:
@@ -378,7 +377,7 @@ def compile_all(
     executor = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     try:
         return list(executor.map(attempt, plans))
-    finally:  # after an interrupt, plans that have not begun to compile never do
+    finally:  # after an interrupt, plans that have not begun to compile are dropped
         executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""Random adapters beside a model with random weights, and what they cost."""
+"""Random adapters for a model with random weights, and the time that they cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.bench.random_model import normal
 from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank, attach
 
-# The second factors are so much smaller than those that keep the size of a map's inputs.
+# The scale of the up factors, relative to one that keeps the size of a linear map's inputs.
 SMALL = 0.1
 COLUMNS: tables.Columns = {
     "batch": "{batch}",
@@ -31,7 +31,7 @@ COLUMNS: tables.Columns = {
 
 
 def adapted(model: Decoder, places: int, rank: int) -> Decoder:
-    """A model with stacks of `places` adapters of a rank beside all linear maps of its layers."""
+    """The model with `places` random adapters of rank `rank` for all linear maps of its layers."""
     groups = {site.group.path: site.group for each in find_sites(model).values() for site in each}
     groups = {path: group for path, group in groups.items() if group.place is not None}
     keys, changes = jax.random.split(jax.random.key(2), len(groups)), {}
@@ -49,15 +49,15 @@ def adapted(model: Decoder, places: int, rank: int) -> Decoder:
 
 
 def places(batch: int, adapters: int) -> jax.Array:
-    """The adapter of each row, int32 [batch], each of `adapters` in turn; 0 for no adapter."""
+    """The adapter index of each row, int32 [batch]: 1 to `adapters` in turn; 0 for no adapter."""
     rows = np.arange(batch) % adapters + 1 if adapters else np.zeros(batch)
     return from_host(rows.astype(np.int32))
 
 
 def compared(row: Mapping[str, Any], plain: Mapping[str, Any], places: int) -> dict[str, Any]:
-    """A row with its speed over that of the same case of a model without adapters.
+    """A row with its speed relative to the same case without adapters.
 
-    places: adapters that the model has; a step reads those of its rows.
+    places: the model's number of adapters; a step reads only those of the batch's rows.
     """
     used = min(row["adapters"], row["batch"]) / places
     own = (row["weights_bytes"] - plain["weights_bytes"]) * used

@@ -1,4 +1,4 @@
-"""Plots how far precisions are from 16 bits, over the bits of a weight, as SVG."""
+"""Plots the distance of precisions from 16 bits over bits per weight, as SVG."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draws divergence, and the rise of perplexity, over bits; a mark for each row.
+    """Draws KL divergence and the rise of perplexity over bits per weight, a mark for each row.
 
-    rows: as `mpjax evaluate --against` gives them. A grey line joins the rows that no row of as
-    many bits or fewer surpasses. A divergence of zero has no place on the logarithmic axis.
+    rows: the results of `mpjax evaluate --against`. A grey line joins the Pareto frontier. A
+    divergence of zero is left out of the logarithmic axis.
     """
     with figure_of(path, (7.6, 3.3 + 0.16 * (len(rows) // 4 + 1))) as figure:
         divergence, perplexity = figure.subplots(1, 2)
@@ -32,7 +32,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def frontier(bits: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """The indices of points that no point of as many bits or fewer surpasses, by rising bits."""
+    """The indices of the Pareto frontier (fewest bits, lowest loss), by ascending bits."""
     kept: list[int] = []
     for index in sorted(range(len(bits)), key=lambda i: (bits[i], losses[i])):
         if not kept or losses[index] < losses[kept[-1]]:

@@ -1,4 +1,4 @@
-"""Benchmark of paged attention with every KV format, against the floor of its bytes and cuDNN."""
+"""Benchmark of paged attention in every KV format, against its memory floor and cuDNN."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.attention.shapes import DECODE, LATENT, PREFILL, RAGGED, AttentionShape
 
-# Stands for a format: prompts that attend to their own 16-bit keys and values, from their first
-# token on, as they do in a model.
+# In place of a KV format: prefill of whole prompts, which attend to their own 16-bit keys and
+# values, as in a model.
 UNCACHED = "uncached"
-APPEND_KERNELS = ("append", "flush")  # prefixes of the names of kernels that write to the cache
-REACH = 5.0  # the magnitude of normal keys and values that static scales cover
-# As in a model, the kernel before attention has already transformed the queries.
+APPEND_KERNELS = ("append", "flush")  # name prefixes of the kernels that write to the cache
+REACH = 5.0  # static scales cover normal keys and values up to this magnitude
+# As in a model, the preceding kernel has already transformed the queries.
 AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
 PAGE_SIZE = 128
-CHECKED_TOKENS = 1 << 19  # with more tokens, the reference would not fit on smaller GPUs
+CHECKED_TOKENS = 1 << 19  # with more tokens, the reference would not fit on small GPUs
 CHECKED_QUERIES = 32  # only the last queries of a sequence are checked, for the same reason
 SETS = {"decode": DECODE, "ragged": RAGGED, "prefill": PREFILL, "latent": LATENT}
 COLUMNS: tables.Columns = {
@@ -52,11 +52,11 @@ COLUMNS: tables.Columns = {
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The cases of a benchmark: every KV format with every shape.
+    """The cases of the benchmark: every KV format with every shape.
 
-    formats: KV formats, and UNCACHED for the shapes whose new tokens are all tokens.
+    formats: KV formats, and UNCACHED, which applies to shapes without cached tokens.
 
-    Raises ValueError for a text that is not a format, and if there are no cases.
+    Raises ValueError for an unknown format, and if there are no cases.
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -75,14 +75,14 @@ class Sweep:
         return sum(len(self.of_shape(shape)) for shape in self.shapes)
 
     def of_shape(self, shape: AttentionShape) -> tuple[str, ...]:
-        """The formats that a shape is measured with."""
+        """The formats in which a shape is measured."""
         return tuple(
             text for text in self.formats if text != UNCACHED or shape.queries == shape.context
         )
 
 
 def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
-    """The shapes of names, each once: a set of SETS, or a text that AttentionShape.parse reads.
+    """The distinct shapes of names. A name is a key of SETS, or parsed by AttentionShape.parse.
 
     Raises ValueError for any other name.
     """
@@ -94,18 +94,17 @@ def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to a row the figures that follow from its measured times.
+    """The row with the figures derived from its measured times.
 
-    GB/s count the bytes of the cache that are read. TFLOP/s count the two products of every query
-    head, with the keys and with the values that it sees; they are left out if the row does not
-    have its shape in numbers.
+    GB/s count the bytes read from the cache. TFLOP/s count both products of every query head, with
+    its unmasked keys and values; they are left out if the row lacks the sizes of its shape.
     """
     time = row["microseconds"]
     derived = {
         "gigabytes_per_second": row["cache_bytes"] / time / 1e3,
         "times_floor": time / row["floor_microseconds"],
     }
-    if row["cudnn_microseconds"] is not None:  # it has no latents
+    if row["cudnn_microseconds"] is not None:  # cuDNN has no attention over latents
         derived["speedup"] = row["cudnn_microseconds"] / time
     if "context" in row:
         queries = row.get("queries", 1)
@@ -117,7 +116,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each checked row whose error is NaN, or not below the gate."""
+    """A sentence for each checked row whose error is NaN or not below the limit."""
     return measure.failures(rows, "{shape}, {format}")
 
 
@@ -129,7 +128,7 @@ def is_checked(shape: AttentionShape) -> bool:
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and yields its row.
 
-    Small caches are copied, and the copies read in turn, so that none is in the L2 cache.
+    Small caches are copied, and the copies are read in turn, so that none stays in the L2 cache.
     """
     for shape in sweep.shapes:
         cudnn = None if shape.rotary else cudnn_microseconds(shape)
@@ -174,7 +173,7 @@ def cudnn_microseconds(shape: AttentionShape) -> float:
     """Microseconds of cuDNN's attention over contiguous 16-bit keys and values.
 
     If one sequence is longer than the others, the others are padded, and cuDNN gets all lengths.
-    cuDNN's causal mask has no offset. So new tokens over cached ones take two calls: one over the
+    cuDNN's causal mask has no offset. So new tokens after cached ones take two calls: one over the
     cached tokens without a mask, and a causal one over the new tokens. The time to combine their
     results is not counted.
     """
@@ -193,7 +192,7 @@ def _cudnn_call(keys: int, shape: AttentionShape, **masks: Any) -> float:
     draw = jax.jit(functools.partial(jax.random.normal, shape=dims, dtype=jnp.bfloat16))
     query = queries(shape)
     caches = [[draw(jax.random.key(2 * i)), draw(jax.random.key(2 * i + 1))] for i in range(count)]
-    # Its own `jit` has it traced once for all copies.
+    # An inner `jit`, so that all copies share one trace.
     attend = jax.jit(
         functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **masks)
     )
@@ -202,7 +201,7 @@ def _cudnn_call(keys: int, shape: AttentionShape, **masks: Any) -> float:
 
 
 def queries(shape: AttentionShape) -> jax.Array:
-    """Normal queries of a shape's new tokens."""
+    """Normally distributed queries of a shape's new tokens."""
     dims = (shape.batch, shape.queries, shape.query_heads, shape.head_dim)
     return jax.random.normal(jax.random.key(1), dims, jnp.bfloat16)
 
@@ -249,12 +248,12 @@ def _measure(
     cached: slice,
     cudnn: float | None,
 ) -> tuple[dict[str, Any], jax.Array]:
-    """Measures `attend(*call)`: its row without the error, and its result.
+    """Measures `attend(*call)`; returns its row without the error, and its result.
 
-    cached: the arguments of `call` that are keys and values.
+    cached: the slice of `call` with keys and values.
 
-    The call is repeated, each time with copies of all arguments, so that XLA finds nothing to
-    share between calls or to fold.
+    The call is repeated, each time with copies of all arguments, so that XLA can't share or fold
+    anything between calls.
     """
     held = call[cached]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
@@ -280,10 +279,10 @@ def _measure(
 
 
 def _append(pages: KVPages, span: Span) -> float | None:
-    """Microseconds to quantise new tokens and write them to the pages; None if no kernel does that.
+    """Microseconds to quantise new tokens and append them to the pages; None without a kernel.
 
-    The time of copying the pages is not counted. A model donates its pages, so that they are not
-    copied; here they are needed again for the next call.
+    The time to copy the pages is not counted: a model donates its pages, but here the next call
+    needs them again.
     """
     tokens = int(span.counts.max())
     heads = len(span.counts), tokens, pages.keys.shape[1]
@@ -297,7 +296,7 @@ def _append(pages: KVPages, span: Span) -> float | None:
 
 
 def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
-    """The relative error, against the float32 reference over the same cache.
+    """The relative error against the float32 reference over the same cache.
 
     Only the last CHECKED_QUERIES new tokens of each sequence are compared.
     """

@@ -1,4 +1,4 @@
-"""Plots the perplexity of W4Ax over the share of blocks in 8 bits, as SVG."""
+"""Plots the perplexity of W4Ax over the share of 8-bit blocks, as SVG."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ORDERS = {True: "channels sorted", False: "channels as they are"}
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draws a line for each order of channels, and a level for each other precision.
+    """Draws a line for each order of channels, and a horizontal line for each other precision.
 
-    rows: as `benchmarks.blocks` gives them: `precision` and `rise` of each, and of W4Ax the share
-    `wide` and whether channels are `ordered`.
+    rows: the results of `benchmarks.blocks`: each with `precision` and `rise`, and for W4Ax with
+    the share `wide` and whether channels are `ordered`.
     """
     with figure_of(path, (5.2, 3.4)) as figure:
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""The loop of a benchmark's case: with an empty cache, a filled one, and after its prompt."""
+"""A benchmark's generation loop: with an empty or filled cache, or after prefill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.sampling.settings import RowSettings, Sampling
 
 
 def endless(batch: int, new_tokens: int) -> RowSettings:
-    """Greedy rows without stop tokens, because random weights must not end a row early."""
+    """Greedy settings without stop tokens, since random weights must not end a row early."""
     settings = RowSettings.of([Sampling()], batch, max_new_tokens=new_tokens)
     return jax.tree.map(from_host, dataclasses.replace(settings, min_new_tokens=None))
 
@@ -34,8 +34,8 @@ def empty_loop(
 ) -> Loop:
     """A loop with an empty cache, in the KV format and pages of `lm`, before its first token.
 
-    max_tokens: of a row in the cache. columns: room for new tokens of a row. adapters: int32
-    [rows], as in DecoderCache.
+    max_tokens: the cache's capacity per row. columns: the room for new tokens per row. adapters:
+    int32 [rows], as in DecoderCache.
 
     Raises DeviceMemoryError if a device has no room for the cache.
     """
@@ -58,9 +58,9 @@ def empty_loop(
 
 
 def fill(loop: Loop, tokens: int, mesh: jax.sharding.Mesh | None = None) -> Loop:
-    """Fills all pages of a loop's cache with `tokens` random keys and values for each row.
+    """Fills a loop's KV cache with `tokens` random keys and values per row.
 
-    What layers keep for each sequence stays as it is.
+    Layers' states of fixed size per sequence are unchanged.
     """
     cache = loop.state.cache
     states, tree = jax.tree.flatten(cache.layers, is_leaf=is_pages)
@@ -76,9 +76,9 @@ def fill(loop: Loop, tokens: int, mesh: jax.sharding.Mesh | None = None) -> Loop
 def rewind(loop: Loop, tokens: int) -> Loop:
     """The loop after `tokens` prompt tokens and the first new one, to decode from there again.
 
-    What is set comes from the host, so that no kernel runs and is counted. Later
-    tokens in the cache will be overwritten. A residual, and what is kept for each sequence, still
-    hold later tokens: the times of the next round are right, but its tokens are not.
+    New values are copied from the host, so that no kernel runs and is counted. Later tokens in the
+    cache will be overwritten. A residual and states of fixed size still contain later tokens, so
+    the next round has correct times but wrong tokens.
     """
     state, batch = loop.state, len(loop.tokens)
     state = dataclasses.replace(
@@ -92,24 +92,24 @@ def rewind(loop: Loop, tokens: int) -> Loop:
 
 
 def from_host(array: np.ndarray | np.generic) -> jax.Array:
-    """An array of the device, copied from the host without a kernel."""
+    """A device array, copied from the host without a kernel."""
     return jax.device_put(array)
 
 
 class CaseDecoding:
-    """A model with the loop of a case after its prompt; each call goes on from there.
+    """A model with a case's loop after the prompt; each call decodes from there.
 
-    Calls donate the loop, and keep the one that they return. prompt: tokens of a row.
+    Calls donate the loop and keep the returned one. prompt: tokens of a row.
     """
 
     def __init__(self, model: Decoder, loop: Loop, prompt: int) -> None:
         self.model, self.loop, self.prompt = model, loop, prompt
 
     def act(self, generate: Callable[[Loop], Loop]) -> None:
-        """Calls a function with the loop after the prompt, and keeps the loop it returns."""
+        """Calls a function with the loop after the prompt, and keeps the returned loop."""
         self.loop = generate(rewind(self.loop, self.prompt))
 
     def run(self, program: Callable[..., Loop], until: jax.Array) -> jax.Array:
-        """Runs a program of `decode` until a step; returns the tokens, to wait for."""
+        """Runs a `decode` program until a step; returns the tokens, which the caller can await."""
         self.act(lambda loop: program(self.model, loop, until, stride=STRIDE))
         return self.loop.tokens

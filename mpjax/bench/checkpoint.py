@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in the shapes of published models."""
+"""Writes checkpoints with random weights in the shapes of published models."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def qwen3_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write(source: Path, config: Mapping[str, Any], precision: str, format: str) -> Path:
-    """Writes random weights of a precision, as `mpjax.export` writes a format; returns the folder.
+    """Exports random weights in a precision and format; returns the checkpoint's folder.
 
     config: the config.json, which is written into the folder `source` with the bundled tokenizer.
-    The checkpoint's folder is beside it. The weights are made on the host: those that a benchmark
-    loads then are the first on its device.
+    The checkpoint's folder is beside `source`. The weights are made on the host, so that the
+    device's memory is still empty when a benchmark loads them.
     """
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(config, indent=1))

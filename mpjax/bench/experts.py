@@ -1,4 +1,4 @@
-"""Benchmark of products of tokens and their experts, against the bytes of the experts hit."""
+"""Benchmark of the products of tokens with their experts, against the hit experts' bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mpjax.kernels.experts.plans import Problem, plan_of
 from mpjax.kernels.experts.shapes import AnyShape, ExpertMLPShape
 
 CHECKED_TOKENS = 16  # tokens whose products are compared with the reference
-MOST_BYTES = 8 * 10**9  # of the stacks that are read in turn, which all are on the device
-RAGGED_TOKENS = 64  # the most tokens for which XLA's ragged_dot, which is slow, is measured
+MOST_BYTES = 8 * 10**9  # the most bytes of all stacks, which are on the device together
+RAGGED_TOKENS = 64  # the most tokens for which XLA's slow ragged_dot is measured
 COLUMNS: tables.Columns = {
     "format": "{format}",
     "tokens": "{M}",
@@ -45,9 +45,9 @@ COLUMNS: tables.Columns = {
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The cases of a benchmark: every weight format with every number of tokens and every shape.
+    """The cases of the benchmark: every weight format, number of tokens and shape.
 
-    Raises ValueError for a text that is not a format, and for numbers of tokens below 1.
+    Raises ValueError for an unknown format and for numbers of tokens below 1.
     """
 
     shapes: tuple[AnyShape, ...]
@@ -67,10 +67,10 @@ class Sweep:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to a row the figures that follow from its measured times.
+    """The row with the figures derived from its measured times.
 
     TFLOP/s count 2·K·N operations for each pair of a token and an expert, GB/s the bytes of the
-    experts that are hit. `cublas_rate` is the rate of operations over that of cuBLAS.
+    hit experts. `cublas_rate` is the rate of operations relative to cuBLAS.
     """
     operations = 2 * row["M"] * row["per_token"] * row["K"] * row["N"]
     time = row["microseconds"]
@@ -83,15 +83,15 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row whose error is NaN, or not below the gate."""
+    """A sentence for each row whose error is NaN or not below the limit."""
     return measure.failures(rows, "{shape}, {format}, {M} tokens")
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and yields its row.
 
-    A call computes several products, each with a stack of experts of its own, so that no expert is
-    in the L2 cache. Tokens choose their experts at random, each as likely as any other.
+    A call computes several products, each with its own stack of experts, so that no expert is in
+    the L2 cache. Tokens choose experts uniformly at random.
     """
     for shape in sweep.shapes:
         others = {tokens: _others(shape, tokens) for tokens in sweep.tokens}
@@ -100,14 +100,14 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def random_experts(shape: AnyShape, tokens: int, seed: int) -> np.ndarray:
-    """The experts of each token, int32 [tokens, k], all different ones."""
+    """The distinct experts of each token, int32 [tokens, k]."""
     scores = np.random.default_rng(seed).random((tokens, shape.experts))
     return np.argsort(scores, -1)[:, : shape.per_token].astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_stack(key: jax.Array, shape: AnyShape, text: str) -> Any:
-    """A stack [experts, K, N] of normal numbers, quantised to a format; of an MLP both stacks."""
+    """A normally distributed stack [experts, K, N], quantised; for an MLP, both of its stacks."""
     if isinstance(shape, ExpertMLPShape):
         keys = jax.random.split(key)
         pair = (
@@ -122,9 +122,9 @@ def random_stack(key: jax.Array, shape: AnyShape, text: str) -> Any:
 
 
 def random_stacks(shape: AnyShape, text: str) -> list[Any]:
-    """Stacks of which a token's experts, one of each stack's, are larger than the L2 cache.
+    """Random stacks, so many that one token's experts in all of them exceed the L2 cache.
 
-    They are fewer, but two or more, if that would take more than MOST_BYTES.
+    At least two, but otherwise at most MOST_BYTES.
     """
     like = jax.eval_shape(lambda: random_stack(jax.random.key(0), shape, text))
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
@@ -184,7 +184,7 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array]  # x, the experts, and the routi
 
 
 def random_inputs(shape: AnyShape, tokens: int, seed: int) -> Inputs:
-    """The arguments of a product besides its stack; without a gate, each pair has a row of x."""
+    """x, experts and routing weights; without a gate, each pair has its own row of x."""
     keys = jax.random.split(jax.random.key(seed + 1))
     pairs = () if shape.gate is not None else (shape.per_token,)
     x = jax.random.normal(keys[0], (tokens, *pairs, shape.channels), jnp.bfloat16)
@@ -193,9 +193,9 @@ def random_inputs(shape: AnyShape, tokens: int, seed: int) -> Inputs:
 
 
 def layer_product(inputs: Inputs, stack: Any, *, gate: Any) -> jax.Array:
-    """The product as a layer computes it: gated, or terms that the next norm adds.
+    """The product as a layer computes it: gated, or as terms that the next norm adds.
 
-    stack: of matrices, or both of an MLP.
+    stack: of matrices, or both stacks of an MLP.
     """
     x, chosen, weights = inputs
     if isinstance(stack, ExpertMLP):
@@ -206,10 +206,10 @@ def layer_product(inputs: Inputs, stack: Any, *, gate: Any) -> jax.Array:
 
 
 def _others(shape: AnyShape, tokens: int) -> dict[str, float | None]:
-    """The times of cuBLAS on one matrix with as many rows, and of XLA's `ragged_dot`, in bfloat16.
+    """The times in bfloat16 of one cuBLAS product with as many rows, and of XLA's `ragged_dot`.
 
-    `ragged_dot` takes experts in 16 bits and rows that are sorted already. An MLP has cuBLAS's time
-    of both products, and none of `ragged_dot`.
+    `ragged_dot` gets 16-bit experts and sorted rows. For an MLP, cuBLAS's times of both products
+    are added, and `ragged_dot` is not measured.
     """
     if isinstance(shape, ExpertMLPShape):
         both = [

@@ -1,6 +1,6 @@
-"""How plots look, and how they are written as SVG (`pip install matplotlib`).
+"""The style of plots, and their output as SVG (`pip install matplotlib`).
 
-Equal figures give equal files.
+Equal figures give byte-identical files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ except ImportError as error:
 
 __all__ = ["COLORS", "GREY", "MARKERS", "SETTINGS", "Axes", "figure_of", "style_of"]
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart. Black is cuBLAS.
+# Okabe and Ito's colours, which are safe for colour-blind readers. Black is cuBLAS.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#6a51a3")
 MARKERS = "osD^vP*X"
 GREY = "#767676"
-# Text is written as text, and the file depends on neither time nor machine.
+# Text stays text in the SVG, and the file depends on neither time nor machine.
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "mpjax",
@@ -46,7 +46,7 @@ def style_of(index: int) -> tuple[str, str, str]:
 
 @contextlib.contextmanager
 def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure of `size` inches, without a window, that is written to `path` at the end."""
+    """Yields a figure of `size` inches, which is saved to `path` at the end."""
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=size, layout="constrained")
         yield figure

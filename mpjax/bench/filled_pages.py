@@ -1,4 +1,4 @@
-"""Fills pages with random keys and values, to measure long contexts without reading a text."""
+"""Fills KV pages with random keys and values, to measure long contexts without a prefill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from mpjax.kernels import KVPages, Span, append
 
-APPENDED_TOKENS = 1024  # tokens of each sequence that are appended at a time
+APPENDED_TOKENS = 1024  # tokens of each sequence in one append
 
 
 @functools.partial(jax.jit, donate_argnames="pages", static_argnames="mesh")
@@ -21,12 +21,12 @@ def fill(
     seed: jax.Array | int,
     mesh: jax.sharding.Mesh | None = None,
 ) -> KVPages:
-    """Appends normal keys and values to each sequence of one layer's empty pages.
+    """Appends normally distributed keys and values to each sequence of a layer's empty pages.
 
     block_tables: int32 [batch, pages per sequence].
     tokens: the number of tokens of each sequence, an int or int32 [batch]. Tokens beyond the end of
         a block table are not written.
-    mesh: the devices among which the KV heads of the pages are divided; all get the same numbers.
+    mesh: the devices among which the KV heads are divided; all devices get the same values.
 
     The pages are donated and written in place.
     """

@@ -1,4 +1,4 @@
-"""Benchmark of products with packed weights, against the floor of their bytes and cuBLAS."""
+"""Benchmark of products with packed weights, against their memory floor and cuBLAS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpjax.kernels.gemm.plans import Implementation, Problem, TritonConfig, Warp
 from mpjax.kernels.gemm.shapes import GemmShape
 
 CHECKED_ROWS = 64  # rows of a product that are compared with the reference
-PRODUCT_BYTES = 2_000_000_000  # the most bytes of all products of one call
+PRODUCT_BYTES = 2_000_000_000  # the most bytes of the outputs of one call
 COLUMNS: tables.Columns = {
     "format": "{format}",
     "M": "{M}",
@@ -43,16 +43,15 @@ COLUMNS: tables.Columns = {
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The cases of a benchmark: every weight format with every number of rows and every shape.
+    """The cases of the benchmark: every weight format, number of rows and shape.
 
     implementation: forced for the packed weights; None lets `matmul` choose.
-    in_model: whether to leave out what other kernels do in a model: x is quantised before, as with
-        `rounded`, and splits are not added, because the next kernel adds them.
+    in_model: whether to leave out the work of other kernels in a model: x is quantised beforehand,
+        as with `rounded`, and splits are not added, because the next kernel adds them.
     rounded: whether x is quantised before the measurement if the format has 8-bit activations, as a
         norm or a gate does in a model.
 
-    Raises ValueError for a text that is not a format, a format that is not packed, and rows below
-    1.
+    Raises ValueError for an unknown format, a format that is not packed, and rows below 1.
     """
 
     shapes: tuple[GemmShape, ...]
@@ -76,10 +75,10 @@ class Sweep:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to a row the figures that follow from its measured times.
+    """The row with the figures derived from its measured times.
 
     TFLOP/s count 2·M·K·N operations. GB/s count the bytes of the packed weight, and of x and the
-    product in 16 bits; they are left out if the row does not have the bytes of its weight.
+    product in 16 bits; they are left out if the row lacks the bytes of its weight.
     """
     rows, channels, outputs = row["M"], row["K"], row["N"]
     time = row["microseconds"]
@@ -96,15 +95,15 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row whose error is NaN, or not below the gate."""
+    """A sentence for each row whose error is NaN or not below the limit."""
     return measure.failures(rows, "{shape}, {format}, M = {M}")
 
 
 def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
-    """The implementation that multiplies x of `rows` rows, and its configuration, for a row.
+    """The implementation of a product with `rows` rows, and its configuration, for a result row.
 
     The configuration is None if the implementation is not a fused kernel; also for `dequantize`
-    with liquid4, although an int8 kernel then multiplies the written-out weight.
+    with liquid4, although an int8 kernel then multiplies the decoded weight.
     """
     problem = Problem.of(rows, weight)
     name = forced or plans.plan_of(problem).implementation
@@ -122,9 +121,9 @@ def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) ->
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and yields its row.
 
-    A call computes several products, each with a weight and an x of its own, so that none is in the
-    L2 cache, and XLA finds nothing to merge. At a time, memory holds the copies of one weight and
-    their products.
+    A call computes several products, each with its own weight and x, so that none is in the L2
+    cache and XLA can't merge them. The copies of one weight and their products are in memory at a
+    time.
     """
     for shape in sweep.shapes:
         cublas = _cublas(shape, sweep.rows)
@@ -133,7 +132,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def copies(shape: GemmShape, rows: int, nbytes: int) -> int:
-    """The number of products in a call, for a weight of `nbytes`; fewer if products are large."""
+    """The number of products in a call, for a weight of `nbytes`; fewer if outputs are large."""
     products = PRODUCT_BYTES // (2 * rows * shape.outputs)
     return max(2, min(measure.copies(nbytes), products))
 
@@ -142,9 +141,9 @@ def copies(shape: GemmShape, rows: int, nbytes: int) -> int:
 def random_weight(
     key: jax.Array, shape: GemmShape, format: WeightFormat | None = None
 ) -> QuantizedTensor | jax.Array:
-    """A matrix [K, N] of normal numbers, quantised to `format`, or in bfloat16 without one."""
+    """A normally distributed matrix [K, N], quantised to `format`, or bfloat16 without a format."""
     dims = (shape.channels, shape.outputs)
-    # With this deviation products are as large as x, and scales are not subnormal in float16.
+    # With this deviation, outputs are as large as x, and scales are not subnormal in float16.
     weight = jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(shape.channels**-0.5)
     return weight if format is None else quantize(weight, format)
 
@@ -177,7 +176,7 @@ def _format(
 
     def product(x: Any, weight: QuantizedTensor) -> jax.Array:
         if is_rounded and format.codes == "int4":
-            x = _transposed(x)  # which undoes that of `_rounded` in the program that is measured
+            x = _transposed(x)  # undoes that of `_rounded`, within the measured program
         return multiply(x, weight, implementation=sweep.implementation)
 
     for rows in sweep.rows:
@@ -213,7 +212,7 @@ def _format(
 
 
 def _rounded(x: jax.Array, format: WeightFormat) -> QuantizedActivations:
-    """Rounded x as it lies in memory: the scales of blocks side by side, [groups, M] for `int4`."""
+    """Rounds x, in the memory layout of a model: for `int4`, scales are [groups, M]."""
     found = quantize_activations(x, format)
     return _transposed(found) if format.codes == "int4" else found
 

@@ -1,4 +1,4 @@
-"""Benchmark of generation with random weights in a published shape, against the memory roofline."""
+"""Benchmark of generation by a published shape with random weights, against the roofline."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from mpjax.models.share import ExpertDivision
 from mpjax.models.state import DecoderCache
 from mpjax.precision import Precision
 
-# The largest difference of log-probabilities, in nats. Kernels that round differently cause some,
-# and a cache of two bits about one nat. If a cache is wrong, the difference is several nats.
+# The largest allowed difference of log-probabilities, in nats. Different rounding in kernels causes
+# a small difference, and a 2-bit cache about one nat; a wrong cache causes several nats.
 GATE, GATE_OF_TWO_BITS = 1.0, 1.5
-CHECKED_TOKENS = 1 << 13  # with so many, the logits of one pass take 5 GB
-# How often a prompt is read, and decoding repeated. The first time compiles, and is not counted.
+CHECKED_TOKENS = 1 << 13  # with this number, the logits of one pass take 5 GB
+# How often prefill and decoding are repeated. The first time compiles and is not counted.
 READS, ROUNDS = 3, 4
 AWQ = WeightFormat("uint4", 128)
 COLUMNS: tables.Columns = {
@@ -60,9 +60,9 @@ COLUMNS: tables.Columns = {
 
 
 class Case(NamedTuple):
-    """One case of a sweep. is_read: whether its prompt is read, or the cache filled.
+    """One case of a sweep. is_read: whether its prompt is prefilled, rather than the cache filled.
 
-    adapters: how many different ones the rows have; None for a model without adapters.
+    adapters: the number of different adapters among the rows; None for a model without adapters.
     """
 
     batch: int
@@ -76,23 +76,23 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The cases of a benchmark: every precision with every batch and number of prompt tokens.
+    """The cases of the benchmark: every precision, batch and number of prompt tokens.
 
-    filled: whether only the first case of a precision reads its prompt. The caches of the others
-        are filled with as many random keys and values; they have no time to a first token, and are
-        not checked.
+    filled: whether only the first case of a precision prefills its prompt. The caches of the other
+        cases are filled with as many random keys and values; these cases have no time to first
+        token and are not checked.
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
     config: of the model, which gets more positions if the cases need them. decoder: its class.
     devices: numbers of devices among which the model is divided. experts: how experts are divided
         among them; see `mpjax.load`.
     speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
-    piece_tokens: tokens of each row's prompt that are read at a time; None for the whole prompt.
-    adapters: numbers of adapters that rows have in turn, each in a case beside that of a model
-        without adapters; 0 for rows without any. The model has the most of them, and one at least,
-        beside all linear maps of layers. rank: of the adapters.
+    piece_tokens: the prefill chunk of each row, in tokens; None for the whole prompt.
+    adapters: numbers of adapters that rows use in turn, each measured beside the case without
+        adapters; 0 for rows without an adapter. The model has the largest of these numbers of
+        adapters, at least one, for all linear maps of layers. rank: of the adapters.
 
-    Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
-    checkpoint cannot have, and for numbers that leave nothing to measure.
+    Raises ValueError for an unknown precision, a precision that random weights or an AWQ checkpoint
+    can't have, and for numbers that leave nothing to measure.
     """
 
     precisions: tuple[str, ...]
@@ -157,17 +157,17 @@ class Sweep:
 
 
 def on_devices(row: Mapping[str, Any]) -> str:
-    """The number of a row's devices as the end of a cell, if it is not 1."""
+    """The suffix of a table cell with the number of devices; empty for one device."""
     return f" on {row['devices']} devices" if row.get("devices", 1) > 1 else ""
 
 
 def with_adapters(row: Mapping[str, Any]) -> str:
-    """The number of adapters that a row's sequences have as the end of a cell."""
+    """The suffix of a table cell with the number of adapters; empty without adapters."""
     return f" with {row['adapters']} adapters" if "adapters" in row else ""
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to a row the figures that follow from its measured times: rates, roofline and share."""
+    """The row with the figures derived from its measured times: rates, roofline and share."""
     roofline = row.get("roofline_microseconds")
     if roofline is None:
         roofline = row["step_bytes"] / row["read_bandwidth_bytes_per_second"] * 1e6
@@ -180,7 +180,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each checked row whose difference is NaN, or not below the gate."""
+    """A sentence for each checked row whose difference is NaN or not below the limit."""
     return [
         f"{row['precision']}, batch {row['batch']}: log-probabilities of the new tokens differ by "
         f"{row['logprob_difference']:.2f} from those of one pass over the text, and the gate is "
@@ -196,11 +196,10 @@ def _gate(row: Mapping[str, Any]) -> float:
 
 
 def step_bytes(lm: mpjax.LanguageModel, cache: DecoderCache, tokens: float) -> float:
-    """The bytes that each device has to move in a decoding step: its weights, and its cache.
+    """The bytes that each device moves in a decoding step: its weights and its cache.
 
-    tokens: of each row in the cache. An embedding that is not also the head is left out, because a
-    step reads only a few of its rows, and so are experts without a token, if each is as likely as
-    any other.
+    tokens: of each row in the cache. Not counted are an untied embedding, of which a step reads
+    only a few rows, and the expected share of experts without a token, if all are equally likely.
     """
     batch = len(cache.lengths)
     tied = lm.config.tie_word_embeddings
@@ -211,7 +210,7 @@ def step_bytes(lm: mpjax.LanguageModel, cache: DecoderCache, tokens: float) -> f
 
 
 def _missed_bytes(lm: mpjax.LanguageModel, batch: int) -> float:
-    """The bytes of experts that no row of a batch is sent to, on the mean."""
+    """The expected bytes of experts to which no row of a batch is routed."""
     missed = 0.0
     for place in lm.model.linear_places(lm.config):
         if isinstance(place, ExpertPlace):
@@ -230,7 +229,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """The rows of a number of devices; bandwidth: of one, in bytes a second."""
+    """The result rows for a number of devices. bandwidth: of one device, in bytes per second."""
     by_weights = itertools.groupby(sweep.precisions, lambda text: Precision.parse(text).of_weights)
     for _, texts in by_weights:
         lm = None
@@ -283,7 +282,7 @@ def _beside_adapters(
     facts: dict[str, Any],
     plain: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a case with each number of adapters, compared with that of the case without."""
+    """The rows of a case with each number of adapters, relative to the case without adapters."""
     if not sweep.adapters:
         return
     places = max(1, *sweep.adapters)
@@ -312,7 +311,7 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
         _read(lm, loop, tokens, piece) if is_read else (fill(loop, prompt, lm.model.mesh), {})
     )
     decoding = CaseDecoding(lm.model, loop, prompt)
-    del loop  # which calls donate
+    del loop  # calls of `decoding` donate it
     seconds = []
     for number in range(ROUNDS):
         begin = time.perf_counter()
@@ -323,9 +322,9 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
     peak = _peak_bytes()
     measure_costs = functools.partial(speculation.step_costs, lm.model, tokens)
     costs: list[dict[str, Any]] = [measure_costs(k, decoding.act) for k in speculate]
-    steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
+    steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs in whole strides
     kernels = {}
-    if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
+    if is_read and lm.devices == 1:  # the profiler would sum the kernels of all devices
         kernels = _kernels_of_step(decoding, new)
         for cost in costs:
             found = speculation.verifying_kernels(
@@ -360,11 +359,11 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
 
 
 def _kernels_of_step(decoding: CaseDecoding, new: int) -> dict[str, float]:
-    """Microseconds of each kernel in a decoding step; the loop is then one after the prompt.
+    """Microseconds of each kernel in a decoding step; afterwards the loop is rewound to the prompt.
 
-    new: the tokens of a row.
+    new: the new tokens of a row.
     """
-    # The loop runs once: a whole stride of steps, even if fewer tokens are wanted.
+    # The loop runs one whole stride of steps, even if fewer tokens are wanted.
     until = jnp.int32(min(1 + STRIDE, new))
     run = measure.Unjitted(functools.partial(decoding.run, _decode_serial))
     found = measure.kernel_microseconds(run, until, iterations=1)
@@ -373,7 +372,7 @@ def _kernels_of_step(decoding: CaseDecoding, new: int) -> dict[str, float]:
 
 
 def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
-    """The tokens of a cache for which the devices have room beside the model; None if unknown."""
+    """The number of tokens whose cache fits beside the model; None if unknown."""
     one_page = functools.partial(lm.model.create_cache, 1, lm.page_size, lm.kv_format, lm.page_size)
     pages = jax.eval_shape(one_page).layers
     page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)) // lm.devices
@@ -384,9 +383,9 @@ def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
 def _read(
     lm: mpjax.LanguageModel, loop: Loop, tokens: jax.Array, piece: int | None = None
 ) -> tuple[Loop, dict[str, Any]]:
-    """Reads prompts [batch, tokens] into a loop; returns the loop and the measured times.
+    """Prefills prompts [batch, tokens]; returns the loop and the measured times.
 
-    piece: the tokens of a row that are read at a time; None for all.
+    piece: the prefill chunk of a row, in tokens; None for the whole prompt.
     """
     batch, prompt = tokens.shape
     columns = loop.tokens.shape[1]
@@ -403,8 +402,8 @@ def _read(
             first = loop.tokens.at[:, 0].set(best), loop.logprobs.at[:, 0].set(logprobs)
             loop = dataclasses.replace(loop, state=state, tokens=first[0], logprobs=first[1])
             return loop.tokens
-        # Always the same settings: those of the result have another sharding, and so another
-        # program.
+        # Always the given settings: the result's settings have another sharding, which would
+        # compile another program.
         loop = jit_prefill(lm.model, tokens, lengths, cache, settings, columns)
         return loop.tokens
 
@@ -420,7 +419,7 @@ def _read(
 
 
 def _without_copies(kernels: dict[str, float]) -> dict[str, float]:
-    """The times of kernels, without those of memory copies; the longest first."""
+    """The times of kernels except memory copies, the longest first."""
     kept = {name: time for name, time in kernels.items() if "memcpy" not in name.lower()}
     return dict(sorted(kept.items(), key=lambda item: -item[1]))
 
@@ -436,7 +435,7 @@ def _logprobs(
 ) -> jax.Array:
     """The log-probabilities of the last `new` tokens of texts, float32 [batch, new], in one pass.
 
-    The pass has no cache, so that it is compiled once for all KV formats.
+    The pass has no KV cache, so that it is compiled once for all KV formats.
     """
     logprobs = jax.nn.log_softmax(model(text, adapters)[:, -new - 1 : -1])
     return jnp.take_along_axis(logprobs, text[:, -new:, None], -1)[..., 0]
@@ -448,13 +447,13 @@ def _difference(
     scores: jax.Array,
     adapters: jax.Array | None = None,
 ) -> float:
-    """Mean absolute difference, in nats, between log-probabilities of decoding and of one pass.
+    """Mean absolute difference, in nats, of log-probabilities between decoding and one pass.
 
     text: int32 [1, prompt and new tokens].
     scores: float32 [1, new tokens], the log-probabilities of the new tokens from decoding.
     adapters: int32 [1], as in DecoderCache.
 
-    The pass over the whole text has no cache, and runs other kernels than decoding.
+    The pass over the whole text has no KV cache, and runs other kernels than decoding.
     """
     expected = _logprobs(lm.model, text, scores.shape[1], adapters)
     return float(jnp.abs(expected - scores).mean())

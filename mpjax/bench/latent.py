@@ -1,4 +1,4 @@
-"""The calls of attention over latents that the benchmark of attention measures."""
+"""Calls of attention over latents, for the benchmark of attention."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.attention.shapes import AttentionShape
 
-SCALE = 0.05  # of scores; a mean of many tokens, as in a model
+SCALE = 0.05  # of scores: so small that attention averages many tokens, as in a model
 attend = functools.partial(latent_attention, scale=SCALE)
 
 Call = tuple[jax.Array, jax.Array, KVPages, Span]  # arguments of `attend`
 
 
 def call_of(shape: AttentionShape, format: KVFormat, page_size: int) -> Call:
-    """Normal queries of a shape's new tokens, and pages full of normal latents.
+    """Normally distributed queries of a shape's new tokens, and pages full of random latents.
 
-    shape: with a `rotary`; all sequences are equally long.
+    shape: has `rotary`, and sequences of equal length.
     """
     assert shape.rotary is not None
     layout = KVLayout(
@@ -47,5 +47,5 @@ def call_of(shape: AttentionShape, format: KVFormat, page_size: int) -> Call:
 
 
 def expected(call: Call) -> jax.Array:
-    """The result of the reference over the same cache."""
+    """The reference's result over the same cache."""
     return jax.jit(functools.partial(attend, implementation="reference"))(*call)

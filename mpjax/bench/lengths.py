@@ -1,4 +1,4 @@
-"""Numbers of tokens of prompts and completions: fixed, drawn, or from a file."""
+"""Token counts of prompts and completions: fixed, random, or from a file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EXPECTED = "expected 1024, a range such as 512-2048, or lognormal:MEAN:SIGMA:MOS
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """A distribution of whole numbers from 1 on.
+    """A distribution of positive integers: fixed, uniform or log-normal.
 
-    A fixed number has `least` and `most` equal, and a uniform one not. A log-normal one has a mean
-    and a sigma, that of the logarithm; what is drawn above `most` becomes `most`.
+    Fixed: `least` equals `most`. Uniform: from `least` to `most`. Log-normal: with a mean, and with
+    sigma, the standard deviation of the logarithm; clipped to `most`.
     """
 
     least: int
@@ -29,7 +29,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Reads `1024`, `512-2048` or `lognormal:1024:0.8:4096`. Raises ValueError for others."""
+        """Parses `1024`, `512-2048` or `lognormal:1024:0.8:4096`. Raises ValueError for others."""
         try:
             if text.startswith("lognormal:"):
                 mean, sigma, most = text.removeprefix("lognormal:").split(":")
@@ -46,13 +46,13 @@ class Lengths:
         return found
 
     def __str__(self) -> str:
-        """The text that `parse` reads."""
+        """The string that `parse` accepts."""
         if self.mean is not None:
             return f"lognormal:{self.mean:g}:{self.sigma:g}:{self.most}"
         return str(self.most) if self.least == self.most else f"{self.least}-{self.most}"
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
-        """So many numbers, drawn from the distribution."""
+        """`count` random numbers of the distribution."""
         if self.mean is None:
             return rng.integers(self.least, self.most + 1, count).tolist()
         # The mean of a log-normal distribution is exp(mu + sigma² / 2).
@@ -62,10 +62,10 @@ class Lengths:
 
 
 def read_file(path: Path) -> list[tuple[int, int]]:
-    """Numbers of tokens of prompts and completions, from a JSON Lines file.
+    """The token counts (prompt, completion) in a JSON Lines file.
 
-    A line is an object such as {"prompt_tokens": 900, "new_tokens": 120}. Raises ValueError, which
-    names the line, for another one, and for a file without lines.
+    A line is an object such as {"prompt_tokens": 900, "new_tokens": 120}. Raises ValueError for a
+    malformed line, which the message names, and for a file without lines.
     """
     found = []
     for number, line in enumerate(read_text(path).split("\n"), 1):

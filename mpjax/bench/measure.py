@@ -1,4 +1,4 @@
-"""Kernel times from CUPTI, the memory roofline, and result files stamped with their versions."""
+"""Kernel times from CUPTI, the memory roofline, and result files with versions and commit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import mpjax.environment
 from mpjax.files.atomic_write import atomic_write
 from mpjax.kernels import UnsupportedError, device
 
-# The bytes of all arrays that are read in turn: several times the L2 cache of any GPU so far.
+# Bytes of the arrays that are read in turn: several times the L2 cache of any current GPU.
 ROTATED_BYTES = 200e6
 GATE = 8e-3  # relative error of kernels in bfloat16
 
 
 def require_gpu() -> None:
-    """Raises UnsupportedError, with the reason, if there is no GPU that can be measured."""
+    """Raises UnsupportedError, with the reason, if there is no supported GPU."""
     if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"a benchmark measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
@@ -36,15 +36,15 @@ def require_gpu() -> None:
 
 
 def relative_error(found: Any, exact: Any) -> float:
-    """The mean absolute error of an array over the mean magnitude of the exact one."""
+    """The mean absolute error of an array, divided by the mean magnitude of the exact one."""
     found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
     return float(np.abs(found - exact).mean() / np.abs(exact).mean())
 
 
 def failures(rows: Iterable[Mapping[str, Any]], name: str, gate: float = GATE) -> list[str]:
-    """A sentence for each row whose `relative_error` is measured, and is NaN or not below the gate.
+    """A sentence for each row whose `relative_error` is NaN or not below the limit `gate`.
 
-    name: the format of a row's values that names it.
+    name: a format string of a row's values that names the row.
     """
     return [
         f"{name.format_map(row)}: the error is {error:.1e}, and the gate is {gate:.0e}"
@@ -54,7 +54,7 @@ def failures(rows: Iterable[Mapping[str, Any]], name: str, gate: float = GATE) -
 
 
 def copies(nbytes: int) -> int:
-    """The number of arrays of `nbytes` to read in turn, so that none is still in the L2 cache."""
+    """The number of arrays of `nbytes` to read in turn, so that none stays in the L2 cache."""
     return max(2, math.ceil(ROTATED_BYTES / nbytes))
 
 
@@ -63,13 +63,12 @@ def kernel_microseconds(
 ) -> dict[str, float]:
     """The GPU time of each kernel in a call, summed by name; the median over `iterations` calls.
 
-    These are kernel times, not wall times, because wall times of short calls are those of the host
-    that launches them. The function is compiled by `serial_jit`, unless it is compiled already or
-    is `Unjitted`.
+    Kernel times are used because the wall time of a short call is dominated by the host's launches.
+    The function is compiled by `serial_jit`, unless it is already compiled or is `Unjitted`.
 
     Raises RuntimeError if the call launches no kernel.
     """
-    # Imported here, because the module needs CUDA, and this file is imported on any machine.
+    # Imported here, because the module needs CUDA, while this file is imported on any machine.
     from jax.experimental.mosaic.gpu import profiler
 
     if not isinstance(function, Unjitted | jax.stages.Compiled):
@@ -90,23 +89,23 @@ def kernel_microseconds(
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
-    """Compiles a function for such arguments as `kernel_microseconds` does, to be called again."""
+    """Compiles a function for arguments of these shapes, as `kernel_microseconds` does."""
     return serial_jit(function).lower(*arguments).compile()
 
 
 def serial_jit(function: Callable[..., Any], **options: Any) -> Any:
-    """`jax.jit(function, **options)`, compiled so that no kernel is launched before the last ends.
+    """`jax.jit(function, **options)` without early launches (programmatic dependent launch).
 
-    The time of a kernel that is launched early would include its wait for the kernel before it.
+    The time of an early-launched kernel would include its wait for the previous kernel.
     """
     return jax.jit(function, compiler_options={"xla_gpu_enable_pdl": False}, **options)
 
 
 class Unjitted(jax.stages.Wrapped):
-    """A function that `kernel_microseconds` calls as it is, instead of compiling it.
+    """A function that `kernel_microseconds` calls without compiling it.
 
-    So it may call compiled functions that donate their arguments. It is called once more than it is
-    measured, and has to keep the state from which each call goes on.
+    So the function may call compiled functions that donate arguments. It is called once more than
+    it is measured, and must keep its own state between calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -124,12 +123,12 @@ class Unjitted(jax.stages.Wrapped):
 
 
 def microseconds(function: Callable[..., Any], *arguments: Any, iterations: int = 5) -> float:
-    """The GPU time of one call, the sum over its kernels."""
+    """The GPU time of one call in microseconds, summed over its kernels."""
     return sum(kernel_microseconds(function, *arguments, iterations=iterations).values())
 
 
 def merge_names(kernels: Mapping[str, float], calls: int = 1) -> dict[str, float]:
-    """Kernel times divided by `calls`, by names without XLA's numbers at the end; longest first."""
+    """Kernel times / `calls`, merged by name without XLA's numeric suffix, longest first."""
     merged: dict[str, float] = collections.defaultdict(float)
     for name, time in kernels.items():
         merged[re.sub(r"(_+\d+)+$", "", name)] += time / calls
@@ -137,7 +136,7 @@ def merge_names(kernels: Mapping[str, float], calls: int = 1) -> dict[str, float
 
 
 def flat_bytes(tree: Any) -> jax.Array:
-    """All bytes of a pytree as uint32 [bytes / 4], with the last word padded with zeros."""
+    """All bytes of a pytree as uint32 [bytes / 4], zero-padded to whole words."""
     leaves = [leaf.reshape(-1) for leaf in jax.tree.leaves(tree)]
     parts = [jax.lax.bitcast_convert_type(leaf, jnp.uint8).reshape(-1) for leaf in leaves]
     joined = jnp.concatenate(parts)
@@ -146,12 +145,11 @@ def flat_bytes(tree: Any) -> jax.Array:
 
 
 def floor_microseconds(trees: list[Any], nbytes: int | None = None) -> float:
-    """The time in which an XLA reduction reads the bytes of one of `trees`.
+    """The time in which one XLA reduction reads all bytes of a tree, in microseconds.
 
-    The bytes of a tree are read as one array by one reduction, so that this is a lower bound for
-    any kernel that reads them. The trees are read in turn.
+    It is a lower bound for any kernel that reads these bytes. The trees are read in turn.
 
-    nbytes: the number of bytes to read of each tree; all unless given.
+    nbytes: the number of bytes to read of each tree; None for all.
     """
     words = None if nbytes is None else -(-nbytes // 4)
     flat = jax.jit(lambda tree: flat_bytes(tree)[:words])
@@ -161,23 +159,23 @@ def floor_microseconds(trees: list[Any], nbytes: int | None = None) -> float:
 
 
 def update_microseconds(arrays: list[jax.Array]) -> float:
-    """The time in which an XLA kernel reads one of `arrays`, and writes as many bytes.
+    """The time in which an XLA kernel reads and rewrites one of `arrays`, in microseconds.
 
-    arrays: of floats, alike, which are read in turn.
+    arrays: float arrays of one shape, which are updated in turn.
     """
     update = jax.jit(lambda arrays: [array * 0.5 for array in arrays])
     return microseconds(update, arrays) / len(arrays)
 
 
 def read_bandwidth() -> float:
-    """The practical memory roofline: the bytes per second at which an XLA reduction reads 2 GB."""
+    """The practical memory bandwidth: bytes per second of an XLA reduction over 2 GB."""
     buffer = jnp.ones((1 << 29,), jnp.uint32)
     return buffer.nbytes / (microseconds(jax.jit(jnp.sum), buffer) * 1e-6)
 
 
 @functools.cache
 def stamp() -> dict[str, Any]:
-    """The device, versions, commit and command of a result; GIT_COMMIT names another commit."""
+    """The device, versions, commit and command of a result; GIT_COMMIT overrides the commit."""
     environment = mpjax.environment.collect()
     return {
         "device": device.default_device().device_kind,
@@ -189,7 +187,7 @@ def stamp() -> dict[str, Any]:
 
 
 def _commit(root: Path) -> str | None:
-    """The commit of the checkout at `root`; None if there is none, as for an installed package."""
+    """The commit of the checkout at `root`; None if it is no checkout, as in a wheel."""
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
@@ -207,7 +205,7 @@ def results_folder() -> Path:
 
 
 def save(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
-    """Writes a result with its stamp to `<folder>/<name>.json`, and returns the path.
+    """Writes a result with its `stamp` to `<folder>/<name>.json`, and returns the path.
 
     folder: `results_folder()` unless given.
     """

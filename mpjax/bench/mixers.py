@@ -1,7 +1,7 @@
-"""Benchmark of mixers that keep a state: a token of each row, and prompts of many tokens.
+"""Benchmark of recurrent mixers: decoding steps of many rows, and prefill of one prompt.
 
-A token's time is compared with the time in which XLA reads and writes the bytes of the states, a
-prompt's with that of an attention layer of the same model by cuDNN.
+A step is compared with the time in which XLA reads and writes the states' bytes, prefill with
+cuDNN's attention in an attention layer of the same model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLUMNS: tables.Columns = {
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The cases of a benchmark: of each shape, a token of so many rows, and single prompts.
+    """The cases of the benchmark: for each shape, decoding steps and prefills of one prompt.
 
     Raises ValueError for rows and lengths below 1, and for prompts of one token.
     """
@@ -66,9 +66,9 @@ class Sweep:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to a row the figures that follow from its measured times.
+    """The row with the figures derived from its measured times.
 
-    GB/s count the bytes of the states twice, since each is read and written.
+    GB/s count the bytes of the states twice, since each state is read and written.
     """
     time, found = row["microseconds"], dict(row)
     if row["floor_microseconds"] is not None:
@@ -80,7 +80,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row whose error is NaN, or not below the gate."""
+    """A sentence for each row whose error is NaN or not below the limit."""
     return measure.failures(rows, "{shape}, {rows} rows of {tokens} tokens", GATE)
 
 
@@ -94,7 +94,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def random_tokens(shape: RecurrentShape, rows: int, tokens: int, seed: int = 0) -> Any:
-    """What a layer reads of tokens [rows, tokens]: bfloat16, with gates in float32."""
+    """Random inputs of the prefill operation, [rows, tokens, ...]: bfloat16, gates float32."""
     keys = iter(jax.random.split(jax.random.key(seed), 5))
 
     def draw(heads: int, channels: int) -> jax.Array:
@@ -123,7 +123,7 @@ def _random_state(shape: RecurrentShape, rows: int, seed: int) -> jax.Array:
 
 
 def random_step(shape: RecurrentShape, rows: int, seed: int) -> tuple[jax.Array, Any, StateRows]:
-    """What a layer's step reads of a token of each row: bfloat16, and the rows' places."""
+    """Random inputs of the step operation: channels and gates, bfloat16, and the rows' slots."""
     keys = jax.random.split(jax.random.key(seed), 3)
     width = 2 * shape.groups * shape.keys + shape.heads * shape.values
     channels = jax.random.normal(keys[0], (rows, width), jnp.bfloat16)
@@ -138,7 +138,7 @@ def random_step(shape: RecurrentShape, rows: int, seed: int) -> tuple[jax.Array,
 def step(
     shape: RecurrentShape, states: jax.Array, given: tuple[Any, ...], **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The states after a token of each row, and the outputs. options: of the operation."""
+    """The states after one token of each row, and the outputs. options: of the operation."""
     channels, gates, rows = given
     operation: Any = gated_delta_step if shape.kind == "delta" else state_space_step
     outputs, states = operation(channels, gates, states, rows, **options)
@@ -146,14 +146,14 @@ def step(
 
 
 class _InTurn:
-    """Steps of several states, which are donated and kept, as a loop that decodes does."""
+    """Steps of several states in turn. States are donated and kept, as in a decoding loop."""
 
     def __init__(self, shape: RecurrentShape, states: list[jax.Array], tokens: list[Any]) -> None:
         def each(states: list[jax.Array], tokens: list[Any]) -> Any:
             pairs = [one(*pair) for pair in zip(states, tokens, strict=True)]
             return [state for state, _ in pairs], [outputs for _, outputs in pairs]
 
-        # Its own `jit` has it traced once for all states.
+        # An inner `jit`, so that all states share one trace.
         one = jax.jit(functools.partial(step, shape))
         donating = measure.serial_jit(each, donate_argnums=0)
         self.run = donating.lower(states, tokens).compile()
@@ -165,7 +165,7 @@ class _InTurn:
 
 
 def _step(shape: RecurrentShape, rows: int) -> dict[str, Any]:
-    """Measures a token of each row. Several states are read in turn, so that the L2 has none."""
+    """Measures a step of `rows` rows, on several states in turn so that none is in the L2."""
     first = _random_state(shape, rows, 0)
     count = measure.copies(first.nbytes)
     tokens = [random_step(shape, rows, seed) for seed in range(count)]
@@ -181,7 +181,7 @@ def _step(shape: RecurrentShape, rows: int) -> dict[str, Any]:
 
 
 def _prompt(shape: RecurrentShape, tokens: int) -> dict[str, Any]:
-    """Measures a prompt from its first token on."""
+    """Measures the prefill of a whole prompt."""
     inputs, state = random_tokens(shape, 1, tokens), jnp.zeros((1, *shape.state))
     each = measure.compiled(lambda state, inputs: read(shape, state, inputs), state, inputs)
     times = measure.merge_names(measure.kernel_microseconds(each, state, inputs))
@@ -218,12 +218,12 @@ def _row(
 
 
 def _error(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...]) -> float:
-    """The larger relative error of outputs and of states."""
+    """The larger of the relative errors of outputs and states."""
     return max(measure.relative_error(*pair) for pair in zip(found, expected, strict=True))
 
 
 def _by_token(shape: RecurrentShape, state: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
-    """What `read` gives, one token after the other."""
+    """The result of `read`, computed token by token."""
     one_each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], tokens)
     state, outputs = jax.lax.scan(lambda state, token: read(shape, state, token), state, one_each)
     return state, jnp.moveaxis(outputs[:, :, 0], 0, 1)

@@ -1,4 +1,4 @@
-"""Reads prompts into a cache in pieces, so that activations of a whole prompt need no room."""
+"""Prefills prompts in chunks, so that a whole prompt's activations need not fit in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpjax.models.state import DecoderCache
 
 
 def require_pieces(prompt: int, piece: int) -> None:
-    """Raises ValueError unless pieces of so many tokens divide a prompt."""
+    """Raises ValueError unless chunks of `piece` tokens divide a prompt."""
     if piece < 1 or prompt % piece:
         raise ValueError(
             f"prompts have {prompt} tokens, which pieces of {piece} don't divide: choose a divisor"
@@ -23,7 +23,7 @@ def require_pieces(prompt: int, piece: int) -> None:
 def read_pieces(
     model: Decoder, tokens: jax.Array, cache: DecoderCache, piece: int
 ) -> tuple[jax.Array, jax.Array, DecoderCache]:
-    """Adds prompts to an empty cache, `piece` tokens of each row at a time.
+    """Prefills prompts into an empty cache, `piece` tokens of each row at a time.
 
     tokens: int32 [batch, tokens], a multiple of `piece`. Returns the most likely next tokens, int32
     [batch], their log-probabilities, float32 [batch], and the cache.

@@ -1,4 +1,4 @@
-"""Models with random weights in a published shape and any precision, to measure speed."""
+"""Models with random weights in published shapes and any precision, to measure speed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def random_model(
     mesh: jax.sharding.Mesh | None = None,
     experts: ExpertDivision = "divided",
 ) -> Decoder:
-    """Makes a decoder on the device, with normal weights quantised to `format`.
+    """A decoder on the device, with normally distributed weights quantised to `format`.
 
-    Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
-    other weights. mesh: the devices among which the decoder is divided; its weights are the same
-    for any number of them. experts: how they are divided; see `mpjax.load`. With W4Ax, input
-    channels have a random order where a calibrated model's have one that is not folded into other
-    weights, and one block of 8 has 8 bits.
+    Norms are ones and biases zeros. Without a format, linear maps have the model's dtype. mesh: the
+    devices among which the decoder is divided; the weights don't depend on their number. experts:
+    how experts are divided; see `mpjax.load`. With W4Ax, input channels are permuted at random
+    wherever a calibrated model's permutation can't be folded into other weights, and one in 8
+    blocks has 8 bits.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     if mesh is not None:
@@ -67,14 +67,14 @@ def random_model(
 
 
 def _format_of(place: LinearPlace, format: WeightFormat | None) -> WeightFormat | None:
-    """The format of a place: MXFP4 is that of experts alone, as gpt-oss is published."""
+    """The format of a linear map: MXFP4 applies to experts alone, as in gpt-oss."""
     is_dense = not isinstance(place, ExpertPlace)
     return None if format is not None and format.codes == "float4" and is_dense else format
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str) -> jax.Array:
-    """Normal numbers of a shape and dtype, made on the device in one program."""
+    """Normally distributed numbers of a shape and dtype, made on the device in one program."""
     return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
 
 
@@ -82,7 +82,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str)
 def _kernel(
     key: jax.Array, shape: tuple[int, ...], format: WeightFormat | None, dtype: str
 ) -> QuantizedTensor | jax.Array:
-    # With this deviation the outputs of a map are as large as its inputs.
+    # With this deviation, a linear map's outputs are as large as its inputs.
     kernel = normal(key, shape, shape[-2] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)
 

@@ -1,6 +1,6 @@
-"""Plots of benchmark results below their rooflines, as SVG.
+"""Plots benchmark results below their rooflines, as SVG.
 
-Roofs are measured in the same run as the results: the memory roof by an XLA reduction over the same
+Roofs are measured in the same run as the results: the memory roof with an XLA reduction of the same
 bytes, the compute roof by the fastest cuBLAS product.
 """
 
@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def models(rows: Rows) -> list[str]:
-    """The names of the models in the rows' shapes, each once, in order."""
+    """The distinct names of the models in the rows' shapes, in order."""
     return list(dict.fromkeys(row["shape"].partition(".")[0] for row in rows))
 
 
@@ -36,7 +36,7 @@ def draw_gemm(rows: Rows, path: Path) -> None:
             _gemm_panel(panel, [row for row in rows if row["shape"] == shape], formats, compute)
         for panel in panels[len(shapes) :]:
             panel.set_visible(False)
-        # The legend is of the panel with the most lines, as a shape may lack some formats.
+        # The legend is that of the panel with the most lines, as a shape may lack some formats.
         fullest = max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
         handles, labels = fullest.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -66,17 +66,17 @@ def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) 
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("TFLOP/s")
-    axes.label_outer()  # for all panels of a line
+    axes.label_outer()  # for all panels in a row
     axes.set_xlabel("M, rows of x")
     axes.tick_params(labelbottom=True)
     axes.set_title(f"{rows[0]['shape']}   K {rows[0]['K']}, N {rows[0]['N']}", fontsize=9)
 
 
 def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
-    """The memory roof of a format's rows, whose times are the floor: M and TFLOP/s at its two ends.
+    """The two ends of the memory roof of a format's rows: values of M, and of TFLOP/s.
 
-    compute: TFLOP/s of the compute roof, where the memory roof ends. Both lists are empty if it
-        begins above.
+    compute: TFLOP/s of the compute roof, where the memory roof ends. Both lists are empty if the
+        memory roof begins above it.
     """
     slope = rows[0]["teraflops"] * rows[0]["times_floor"] / rows[0]["M"]
     first, last = rows[0]["M"], min(rows[-1]["M"], compute / slope)
@@ -85,10 +85,10 @@ def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
 
 
 def draw_attention(rows: Rows, path: Path) -> None:
-    """Draws the speed-up of decoding over cuDNN, with a column for each shape, smallest first.
+    """Draws the speed-up of decoding attention over cuDNN, by shape, the smallest first.
 
-    Each format has a mark, and a dash at its memory roof. Prompts are left out, because memory does
-    not limit them, and so are latents, which cuDNN doesn't have.
+    Each format has a marker, and a dash at its memory roof. Left out are prefill, which memory
+    bandwidth does not limit, and latents, for which cuDNN has no attention.
     """
     rows = [row for row in rows if row["queries"] == 1 and row["cudnn_microseconds"] is not None]
     rows = [attention.figures(row) for row in rows]
@@ -119,9 +119,9 @@ def draw_attention(rows: Rows, path: Path) -> None:
 
 
 def draw_generate(rows: Rows, path: Path) -> None:
-    """Draws tokens/s and the memory roofline's, with a panel for each batch.
+    """Draws tokens/s and the memory roofline, with a panel for each batch.
 
-    With one context, rows are bars. With several, each precision is a line over the contexts.
+    With one context length, rows are bars. With several, each precision is a line over the lengths.
     """
     rows = [generate.figures(row) for row in rows]
     if len({row["prompt_tokens"] for row in rows}) > 1:

@@ -1,4 +1,4 @@
-"""Benchmark of an engine under load, with random weights in a published shape."""
+"""Benchmark of an engine under load, by a published shape with random weights."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Requests and when they come.
+    """Requests and their arrival times.
 
-    requests: their number. prompt_tokens, new_tokens: Lengths. pairs: numbers of tokens of prompts
-        and completions instead of drawn ones.
-    rate: requests per second that come at random times (Poisson), or None for all at once.
-    shared: tokens with which every prompt begins, part of its prompt_tokens.
-    late: tokens of a prompt that comes when all others decode, or 0 for none.
-    seed: of all draws.
+    requests: the number of requests. prompt_tokens, new_tokens: distributions of lengths. pairs:
+        (prompt, completion) token counts instead of random ones.
+    rate: requests per second of a Poisson process, or None for all at once.
+    shared: the length of a prefix common to all prompts, part of their prompt_tokens.
+    late: tokens of a prompt that arrives once all others decode, or 0 for none.
+    seed: of all random numbers.
     """
 
     requests: int
@@ -71,7 +71,7 @@ class Load:
     seed: int = 0
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Numbers of tokens of each prompt and completion."""
+        """The token counts (prompt, completion) of each request."""
         if self.pairs:
             return [self.pairs[i % len(self.pairs)] for i in range(self.requests)]
         rng = np.random.default_rng(self.seed)
@@ -79,14 +79,14 @@ class Load:
         return list(zip(prompts, self.new_tokens.draw(self.requests, rng), strict=True))
 
     def arrivals(self) -> list[float]:
-        """The seconds after which each request comes."""
+        """The arrival time of each request, in seconds."""
         if self.rate is None:
             return [0.0] * self.requests
         rng = np.random.default_rng(self.seed + 1)
         return np.cumsum(rng.exponential(1 / self.rate, self.requests)).tolist()
 
     def prompts(self, vocabulary: int, number: int) -> list[list[int]]:
-        """Random ids of each prompt, others for another `number` of a run."""
+        """Random token ids of each prompt. number: of the round; each round has other ids."""
         rng = np.random.default_rng((self.seed, number))
         begin = rng.integers(0, vocabulary, self.shared).tolist()
         prompts = []
@@ -97,33 +97,32 @@ class Load:
 
     @property
     def most(self) -> int:
-        """The most tokens of a request."""
+        """The most tokens of a request, prompt and completion."""
         return max([self.late + self.late_new, *map(sum, self.sizes())])
 
     @property
     def late_new(self) -> int:
-        """The new tokens of the prompt that comes late."""
+        """The number of new tokens of the late request."""
         return 8 if self.late else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A load, for each of several precisions.
+    """The cases of the benchmark: a load for each of several precisions.
 
-    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, speculate: of the
-        engine. Random weights repeat themselves: what speculation gains with them says nothing
-        about texts.
-    static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
-        compare with; 0 for none.
-    engine: whether the load runs through an engine; else through static batches alone.
-    rounds: how often an engine runs the load; the last round is counted. It compiles all programs
-        before the first. Static batches run it once, after two steps of each, which compile.
+    slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, speculate: of the engine.
+        Text of random weights is repetitive, so gains of speculation don't transfer to real text.
+    static: the batch size of static batches (`generate_tokens`' programs, in the order of
+        requests), as a comparison; 0 for none.
+    engine: whether the load runs through an engine, rather than only in static batches.
+    rounds: how often the engine runs the load; the last round counts. The engine compiles all
+        programs before the first. Static batches run the load once, after two steps that compile.
     devices: the number of devices among which the model is divided.
-    trace: a file to which the programs of the counted round are written, in the Trace Event Format
-        (Perfetto shows it); those of the last precision. None for none.
+    trace: a file for the programs of the counted round of the last precision, in the Trace Event
+        Format (for Perfetto), or None.
 
-    Raises ValueError for a precision that random weights can't have, more devices than there are,
-    a trace without an engine, and where nothing would be measured.
+    Raises ValueError for a precision that random weights can't have, too many devices, a trace
+    without an engine, and if there is nothing to measure.
     """
 
     precisions: tuple[str, ...]
@@ -163,7 +162,7 @@ class Sweep:
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Runs the load through an engine, and if asked through static batches; yields a row each."""
+    """Runs the load in an engine and in static batches, as configured; yields a row for each."""
     for text in sweep.precisions:
         positions = max(sweep.load.most, sweep.config.max_position_embeddings)
         config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
@@ -178,7 +177,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _random_lm(text: str, config: DecoderConfig, devices: int) -> mpjax.LanguageModel:
-    """A model of a precision, without a tokenizer."""
+    """A random model in a precision, without a tokenizer."""
     precision = Precision.parse(text)
     model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
     return mpjax.LanguageModel(model, None, precision.kv, Path())
@@ -231,7 +230,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Trace:
-    """When a request came, and when its tokens were there: seconds, and how many there were."""
+    """A request's arrival time, and the times and counts at which its tokens were reported."""
 
     came: float
     times: list[float] = dataclasses.field(default_factory=list)
@@ -239,7 +238,7 @@ class _Trace:
 
 
 def _round(engine: mpjax.Engine, load: Load, number: int) -> tuple[list[_Trace], float]:
-    """Runs the load once; returns the trace of each request, and the seconds of all."""
+    """Runs the load once; returns the trace of each request, and the total seconds."""
     prompts, sizes = load.prompts(engine.lm.config.vocab_size, number), load.sizes()
     pending = [*zip(load.arrivals(), prompts, (new for _, new in sizes), strict=True)][::-1]
     traces: dict[Any, _Trace] = {}
@@ -270,8 +269,9 @@ def _round(engine: mpjax.Engine, load: Load, number: int) -> tuple[list[_Trace],
 def _figures(traces: Sequence[_Trace], seconds: float, since: float = 0.0) -> dict[str, Any]:
     """Rates and percentiles of a round.
 
-    The time of a token is that of its request after the first token, over its tokens. A gap is the
-    time between two reports of new tokens of a request. since: the time after which gaps count.
+    The time per token is a request's time after its first token, divided by its further tokens. A
+    gap is the time between two reports of a request's new tokens. since: the time after which gaps
+    count.
     """
     first = [trace.times[0] - trace.came for trace in traces]
     gaps = [
@@ -306,7 +306,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _static(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
-    """The load in static batches: each begins when the one before has ended."""
+    """Runs the load in static batches, one after the other; returns the figures."""
     seconds = 0.0
     traces: list[_Trace] = []
     for is_counted in (False, True):
@@ -331,7 +331,7 @@ def _batch(
     """Generates a batch; returns each request's trace, in which only the first token has a time.
 
     Lengths are padded as `generate` does, so that batches share programs. steps: the number of
-    steps; None for as many as rows want.
+    decoding steps; None for as many as the longest completion needs.
     """
     rows = len(prompts)
     padded, room = (bucket_tokens(most) for most in (max(map(len, prompts)), max(new)))
@@ -354,7 +354,7 @@ def _batch(
 
 
 def describe(load: Mapping[str, Any]) -> str:
-    """The requests of a load: their number, tokens of prompts and new ones, and what is special."""
+    """A load in words: its lengths, and its rate, shared prefix and late prompt if it has any."""
     prompt, new = (Lengths(**load[name]) for name in ("prompt_tokens", "new_tokens"))
     text = "lengths of a file" if load["pairs"] else f"{prompt} + {new}"
     special = {"{:g}/s": load["rate"], "{} shared": load["shared"], "{} late": load["late"]}
@@ -377,7 +377,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _speculated(row: Mapping[str, Any]) -> str:
-    """The tokens of a row that speculation proposed, as a part of a cell; empty without it."""
+    """The suffix of a table cell with the acceptance rate; empty without speculation."""
     if not row.get("speculate"):
         return ""
     proposed, accepted = row["proposed_tokens"], row["accepted_tokens"]
@@ -385,7 +385,7 @@ def _speculated(row: Mapping[str, Any]) -> str:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences for rows that lack tokens or pages, or compiled more programs than they may."""
+    """Sentences for rows with missing tokens, lost pages, or too many compiled programs."""
     found = []
     for row in rows:
         if row["through"] == "engine" and row["programs"] > 15:

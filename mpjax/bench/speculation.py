@@ -1,7 +1,7 @@
-"""The time of a step that verifies proposed tokens, against a step of plain decoding.
+"""Measures a step that verifies proposed tokens, against a plain decoding step.
 
-With random weights no proposed token would be accepted, and the share that is depends on the text.
-What can be measured is the cost of a step; the speed-up is the tokens per step over that cost.
+With random weights no proposed token would be accepted, and acceptance depends on the text. So the
+cost of a step is measured; the speed-up is the tokens per step divided by that cost.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mpjax.models import Decoder
 from mpjax.models.state import DecoderCache
 from mpjax.sampling.greedy import likeliest
 
-ROUNDS = 4  # the first of which compiles, and is not counted
-KINDS = {"verifying": True, "proposing": False}  # of steps: whether tokens are proposed
+ROUNDS = 4  # the first round compiles and is not counted
+KINDS = {"verifying": True, "proposing": False}  # kind of step → whether tokens are proposed
 COLUMNS: tables.Columns = {
     "precision": "{precision}",
     "batch": "{batch}",
@@ -39,7 +39,7 @@ COLUMNS: tables.Columns = {
 
 
 def rows(measured: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each number of proposed tokens of each case, with times over that of a step."""
+    """A row for each case and number of proposed tokens, with times relative to a plain step."""
     for row in measured:
         step = row["decode_step_microseconds"]
         for costs in row.get("speculation", ()):
@@ -55,25 +55,25 @@ Act = Callable[[Callable[[Loop], Loop]], None]
 )
 @dataclasses.dataclass(frozen=True)
 class Forced(Ngram):
-    """Looks n-grams up, and then proposes k tokens in each step, or none.
+    """Looks up n-grams, then proposes exactly k tokens in each step, or none.
 
-    proposes: which of the two.
+    proposes: whether it proposes k tokens.
     """
 
     proposes: bool = True
 
     def propose(self, context: Context) -> tuple[Proposal, Any]:
-        """The tokens that Ngram finds; any tokens if it finds none."""
+        """The tokens that Ngram finds, or arbitrary tokens if it finds none."""
         proposal, own = super().propose(context)
         counts = context.most if self.proposes else jnp.zeros_like(context.most)
         return dataclasses.replace(proposal, counts=counts), own
 
 
 def step_costs(model: Decoder, tokens: jax.Array, k: int, act: Act) -> dict[str, float]:
-    """The times of a step in the speculative loop, in microseconds, that proposes tokens or none.
+    """The times of a speculative step, in microseconds: with k proposed tokens, and with none.
 
-    tokens: int32 [batch, tokens], the prompts. k: tokens that are proposed to each row.
-    act: calls a function with the loop after the prompts, and keeps the loop that it returns.
+    tokens: int32 [batch, tokens], the prompts. k: tokens proposed to each row.
+    act: calls a function with the loop after the prompts, and keeps the returned loop.
     """
     found: dict[str, float] = {"k": k}
     for name, proposes in KINDS.items():
@@ -84,9 +84,9 @@ def step_costs(model: Decoder, tokens: jax.Array, k: int, act: Act) -> dict[str,
 
 
 def verifying_kernels(model: Decoder, cache: DecoderCache, k: int) -> dict[str, float]:
-    """The time of each kernel in a step that reads k + 1 tokens of each row, in microseconds.
+    """The time of each kernel in a verifying step of k + 1 tokens per row, in microseconds.
 
-    cache: its rows have room for them. Copies of the cache are in the times, as nothing is donated.
+    cache: with room for these tokens. Times include copies of the cache, since nothing is donated.
     """
     batch = len(cache.lengths)
     tokens, counts = jnp.zeros((batch, k + 1), jnp.int32), jnp.full(batch, k + 1, jnp.int32)
@@ -99,7 +99,7 @@ def verifying_kernels(model: Decoder, cache: DecoderCache, k: int) -> dict[str, 
 
 
 def _seconds(model: Decoder, proposer: Forced, tokens: jax.Array, act: Act) -> float:
-    """Seconds of a step, from those of a whole generation."""
+    """The mean seconds of a step in a whole generation."""
     lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
     measured = 0.0
 

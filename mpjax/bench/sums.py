@@ -1,4 +1,4 @@
-"""Benchmark of sums over devices (`psum`), as two follow each layer of a divided model."""
+"""Benchmark of sums over devices (`psum`), of which each layer of a divided model has two."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpjax.bench import tables
 from mpjax.devices import read_devices
 
-CHAIN = 64  # operations, one after the other, inside one jit
-ROUNDS = 11  # the first compiles, and is not counted
+CHAIN = 64  # successive operations inside one jit
+ROUNDS = 11  # the first round compiles and is not counted
 COLUMNS: tables.Columns = {
     "devices": "{devices}",
     "dtype": "{dtype}",
@@ -32,9 +32,9 @@ COLUMNS: tables.Columns = {
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The cases of a benchmark: every dtype with every size in KiB, on so many devices.
+    """The cases of the benchmark: every dtype with every size in KiB, on `devices` devices.
 
-    Raises ValueError for less than two devices, more than there are, and sizes below 1.
+    Raises ValueError for fewer than two devices, more than there are, and sizes below 1.
     """
 
     devices: int
@@ -62,10 +62,10 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def measure_case(mesh: jax.sharding.Mesh, nbytes: int, dtype: str) -> dict[str, Any]:
-    """The wall time of a sum of `nbytes` bytes of each device, in a chain inside one jit.
+    """The wall time of an all-reduce of `nbytes` bytes per device, in a chain inside one jit.
 
-    XLA would replace the sum of a sum by a multiplication, as it is the same on all devices; so
-    each device adds an array of its own in between. The time of additions alone is subtracted.
+    XLA would replace the sum of a sum by a multiplication, since a sum is equal on all devices; so
+    each device adds its own array in between. The time of the additions alone is subtracted.
     """
     count = max(nbytes // jnp.dtype(dtype).itemsize, 1)
     sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
@@ -91,7 +91,7 @@ def _chain(mesh: jax.sharding.Mesh, sums: bool) -> Any:
     def chain(own: jax.Array) -> jax.Array:
         x = own
         for _ in range(CHAIN):
-            # The barrier keeps XLA from joining additions into one kernel.
+            # The barrier keeps XLA from fusing the additions into one kernel.
             x = jax.lax.optimization_barrier(x + own)
             x = jax.lax.psum(x, axis) if sums else x
         return x

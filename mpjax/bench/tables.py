@@ -1,4 +1,4 @@
-"""Tables of texts, in Markdown and for terminals."""
+"""Tables of text cells, in Markdown and for terminals."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import rich.box
 import rich.console
 import rich.table
 
-COLUMN_WIDTH = 10  # of a growing table's columns at least: later cells can be longer than the first
-MINIMUM_WIDTH = 140  # of a table; in a narrower terminal lines wrap, and no text is cut off
+COLUMN_WIDTH = 10  # the least width of a growing table's columns, as later cells can be longer
+MINIMUM_WIDTH = 140  # of a table; in a narrower terminal, lines wrap instead of being cut off
 
 
-# The texts of a row's cells by the headers of their columns: a format of the row's values, such as
-# "{microseconds:.1f} µs", which is empty where one is missing or None; or a function of the row.
+# Column header → how to print a row's cell: a format string of the row's values, such as
+# "{microseconds:.1f} µs" (empty if a value is missing or None), or a function of the row.
 Row = Mapping[str, Any]
 Columns = dict[str, str | Callable[[Row], str]]
 
 
 def table(columns: Columns, rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """The headers and the cells of a table of results."""
+    """The headers and cells of a table of result rows."""
     return list(columns), [[cell(each, row) for each in columns.values()] for row in rows]
 
 
 def cell(column: str | Callable[[Row], str], row: Row) -> str:
-    """The text of a row in a column."""
+    """The text of a row's cell in a column."""
     if not isinstance(column, str):
         return column(row)
     fields = (field for _, field, _, _ in string.Formatter().parse(column) if field)
@@ -37,7 +37,7 @@ def cell(column: str | Callable[[Row], str], row: Row) -> str:
 
 
 def scaled(format: str, key: str, factor: float) -> Callable[[Row], str]:
-    """The column of a value times a factor, which a format such as "{:.1f} ms" shows."""
+    """A column that prints a value times a factor with a format string such as "{:.1f} ms"."""
     return lambda row: "" if row.get(key) is None else format.format(row[key] * factor)
 
 
@@ -49,14 +49,14 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 class _Console(rich.console.Console):
-    """A console that raises BrokenPipeError if the reader has gone, instead of exiting."""
+    """A console that raises BrokenPipeError if the reader is gone, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def show(title: str | None, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table without its empty columns to stdout, with rules if that is a terminal."""
+    """Prints a table without its empty columns to stdout, with rules if stdout is a terminal."""
     headers, rows = _filled(headers, rows)
     terminal = sys.stdout.isatty()
     table = rich.table.Table(
@@ -72,7 +72,7 @@ def show(title: str | None, headers: Sequence[str], rows: Iterable[Sequence[str]
 
 
 class Growing:
-    """A table of which each row is text on its own, so that none has to wait for the last.
+    """A table that is printed row by row, while later rows are still being measured.
 
     headers: as many as a row has cells. is_markdown: whether the table is in Markdown; otherwise
         columns are as wide as their header, their first cell and COLUMN_WIDTH, and a longer cell
@@ -84,7 +84,7 @@ class Growing:
         self._widths: list[int] = []
 
     def add(self, cells: Sequence[str]) -> str:
-        """The line of a row with its line break, after the headers if it is the first."""
+        """The line of a row with its line break, preceded by the headers for the first row."""
         lines = [cells] if self._widths else [self._headers, cells]
         if len(lines) == 2 and self._is_markdown:
             lines.insert(1, ["---", *["---:"] * (len(cells) - 1)])

@@ -1,1 +1,1 @@
-"""Results of `mpjax bench`, and the scripts that write docs/benchmarks.md from them."""
+"""Measurements of whole tasks, results of `mpjax bench`, and the docs' tables made from them."""

@@ -38,7 +38,7 @@ from mpjax.quantization.statistics import Statistics
 from mpjax.quantization.text import Windows
 
 RESULTS = Path(__file__).parent / "results"
-SHARES = (0, 16, 8, 4, 2, 1)  # one block in so many has 8 bits
+SHARES = (0, 16, 8, 4, 2, 1)  # one in this many blocks has 8 bits
 CALIBRATION = mpjax.Calibration(window=512, tokens=16 * 512, batch=8)
 METHOD = "range"
 HELD_OUT_CHARACTERS = 20_000
@@ -49,7 +49,7 @@ COLUMNS: tables.Columns = {
     "perplexity": "{perplexity:.3f}",
     "Δ": "{rise:+.2%}",
 }
-OUTLIERS, STRENGTH = 0.005, 30.0  # the share of channels that are outliers, and how large they are
+OUTLIERS, STRENGTH = 0.005, 30.0  # the share of outlier channels, and their factor
 PLANTED = DecoderConfig(
     vocab_size=512,
     hidden_size=1024,
@@ -61,12 +61,12 @@ PLANTED = DecoderConfig(
     dtype="float32",
 )
 
-# From the paths of a layer's linear maps to the errors of their blocks.
+# Path of a linear map in a layer → the errors of its blocks.
 Errors = Mapping[str, np.ndarray]
 
 
 class Measured(NamedTuple):
-    """A model, and how the models that it becomes are measured."""
+    """A 16-bit model, its calibration data, and how its quantised versions are measured."""
 
     model: Decoder
     batches: Sequence[Windows]  # for calibration
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the results of a model."""
+    """Measures a model and writes the results."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint, or `planted`")
     parser.add_argument("--name", help="of the model, in the place of the folder's")
@@ -106,11 +106,11 @@ def measured_model(
     tokens: int = CALIBRATION.tokens,
     characters: int = HELD_OUT_CHARACTERS,
 ) -> Measured:
-    """A model in 16 bits, the text that calibrates it, and what gives the perplexity of others.
+    """A 16-bit model, its calibration text, and the function that measures perplexity.
 
     folder: of the checkpoint; None for the bundled model, `planted` for the random one.
-    tokens: of the text that calibrates. characters: of the held-out text. The random model has
-        texts of its own.
+    tokens: of the calibration text. characters: of the held-out text. The random model has its own
+        texts.
     """
     if folder == "planted":
         return _planted()
@@ -130,7 +130,7 @@ def measured_model(
 
 
 def _planted() -> Measured:
-    """The random model with outliers; the loss is measured on what it says itself."""
+    """The random model with outliers; its loss is relative to its own 16-bit predictions."""
     model = planted_model(PLANTED)
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, PLANTED.vocab_size, (3, 8, 128)).astype(np.int32)
@@ -138,16 +138,16 @@ def _planted() -> Measured:
     exact = jax.nn.softmax(model(tokens[2]), -1)
 
     def measured(model: Decoder) -> float:
-        """The cross entropy of the exact model's predictions, as a perplexity."""
+        """The perplexity relative to the exact model's predictions: exp of the cross entropy."""
         return float(jnp.exp(-(exact * jax.nn.log_softmax(model(tokens[2]), -1)).sum(-1).mean()))
 
     return Measured(model, batches, measured)
 
 
 def planted_model(config: DecoderConfig) -> Decoder:
-    """A random model in which few channels, others in each layer, are STRENGTH times as large.
+    """A random model with a few outlier channels, different in each layer, STRENGTH times as large.
 
-    They are channels of both norms, of the values, and of up.
+    Outliers are in the outputs of both norms, in the values and in the up projection.
     """
     model = random_model(Decoder, config, None)
     rng = np.random.default_rng(1)
@@ -170,7 +170,7 @@ def planted_model(config: DecoderConfig) -> Decoder:
             factors = jnp.concatenate([jnp.ones(sum(others), jnp.float32), strong(last)])
             linear.kernel.set_value(linear.kernel.get_value() * factors[None])
     assert isinstance(model.head, nnx.Param)
-    model.head.set_value(model.head.get_value() * 4)  # predictions that are sure of themselves
+    model.head.set_value(model.head.get_value() * 4)  # makes predictions confident
     return model
 
 
@@ -199,7 +199,7 @@ def _rows(model: Decoder, batches: Sequence[Windows], measured: Any) -> Iterator
 def rounded(
     model: Decoder, batches: Sequence[Windows], precision: str, *, is_ordered: bool = True
 ) -> tuple[Decoder, list[Errors]]:
-    """A quantised model, and for each layer the errors of the blocks of W4Ax."""
+    """A quantised model, and for each layer the errors of W4Ax's blocks."""
     [rule] = Recipe.of(precision, METHOD).rules
     rule = dataclasses.replace(rule, blocks=BlockRule(1, is_ordered=is_ordered))
     quantized: Decoder = nnx.merge(*nnx.split(model))
@@ -218,7 +218,7 @@ def rounded(
 def _errors(
     layer: DecoderLayer, found: Mapping[str, Statistics], folds: Sequence[Fold] | None
 ) -> Errors:
-    """folds: of the layer, whose channels are sorted; None if they keep their order."""
+    """The errors of a layer's blocks. folds: of the layer if channels are sorted, else None."""
     errors = {}
     for path, statistics in found.items():
         if folds is not None:
@@ -231,7 +231,7 @@ def _errors(
 
 
 def set_widths(model: Decoder, errors: Sequence[Errors], share: int) -> tuple[int, int]:
-    """Gives all blocks of a model their widths; returns the number of blocks in 8 bits, and all."""
+    """Sets the widths of a model's blocks; returns the numbers of 8-bit and of all blocks."""
     wide = total = 0
     for layer, found in zip(model.layers, errors, strict=True):
         for path, bits in choose_widths(dict.fromkeys(found, BlockRule(share)), found).items():

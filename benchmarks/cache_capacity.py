@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[type[Decoder], DecoderConfig]] = {
 
 
 def capacity(name: str, kv: str) -> dict[str, Any]:
-    """The sequences that fit with windows and without, as a row of the result."""
+    """A result row: how many sequences fit with and without freeing pages before windows."""
     family, config = MODELS[name]
     model = nnx.eval_shape(lambda: family(config, nnx.Rngs(0)))
     lm = mpjax.LanguageModel(model, None, KVFormat.parse(kv), Path(), PAGE_SIZE)
@@ -69,7 +69,7 @@ def capacity(name: str, kv: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes the result."""
+    """Computes the results and writes them."""
     rows = [capacity(name, kv) for name in MODELS for kv in ("KV16", "KV8", "KV4")]
     found = {**measure.stamp(), "results": rows}
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

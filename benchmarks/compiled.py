@@ -28,7 +28,7 @@ from mpjax.bench import measure
 from mpjax.kernels import UnsupportedError
 from mpjax.kernels.plans.tables import VARIABLE
 
-# With these, XLA writes what `ptxas` says of its kernels to stderr; Mosaic GPU writes files.
+# With these, XLA writes ptxas' report about its kernels to stderr; Mosaic GPU writes files.
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "0",
     "TF_CPP_VMODULE": "subprocess_compilation=3",
@@ -42,9 +42,9 @@ SERIALIZED = re.compile(r"C751[12].*? function '(\w+)'")
 
 
 class Kernel(NamedTuple):
-    """A kernel as it is compiled. shared, spilled: bytes. registers: of each of its threads.
+    """A compiled kernel. shared, spilled: bytes. registers: per thread.
 
-    is_serialized: whether tensor cores wait for each product, since registers are missing.
+    is_serialized: whether ptxas serialised the wgmma instructions for lack of registers.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, and writes the result."""
+    """Parses the command line and writes the results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled",
         description=__doc__,
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def rows_of(gpu: str, chosen: Sequence[tuple[str, Callable[[], Call]]]) -> list[dict[str, Any]]:
-    """A row for each kind of calls, which the first two words of their names say."""
+    """A row for each kind of calls: the first two words of a call's name."""
     rows: dict[str, dict[str, Any]] = collections.defaultdict(_empty_row)
     mesh = mesh_of(gpu)
     for name, make in chosen:
@@ -121,10 +121,10 @@ def _empty_row() -> dict[str, Any]:
 
 
 def compiled(gpu: str, mesh: jax.sharding.Mesh, make: Callable[[], Call]) -> list[Kernel]:
-    """The kernels that a call launches, of this project and of XLA.
+    """The kernels that a call launches, both mpjax's and XLA's.
 
-    Raises UnsupportedError for a call that the GPU can't do, and JaxRuntimeError for a kernel that
-    does not fit it.
+    Raises UnsupportedError for a call that the GPU doesn't support, and JaxRuntimeError for a
+    kernel that doesn't fit.
     """
     function, arguments = make()
     sharding = jax.sharding.NamedSharding(mesh, jax.P())
@@ -141,7 +141,7 @@ def compiled(gpu: str, mesh: jax.sharding.Mesh, make: Callable[[], Call]) -> lis
 
 
 def kernels(folder: Path, log: Path) -> Iterator[Kernel]:
-    """The kernels of one compilation, from XLA's list of launches and the assembler's words."""
+    """The kernels of one compilation, from XLA's list of launches and ptxas' output."""
     [listed] = folder.glob("*.thunk_sequence.txt")
     launches = {
         name: (int(threads), int(shared))
@@ -156,7 +156,7 @@ def kernels(folder: Path, log: Path) -> Iterator[Kernel]:
 
 @contextlib.contextmanager
 def _output(folder: Path) -> Iterator[Path]:
-    """What libraries write to stdout and stderr goes to a file while the context is open."""
+    """Redirects stdout and stderr, also of C++ libraries, to a file during the context."""
     path = folder / "output"
     kept = [os.dup(number) for number in (1, 2)]
     with path.open("wb") as file:

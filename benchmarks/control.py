@@ -37,7 +37,7 @@ from mpjax.text.tokenizer import Tokenizer
 PROMPT, NEW, ROUNDS = 32, 256, 3
 END = "<|end|>"
 ITEM = {"type": "string", "pattern": "^[a-z ]{1,40}$"}
-# A schema with a pattern has no table. Its texts have more tokens than are drawn.
+# A schema with a pattern has no table. Its texts are longer than the new tokens.
 ON_HOST = mpjax.JsonSchema({"type": "array", "items": ITEM, "minItems": 1000})
 ON_DEVICE = mpjax.Regex('("[a-z ]{1,40}", ?)*')
 PENALTIES = {
@@ -53,15 +53,15 @@ PROPERTIES = {
 }
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}  # 2 kB of JSON
 
-# Of each kind: the arguments of the requests with an even and with an odd number.
+# The arguments of requests with an even index, and of those with an odd one.
 Options = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def kinds(lm: mpjax.LanguageModel) -> dict[str, Options]:
-    """The kinds of requests. Free ones draw their likeliest tokens, or at random."""
+    """Kind of requests → options. Free requests are greedy or sampled without constraints."""
     free = {"sampling": GREEDY}
     masks = {"constraint": ON_HOST}
-    ends = {"stop_ids": lm.usual_stop_ids, "min_new_tokens": NEW}  # it can always go on
+    ends = {"stop_ids": lm.usual_stop_ids, "min_new_tokens": NEW}  # no end before NEW tokens
     table = {"processors": (mpjax.Automaton.of(lm, ON_DEVICE),), "sampling": ends}
     penalties = {"sampling": {**GREEDY, **PENALTIES}}
     return {
@@ -77,7 +77,7 @@ def kinds(lm: mpjax.LanguageModel) -> dict[str, Options]:
 
 
 def tokenizer(size: int) -> Tokenizer:
-    """A byte-level tokenizer of so many tokens, most of common letters, with random merges."""
+    """A byte-level tokenizer with `size` tokens, from random merges of mostly common letters."""
     rng, known = np.random.default_rng(0), {token: (token, "") for token in BYTE_OF}
     letters = {byte: token for token, byte in BYTE_OF.items()}
     common = [letters[byte] for byte in b'  eeettaaooiinnsshhrrdlucmfwygpbvk,".:{}[]_0123456789']
@@ -98,20 +98,20 @@ def tokenizer(size: int) -> Tokenizer:
 
 
 def random_lm(config: DecoderConfig) -> mpjax.LanguageModel:
-    """A model of random weights, with a tokenizer."""
+    """A model with random weights and a tokenizer."""
     precision = Precision.parse("W4A16KV8")
     model = random_model(Qwen3, config, precision.weights)
     return mpjax.LanguageModel(model, tokenizer(config.vocab_size), precision.kv, Path())
 
 
 def prompts(lm: mpjax.LanguageModel, requests: int, number: int) -> list[list[int]]:
-    """Random prompts, others for each number."""
+    """Random prompts, different for each `number`."""
     rng = np.random.default_rng(number)
     return rng.integers(0, lm.config.vocab_size - 1, (requests, PROMPT)).tolist()
 
 
 def in_engine(engine: mpjax.Engine, requests: int, options: Options, new: int) -> dict[str, Any]:
-    """The rate of requests that come at once; the first round, which compiles, is not counted."""
+    """Tokens/s of simultaneous requests; the first round, which compiles, is not counted."""
     rates, begin = [], time.perf_counter()
     for number in range(1 + ROUNDS):
         start = time.perf_counter()
@@ -131,7 +131,7 @@ def in_engine(engine: mpjax.Engine, requests: int, options: Options, new: int) -
 def in_loop(
     lm: mpjax.LanguageModel, requests: int, options: Mapping[str, Any], new: int
 ) -> dict[str, Any]:
-    """The rate of a whole generation in one program, with its prompts."""
+    """Tokens/s of a whole generation, prefill included, in one program."""
     settings: dict[str, Any] = {**options, "sampling": {**GREEDY, **options.get("sampling", {})}}
     processors = settings.pop("processors", ())
 
@@ -156,9 +156,9 @@ def _row(rates: list[float], begin: float) -> dict[str, Any]:
 
 
 def first_mask(lm: mpjax.LanguageModel) -> dict[str, Any]:
-    """The seconds from a schema of 2 kB to its first mask, on the host."""
+    """The host's seconds from a 2 kB schema to its first mask."""
     ends, seconds = lm.usual_stop_ids, []
-    Matcher(lm, ON_HOST, ends)  # which reads the tokenizer
+    Matcher(lm, ON_HOST, ends)  # builds the vocabulary, which is cached
     for number in range(9):
         properties = {f"{name}_{number}": one for name, one in PROPERTIES.items()}
         schema = SCHEMA | {"properties": properties, "required": [*properties]}
@@ -172,7 +172,7 @@ def first_mask(lm: mpjax.LanguageModel) -> dict[str, Any]:
 def cases(
     lm: mpjax.LanguageModel, groups: Mapping[int, list[str]], new: int = NEW
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The cases of some groups, each with its row. groups: the kinds of each number of requests."""
+    """Yields the name and result row of each case. groups: number of requests → kinds."""
     options = kinds(lm)
     for requests, wanted in groups.items():
         table = options["table"][0]["processors"]
@@ -199,12 +199,12 @@ GROUPS = {
 
 
 def free_of(kind: str) -> str:
-    """The kind to which a kind is compared."""
+    """The unconstrained kind with which a kind is compared."""
     return "loop" if "loop" in kind else "free"
 
 
 def chosen(names: list[str]) -> dict[int, list[str]]:
-    """The kinds of each group that names say; all without any. Raises ValueError for others."""
+    """Number of requests → the kinds that `names` select; all without names. Raises ValueError."""
     found: dict[int, list[str]] = {}
     for name in names or [str(group) for group in GROUPS]:
         group, _, kind = name.partition("-")
@@ -224,7 +224,7 @@ def chosen(names: list[str]) -> dict[int, list[str]]:
 
 
 def main(given: list[str]) -> int:
-    """Measures the cases that are named, or all."""
+    """Measures the named cases, or all."""
     if not given:
         print((__doc__ or "").partition("\n")[0], file=sys.stderr)
         return 2

@@ -25,11 +25,11 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "The capital of France is"
-Generate = Callable[[int, int], int]  # of a batch and of new tokens; returns those of all rows
+Generate = Callable[[int, int], int]  # (batch, new tokens) -> new tokens of all rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, measures, and writes the results."""
+    """Parses the command line, measures, and writes the results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu",
         description=__doc__,
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(
     systems: dict[str, Generate], batch: int, options: argparse.Namespace, found: dict[str, Any]
 ) -> None:
-    """Adds the seconds of a batch to the results of each system that has batches of this size."""
+    """Adds the seconds of a batch size to the results of each system that supports it."""
     able = [name for name in systems if batch == 1 or name != "llama.cpp"]
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in able}
     for _ in range(1 + options.rounds):
@@ -83,7 +83,7 @@ def measure(
 
 
 def load_mpjax(path: Path, threads: int) -> Generate:
-    """mpjax, which takes as many threads as there are cores."""
+    """Loads mpjax, which uses a thread for each core."""
     import mpjax
 
     lm = mpjax.load(path)
@@ -97,7 +97,7 @@ def load_mpjax(path: Path, threads: int) -> Generate:
 
 
 def load_transformers(path: Path, threads: int) -> Generate:
-    """Transformers in float32, whose GGUF reader decodes the weights."""
+    """Loads transformers in float32; its GGUF reader dequantises the weights."""
     import torch
     import transformers
 
@@ -118,7 +118,7 @@ def load_transformers(path: Path, threads: int) -> Generate:
 
 
 def load_llama(path: Path, threads: int) -> Generate:
-    """llama.cpp by its Python binding, one sequence at a time."""
+    """Loads llama.cpp by its Python binding, which runs one sequence at a time."""
     import llama_cpp
 
     model = llama_cpp.Llama(str(path), n_ctx=1024, n_threads=threads, verbose=False)

@@ -1,4 +1,4 @@
-"""GPUs that tools describe to the compilers, which need not be there."""
+"""Descriptions of GPUs with which tools compile without the GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpjax.kernels import device
 
 
 class GPU(NamedTuple):
-    """A GPU's facts, from its maker's data sheet.
+    """A GPU's properties, from NVIDIA's data sheets.
 
-    like: the kind of a GPU of the same compute capability that JAX knows by its name.
-    shared, threads: KiB of shared memory, and threads, of a multiprocessor.
-    bandwidth: of memory, in 10⁹ bytes a second. memory: GiB.
+    like: the device kind of a GPU with the same compute capability that JAX knows.
+    shared, threads: KiB of shared memory, and threads, per multiprocessor.
+    bandwidth: of memory, in 10⁹ bytes per second. memory: GiB.
     """
 
     multiprocessors: int
@@ -29,7 +29,7 @@ class GPU(NamedTuple):
     memory: int
 
 
-# By the names that JAX gives them.
+# JAX's device kind → properties.
 GPUS = {
     "NVIDIA A100-SXM4-80GB": GPU(108, 8.0, "NVIDIA A100", 164, 2048, 2039, 80),
     "NVIDIA GeForce RTX 3090": GPU(82, 8.6, "NVIDIA A10", 100, 1536, 936, 24),
@@ -40,7 +40,7 @@ GPUS = {
     "NVIDIA B200": GPU(148, 10.0, "NVIDIA B200", 228, 2048, 7700, 180),
     "NVIDIA GeForce RTX 5090": GPU(170, 12.0, "NVIDIA RTX PRO 6000", 100, 1536, 1792, 32),
 }
-# The fields that XLA reads; `feature_extension` admits instructions of this capability alone.
+# The fields that XLA reads; `feature_extension` allows instructions of this capability only.
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128 clock_rate_ghz: 1.7
@@ -61,7 +61,7 @@ device_description_str: "{gpu.like}"
 
 @contextlib.contextmanager
 def described(name: str) -> Iterator[None]:
-    """Kernels are chosen, and Triton's lowered, as for one of GPUS."""
+    """A context in which kernels are chosen, and Triton kernels lowered, for one of GPUS."""
     gpu = GPUS[name]
     abstract = jax.sharding.AbstractDevice(device_kind=gpu.like, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=abstract)
@@ -74,7 +74,7 @@ def described(name: str) -> Iterator[None]:
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:
-    """A mesh of one of GPUS, for which JAX's CUDA plugin compiles; it can't run anything.
+    """A mesh of one of GPUS, to compile for with JAX's CUDA plugin; it can't run programs.
 
     Raises NotImplementedError without the plugin.
     """

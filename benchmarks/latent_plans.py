@@ -21,7 +21,7 @@ from mpjax.kernels.masks import Masks
 
 
 def main() -> None:
-    """Prints the time of each configuration that compiles, and that of the floor."""
+    """Prints the time of each configuration that compiles, and the floor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="b8-h16/1-d512+64-c8192")
     parser.add_argument("--format", default="KV16")
@@ -50,7 +50,7 @@ def main() -> None:
 
         try:
             times = measure.kernel_microseconds(jax.jit(attend), queries, rotated, pages, span)
-        except Exception as error:  # a configuration that has no room
+        except Exception as error:  # a configuration without enough memory
             print(f"{config}: {' '.join(str(error).split())[:100]}", flush=True)
             continue
         total = sum(times.values())

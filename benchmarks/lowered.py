@@ -29,7 +29,7 @@ from mpjax.kernels.plans.tables import VARIABLE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, and writes the files."""
+    """Parses the command line and writes the files."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lowered",
         description=__doc__,
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(out: Path, gpu: str, chosen: Sequence[tuple[str, Callable[[], Call]]]) -> None:
-    """Writes a file for each call, as the plans that ship choose its kernels for a GPU.
+    """Writes a file for each call, with the kernels that the shipped plans choose for a GPU.
 
-    The file of a call that this GPU can't do gives the reason.
+    The file of a call that the GPU doesn't support has the reason.
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as empty, mock.patch.dict("os.environ", {VARIABLE: empty}):
@@ -66,15 +66,15 @@ def write(out: Path, gpu: str, chosen: Sequence[tuple[str, Callable[[], Call]]])
 
 
 def lower(gpu: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """StableHLO of a call on a GPU, one of GPUS; modules of kernels are strings of bytes in it."""
+    """StableHLO of a call for one of GPUS; it contains the kernels' modules as byte strings."""
     with described(gpu):
-        # All calls have one name in their texts, that of this function.
+        # The wrapper gives all calls the same name in their StableHLO.
         traced = jax.jit(lambda *arguments: function(*arguments)).trace(*arguments)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def printed(text: str) -> str:
-    """StableHLO with numbers instead of kernels, then the module of each kernel."""
+    """StableHLO with numbered kernels, followed by the module of each kernel."""
     modules: list[str] = []
 
     def take(match: re.Match[str]) -> str:
@@ -82,13 +82,13 @@ def printed(text: str) -> str:
         return f"{match[1]} = KERNEL{len(modules)}"
 
     text = re.sub(r'\b(ir|module) = "((?:[^"\\]|\\.)*)"', take, text)
-    # Mosaic's hash of a module counts source locations.
+    # Mosaic's hash of a module depends on source locations.
     text = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "kernel_hash = _", text)
     return "\n=====\n".join([text, *modules])
 
 
 def _unescaped(text: str) -> bytes:
-    r"""The bytes of a string of MLIR, in which \\, \" and two hexadecimal digits are one byte."""
+    r"""The bytes of an MLIR string literal with the escapes \\, \" and \XX (hexadecimal)."""
 
     def byte(match: re.Match[bytes]) -> bytes:
         code = match[1]
@@ -98,7 +98,7 @@ def _unescaped(text: str) -> bytes:
 
 
 def _disassembled(module: bytes) -> str:
-    """The text of a module, of its bytecode or its text, without locations."""
+    """The text, without locations, of a module given as bytecode or text."""
     context = make_ir_context()
     context.allow_unregistered_dialects = True
     dialect.register_dialect(context)

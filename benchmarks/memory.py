@@ -43,12 +43,12 @@ from mpjax.models.presets import QWEN3_8B
 
 RESULTS = Path(__file__).parent / "results"
 ALL_LAYERS = 36
-VOCABULARY = 32_000  # of a narrower model
-INTERVAL = 0.02  # seconds between two readings of the process's memory
+VOCABULARY = 32_000  # of the narrower model
+INTERVAL = 0.02  # seconds between two samples of the process's memory
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes a checkpoint, quantises it, and writes what that took."""
+    """Writes a checkpoint, quantises it, and reports the memory and time."""
     parser = argparse.ArgumentParser(
         description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "qwen3-8b"
-        # In a process of its own, whose memory does not count.
+        # In a separate process, whose memory doesn't count.
         command = [sys.executable, "-m", "benchmarks.memory", "--layers", str(given.layers)]
         command += [] if given.hidden is None else ["--hidden", str(given.hidden)]
         subprocess.run([*command, "--write", str(source)], check=True)
@@ -99,7 +99,7 @@ COLUMNS: tables.Columns = {
 def run(
     source: Path, recipe: mpjax.Recipe, calibration: mpjax.Calibration, all_layers: int
 ) -> dict[str, Any]:
-    """Quantises the checkpoint in a folder; returns bytes, seconds, and those of all layers."""
+    """Quantises a checkpoint; returns bytes and seconds, and their extrapolation to all layers."""
     work, before = source.with_name("layers"), resident_bytes()
     jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))  # starts CUDA and cuBLAS
     started, begin = resident_bytes(), time.time()
@@ -137,9 +137,9 @@ def run(
 
 
 def shapes(layers: int, hidden: int | None) -> dict[str, Any]:
-    """The config.json of Qwen3-8B with so many layers, or of a narrower model of its proportions.
+    """The config.json of Qwen3-8B with `layers` layers, or of a narrower model.
 
-    hidden: channels of the residual stream, a multiple of 512.
+    hidden: channels of the narrower model's residual stream, a multiple of 512, or None.
     """
     config = dataclasses.replace(QWEN3_8B, layers=QWEN3_8B.layers[:layers])
     if hidden is not None:
@@ -156,7 +156,7 @@ def shapes(layers: int, hidden: int | None) -> dict[str, Any]:
 
 
 def python_texts(tokens: int) -> list[str]:
-    """Source files of the standard library, with more than so many tokens of any tokenizer."""
+    """Source files of the standard library with at least `tokens` tokens in any tokenizer."""
     texts: list[str] = []
     size = 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
@@ -171,16 +171,16 @@ KINDS = {"VmRSS:": "all", "RssAnon:": "anonymous", "RssFile:": "files", "RssShme
 
 
 def resident_bytes() -> dict[str, int]:
-    """Bytes of the process in memory: all, anonymous, pages of files, and shared."""
+    """Resident bytes of this process: all, anonymous, file-backed and shared."""
     words = map(str.split, Path("/proc/self/status").read_text().splitlines())
     return {KINDS[line[0]]: int(line[1]) * 1024 for line in words if line and line[0] in KINDS}
 
 
 class Watch:
-    """A context in which the memory of the process is read every few milliseconds.
+    """A context during which the process's memory is sampled every INTERVAL seconds.
 
-    peaks: the largest number of bytes of each kind, which need not be of one moment. anonymous: a
-        list of times in seconds, and of the bytes of anonymous memory then.
+    peaks: the peak bytes of each kind, not necessarily at the same time. anonymous: samples (time
+        in seconds, bytes of anonymous memory).
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Watch:
         self._read()
 
     def peaks_between(self, times: Sequence[float]) -> list[int]:
-        """The most bytes of anonymous memory between each time and the next; 0 if none is known."""
+        """The peak bytes of anonymous memory between successive times; 0 without a sample."""
         return [
             max((size for at, size in self.anonymous if first <= at < last), default=0)
             for first, last in itertools.pairwise(times)

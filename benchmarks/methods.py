@@ -27,10 +27,10 @@ from mpjax.evaluation.perplexity import read_held_out
 from mpjax.models import DecoderConfig, LayerSpec
 
 RESULTS = Path(__file__).parent / "results"
-# Modules of the standard library that the bundled model was trained on, and not measured on.
+# Modules of the standard library in the bundled model's training set, not in the held-out text.
 MODULES = ("argparse", "textwrap", "logging", "difflib", "http.client", "unittest.case")
 CASES = {
-    "W16A16KV16H8": ("rtn",),  # the tables alone
+    "W16A16KV16H8": ("rtn",),  # only the embedding and the head
     "W16A16KV16H4g64": ("rtn",),
     "W4A16KV16": ("rtn", "range", "awq", "gptq", "awq+gptq"),
     "W4g64A16KV16": (
@@ -53,7 +53,7 @@ CASES = {
     ),
 }
 CALIBRATION = mpjax.Calibration(window=512, tokens=48 * 512, batch=8)
-LEARNED = "+learn_scales"  # after a method: then scales of the whole model are learned
+LEARNED = "+learn_scales"  # suffix of a method: the whole model's scales are learned afterwards
 HELD_OUT_CHARACTERS = 20_000
 COLUMNS: tables.Columns = {
     "precision": "{precision}",
@@ -64,7 +64,7 @@ COLUMNS: tables.Columns = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the results of a model."""
+    """Measures a model and writes the results."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint")
     parser.add_argument("--precisions", help="of the rows, with commas")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def joined(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows among those of a file of results that have other precisions, in the usual order."""
+    """New rows merged with the file's rows of other precisions, in the order of CASES."""
     new = {row["precision"] for row in rows}
     kept = json.loads(file.read_text())["results"] if file.exists() else []
     order = ["", *CASES]
@@ -100,7 +100,7 @@ def joined(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def possible(cases: Mapping[str, Sequence[str]], source: Path) -> dict[str, Sequence[str]]:
-    """The cases whose groups divide the input channels of a model's linear maps."""
+    """The cases whose group size divides the input channels of a model's linear maps."""
     _, config = huggingface.decoder_config(source, huggingface.read_config(source))
     channels = {shape[0] for layer in config.layers for shape in _shapes(layer, config)}
     return {
@@ -147,13 +147,13 @@ def run(
 
 
 def python_source() -> tuple[list[str], list[str]]:
-    """Text to calibrate on and text to measure on, for the bundled model."""
+    """Calibration text and held-out text for the bundled model."""
     text = [inspect.getsource(importlib.import_module(name)) for name in MODULES]
     return text, read_held_out(mpjax.bundled_model() / "held_out.jsonl")
 
 
 def english() -> tuple[list[str], list[str]]:
-    """The same in English: every second help topic of Python, and some of the others."""
+    """Calibration and held-out text in English: every second help topic of Python, and others."""
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     return ["\n\n".join(topics[::2])], ["\n\n".join(topics[1::2])[:HELD_OUT_CHARACTERS]]
 

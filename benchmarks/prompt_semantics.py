@@ -22,13 +22,13 @@ from mpjax.models import Decoder
 from mpjax.models.state import DecoderCache
 
 HALF = 512
-PIECE = 128  # tokens that are read at a time in formats without blocks
+PIECE = 128  # the chunk of the second half, in formats without blocks
 
 
 def nats(model: Decoder, tokens: jax.Array, format: KVFormat, fresh: bool) -> jax.Array:
     """The sum of −ln p of the second half of a window, int32 [1, 2 · HALF].
 
-    format, fresh: of the cache, and whether the prompt is read before it is quantised (static).
+    format: of the cache. fresh: whether the prompt attends to its unquantised keys and values.
     """
     cache = model.create_cache(1, 2 * HALF, format)
     if fresh:

@@ -29,7 +29,7 @@ from mpjax.kernels import (
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "KV2", "KV2t")
-# Kinds of keys: CHANNELS of them are like the others, ten times as large, or shifted by ten.
+# Kinds of keys: CHANNELS are normal like the rest, ten times as large, or shifted by ten.
 KINDS = ("normal", "large channels", "offset channels")
 CHANNELS = (7, 40, 101)
 TOKENS, KV_HEADS, GROUP, DIM = 4096, 2, 4, 128
@@ -40,7 +40,7 @@ COLUMNS: tables.Columns = {
 
 
 def main() -> None:
-    """Measures all formats, writes the results to this checkout, and prints the path."""
+    """Measures all formats, saves the results in this checkout, and prints the path."""
     rows = list(run(FORMATS, TOKENS))
     print(measure.save("quantization", {"tokens": TOKENS, "results": rows}, RESULTS))
 
@@ -67,7 +67,7 @@ def _scene(kind: str, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _error(format: KVFormat, queries: jax.Array, keys: jax.Array, values: jax.Array) -> float:
-    """Mean error over mean magnitude of attention over a cache, against exact attention."""
+    """The mean error of attention over a cache, relative to exact attention's mean magnitude."""
     scales = None
     if format.scaling is not None:
         scales = jnp.stack([cache_scales(x, format) for x in (keys, values)])[None]

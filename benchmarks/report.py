@@ -28,12 +28,12 @@ Results = Sequence[Result]
 
 
 class Figures(NamedTuple):
-    """The table, plots and notes that a page has from some result files.
+    """A table, plots and notes made from result files for a page of the docs.
 
-    patterns: of the names of the files.
-    table: the headers and lines of a table, from results.
-    is_joined: whether there is one table of all files; else each has one, with its command.
-    plots: draws plots of all files into a folder, and gives the caption and file name of each.
+    patterns: glob patterns of the files' names.
+    table: results → the headers and lines of the table.
+    is_joined: whether one table has all files; else each file has a table, with its command.
+    plots: draws plots of all files into a folder, and returns the caption and file name of each.
     notes: paragraphs below the table of a file.
     """
 
@@ -58,7 +58,7 @@ def rows_of(results: Iterable[Result]) -> list[dict[str, Any]]:
 def of_columns(
     columns: tables.Columns, figures: Callable[[Result], Result] = dict
 ) -> Callable[[Results], tuple[Sequence[str], Iterable[Sequence[str]]]]:
-    """The table of some columns. figures: adds to a row what follows from its measured times."""
+    """A table of these columns. figures: adds derived values to a row."""
     return lambda results: tables.table(columns, map(figures, rows_of(results)))
 
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def write(results: Path, docs: Path) -> list[Path]:
-    """Fills the places for figures in all pages below `docs`; returns the pages that have any.
+    """Fills the figures of all pages below `docs`; returns the pages with figures.
 
     results: the folder of result files. Plots are drawn into the folder `benchmarks` of the docs.
     """
@@ -90,7 +90,7 @@ def write(results: Path, docs: Path) -> list[Path]:
 
 
 def markdown(figures: Figures, results: Path, plots: Path, page: Path) -> str:
-    """Figures in Markdown. plots: the folder of their plots. page: the folder of the page."""
+    """Figures as Markdown. plots: the folder of their plots. page: the folder of the page."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in figures.paths(results)]
     if not found:
         raise FileNotFoundError(f"{results} has no file {' or '.join(figures.patterns)}")

@@ -1,4 +1,4 @@
-"""Calls that launch every kernel: all formats, and the shapes for which plans differ."""
+"""Calls that together launch every kernel: all formats, and shapes with different plans."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ WEIGHTS = (
 )
 [LARGEST, DOWN, SQUARE] = named(["qwen3-8b.gate_up", "qwen3-8b.down", "qwen3-8b.output"])
 EDGES = GemmShape("edges", 1536, 320)  # no tile of 128 outputs divides it
-# Rows of x: one, tiles of all sizes, and enough that a weight is written out.
+# Rows of x: one, tiles of all sizes, and so many that a weight is dequantised to memory.
 PRODUCTS = {
     LARGEST: (1, 8, 16, 48, 256, 4096),
     DOWN: (1, 16, 48, 4096),
     EDGES: (1, 16, 48, 4096),
 }
 
-# Weights of a mixture of 16 experts: a format of each kind of codes, and plain ones.
+# Weights of 16 experts: a format of each kind of codes, and 16-bit weights.
 EXPERTS = (
     *("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "float4:g32", "liquid4:g64/int8"),
     *("affine4:g32", "bfloat16"),
 )
 
-# Qwen3's routing, and that of DeepSeek-V3, whose experts are in groups.
+# Qwen3's routing, and DeepSeek-V3's group-limited routing.
 ROUTINGS = {
     "softmax": (128, kernels.Routing(8)),
     "groups": (256, kernels.Routing(8, "sigmoid", True, 2.5, 8, 4, "top_two")),
@@ -80,7 +80,7 @@ Array = jax.ShapeDtypeStruct
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Names of calls, and what makes each."""
+    """Yields the name of each call, and a function that makes the call."""
     yield from _calls_of_products()
     yield from _calls_of_caches()
     for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
@@ -95,7 +95,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield name, functools.partial(_expert_mlp, "uint4:g128", tokens, 256)
     for tokens in (1, 64, 1024):  # each expert has its own blocks of activations
         yield f"experts mlp blocks {tokens}", functools.partial(_expert_blocks, tokens)
-    for text in ("uint4:g128", "float4:g32", "bfloat16"):  # whose first product routes tokens
+    for text in ("uint4:g128", "float4:g32", "bfloat16"):  # with routing in the first product
         yield f"experts routed {text} 1", functools.partial(_routed_mlp, text)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
@@ -149,7 +149,7 @@ def _likeliest(rows: int) -> Call:
 
 
 def _filtered(rows: int) -> Call:
-    """Logits that top-k and top-p of each row leave."""
+    """Logits after each row's top-k and top-p."""
 
     def process(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         return process_logits(logits, RowSettings(temperature=top_p, top_k=top_k, top_p=top_p))
@@ -172,7 +172,7 @@ def _matmul(text: str, rows: int, shape: GemmShape) -> Call:
 
 
 def _experts(text: str, tokens: int) -> Call:
-    """Both products of a layer of 16 experts, of which each token has 4."""
+    """Both products of a layer with 16 experts, 4 per token."""
     gate_up, down = (
         jax.eval_shape(lambda w: kernels.quantize(w, text), Array((16, k, n), jnp.bfloat16))
         for k, n in ((2048, 1536), (768, 2048))
@@ -190,7 +190,7 @@ def _experts(text: str, tokens: int) -> Call:
 
 
 def _expert_mlp(text: str, tokens: int, hadamard: int | None = None) -> Call:
-    """The layer of `_experts` in one call, with Hadamard's transform of such blocks, if any."""
+    """The layer of `_experts` in one call. hadamard: the block of Hadamard's transform, or None."""
     _, (*tokens_and_experts, gate_up, down) = _experts(text, tokens)
     mlp = kernels.ExpertMLP(gate_up, down, hadamard=hadamard)
 
@@ -201,7 +201,7 @@ def _expert_mlp(text: str, tokens: int, hadamard: int | None = None) -> Call:
 
 
 def _expert_blocks(tokens: int) -> Call:
-    """The layer of `_expert_mlp` in W4Ax, as it is calibrated."""
+    """The layer of `_expert_mlp` in calibrated W4Ax, with permutations and widths."""
     layer, (*others, mlp) = _expert_mlp("int4:g128/int8", tokens)
     order, *widths = (
         Array((16, size), dtype) for size, dtype in ((2048, "int32"), (16, "uint8"), (6, "uint8"))
@@ -212,7 +212,7 @@ def _expert_blocks(tokens: int) -> Call:
 
 
 def _routed_mlp(text: str) -> Call:
-    """The layer of `_experts` for one token, whose 8 experts are not chosen yet."""
+    """The layer of `_experts` for one token, with routing to 8 experts in the same call."""
     _, (x, *_, gate_up, down) = _experts(text, 1)
 
     def layer(x: Any, logits: Any, bias: Any, mlp: Any) -> Any:
@@ -224,14 +224,14 @@ def _routed_mlp(text: str) -> Call:
 
 
 def _route(name: str) -> Call:
-    """The experts of 64 tokens, with a correction of their scores."""
+    """The routing of 64 tokens, with a selection bias."""
     experts, routing = ROUTINGS[name]
     logits, correction = Array((64, experts), jnp.bfloat16), Array((experts,), jnp.float32)
     return lambda *arrays: kernels.route(arrays[0], routing, arrays[1]), (logits, correction)
 
 
 def _adapters(rows: int, outputs: tuple[int, ...]) -> Call:
-    """What 16 adapters of rank 16 add to maps of one input."""
+    """The contributions of 16 adapters of rank 16 to linear maps that share an input."""
     ups = [Array((16, 16, size), jnp.bfloat16) for size in outputs]
     arrays = [
         Array(shape, jnp.bfloat16)
@@ -241,7 +241,7 @@ def _adapters(rows: int, outputs: tuple[int, ...]) -> Call:
 
 
 def _recurrent(shape: RecurrentShape, rows: int) -> Call:
-    """A token of each row in a layer with a state, and the convolution before it."""
+    """A decoding step of a recurrent layer, with its convolution."""
     arguments = jax.eval_shape(lambda: mixers.random_step(shape, rows, 0))
     channels = arguments[0]
     states, inputs = (
@@ -259,7 +259,7 @@ def _recurrent(shape: RecurrentShape, rows: int) -> Call:
 
 
 def _recurrent_prompt(shape: RecurrentShape, tokens: int) -> Call:
-    """A prompt in a layer with a state."""
+    """The prefill of a prompt in a recurrent layer."""
     inputs = jax.eval_shape(lambda: mixers.random_tokens(shape, 1, tokens))
     return functools.partial(mixers.read, shape), (Array((1, *shape.state), "float32"), inputs)
 
@@ -292,7 +292,7 @@ def _attention(text: str, shape: AttentionShape) -> Call:
 
 
 def _rounded(text: str, shape: AttentionShape) -> Call:
-    """Attention whose outputs become codes of 4 and 8 bits."""
+    """Attention whose outputs are quantised to blocks of 4 and 8 bits."""
     function, arguments = _attention(text, shape)
     bits = Array((shape.query_heads * shape.head_dim // 128,), jnp.uint8)
 
@@ -308,7 +308,7 @@ def _prompt(text: str) -> Call:
 
 
 def _masked(text: str) -> Call:
-    """Varlen queries, a window, a softcap and sinks."""
+    """Attention of varlen queries with a window, a softcap and sinks."""
     function, (queries, *others) = _attention(text, MASKED)
     queries = Array((MASKED.batch * MASKED.queries, *queries.shape[2:]), queries.dtype)
     sinks: Any = Array(queries.shape[1:2], jnp.bfloat16)
@@ -316,7 +316,7 @@ def _masked(text: str) -> Call:
 
 
 def _rows(text: str) -> Call:
-    """Gemma's gate, and its norm, whose weight is float32."""
+    """Gemma's gate, and Gemma's norm, whose weight is float32."""
 
     def compute(terms: jax.Array, both: jax.Array, weight: jax.Array) -> Any:
         narrow: dict[str, Any] = {"dtype": "bfloat16", "format": text, "implementation": "triton"}
@@ -328,7 +328,7 @@ def _rows(text: str) -> Call:
 
 
 def _router_rows() -> Call:
-    """A norm of Qwen3-30B-A3B with the logits of its router, for one token."""
+    """A norm of Qwen3-30B-A3B fused with the router's logits, for one token."""
     shapes = (2, 1, 2048), (1, 2048), (2048,), (128, 2048)
     dtypes = (jnp.float32, *[jnp.bfloat16] * 3)
     project = functools.partial(project_rms_norm, epsilon=1e-6)

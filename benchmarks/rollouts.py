@@ -36,7 +36,7 @@ SMALL = dataclasses.replace(
 
 
 def seconds(call: Callable[[], object], lm: mpjax.LanguageModel) -> float:
-    """How long a call takes until the model's arrays are there."""
+    """The seconds of a call, until the model's arrays are ready."""
     begin = time.perf_counter()
     call()
     jax.block_until_ready(jax.tree.leaves(nnx.state(lm.model)))
@@ -44,7 +44,7 @@ def seconds(call: Callable[[], object], lm: mpjax.LanguageModel) -> float:
 
 
 def most_bytes() -> int:
-    """The most bytes that were in use on the device so far; 0 where it does not say."""
+    """The device's peak bytes in use so far; 0 if unknown."""
     stats = jax.devices()[0].memory_stats() or {}
     return int(stats.get("peak_bytes_in_use", 0))
 

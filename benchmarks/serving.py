@@ -21,7 +21,7 @@ import click
 from mpjax.bench import measure
 from mpjax.cli.application import app
 
-# An engine compiles before the first round, so that one is enough where prompts are many.
+# An engine compiles before the first round, so with many prompts one round suffices.
 ONCE = ("--rounds", "1")
 AT_ONCE = (
     *("--requests", "256", "--prompt-tokens", "1024", "--new-tokens", "512", *ONCE),
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "at_once_default_gap": AT_ONCE[:-2],
     "at_once_8192": (*AT_ONCE, "--chunk-tokens", "8192"),
     "uneven": UNEVEN,
-    # A quarter of the requests, as two batches, take half a minute each.
+    # Fewer requests, in two batches, as each batch takes half a minute.
     "uneven_static": ("--requests", "128", *UNEVEN[2:], "--static", "64", "--no-engine"),
     "at_once_w4a8": (*AT_ONCE, "--precision", "W4A8KV8"),
     "at_once_w4a8_static": (*AT_ONCE, "--precision", "W4A8KV8", "--static", "128", "--no-engine"),
@@ -62,12 +62,12 @@ GROUPS = {
     "long": ("uneven", "at_once_static", "uneven_static"),
 }
 
-Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # of each case: of the engine, and of batches
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # case → rows, of the engine or of static batches
 RATE = "new_tokens_per_second"
 
 
 def _over(case: str, other: str, key: str = RATE) -> Callable[[Rows], float]:
-    """A number of a case over that of another."""
+    """The ratio of a value between two cases."""
     return lambda rows: rows[case][0][key] / rows[other][0][key]
 
 
@@ -104,13 +104,13 @@ NUMBERS: dict[str, Callable[[Rows], float]] = {
 
 
 def arguments(name: str, folder: Path) -> list[str]:
-    """The arguments of `mpjax` for a case."""
+    """The command-line arguments of `mpjax` for a case."""
     output = str(folder / f"serve-{name}.json")
     return ["bench", "serve", *CASES[name], "--no-plot", "--output", output]
 
 
 def numbers(folder: Path) -> dict[str, float]:
-    """The ratios of which the folder has all cases, by their names."""
+    """Name → ratio, for ratios whose cases are all in the folder."""
     rows = {}
     for name in CASES:
         if (path := folder / f"serve-{name}.json").is_file():
@@ -125,13 +125,13 @@ def numbers(folder: Path) -> dict[str, float]:
 
 
 def run(name: str, folder: Path) -> bool:
-    """Runs a case in this process; returns whether it has met its gates.
+    """Runs a case in this process; returns whether it passed its checks.
 
-    An error, such as of lacking memory, is printed, so that other cases can follow.
+    An error, such as a lack of memory, is printed, so that further cases can run.
     """
     begin = time.perf_counter()
     words = arguments(name, folder)
-    sys.argv = ["mpjax", *words]  # which results tell as their command
+    sys.argv = ["mpjax", *words]  # recorded in results as their command
     try:
         return not app(words, standalone_mode=False)
     except click.exceptions.Exit as end:
@@ -144,7 +144,7 @@ def run(name: str, folder: Path) -> bool:
 
 
 def main(given: list[str]) -> int:
-    """Runs cases and groups that are named, or all; returns how many failed, 2 for wrong usage."""
+    """Runs the named cases and groups, or all; returns how many failed, 2 for wrong usage."""
     if not given:
         print((__doc__ or "").partition("\n")[0], file=sys.stderr)
         return 2

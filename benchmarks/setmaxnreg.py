@@ -22,7 +22,7 @@ from benchmarks.gpus import mesh_of
 
 
 def kernel(x: Any, out: Any) -> None:
-    """Adds one, in a warpgroup that gets registers of another."""
+    """Adds one, in a warpgroup that takes over another's registers."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 1)

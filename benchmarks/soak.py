@@ -41,9 +41,9 @@ from mpjax.precision import Precision
 
 ROUND = 64  # requests of a round
 REPEATED = 4  # greedy requests of a round that are repeated
-WARM_ROUNDS = 3  # in which memory may grow, as in any that compiles a program
-COLLECTED = 8  # rounds between two collections of garbage, which take as long as a round
-GROWTH = 64 << 20  # bytes by which a process may grow: allocators keep some
+WARM_ROUNDS = 3  # rounds in which memory may grow, as in any that compiles a program
+COLLECTED = 8  # rounds between garbage collections, which take as long as a round
+GROWTH = 64 << 20  # bytes by which the process may grow: allocators keep some memory
 SMALL = dataclasses.replace(
     QWEN3_8B,
     vocab_size=512,
@@ -59,9 +59,9 @@ SMALL = dataclasses.replace(
 
 
 def make_engine(*, large: bool, slots: int | None = None) -> mpjax.Engine:
-    """An engine whose cache holds half of what its slots may need. slots: 64 or 8 by default."""
+    """An engine whose cache holds half of the slots' maximum. slots: 64 or 8 by default."""
     precision = Precision.parse("W4A16KV8" if large else "W16A16KV4")
-    # Attention's kernels take queries in 16 bits; on a CPU, float32 makes results exact.
+    # Attention kernels need 16-bit queries; on a CPU, float32 makes results reproducible.
     small = dataclasses.replace(SMALL, dtype="bfloat16") if device.on_gpu() else SMALL
     model = random_model(Qwen3, QWEN3_8B if large else small, precision.weights)
     page_size, usual, longest = (64, 64, 2048) if large else (16, 8, 192)
@@ -78,19 +78,19 @@ def make_engine(*, large: bool, slots: int | None = None) -> mpjax.Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request: ids of its prompt, and the other arguments of Engine.submit."""
+    """A request: its prompt's token ids, and the further arguments of Engine.submit."""
 
     prompt: list[int]
     options: dict[str, Any]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it has no sampling."""
+        """Whether the request is greedy: without a temperature."""
         return "temperature" not in self.options["sampling"]
 
 
 def ask(rng: np.random.Generator, engine: mpjax.Engine, shared: Sequence[int]) -> Asked:
-    """A random request, which may begin with some of the shared ids."""
+    """A random request, which may begin with a prefix of the shared ids."""
     vocabulary, longest = engine.lm.config.vocab_size, engine.max_tokens
     new = int(rng.integers(1, longest // 3))
     begin = list(shared[: int(rng.integers(0, longest // 3))]) if rng.random() < 0.5 else []
@@ -111,7 +111,7 @@ def ask(rng: np.random.Generator, engine: mpjax.Engine, shared: Sequence[int]) -
 
 
 def run_round(engine: mpjax.Engine, rng: np.random.Generator) -> int:
-    """Runs ROUND requests, and repeats some; returns how many differ when they are alone."""
+    """Runs ROUND requests; returns how many greedy ones differ when repeated on an idle engine."""
     shared = rng.integers(0, engine.lm.config.vocab_size, engine.max_tokens).tolist()
     asked = [ask(rng, engine, shared) for _ in range(ROUND)]
     handles: list[Handle] = []
@@ -134,7 +134,7 @@ def run_round(engine: mpjax.Engine, rng: np.random.Generator) -> int:
 
 
 def resident_bytes() -> int:
-    """The host's memory of this process, or the most it had where the system doesn't tell."""
+    """This process's resident bytes; the peak on systems without /proc."""
     path = Path("/proc/self/statm")
     if path.exists():
         return int(path.read_text().split()[1]) * resource.getpagesize()
@@ -142,15 +142,15 @@ def resident_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """The memory that arrays take on the device; 0 where it is unknown."""
+    """The bytes of arrays on the device; 0 if unknown."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def faults(numbers: Mapping[str, float], grown: int, differ: int) -> list[str]:
-    """Sentences for what may not be after a round.
+    """A sentence for each fault after a round.
 
-    numbers: statistics of the engine. grown: bytes, since the warm rounds. differ: requests that
-        said something else when they were alone, and may not.
+    numbers: the engine's statistics. grown: bytes of growth since the warm rounds. differ: the
+        number of requests whose repetition differed although it must not.
     """
     now, found = numbers, []
     if now["free_pages"] != now["pages"]:
@@ -169,12 +169,12 @@ def faults(numbers: Mapping[str, float], grown: int, differ: int) -> list[str]:
 def soak(
     engine: mpjax.Engine, tokens: int, *, exact: bool, seed: int = 0, output: Path | None = None
 ) -> dict[str, Any]:
-    """Runs rounds until so many tokens are generated, or there is a fault; returns what was.
+    """Runs rounds until `tokens` tokens are generated or a fault occurs; returns the results.
 
-    exact: whether requests have to say the same when they are repeated. On a GPU, kernels round by
-        the number of rows, and so near ties are decided otherwise.
-    seed: of the traffic. output: a JSON file to which what was is written after each round, with
-        the device, versions and commit.
+    exact: whether repeated requests must give equal tokens. On a GPU, rounding depends on the
+        number of rows, so that near ties may be decided differently.
+    seed: of the traffic. output: a JSON file to which the results are written after each round,
+        with the device, versions and commit.
     """
     rng, began = np.random.default_rng(seed), time.perf_counter()
     told: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def soak(
 
 
 def main(given: list[str]) -> int:
-    """Soaks an engine and prints what was as JSON; returns 1 if there was a fault."""
+    """Soaks an engine and prints the results as JSON; returns 1 if there was a fault."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("tokens", type=int)
     parser.add_argument("--large", action="store_true")

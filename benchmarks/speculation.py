@@ -26,7 +26,7 @@ from mpjax.models import config as example
 
 PROPOSERS = ("ngram:4:3", "ngram:4:2", "ngram:8:3")
 ROUNDS = 3
-MOST = 824  # tokens of a prompt, at most; with 200 new ones whole pages
+MOST = 824  # the most tokens of a prompt; with 200 new tokens they fill whole pages
 PROSE = (
     "The lighthouse had stood on the cape for two hundred years before anyone thought of writing "
     "down what its keepers had seen. Most of them could not write, and those who could had better "
@@ -73,7 +73,7 @@ REPEATING = ("edit", "quote", "answer", "repeat", "rename")
 
 
 def prompts(lm: mpjax.LanguageModel) -> dict[str, Any]:
-    """The prompts of a model, by the name of the case; those in REPEATING repeat themselves."""
+    """Case → prompt, for a model; the answers to those in REPEATING repeat the prompt."""
     tokenizer = lm.require_tokenizer()
     if tokenizer.chat_templates:
         return {name: [{"role": "user", "content": text}] for name, text in REQUESTS.items()}
@@ -98,7 +98,7 @@ def run(
     *,
     steps: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a model. steps: of an Engine's programs; None for `generate`."""
+    """The result rows of a model. steps: of an Engine's programs; None for `generate`."""
     measured = _measure if steps is None else functools.partial(_measure_engine, steps)
     parsed = {text: parse(text) for text in proposers}
     for case, prompt in prompts(lm).items():
@@ -132,7 +132,7 @@ def run(
 def _measure(
     lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
 ) -> tuple[mpjax.Generation, float | None]:
-    """A generation, and the median speed of its repetitions after the first, which compiles."""
+    """A generation, and the median tokens/s of the repetitions after the first, which compiles."""
     found = [mpjax.generate(lm, [prompt], **options) for _ in range(rounds + 1)]
     return found[-1], _speed(found[1:])
 
@@ -145,7 +145,7 @@ def _speed(generations: Sequence[mpjax.Generation]) -> float | None:
 def _measure_engine(
     steps: int, lm: mpjax.LanguageModel, prompt: Any, options: dict[str, Any], rounds: int
 ) -> tuple[mpjax.Generation, float | None]:
-    """The results and speed of `_measure`, with an Engine of one slot."""
+    """As `_measure`, with an Engine of one slot."""
     most = MOST + options["max_new_tokens"]
     speculate = options.get("speculate")
     options = {name: value for name, value in options.items() if name != "speculate"}

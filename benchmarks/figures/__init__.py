@@ -1,4 +1,4 @@
-"""The figures that pages of the docs show, by the names that the pages give."""
+"""The figures in pages of the docs, by name."""
 
 from __future__ import annotations
 

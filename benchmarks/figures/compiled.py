@@ -1,4 +1,4 @@
-"""Figures of what kernels are compiled to for GPUs that were not there, and of their bounds."""
+"""Figures of kernels compiled for GPUs without the GPU, and of bounds of these GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpjax.kernels import ProductFormat, device
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.rule import plan_by_rule
 
-# The step of Qwen3-8B's shapes whose bytes bound the tokens a second of a GPU.
+# The decoding step of Qwen3-8B's shapes whose bytes bound a GPU's tokens per second.
 STEP = {"precision": "W4A16KV8", "batch": 1, "prompt_tokens": 1024}
-OF_XLA = "fusion", "wrapped_"  # in the names of its kernels
+OF_XLA = "fusion", "wrapped_"  # in the names of XLA's kernels
 ROWS = [2**bits for bits in range(15)]  # of products
 
 
 def runs(row: Mapping[str, Any]) -> str:
-    """What runs the calls of a row on its GPU."""
+    """The implementations that run a row's calls on its GPU, as text."""
     if row["failed"]:
         return f"{len(row['failed'])} of {row['count']} calls don't compile"
     kind, _, text = row["calls"].partition(" ")
@@ -31,7 +31,7 @@ def runs(row: Mapping[str, Any]) -> str:
 
 
 def product(text: str, name: str) -> str:
-    """What multiplies with weights of a format on one of GPUS, by the number of rows."""
+    """The implementations of products in a format on one of GPUS, by number of rows, as text."""
     gpu = GPUS[name]
     limits = device.Limits(gpu.multiprocessors, gpu.compute_capability)
     plans = [
@@ -45,7 +45,7 @@ def product(text: str, name: str) -> str:
 
 
 def _table(results: Results) -> tuple[list[str], Iterator[list[str]]]:
-    """A line for all kinds of calls with the same cells."""
+    """A line for each set of kinds of calls with the same cells."""
     gpus = [result["device"] for result in results]
     rows = {(row["calls"], row["gpu"]): row for row in rows_of(results)}
     kinds: dict[tuple[str, ...], list[str]] = {}
@@ -57,9 +57,9 @@ def _table(results: Results) -> tuple[list[str], Iterator[list[str]]]:
 
 
 def _cards(results: Results) -> tuple[list[str], Iterator[list[str]]]:
-    """A line for each GPU: its sizes, what the largest kernels take of them, and its bound.
+    """A line for each GPU: its resources, the largest kernels' use of them, and its bound.
 
-    results: of GPUs, and last those of steps.
+    results: one for each GPU, and as the last one the decoding steps.
     """
     *compiled, steps = results
     headers = ["GPU", "compute capability", "multiprocessors", "memory", "bandwidth"]

@@ -1,4 +1,4 @@
-"""Figures of mpjax beside other engines."""
+"""Figures that compare mpjax with other engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST = "1 after 2048"  # the load of a single prompt
 
 
 def _table(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    """A line for each file, with tokens/s of each load that any of them has."""
+    """A line for each file, with tokens/s of each load that occurs in any file."""
     loads = list(dict.fromkeys(row["load"] for result in results for row in result["results"]))
     headers = ["engine", "weights", *loads, "first token", "start"]
     return headers, [_cells(result, loads) for result in results]
@@ -32,7 +32,7 @@ def _cells(result: Result, loads: Sequence[str]) -> list[str]:
 
 
 def _cpu(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    """A line for each system of `benchmarks.cpu`, with the least seconds of its rounds."""
+    """A line for each system of `benchmarks.cpu`, with the fastest of its rounds."""
     headers = ["", "load", "first answer", "tokens/s, 1 sequence", "tokens/s, 8 sequences"]
     rows = []
     for result in results:

@@ -1,4 +1,4 @@
-"""Figures of the losses of quantisation, and of its memory and time."""
+"""Figures of quantisation's loss of quality, and of its memory and time."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.plans import OPERATION, Problem, plan_by_rule
 from mpjax.kernels.plans.tables import SHIPPED, file_name, read
 
-KERNELS = 10  # of a decoding step that are listed by name
+KERNELS = 10  # the number of a decoding step's kernels that are listed by name
 GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # GPUs with a shipped table, and their limits
 
 
@@ -54,7 +54,7 @@ def _draw_generate(results: Results, folder: Path) -> Iterable[tuple[str, str]]:
 
 
 def _gemm_table(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    """Each product; an asterisk marks those for which another plan is shipped now."""
+    """A line for each product; an asterisk marks products with a different plan shipped now."""
     rows = [
         {**gemm.figures(row), "mark": " \\*" * runs_otherwise(row, result["device"])}
         for result in results
@@ -75,7 +75,7 @@ def _gemm_notes(result: Result) -> Iterator[str]:
 
 
 def _draw_gemm(results: Results, folder: Path) -> Iterator[tuple[str, str]]:
-    """A plot for each model, of whole products as plans choose them, on one GPU."""
+    """Plots for each model the whole products with planned implementations, on one GPU."""
     rows = [row for row in of_one_gpu(results) if not _is_partial(row)]
     for model in roofline.models(rows):
         name = f"gemm-{model}.svg"
@@ -85,7 +85,7 @@ def _draw_gemm(results: Results, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def of_one_gpu(results: Results) -> list[dict[str, Any]]:
-    """The rows from the GPU of which there are the most results: plots don't compare GPUs."""
+    """The rows of the GPU with the most results: plots don't compare GPUs."""
     device = statistics.mode(result["device"] for result in results)
     return rows_of(result for result in results if result["device"] == device)
 
@@ -98,12 +98,12 @@ def _is_partial(row: Result) -> bool:
 
 @functools.cache
 def _shipped(device: str) -> Mapping[Any, Any]:
-    """The entries of the table that comes with mpjax for a GPU."""
+    """The entries of the table shipped for a GPU."""
     return read(OPERATION, SHIPPED / file_name(device), device).entries
 
 
 def runs_otherwise(row: Result, device: str) -> bool:
-    """Whether the shipped table, or the rule, now has another plan for a measured product.
+    """Whether the shipped table or the rule now has a different plan for a measured product.
 
     device: the GPU of the row; False for a GPU without a shipped table.
     """
@@ -115,7 +115,7 @@ def runs_otherwise(row: Result, device: str) -> bool:
     plan = entry.plan if entry else plan_by_rule(problem)
     if plan.implementation != row["implementation"]:
         return True
-    # A field that configurations did not have when the row was measured has its default.
+    # A field that configurations lacked when the row was measured gets its default.
     return plan.config is not None and plan.config != type(plan.config)(**row["configuration"])
 
 
@@ -131,7 +131,7 @@ def _draw_attention(results: Results, folder: Path) -> Iterator[tuple[str, str]]
 
 
 def _by_version(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    """The times of warpgroup products with the last JAX version over those with the first."""
+    """Times of warpgroup products with the last JAX version, relative to the first version."""
     times: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in rows_of(results):
         if row["implementation"] == "mosaic":

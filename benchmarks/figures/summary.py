@@ -1,4 +1,4 @@
-"""The four tables of docs/benchmarks.md, each a selection of the saved results."""
+"""The four tables of docs/benchmarks.md, selected from the saved results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Table = tuple[Sequence[str], list[list[str]]]
 
 
 def models(results: Results) -> Table:
-    """Tokens/s by precision and batch, with the share of the roofline."""
+    """Tokens/s and the share of the roofline, by precision and batch."""
     found = {
         (row["precision"], row["batch"]): row
         for row in map(generate.figures, rows_of(results))
@@ -36,7 +36,7 @@ def models(results: Results) -> Table:
 
 
 def products(results: Results) -> Table:
-    """The speed-up over cuBLAS by format and rows of x, with the time over the floor.
+    """The speed-up over cuBLAS, and the time relative to the floor, by format and rows of x.
 
     For formats with 8-bit activations, a measurement with x already rounded is preferred, since a
     model's norm rounds x.
@@ -53,7 +53,7 @@ def products(results: Results) -> Table:
 
 
 def caches(results: Results) -> Table:
-    """The speed-up over cuDNN on 16 bits by format and cache, with the time over the floor."""
+    """The speed-up over 16-bit cuDNN, and the time relative to the floor, by format and cache."""
     shapes = {
         AttentionShape(batch, 32, 8, 128, tokens).name: (batch, tokens) for batch, tokens in CACHES
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from mpjax.bench import checkpoint
 
 CONFIGS = Path(__file__).parent / "configs"
-# The precision in which random weights are made, and the format of the export, of each model.
+# Model → the precision of the random weights, and the format of the export.
 FORMATS = {"qwen3-8b": ("W4A16KV16", "awq"), "gpt-oss-20b": ("WMXFP4A16KV16", "mxfp4")}
 
 

@@ -1,4 +1,4 @@
-"""The loads on which engines are compared, and how they are measured."""
+"""The loads with which engines are compared, and their measurement."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 MOST_TOKENS = 8192  # of a request
-SMALLEST_ID, LARGEST_ID = 1000, 150_000  # of prompts: no special tokens
-NEW = 256  # tokens of each sequence of a load that measures steps
+SMALLEST_ID, LARGEST_ID = 1000, 150_000  # the range of prompts' ids, without special tokens
+NEW = 256  # new tokens of each sequence in loads that measure decoding steps
 REPEATS = 2
-WARM_UP = ((1, 64), (64, 200))  # sequences and their tokens, before anything is measured
+WARM_UP = ((1, 64), (64, 200))  # (sequences, tokens of each) of unmeasured calls at the start
 
 
 class Generate(Protocol):
-    """An engine: reads prompts of token ids, and draws so many new tokens of each, greedily."""
+    """An engine: generates `new_tokens` tokens greedily after each prompt of token ids."""
 
     def __call__(self, prompts: list[list[int]], new_tokens: list[int]) -> None:
-        """Returns when all tokens are there."""
+        """Returns once all tokens are generated."""
 
 
 class Engine(NamedTuple):
-    """An engine that is ready, what results say of it, and the versions of its packages."""
+    """A started engine. about: its description in results, with package versions."""
 
     generate: Generate
     about: dict[str, Any]
@@ -40,7 +40,7 @@ def main(
     options: Callable[[argparse.ArgumentParser], None],
     start: Callable[..., Engine],
 ) -> None:
-    """The command of a runner: starts an engine for a checkpoint and writes its results.
+    """The command line of a runner: starts an engine for a checkpoint and writes its results.
 
     options: adds the engine's own arguments. start: makes the engine from the parsed arguments.
     """
@@ -64,7 +64,7 @@ def main(
 
 
 def run(generate: Generate, vocabulary: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields a row of results for each load that is named."""
+    """Yields a result row for each named load."""
     draw = random.Random(1)
 
     def prompt(tokens: int) -> list[int]:
@@ -75,7 +75,7 @@ def run(generate: Generate, vocabulary: int, names: Sequence[str]) -> Iterator[d
         generate(prompts, new_tokens)
         return time.perf_counter() - begin
 
-    # An engine compiles programs at their first use, which is not measured.
+    # Engines compile programs at first use; that is not measured.
     for count, tokens in WARM_UP:
         generate([prompt(tokens) for _ in range(count)], [8] * count)
     for name in names:
@@ -87,7 +87,7 @@ Seconds = Callable[[list[list[int]], list[int]], float]
 
 
 def _steps(rows: int, tokens: int) -> Callable[[Prompt, Seconds], dict[str, Any]]:
-    """Decoding by so many sequences after so many tokens, which the engine's prefix cache has."""
+    """A load: `rows` sequences decode after `tokens` tokens that are in the prefix cache."""
 
     def measure(prompt: Prompt, seconds: Seconds) -> dict[str, Any]:
         prompts = [prompt(tokens) for _ in range(rows)]
@@ -106,7 +106,7 @@ def _steps(rows: int, tokens: int) -> Callable[[Prompt, Seconds], dict[str, Any]
 
 
 def _requests(lengths: Callable[[], list[tuple[int, int]]]) -> Callable[..., dict[str, Any]]:
-    """Requests that all come at once, with so many tokens of prompts and new ones."""
+    """A load of simultaneous requests. lengths: gives their (prompt, new) token counts."""
 
     def measure(prompt: Prompt, seconds: Seconds) -> dict[str, Any]:
         prompts, new_tokens = zip(*lengths(), strict=True)
@@ -117,9 +117,9 @@ def _requests(lengths: Callable[[], list[tuple[int, int]]]) -> Callable[..., dic
 
 
 def uneven(count: int = 512) -> list[tuple[int, int]]:
-    """Log-normal numbers of tokens, as `mpjax bench serve` draws them.
+    """Log-normal (prompt, new) token counts, as in `mpjax bench serve`.
 
-    Those of --prompt-tokens lognormal:1024:0.8:4096 and --new-tokens lognormal:512:0.8:4096.
+    They are those of --prompt-tokens lognormal:1024:0.8:4096, --new-tokens lognormal:512:0.8:4096.
     """
     rng = np.random.default_rng(0)
     drawn = [

@@ -15,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def start(given: argparse.Namespace) -> loads.Engine:
-    """An engine whose programs are all compiled."""
+    """Starts an engine and compiles all its programs."""
     import mpjax  # here, so that the seconds of the start contain it
     from mpjax.bench import measure
 

@@ -23,7 +23,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def start(given: argparse.Namespace) -> loads.Engine:
-    """An engine that has captured its CUDA graphs."""
+    """Starts an engine, which captures its CUDA graphs."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import torch  # here, so that the seconds of the start contain it
     import vllm

@@ -16,21 +16,21 @@ lm = mpjax.load(path, precision="W4A16KV8", page_size=32)  # whole pages are sha
 
 
 async def complete(engine: mpjax.Engine, prompt: str, seconds: float) -> str:
-    """Asks for a completion after a while; other requests run meanwhile."""
+    """Submits a completion request after some seconds, while other requests run."""
     await asyncio.sleep(seconds)
     handle = engine.submit(prompt, max_new_tokens=24, sampling={"temperature": 0.7}, seed=1)
     return "".join([piece async for piece in handle])
 
 
 async def complete_all(engine: mpjax.Engine) -> list[str]:
-    """Three requests that come one after another."""
+    """Completes three requests that arrive one after another."""
     prompts = ["def area(", "class Stack:", "for line in "]
     tasks = [complete(engine, prompt, 0.05 * number) for number, prompt in enumerate(prompts)]
     return await asyncio.gather(*tasks)
 
 
 with mpjax.Engine(lm, slots=8, max_tokens=256) as engine:
-    # Iterating runs the steps. The second prompt begins as the first, which is not read again.
+    # Iterating runs the steps. The second prompt shares the first one's prefix in the cache.
     header = "import os\nimport re\n\n\n" * 16
     for name in ("first", "second"):
         engine.submit(f"{header}def {name}(", max_new_tokens=16, sampling={"stop_ids": ()})

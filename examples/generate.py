@@ -19,7 +19,7 @@ sampled = mpjax.generate(
     prompts,
     max_new_tokens=48,
     sampling=mpjax.Sampling(temperature=0.8, top_p=0.95),
-    seeds=[1, 2],  # one for each row; a row's draws don't depend on other rows
+    seeds=[1, 2],  # one for each row; a row's samples don't depend on other rows
     stop="\n\n",
 )
 for prompt, first, second in zip(prompts, greedy.text, sampled.text, strict=True):

@@ -1,10 +1,10 @@
-"""GRPO on the bundled model: it learns to assign long numbers, by a reward that a program computes.
+"""GRPO on the bundled model, which learns to assign long numbers from a computed reward.
 
     python examples/grpo.py                               # adapters over packed weights
     python examples/grpo.py --train full                  # all weights in float32, packed sampler
     python examples/grpo.py --train full --precision W16A32KV16
 
-The sampler is an engine. After each step it takes the trainer's weights in place.
+The sampler is an engine, whose weights are replaced in place by the trainer's after each step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from flax import nnx
 import mpjax
 
 PROMPTS = ["total = ", "count = ", "self.size = ", "    limit = "]
-GROUP, NEW, LENGTH, BATCH = 8, 8, 16, 32  # completions of a prompt, their tokens, with the prompt's
+GROUP, NEW, LENGTH, BATCH = 8, 8, 16, 32  # completions per prompt, their tokens, with prompt
 RATES = {"lora": 2e-3, "full": 1e-4}
 
 
 def reward(text: str) -> float:
-    """A quarter for each digit of a line that is a whole number, up to 1; 0 for other lines."""
+    """A quarter for each digit of a line that is a non-negative integer, at most 1; else 0."""
     try:
         value = ast.literal_eval(text.strip())
     except (SyntaxError, ValueError, TypeError, MemoryError):
@@ -37,9 +37,9 @@ def reward(text: str) -> float:
 
 @dataclasses.dataclass
 class Batch:
-    """Completions [BATCH, LENGTH] behind their prompts, padded, with what the sampler says of them.
+    """Prompts with completions, padded to [BATCH, LENGTH], and the sampler's log-probabilities.
 
-    is_new: the tokens that were drawn, bool [BATCH, LENGTH − 1]. advantages: float32 [BATCH].
+    is_new: whether a token was sampled, bool [BATCH, LENGTH − 1]. advantages: float32 [BATCH].
     """
 
     tokens: np.ndarray
@@ -50,7 +50,7 @@ class Batch:
 
 
 def sample(engine: mpjax.Engine, seed: int) -> tuple[Batch, float]:
-    """Draws a group of completions for each prompt; returns them with the mean reward."""
+    """Samples a group of completions for each prompt; returns the batch and the mean reward."""
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
     found = [
         engine.submit(
@@ -90,7 +90,7 @@ def adam(gradients: Any, moments: Any, step: jax.Array, rate: float) -> tuple[An
 
 
 def train(kind: str, precision: str, steps: int) -> tuple[list[float], mpjax.Mismatch]:
-    """The mean reward of each step, and how sampler and trainer differ at the end.
+    """Trains; returns each step's mean reward, and the final mismatch of sampler and trainer.
 
     kind: `lora` or `full`. precision: of the sampler.
     """

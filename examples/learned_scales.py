@@ -13,7 +13,7 @@ LENGTH, WINDOWS = 64, 8
 
 
 def perplexity(lm: mpjax.LanguageModel) -> float:
-    """The perplexity of a model on text that it has not learned from."""
+    """The perplexity of a model on held-out text."""
     return mpjax.evaluate(lm, [other], window=LENGTH, progress=False).perplexity
 
 

@@ -18,7 +18,7 @@ Weights = dict[str, jax.Array]
 def attend(
     weights: Weights, x: jax.Array, counts: jax.Array, cache: PagedKVCache
 ) -> tuple[jax.Array, PagedKVCache]:
-    """Attends to the cache; returns the same shape as x and the cache with the new tokens.
+    """An attention layer; returns outputs of x's shape, and the cache with the new tokens.
 
     x: [batch, tokens, channels], of which the first counts[b] tokens of sequence b are not padding.
     """

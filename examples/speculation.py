@@ -1,4 +1,4 @@
-"""Generates a text that repeats its prompt, in plain decoding and with two ways to speculate.
+"""Generates a text that repeats its prompt, with plain decoding and two speculative methods.
 
 python examples/speculation.py                            # the bundled model, drafted by itself
 python examples/speculation.py Qwen3-8B-AWQ/ Qwen3-0.6B/  # a model and a smaller one

@@ -1,9 +1,9 @@
 """The training text: the Python standard library of the interpreter that runs this.
 
-A document is one source file. The corpus depends on the Python version; which side of the
-split a file falls on does not, because it follows from the module's name alone. The text that
-perplexity is measured on is therefore a fixed file, `mpjax/bundled/held_out.jsonl`, and no
-version of Python can bring those modules into the training set.
+A document is one source file. The corpus depends on the Python version, but the split into
+training and held-out files does not: it follows from the module's name alone. So perplexity is
+measured on a fixed file, `mpjax/bundled/held_out.jsonl`, and no version of Python can bring those
+modules into the training set.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def documents(folder: Path | None = None) -> list[Document]:
 
 
 def is_table(text: str) -> bool:
-    """Whether more than half of the lines that are not blank begin with a literal."""
+    """Whether more than half of the non-blank lines begin with a literal."""
     lines = [line for line in text.splitlines() if line.strip()]
     return 2 * sum(TABLE_ROW.match(line) is not None for line in lines) > len(lines)
 

@@ -39,10 +39,10 @@ def hugging_face_tensors(model: Llama) -> dict[str, NDArray[Any]]:
 def write_checkpoint(model: Llama, config: Mapping[str, Any], folder: Path) -> None:
     """Write `model.safetensors`, `config.json` (`config`) and `generation_config.json`.
 
-    `folder` is created where it is missing. The tokeniser's files are not this function's.
+    `folder` is created if it is missing. The tokeniser's files are not written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # transformers refuses a file that does not say which framework it is laid out for.
+    # transformers refuses a file whose metadata does not name its framework.
     content = save(hugging_face_tensors(model), metadata={"format": "pt"})
     (folder / "model.safetensors").write_bytes(content)
     write_json(config, folder / "config.json")

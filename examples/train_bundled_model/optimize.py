@@ -30,8 +30,8 @@ class DivergedError(TrainingError):
 class Windows(NamedTuple):
     """Windows of text in batches, to measure a loss.
 
-    tokens: int32 [batches, batch, context + 1], each window's last token the next one's first.
-    weights: float32 [batches, batch, context]: 1 where a token is to be predicted, 0 for padding.
+    tokens: int32 [batches, batch, context + 1]; a window's last token is the next window's first.
+    weights: float32 [batches, batch, context]: 1 for a predicted token, 0 for padding.
     """
 
     tokens: jax.Array
@@ -77,7 +77,7 @@ def train(
     The same seed gives the same initial weights, order of windows and noise. Results are equal
     bit for bit on a CPU; a GPU adds up some gradients in an order that varies.
 
-    Raises TrainingError where the training text is shorter than a window, and DivergedError.
+    Raises TrainingError if the training text is shorter than a window, and DivergedError.
     """
     started = time.perf_counter()
     float32 = dataclasses.replace(config, dtype="float32")
@@ -151,9 +151,9 @@ def windows(tokens: NDArray[np.uint16], context: int, batch: int) -> Windows:
 
 
 def training_starts(recipe: Recipe, length: int) -> NDArray[np.int32]:
-    """Where each training window begins in a stream of `length` tokens, int32 [steps, batch].
+    """The start of each training window in a stream of `length` tokens, int32 [steps, batch].
 
-    Every epoch goes through the whole stream in random order, cut at other places than before.
+    Every epoch covers the whole stream in random order, with windows cut at a random offset.
     """
     if length <= recipe.context:
         raise TrainingError(
@@ -227,7 +227,7 @@ def _add_noise(key: jax.Array, batch: jax.Array, data: jax.Array, share: jax.Arr
 
 
 def _cross_entropy(model: Llama, batch: jax.Array, inputs: jax.Array | None = None) -> jax.Array:
-    """Loss [batch, context] of predicting the next tokens of `batch`, seeing `inputs` instead."""
+    """The loss [batch, context] of `batch`'s next tokens; `inputs` replaces the model's input."""
     seen = batch if inputs is None else inputs
     logits = model(seen[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])

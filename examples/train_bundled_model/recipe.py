@@ -14,7 +14,7 @@ class TrainingError(ValueError):
 class Recipe:
     """Settings of a training run, besides the data and the model's shape.
 
-    learning_rate: the highest; a linear warm-up leads to it, half a cosine down to a tenth of it.
+    learning_rate: the peak, after a linear warm-up; a half cosine decays it to a tenth.
     weight_decay: of matrices, decoupled and times the learning rate, as in AdamW. A model that
         sees its text many times needs far more than the usual 0.1 [Kim et al. 2025,
         "Pre-training under infinite compute"].
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def sweep(base: Recipe) -> list[Recipe]:
-    """Five recipes, `base` first, that differ only in settings that need no new compilation."""
+    """Five recipes, `base` first, which differ only in settings that need no recompilation."""
     shorter, decay = max(1, base.steps // 2), base.weight_decay
     variations: list[dict[str, Any]] = [
         {},

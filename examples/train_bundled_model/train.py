@@ -62,7 +62,7 @@ def run(
     time_limit: float = math.inf,
     model: dict[str, Any] = MODEL,
 ) -> dict[str, Any]:
-    """Trains with each recipe, writes the best model to `output`, and returns the record of it.
+    """Trains with each recipe, writes the best model to `output`, and returns its record.
 
     The best model has the lowest validation loss; it is written as soon as it is found. The record,
     also written as `training.json`, has everything to make the model again, and its perplexity on
@@ -70,7 +70,7 @@ def run(
 
     time_limit: seconds after which no further recipe is begun.
 
-    Raises TrainingError where the data are missing or don't fit, or every recipe diverges.
+    Raises TrainingError if the data are missing or don't fit, or if every recipe diverges.
     """
     started = time.perf_counter()
     tokens = read_tokens(data, model["vocab_size"])
@@ -111,7 +111,7 @@ def run(
 def read_tokens(folder: Path, vocabulary: int) -> dict[str, NDArray[np.uint16]]:
     """The token streams that `prepare` wrote, by part: train, validation, held_out.
 
-    Raises TrainingError, naming the file, where one is missing or does not fit the vocabulary.
+    Raises TrainingError, which names the file, if one is missing or doesn't fit the vocabulary.
     """
     tokens = {}
     for part in PARTS:

@@ -349,7 +349,7 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
         "weights_bytes": lm.nbytes,
         "cache_bytes": cache.nbytes,
         "cache_tokens_that_fit": fitting,
-        # The allocator never resets its peak. A case's own peak is known only if it is a new one.
+        # The allocator never resets its peak, so a case's peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
         "logprob_difference": difference,
         "speculation": costs,

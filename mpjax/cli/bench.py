@@ -256,7 +256,7 @@ def attention_command(
 
     with options.wrong_usage():
         sweep = attention.Sweep(attention.named(options.split(shapes)), options.split(formats))
-    # Only decoding that cuDNN has, too, has a plot.
+    # The plot shows only decoding that cuDNN supports too.
     plot = plot and any(shape.queries == 1 and not shape.rotary for shape in sweep.shapes)
     _check(attention, _run("attention", attention, sweep, output, "paged attention", plot=plot))
 

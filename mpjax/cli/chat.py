@@ -145,8 +145,8 @@ class Conversation:
             )
         new_tokens = min(self._max_new_tokens, room)
         pieces = mpjax.stream(self._lm, asked, max_new_tokens=new_tokens, **self._settings)
-        # The first piece comes from the prefill, the second from the decoding loop, which may have
-        # to be compiled before.
+        # The first piece comes from prefill, the second from the decoding loop, whose program may
+        # have to be compiled first.
         new = self._shapes.is_new(1, tokens, new_tokens)
         reader = AnswerReader(tokenizer.style, tokenizer.chat(asked))
         writer = _Writer(reader, shows_reasoning=self._shows_reasoning)

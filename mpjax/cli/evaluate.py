@@ -325,7 +325,7 @@ def _defaults(folder: Path) -> list[Precision]:
 
 
 def _grouped(precisions: list[Precision]) -> list[Precision]:
-    """Precisions of the same weights after each other, so that each is loaded once."""
+    """The precisions, grouped by their weights' precision, so that each is loaded once."""
     weights = list(dict.fromkeys(precision.of_weights for precision in precisions))
     return sorted(precisions, key=lambda precision: weights.index(precision.of_weights))
 
@@ -338,7 +338,7 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """Measures a row for each precision, in the order of `_grouped`.
 
-    samples: texts on which caches with given scales are calibrated, or None.
+    samples: calibration texts for caches with static scales, or None.
     """
     from mpjax.quantization.calibration import calibrate_cache
 
@@ -359,7 +359,7 @@ def _measure(
 
 
 def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
-    """The settings on which rows depend, besides models and files."""
+    """The settings that influence the results, besides models and files."""
     import jax
 
     import mpjax

@@ -105,7 +105,7 @@ def _without_line_end(text: str) -> str:
 
 
 def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
-    """Reads a request from each line of a JSON Lines file, or of stdin if the path is `-`.
+    """The requests in the lines of a JSON Lines file, or of stdin if the path is `-`.
 
     A line is an object with a "prompt" or "messages". It may have an "id", and "max_new_tokens" and
     "seed", which override the arguments. Blank lines are skipped.

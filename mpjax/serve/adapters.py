@@ -25,7 +25,7 @@ class ServedAdapters:
         if base in lm.adapters.names:
             raise ValueError(f"{base!r} is the name of the model and of an adapter: rename one")
         self.lm, self.base, self.most = lm, base, most
-        self._lock = threading.Lock()  # between counting and adding
+        self._lock = threading.Lock()  # held from counting the adapters until one is added
 
     def find(self, name: str | None) -> str | None:
         """The adapter that a client names; None for the model itself.

@@ -128,8 +128,8 @@ class _Server:
     def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
         self.engine, self.name, self.limits = engine, name, limits
         self.began = int(time.time())
-        self._computing, self._turn = 0, asyncio.Lock()  # of answers beside the engine
-        self._door = asyncio.Lock()  # between counting the waiting requests and adding to them
+        self._computing, self._turn = 0, asyncio.Lock()  # of answers computed beside the engine
+        self._door = asyncio.Lock()  # held while requests are counted and added
         self.adapters = ServedAdapters(engine.lm, name, limits.adapters)
 
     def change(self, make: Callable[[LanguageModel, Any, bool], str]) -> Endpoint:

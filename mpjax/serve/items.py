@@ -63,7 +63,7 @@ def read_items(found: Any, instructions: str | None) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], place: str, item: Any) -> None:
-    """Adds an item to the messages."""
+    """Adds an input item to the messages. place: the item's name in errors."""
     if not isinstance(item, dict):
         raise _refusal(f"{place} is {json_text(item)}: expected an item, which is an object")
     kind = item.get("type") or "message"

@@ -1,4 +1,4 @@
-"""Reads objects of a request by tables of their keys: which are obeyed, ignored and refused."""
+"""Reads JSON objects of requests by tables of keys: obeyed, ignored and refused ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mpjax.serve.errors import NOT_OFFERED, UNKNOWN_KEY, RequestError
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What values of a key are accepted, and what becomes of them.
+    """The accepted values of a key, and their effect.
 
-    effect: "obeyed", "ignored" (it can't change an answer) or "refused" (it could, and the server
-        does not offer it, except for the values that change nothing).
+    effect: "obeyed", "ignored" (it can't change an answer) or "refused" (it would change answers
+        and is not supported, except for values without effect).
     expected: the accepted values, in words.
-    read: the value as the server uses it. Raises Misfit for values that are not accepted, and
-        RequestError for those that it explains itself.
-    default: the value where the key is missing or null, which are the same for all keys.
+    read: converts a value for the server. Raises Misfit for other values, or RequestError with an
+        explanation.
+    default: the value if the key is missing or null.
     """
 
     effect: str
@@ -42,10 +42,10 @@ Table = Mapping[str, Key]
 
 
 def read_keys(found: Any, table: Table, ignore_unknown: bool = False, place: str = "") -> Any:
-    """The values of the obeyed keys of a table, by name; those that are missing are the defaults.
+    """The values of a table's obeyed keys, by name, with defaults for missing keys.
 
-    found: an object of JSON. ignore_unknown: whether keys that are not in the table are ignored,
-    and not only if they are null. place: of the object in the body, such as "stream_options.".
+    found: a JSON object. ignore_unknown: whether unknown keys are ignored; null values always are.
+    place: the object's path in the body, such as "stream_options.".
 
     Raises RequestError, which names the key.
     """
@@ -78,7 +78,7 @@ def _refusal(key: Key, name: str, value: Any) -> RequestError:
 
 
 def ignored(but: Any = None) -> Key:
-    """A key that can't change an answer. but: what a list must not have, as it would change it."""
+    """A key that can't change an answer. but: an item that would, so a list must not have it."""
 
     def read(value: Any) -> Any:
         if but is not None and isinstance(value, list) and but in value:
@@ -89,7 +89,7 @@ def ignored(but: Any = None) -> Key:
 
 
 def refused(*neutral: Any) -> Key:
-    """A key that is not offered. neutral: the values, besides null, that change nothing."""
+    """An unsupported key. neutral: the values, besides null, that have no effect."""
 
     def read(value: Any) -> Any:
         if not any(_equal(value, one) for one in neutral):
@@ -100,12 +100,12 @@ def refused(*neutral: Any) -> Key:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same in JSON, where true is not 1."""
+    """Whether two values are equal in JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def accepted(expected: str, accepts: Callable[[Any], bool]) -> Key:
-    """An obeyed key whose values are those for which `accepts` is true."""
+    """An obeyed key. accepts: whether a value is accepted."""
 
     def read(value: Any) -> Any:
         if not accepts(value):
@@ -116,12 +116,12 @@ def accepted(expected: str, accepts: Callable[[Any], bool]) -> Key:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, as in JSON: 16.0 is one, and true is none."""
+    """Whether a value is an integer in JSON's sense: 16.0 is one, true is not."""
     return type(value) is int or (isinstance(value, float) and value.is_integer())
 
 
 def whole(least: int, most: int | None = None) -> Key:
-    """A whole number."""
+    """An integer from `least` to `most`."""
 
     def read(value: Any) -> int:
         if not is_whole(value) or value < least or (most is not None and value > most):
@@ -133,7 +133,7 @@ def whole(least: int, most: int | None = None) -> Key:
 
 
 def number(least: float, most: float | None = None) -> Key:
-    """A finite number, as a float."""
+    """A finite number from `least` to `most`, as a float."""
 
     def read(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -151,22 +151,22 @@ def number(least: float, most: float | None = None) -> Key:
 
 
 def flag() -> Key:
-    """True or false; false where it is missing."""
+    """A boolean; false if it is missing."""
     return accepted("true or false", lambda value: isinstance(value, bool)).or_else(False)
 
 
 def text() -> Key:
-    """A text."""
+    """A string."""
     return accepted("a text", lambda value: isinstance(value, str))
 
 
 def anything(expected: str) -> Key:
-    """A value that its reader checks. expected: the values that this accepts, in words."""
+    """A value that is checked later. expected: the accepted values, in words."""
     return accepted(expected, lambda value: True)
 
 
 def record(name: str, table: Table) -> Key:
-    """An object with a table of its own. name: of the key."""
+    """An object that is read by `table`. name: of the key."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):

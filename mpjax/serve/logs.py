@@ -25,11 +25,11 @@ GONE = RequestError("the client went away", status=499)
 
 @dataclasses.dataclass
 class Record:
-    """What is logged of a request, beside its method and path.
+    """The logged facts of a request, beside its method and path.
 
     id: the header `x-request-id` of the answer. began: by `time.perf_counter`. status: of HTTP,
-        None before an answer begins. answer, handles: of a completion that the engine got.
-    error: why the request was refused or has failed, if it was or has.
+        None before the answer begins. answer, handles: of a completion in the engine.
+    error: why the request was refused or has failed, or None.
     """
 
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The numbers of tokens and seconds, the id, and the error, where there are such."""
+        """The numbers of tokens if any, the seconds, the id, and the error if any."""
         found: dict[str, Any] = {}
         if self.answer is not None:
             usage = self.answer.usage(self.handles)
@@ -62,22 +62,22 @@ class Record:
 
 
 def record_of(scope: Scope) -> Record:
-    """The record of a request; AccessLog has put it there."""
+    """The record of a request, which AccessLog stores in the scope."""
     record: Record = scope["state"]["record"]
     return record
 
 
 class AccessLog:
-    """Middleware that logs a line for each request, when its answer has ended.
+    """Middleware that logs a line for each request at the end of its answer.
 
-    A fault of the server is logged with its traceback, and answered as an error of OpenAI's.
+    An unexpected exception is logged with its traceback, and answered by an error in OpenAI's form.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, and logs it."""
+        """Handles a request with the wrapped application, and logs it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -109,14 +109,14 @@ class AccessLog:
 
 
 class Lines(logging.Formatter):
-    """Writes records of logs as lines: of text, or as_json, objects of JSON."""
+    """Formats log records as lines of text, or of JSON if as_json."""
 
     def __init__(self, as_json: bool = False) -> None:
         super().__init__()
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, and below a line of text the traceback, if there is one."""
+        """The line; a text line is followed by the traceback, if there is one."""
         now = datetime.datetime.fromtimestamp(record.created).astimezone()
         head = {"time": now.isoformat(timespec="milliseconds"), "level": record.levelname.lower()}
         facts, fields = (getattr(record, name, {}) for name in ("facts", "fields"))

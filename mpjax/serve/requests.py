@@ -103,7 +103,7 @@ class Asked:
 
 
 def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
-    """Reads the body of /v1/completions.
+    """Parses the body of /v1/completions.
 
     ignore_unknown: whether unknown keys are ignored. Raises RequestError, which names the key.
     """
@@ -162,7 +162,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def read_chat(lm: LanguageModel, body: Any, ignore_unknown: bool = False) -> Asked:
-    """Reads the body of /v1/chat/completions. Arguments and errors are as for completions."""
+    """Parses the body of /v1/chat/completions. Arguments and errors are as for completions."""
     values = read_keys(require_object(body), CHAT, ignore_unknown)
     tools = read_tools(values, lm.require_tokenizer().style.tools)
     ids = chat_ids(lm, values, tools)

@@ -15,13 +15,13 @@ from collections.abc import Collection, Container, Mapping
 
 from mpjax.text.tool_calls import Marker, Part, merged
 
-FOR_USERS = ("final", "commentary")  # the channels of messages that users read
+FOR_USERS = ("final", "commentary")  # the channels whose messages are for the user
 FUNCTIONS = "functions."  # begins the recipient of a message that calls a tool
 
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """The markers of a chat template, and what follows each of them.
+    """The markers of a chat template, and the kind of text that follows each.
 
     states: the kind of text that follows each marker: `text`, `reasoning`, `hidden` (such as a
         role's name), `name` (a channel's name), or `named`: text if the last channel name is one of

@@ -93,9 +93,9 @@ class Row:
         return self.most - self.drawn
 
     def restart(self) -> None:
-        """Forgets all new tokens; the row waits."""
+        """Forgets all new tokens, and the keys of pages with them; the row waits."""
         del self.tokens[self.prompt :]
-        self.drawn = 0
+        self.drawn, self.keys = 0, []
 
     def draw(self, least: int, most: int) -> None:
         """Counts the `least` to `most` tokens that a planned program draws of the row."""

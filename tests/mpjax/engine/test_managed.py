@@ -57,9 +57,9 @@ def said(folder, others):
     return found
 
 
-def begun(engine, steps=4, **options):
+def begun(engine, steps=4, prompt=PROMPT, **options):
     """A request of which some tokens are known, and others under way."""
-    handle = engine.submit(PROMPT, max_new_tokens=NEW, **options)
+    handle = engine.submit(prompt, max_new_tokens=NEW, **options)
     for _ in range(steps):
         engine.step()
     assert 0 < len(handle.tokens) < NEW
@@ -116,6 +116,22 @@ def test_requests_read_again_or_begin_again(running, engine, others, said):
     alone = engine.submit(prompt, max_new_tokens=left).result()
     assert handle.tokens[drawn:] == alone.tokens
     assert is_clean(engine)
+
+
+def test_pages_of_forgotten_tokens_are_not_found(engine, others):
+    """A restarted request publishes a page under the key of its new tokens."""
+    prompt = PROMPT[:60]
+    handle = begun(engine, prompt=prompt)
+    forgotten = handle.tokens[:]
+    engine.update_weights(others, running="restart")
+    handle.result()
+    assert len(forgotten) > 4
+    assert forgotten[:4] != handle.tokens[:4]  # which end the page
+    shared = [
+        engine.submit(prompt + tokens, max_new_tokens=1).result().shared_tokens
+        for tokens in (forgotten, handle.tokens)
+    ]
+    assert shared == [32, 64]
 
 
 def test_draws_at_random_go_on_by_their_numbers(engine):

@@ -296,9 +296,10 @@ class Programs:
         """Calls of all programs that change one slot, with a slot out of range."""
         slots, entries = places(state)
         nowhere = filling.padded([[]] * self._groups, entries)
-        yield self._clear_call(nowhere, np.int32(slots))
-        if snapshots := self._limits.snapshots:
-            yield self._copy_call(np.int32(0), np.int32(slots + snapshots))
+        outside = np.int32(slots + self._limits.snapshots)  # recurrent states have as many places
+        yield self._clear_call(nowhere, outside)
+        if self._limits.snapshots:
+            yield self._copy_call(np.int32(0), outside)
         if state.speculation is not None:
             yield self._begin_call(np.int32(slots), self._row_tokens(state), np.int32(0))
 

@@ -79,6 +79,19 @@ def test_prefixes_are_shared_where_states_were_kept(lm, alone):
         assert is_clean(engine)
 
 
+def test_compilation_leaves_snapshots_as_they_are(lm):
+    with make_engine(lm, slots=1, chunk_tokens=PAGE, steps=1) as engine:
+        engine.submit(COMMON[: PAGE + 1], max_new_tokens=1).result()
+        runner = engine._runner
+        [place] = runner.planner.groups.snapshots._idle.values()
+        assert place == engine.slots  # the first place behind the slots
+        kept = [np.asarray(array[place]) for array in runner._state.cache.layers[0]]
+        engine.compile(greedy_only=True)
+        found = [np.asarray(array[place]) for array in runner._state.cache.layers[0]]
+        assert all(array.any() for array in kept)
+        assert all(map(np.array_equal, found, kept))
+
+
 @pytest.mark.parametrize("snapshots", [1, 2])
 def test_snapshots_are_evicted_at_any_moment(lm, alone, snapshots):
     """Among rows that run together, are preempted, cancelled, and read again."""

@@ -76,7 +76,8 @@ class Managed(abc.ABC):
         running: what becomes of requests that have begun. They go on with the new weights, behind
             keys and values of the old (`continue`), or read their tokens again first (`reread`),
             or begin again from their prompts (`restart`), or are held until `release`, and read
-            their tokens again then (`hold`).
+            their tokens again then (`hold`). Those of an engine that sleeps don't `continue`, but
+            `reread`, since their keys and values are gone.
 
         Each new token of a Handle has the version that drew it in `weights`. Tokens that were read
         with older weights are no longer found for later requests.
@@ -92,6 +93,7 @@ class Managed(abc.ABC):
                 self._late += self._runner.drain()
             if self.is_asleep:
                 update(self.lm, tree, scales=scales, version=version)
+                self._put_back(running)
                 return
             programs = self._runner.programs
             programs.renew(None)  # so that nobody else has the old arrays

@@ -226,6 +226,24 @@ def test_weights_are_updated_while_the_cache_is_away(engine, others, said):
         engine.update_weights(others)
 
 
+@pytest.mark.parametrize("running", ["restart", "hold"])
+def test_requests_of_an_engine_that_sleeps_begin_again_or_are_held(running, engine, others, said):
+    handle = begun(engine)
+    engine.sleep()
+    own = len(handle.tokens)
+    engine.update_weights(others, running=running)
+    engine.wake()
+    if running == "hold":
+        with pytest.raises(ValueError, match=r"an engine that holds it: call release"):
+            handle.result()
+        engine.release()
+        assert handle.result().weights == [0] * own + [1] * (NEW - own)
+    else:
+        assert handle.result().weights == [1] * NEW
+        assert handle.tokens == said[1]
+    assert is_clean(engine)
+
+
 def test_memory_stays_as_it_is_over_many_updates(engine, others):
     def run(times):
         for _ in range(times):

@@ -314,11 +314,12 @@ class Engine(Managed):
         greedy_only: whether to leave out programs for sampled rows and for prompt
             log-probabilities.
 
-        Raises ValueError for a closed engine. An error of the device closes the engine.
+        Raises ValueError for an engine that is closed or asleep. An error of the device closes it.
         """
         require_type("greedy_only", greedy_only, bool)
         with self._turn:
             self._require_open()
+            self._require_awake()
             try:
                 self._runner.compile(greedy_only=greedy_only)
             except BaseException as error:

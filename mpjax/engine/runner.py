@@ -101,6 +101,7 @@ class Runner:
 
     def compile(self, *, greedy_only: bool) -> None:
         """Compiles all programs; no other thread may run one meanwhile."""
+        self.take_weights()
         self._state = self.programs.compile(self._state, greedy_only=greedy_only)
         if not greedy_only:
             none = no_control(self._lm, self.processors)

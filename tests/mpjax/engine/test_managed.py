@@ -155,8 +155,11 @@ def test_held_requests_can_be_cancelled_and_closed(folder):
     assert two.finish_reason == "cancelled"
 
 
-def test_update_alone_reaches_engines_with_their_next_step(engine, others, said):
+@pytest.mark.parametrize("compiles", [False, True])
+def test_update_alone_reaches_engines_with_their_next_step(compiles, engine, others, said):
     mpjax.update(engine.lm, others, version=5)
+    if compiles:
+        engine.compile(greedy_only=True)
     handle = engine.submit(PROMPT, max_new_tokens=NEW).result()
     assert (handle.tokens, handle.weights) == (said[1], [5] * NEW)
 
@@ -199,6 +202,8 @@ def test_sleep_gives_memory_back_and_wake_compiles_nothing(weights, engine, said
         engine.step()
     with pytest.raises(ValueError, match="sleeps: call wake"):
         handle.result()
+    with pytest.raises(ValueError, match="sleeps: call wake"):
+        engine.compile()
     late = engine.submit(PROMPT, max_new_tokens=NEW)
     found = engine.lm.model.layers[0].mlp.down.kernel.get_value().words
     assert found.sharding.memory_kind == ("pinned_host" if weights else "device")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks import speculation
-from benchmarks.report import Figures, of_columns, rows_of
-from mpjax.bench import experts, serve, sums, tables
+from benchmarks.report import Figures, Results, of_columns, rows_of
+from mpjax.bench import adapters, experts, mixers, serve, sums, tables
 from mpjax.bench import speculation as steps
 
 EXPERTS: tables.Columns = {"matrices": "{shape}", **experts.COLUMNS}
@@ -33,9 +33,26 @@ CAPACITY: tables.Columns = {
     "sequences": "{sequences}",
     "where all layers keep all tokens": "{without_windows}",
 }
+MIXERS: tables.Columns = {"model": "{shape}", **mixers.COLUMNS}
+
+
+def _control(results: Results) -> tuple[list[str], list[list[str]]]:
+    """The rates of an engine's requests of each kind, and their ratio to those of free requests."""
+    headers = ["requests at once", "kind", "tokens/s", "of free"]
+    lines = []
+    for result in results:
+        for name, row in result["results"].items():
+            count, _, kind = name.partition("-")
+            if kind:
+                rate, ratio = row["tokens_per_second"], row["ratio"]
+                lines.append([count, kind, f"{rate:,.0f}", f"{ratio:.2f}"])
+    return headers, lines
 
 
 FIGURES = {
+    "adapters": Figures(("adapters*.json",), of_columns(adapters.COLUMNS)),
+    "control": Figures(("control*.json",), _control),
+    "mixers": Figures(("mixers*.json",), of_columns(MIXERS, mixers.figures)),
     "cache-capacity": Figures(("cache-capacity.json",), of_columns(CAPACITY)),
     "experts": Figures(("experts*.json",), of_columns(EXPERTS, experts.figures)),
     "speculation-steps": Figures(

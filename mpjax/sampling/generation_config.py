@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax.errors import CheckpointError
 from mpjax.sampling.settings import FILTERS, Sampling
-from mpjax.sampling.token_lists import NO_ID
+from mpjax.sampling.token_lists import LONGEST_BAD_WORD, MOST_BAD_WORDS, MOST_BIASES, NO_ID
 
 NAME = "generation_config.json"
 DRAWING = ("temperature", *FILTERS)
@@ -54,14 +54,17 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
 
     `do_sample` chooses between sampling and greedy. Without it, a temperature or a filter implies
     sampling, although transformers' own default is greedy. A `top_k` of 0 or -1 is off, and a
-    `top_p` of 0 keeps only the likeliest token. `suppress_tokens` become bad words of one token. A
-    `sequence_bias` may have biases of single tokens alone.
+    `top_p` of 0 keeps only the likeliest token. `suppress_tokens` become bad words of one token. As
+    in transformers, a bad word that is an end token alone is dropped.
 
-    where: the file, for messages. Warns of unsupported keys with non-neutral values. Raises
-    CheckpointError for values out of range.
+    where: the file, for messages. Warns of unsupported keys with non-neutral values, of lists that
+    are longer than a Sampling's, and of a `sequence_bias` of several tokens. Raises CheckpointError
+    for values out of range.
     """
     given = {key: value for key, value in values.items() if value is not None}
-    _warn_of_others(given, where)
+    unfit = _unfit_lists(given)
+    _warn_of_others(given, unfit, where)
+    given = {key: value for key, value in given.items() if key not in unfit}
     do_sample = given.get("do_sample", any(name in given for name in DRAWING))
     if type(do_sample) is not bool:
         raise CheckpointError(f"{where}: do_sample is {do_sample!r:.80}: expected true or false")
@@ -89,9 +92,12 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
 def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields bad_words and logit_bias, from the keys in LISTS. Raises CheckpointError."""
     for name in LISTS:
-        if not isinstance(given.get(name, []), list):
+        if not isinstance(given.get(name, []), list) and given[name] != {}:
             raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected a list")
-    words = [*given.get("bad_words_ids", []), *([i] for i in given.get("suppress_tokens", []))]
+    ends = given.get("eos_token_id")
+    ends = [[i] for i in (ends if isinstance(ends, list) else [ends])]
+    words = [word for word in given.get("bad_words_ids", []) if word not in ends]
+    words += [[i] for i in given.get("suppress_tokens", [])]
     biases = given.get("sequence_bias", [])
     pairs = [it for it in biases if isinstance(it, list) and len(it) == 2]
     single = [(ids[0], bias) for ids, bias in pairs if isinstance(ids, list) and len(ids) == 1]
@@ -104,11 +110,28 @@ def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _warn_of_others(given: Mapping[str, Any], where: str) -> None:
+def _unfit_lists(given: Mapping[str, Any]) -> set[str]:
+    """The keys in LISTS whose lists a Sampling can't hold; malformed ones are left to `_lists`."""
+    lists = (given.get(name, []) for name in LISTS)
+    words, tokens, biases = (it if isinstance(it, list) else [] for it in lists)
+    long = (isinstance(word, list) and len(word) > LONGEST_BAD_WORD for word in words)
+    several = (
+        isinstance(it, list) and it and isinstance(it[0], list) and len(it[0]) > 1 for it in biases
+    )
+    is_unfit = {
+        "bad_words_ids": len(words) > MOST_BAD_WORDS or any(long),
+        "suppress_tokens": len(words) + len(tokens) > MOST_BAD_WORDS,
+        "sequence_bias": len(biases) > MOST_BIASES or any(several),
+    }
+    return {name for name, unfit in is_unfit.items() if unfit and given.get(name)}
+
+
+def _warn_of_others(given: Mapping[str, Any], unfit: set[str], where: str) -> None:
+    obeyed = (OBEYED | IRRELEVANT) - unfit
     ignored = [
         f"{key} {value!r:.40}"
         for key, value in given.items()
-        if key not in OBEYED | IRRELEVANT and value not in NEUTRAL.get(key, ())
+        if key not in obeyed and value not in NEUTRAL.get(key, ())
     ]
     if ignored:
         warnings.warn(f"{where} has {', '.join(ignored)}: mpjax does not follow it", stacklevel=3)

@@ -341,4 +341,10 @@ def collect(loop: Loop) -> GeneratedTokens:
     finite = ~jnp.isnan(loop.logprobs).any(-1)
     speculated = None if state.speculation is None else state.speculation.done
     found = loop.tokens, state.counts, loop.logprobs, stopped, finite, speculated
-    return GeneratedTokens(*found, state.cache.captured)
+    lengths = state.cache.lengths[:, None, None]
+
+    def only_read(values: jax.Array) -> jax.Array:
+        """Captures [batch, positions, ...] without those of refused tokens behind a row's end."""
+        return jnp.where(jnp.arange(values.shape[1])[None, :, None] < lengths, values, 0)
+
+    return GeneratedTokens(*found, jax.tree.map(only_read, state.cache.captured))

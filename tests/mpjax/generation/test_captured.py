@@ -38,3 +38,19 @@ def test_all_tokens_are_captured_and_steered_as_in_one_pass(tiny):
                 wide = [np.asarray(x, np.float32) for x in (mine[:read], values[0, :read])]
                 np.testing.assert_allclose(*wide, rtol=0.05, atol=0.05)
                 assert not mine[read:].any()
+
+
+def test_tokens_that_are_refused_at_the_end_leave_zeros(tiny):
+    """A draft model that is the model itself proposes tokens behind the stop id, too."""
+    prompt, length = np.array([[3, 5, 9, 9]]), np.array([4])
+
+    def run(stop_ids=(), speculate=None):
+        how = {"sampling": {"stop_ids": stop_ids}, "speculate": speculate, "capture": {"mlp": [0]}}
+        return mpjax.generate_tokens(tiny.model, prompt, length, max_new_tokens=8, **how)
+
+    stop = int(run().tokens[0, 2])
+    found = run((stop,), mpjax.Draft(tiny, k=4))
+    assert found.tokens.tolist() == run((stop,)).tokens.tolist()
+    read = np.abs(np.asarray(found.captured["mlp"][0][0], np.float32)).max(-1) > 0
+    end = 4 + int(found.lengths[0]) - 1  # the stop id is drawn, and not read
+    assert read.tolist() == [True] * end + [False] * (len(read) - end)

@@ -19,7 +19,7 @@ class LinearMaps(NamedTuple):
     is_precise: whether the maps stay in 16 bits unless a recipe names them: they are small, and
         errors of their outputs add up over many tokens.
     is_plain: whether the maps are 16-bit arrays also where files hold them in another format, since
-        their transpose is used, too.
+        their transpose is used, too. Beside such maps no adapter runs.
     """
 
     path: str

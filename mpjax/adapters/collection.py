@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpjax.adapters.sites import require_runnable
 from mpjax.kernels.checks import require_type, shown, whole_number
 from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank
 from mpjax.text.tokenizer import Tokenizer
 
 RANK_UNIT = 8  # ranks are rounded up to a multiple of it
+MERGE = "fold it into the base with mpjax.merge(lm, mpjax.read_adapter(folder, lm.model))"
 _numbers = itertools.count(1)  # ids of adapters loaded by this process
 
 
@@ -120,13 +122,15 @@ class Adapters:
         replace: whether to replace loaded adapters with the same names.
 
         Raises ValueError for a name that is taken or no text, for an adapter that can't be chosen
-        for each row, and for one of experts that are spread over devices. After an error, the
-        adapters are unchanged.
+        for each row or changes kv_b_proj of latent attention, and for one of experts that are
+        spread over devices. After an error, the adapters are unchanged.
         """
         with self._lock:
             self._settle()
             for name, adapter in adapters.items():
                 self._require(name, adapter, replace=replace)
+                beginning = f"the adapter {name!r} changes"
+                require_runnable(model, beginning, adapter.changes, MERGE)
             old = [self._names[name] for name in adapters if name in self._names]
             before = dict(self._held)
             for each in old:
@@ -206,8 +210,7 @@ class Adapters:
         if adapter.arrays:
             raise ValueError(
                 f"the adapter {name!r} has whole parameters ({next(iter(adapter.arrays))}), which "
-                "rows can't choose: fold it into the base with "
-                "mpjax.merge(lm, mpjax.read_adapter(folder, lm.model))"
+                f"rows can't choose: {MERGE}"
             )
 
     def _put(self, model: Decoder, new: Sequence[Loaded]) -> None:

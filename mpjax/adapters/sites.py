@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -107,6 +108,19 @@ def _sites_of(place: LinearPlace, maps: LinearMaps) -> list[tuple[str, Site]]:
     if not found and len(names) == len(sizes):
         found = [(name, Site(group, i, 1)) for i, name in enumerate(names)]
     return found or [(names[0], Site(group, 0, len(sizes)))]
+
+
+def require_runnable(model: Decoder, what: str, paths: Collection[str], hint: str) -> None:
+    """Raises ValueError if a path is of maps beside which no adapter runs (`LinearMaps.is_plain`).
+
+    what, hint: the sentence's beginning and its end.
+    """
+    for place in model.linear_places(model.config):
+        if place.is_plain and place.path in paths:
+            raise ValueError(
+                f"{what} {place.names[0]}, whose weights are also read apart from the map, where "
+                f"no adapter is added: {hint}"
+            )
 
 
 def whole(model: Decoder) -> Decoder:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.adapters.collection import Adapters
-from mpjax.adapters.sites import Group, find_sites
+from mpjax.adapters.sites import Group, find_sites, require_runnable
 from mpjax.kernels.checks import shown, whole_number
 from mpjax.models import Decoder
 from mpjax.models.low_rank import LowRank, attach
@@ -43,8 +43,8 @@ def lora(
         default all maps of layers except experts. seed: of the random first matrices; the second
         are zeros.
 
-    Raises ValueError for a rank below 1, for targets that match no map, and for a model that is
-    divided among devices or already has an adapter inside.
+    Raises ValueError for a rank below 1, for targets that match kv_b_proj or no map, and for a
+    model that is divided among devices or already has an adapter inside.
     """
     if not isinstance(getattr(lm, "model", None), Decoder):
         raise ValueError(f"lm is {shown(lm)}: expected a LanguageModel, as mpjax.load gives it")
@@ -76,12 +76,14 @@ def _chosen(lm: LanguageModel, targets: str | Sequence[str]) -> list[tuple[Group
         hits = {target for target in missing | set(targets) if f".{name}".endswith(f".{target}")}
         missing -= hits
         for site in sites:
-            of_layer = site.group.place is not None and site.group.experts is None
+            place = site.group.place
+            of_layer = place is not None and site.group.experts is None and not place.is_plain
             if of_layer if is_all else hits:
                 _, maps = found.setdefault(site.group.path, (site.group, set()))
                 maps.update(range(site.first, site.first + site.count))
     if missing:
         raise ValueError(f"no linear map of the model is called {', '.join(sorted(missing))}")
+    require_runnable(lm.model, "targets has", found, "leave this map out")
     return list(found.values())
 
 

@@ -31,9 +31,12 @@ COLUMNS: tables.Columns = {
 
 
 def adapted(model: Decoder, places: int, rank: int) -> Decoder:
-    """The model with `places` random adapters of rank `rank` for all linear maps of its layers."""
+    """The model with `places` random adapters of rank `rank` for the linear maps of its layers.
+
+    Maps that no adapter may change (`LinearMaps.is_plain`) are left out.
+    """
     groups = {site.group.path: site.group for each in find_sites(model).values() for site in each}
-    groups = {path: group for path, group in groups.items() if group.place is not None}
+    groups = {path: it for path, it in groups.items() if it.place and not it.place.is_plain}
     keys, changes = jax.random.split(jax.random.key(2), len(groups)), {}
     for key, (path, group) in zip(keys, groups.items(), strict=True):
         axes = (places,) if group.experts is None else (places, group.experts)

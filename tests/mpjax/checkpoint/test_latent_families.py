@@ -12,6 +12,7 @@ import mpjax
 from mpjax.generation.decoding import generate_tokens
 from mpjax.kernels import QuantizedTensor
 from mpjax.models import latent
+from mpjax.models.low_rank import LowRank
 from tests.mpjax.checkpoint.test_expert_parity import maps_of
 from tests.mpjax.checkpoint.test_huggingface_parity import (
     SIZES,
@@ -158,6 +159,29 @@ def test_latents_in_few_bits_say_nearly_the_same(family):
     assert 0 < errors[1] < 0.02 < errors[2] < 0.3
     with pytest.raises(ValueError, match="KVfp8: a latent is kept in 16, 8 or 4 bits"):
         lm.model.create_cache(2, 64, "KVfp8", 16)
+
+
+def test_adapters_run_beside_all_maps_but_that_from_latents(tmp_path):
+    """That map's weights are read apart from it: an adapter of it is merged, and not loaded."""
+    build(*FAMILIES["v2-lite"]).save_pretrained(tmp_path)
+    lm, tokens = mpjax.load(tmp_path, dtype="float32", precision="W32A32KV16"), prompts()
+    plain = np.asarray(lm.model(tokens))
+    tuned = mpjax.lora(lm, 2)
+    np.testing.assert_allclose(np.asarray(tuned.model(tokens)), plain, rtol=1e-5, atol=1e-5)
+    changes = mpjax.Adapter.of(tuned.model).changes
+    assert {"layers.0.attention.joint", "layers.0.attention.output"} <= {*changes}
+    with pytest.raises(ValueError, match=r"^targets has model\.layers\.0\..*kv_b_proj, whose"):
+        mpjax.lora(lm, 2, ["kv_b_proj"])
+    expand = lm.model.layers[0].attention.expand.kernel.get_value()
+    down, up = np.ones((expand.shape[0], 1), np.float32), np.ones((1, expand.shape[1]), np.float32)
+    adapter = mpjax.Adapter({"layers.0.attention.expand": LowRank(down, [up])})
+    with pytest.raises(
+        ValueError, match=r"^the adapter 'a' changes model\.layers\.0\..*mpjax\.merge"
+    ):
+        lm.add_adapter("a", adapter)
+    assert lm.adapters.names == []
+    merged = mpjax.merge(lm, adapter).model.layers[0].attention.expand.kernel.get_value()
+    np.testing.assert_allclose(np.asarray(merged), np.asarray(expand) + 1, rtol=1e-6)
 
 
 @pytest.mark.sweep

@@ -176,8 +176,15 @@ class LanguageModel:
         """
         changes = self.adapters[name].adapter.changes
         own = {path: self.model.place_change(path, change) for path, change in changes.items()}
+        return self.with_model(attach(self.model, own))
+
+    def with_model(self, model: Decoder, **changes: Any) -> LanguageModel:
+        """The language model with another decoder, no adapters, and updates of its own.
+
+        changes: to other fields.
+        """
         return dataclasses.replace(
-            self, model=attach(self.model, own), adapters=Adapters(), updates=Updates()
+            self, model=model, adapters=Adapters(), updates=Updates(), **changes
         )
 
     def sleep(self) -> None:
@@ -201,7 +208,8 @@ class LanguageModel:
         if self.updates.asleep is not None:
             state = nnx.state(self.model)
             leaves, structure = jax.tree.flatten(state)
-            moved = [*map(jax.device_put, leaves, self.updates.asleep)]  # one program each
+            pairs = zip(leaves, self.updates.asleep, strict=True)
+            moved = [jax.device_put(*pair) for pair in pairs]  # one program each
             nnx.update(self.model, jax.tree.unflatten(structure, moved))
             self.updates.asleep = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.adapters.collection import Adapters
 from mpjax.adapters.sites import Group, find_sites, require_runnable
 from mpjax.kernels.checks import shown, whole_number
 from mpjax.models import Decoder
@@ -57,8 +55,7 @@ def lora(
         group.path: _pairs(group, maps, rank, key)
         for (group, maps), key in zip(chosen, keys, strict=True)
     }
-    model, updates = attach(lm.model, changes), type(lm.updates)()
-    return dataclasses.replace(lm, model=model, adapters=Adapters(), updates=updates)
+    return lm.with_model(attach(lm.model, changes))
 
 
 def _chosen(lm: LanguageModel, targets: str | Sequence[str]) -> list[tuple[Group, set[int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -123,7 +122,7 @@ def _from_model(
             recipe,
             lambda *done: advance(1),
         )
-    return _with_cache(dataclasses.replace(lm, model=model, kv_format=recipe.kv), documents)
+    return _with_cache(lm.with_model(model, kv_format=recipe.kv), documents)
 
 
 def _from_folder(

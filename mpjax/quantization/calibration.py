@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -85,7 +84,7 @@ def calibrate_cache(
     of_layers = jax.vmap(jax.vmap(functools.partial(cache_scales, format=format)))
     model = nnx.clone(lm.model)
     model.put_cache_scales(of_layers(largest[:, :, None]))
-    return dataclasses.replace(lm, model=model)
+    return lm.with_model(model)
 
 
 def _side_by_side(spec: StateSpec) -> tuple[StateSpec, ...]:

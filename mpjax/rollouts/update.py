@@ -38,9 +38,10 @@ def update(
     version: an integer above `lm.version`, which becomes it; by default the next.
 
     The memory of the old arrays is used again (donated): whoever shares them, as the models of
-    `mpjax.lora` and `with_adapter` do, must be made again. Shapes and formats stay, so that no
-    program is compiled again. Engines of the model take the new weights with their next step;
-    `Engine.update_weights` also says what becomes of requests that run, and waits for its thread.
+    `mpjax.lora`, `with_adapter` and `mpjax.quantize` do, must be made again. Shapes and formats
+    stay, so that no program is compiled again. Engines of the model take the new weights with their
+    next step; `Engine.update_weights` also says what becomes of requests that run, and waits for
+    its thread.
 
     Weights are rounded as they come. Where a method such as AWQ or `rotate` has moved scales
     between the parameters of `lm`, update all of the model, not some.

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.adapters.collection import Adapter, Adapters
+from mpjax.adapters.collection import Adapter
 from mpjax.adapters.sites import base_matrix, find_sites
 from mpjax.kernels import QuantizedTensor, quantize
 from mpjax.kernels.checks import require_type
-from mpjax.language_model import LanguageModel, Updates
+from mpjax.language_model import LanguageModel
 from mpjax.models import Linear
 from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import EMBEDDING, HEAD, TABLES
@@ -57,10 +57,7 @@ def merge(lm: LanguageModel, adapter: str | Adapter) -> LanguageModel:
         if place.path not in TABLES and (array := adapter.arrays.get(place.path)) is not None:
             dtype = place.read(model).dtype
             place.assign(model, jnp.asarray(array, dtype))
-    tokenizer, updates = adapter.tokenizer or lm.tokenizer, Updates()
-    return dataclasses.replace(
-        lm, model=model, adapters=Adapters(), tokenizer=tokenizer, updates=updates
-    )
+    return lm.with_model(model, tokenizer=adapter.tokenizer or lm.tokenizer)
 
 
 def _product(change: LowRank) -> np.ndarray:

@@ -6,7 +6,6 @@ layers are kept, and each layer is recomputed for its gradient. Equal layers sha
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Sequence
@@ -93,7 +92,7 @@ def learn_scales(
     lesson.put(best)
     for spec, layer in zip(model.config.layers, model.layers, strict=True):
         pack_all(layer, spec.linear_paths(model.config))
-    return dataclasses.replace(lm, model=model)
+    return lm.with_model(model)
 
 
 def _check_experts(model: Decoder) -> None:

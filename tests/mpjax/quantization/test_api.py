@@ -31,6 +31,8 @@ def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
     assert all(map(np.array_equal, leaves_of(tiny), before))
     assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
+    assert found.updates is not tiny.updates
+    assert found.adapters is not tiny.adapters
     streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")
     for leaves in zip(leaves_of(found), leaves_of(streamed), strict=True):
         np.testing.assert_array_equal(*leaves)

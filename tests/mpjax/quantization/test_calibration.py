@@ -45,6 +45,7 @@ def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, two_laye
     scales = found.model.cache_scales.get_value()
     np.testing.assert_allclose(scales, np.max(largest, 0) / reach, rtol=1e-4)
     assert two_layers.model.cache_scales is None
+    assert found.updates is not two_layers.updates
     cache = found.model.create_cache(1, 16, found.kv_format)
     np.testing.assert_array_equal(cache.layers[1].value_parameters, scales[1, 1])
     again = jax.jit(lambda model: model.create_cache(1, 16, found.kv_format))(found.model)

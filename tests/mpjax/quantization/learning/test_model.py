@@ -104,6 +104,7 @@ def test_the_loss_falls_and_is_that_of_the_model_that_is_returned(
     assert min(losses) == pytest.approx(loss_of(found, tiny), rel=1e-3)
     assert min(losses) < 0.8 * losses[0]
     assert found.precision == rounded.precision
+    assert found.updates is not rounded.updates
     for leaves in zip(before, jax.tree.leaves(nnx.state(rounded.model)), strict=True):
         np.testing.assert_array_equal(*leaves)
 

@@ -167,16 +167,17 @@ def test_update_alone_reaches_engines_with_their_next_step(compiles, engine, oth
 def test_a_thread_goes_on_through_updates(engine, others):
     """Versions grow along each text, and are those that were there."""
     engine.start()
-    handles = [engine.submit(PROMPT[i:], max_new_tokens=NEW) for i in range(6)]
+    new = 4 * NEW  # so that updates come long before the last token
+    handles = [engine.submit(PROMPT[i:], max_new_tokens=new) for i in range(6)]
     for version in range(1, 5):
-        while sum(len(handle.tokens) for handle in handles) < version * NEW:
+        while sum(len(handle.tokens) for handle in handles) < version * new:
             handles[0].wait(-1)
         engine.update_weights(others, running="reread" if version % 2 else "continue")
     for handle in handles:
         handle.result()
-        assert len(handle.weights) == len(handle.tokens) == NEW
+        assert len(handle.weights) == len(handle.tokens) == new
         assert handle.weights == sorted(handle.weights)
-    assert len({version for handle in handles for version in handle.weights}) > 1
+    assert len({version for handle in handles for version in handle.weights}) > 2
     assert is_clean(engine)
 
 

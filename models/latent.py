@@ -131,9 +131,14 @@ class LatentSpec(AttentionSpec):
         return () if self.query_rank is None else (Fold("query", "query_norm"),)
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Peak bytes of the tokens' queries, keys and values."""
-        item = as_dtype("dtype", config.dtype).itemsize
-        return 4 * tokens * config.num_heads * self.padded_dim * item
+        """Peak bytes of the tokens' queries, keys and values, and of those of cached latents.
+
+        The latter are there twice: as the map gives them, and in pages.
+        """
+        of_token = 2 * config.num_heads * self.padded_dim
+        of_token *= as_dtype("dtype", config.dtype).itemsize
+        cached = tokens * config.max_position_embeddings if tokens >= EXPANDED_TOKENS else 0
+        return 2 * tokens * of_token + 2 * min(cached * of_token, EXPANDED_BYTES)
 
     @property
     def padded_dim(self) -> int:

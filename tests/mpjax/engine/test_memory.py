@@ -12,6 +12,7 @@ from mpjax.engine.state import cache_bytes
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import ExpertsSpec, LayerSpec
+from mpjax.models.latent import EXPANDED_BYTES, LatentSpec
 from mpjax.models.registry import read_config
 from tests.models.sharded_families import keys
 
@@ -69,6 +70,17 @@ def test_room_is_left_for_the_terms_of_experts(lm):
     found = memory._working_bytes(other, SIZES) - before
     inside = (spec.working_bytes(config, 64) for spec in (experts, config.layers[0].mlp))
     assert found == next(inside) - next(inside) > 0
+
+
+def test_room_is_left_for_the_keys_and_values_of_cached_latents(lm):
+    """Twice, from the number of tokens on for which latents are expanded."""
+    config = dataclasses.replace(lm.config, max_position_embeddings=2**15)
+    spec = LatentSpec(keys=64, rotary=64, values=128)
+    of_token = 2 * config.num_heads * 128 * 4
+    few, many = (spec.working_bytes(config, tokens) for tokens in (127, 128))
+    assert many - few == 2 * of_token + 2 * EXPANDED_BYTES
+    short = dataclasses.replace(config, max_position_embeddings=256)
+    assert spec.working_bytes(short, 128) == 2 * 128 * of_token + 2 * 128 * 256 * of_token
 
 
 def test_room_is_left_for_what_is_proposed_and_for_chunks(lm):

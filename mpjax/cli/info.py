@@ -60,9 +60,9 @@ was made for, where there is none like it, or null), rounded (what is lost by
 loading, or null), other_precisions (that can be asked for, and the bytes of
 all weights in each), tokenizer (tokens, chat_templates, stop_tokens; or
 null), state_bytes (of a sequence, beside its pages, in layers that keep a
-state), memory_bytes (by KV format and number of tokens: weights, and the cache
-of one sequence), free_bytes (of the device; null where unknown), and can_run
-(true).
+state), memory_bytes (by KV format and number of tokens: weights, and the
+cache of one sequence), free_bytes (of the device; null where unknown), and
+can_run (true).
 Of a model that can't run, what was found is shown, and the error says what is
 in the way; with --json, can_run is false and in_the_way has that sentence.
 """

@@ -131,6 +131,52 @@ class SmallTable(Automaton):
         return type(self)(found.token_class, np.pad(found.step, room, constant_values=-1))
 
 
+class TableMatcher:
+    """The place of a row's text in a table, as the host follows it.
+
+    table: of NumPy arrays. stop_ids: that end the row.
+    """
+
+    def __init__(self, table: Automaton, stop_ids: Sequence[int]) -> None:
+        self._table, self._stop_ids = table, frozenset(stop_ids)
+        self.restart()
+
+    def restart(self) -> None:
+        """Goes back to the beginning of the row's new text."""
+        self._state = 0
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follows new tokens of the row. Raises ValueError for tokens that are not allowed."""
+        text = [token for token in tokens if token not in self._stop_ids]  # that end the row
+        for token in text:
+            after = int(self._table.step[self._state, self._table.token_class[token]])
+            if after < 0:
+                raise ValueError(
+                    f"the constraint can't follow the tokens {text}: its table does not allow "
+                    f"token {token} there"
+                )
+            self._state = after
+
+    def forced(self, least: int, most: int) -> list[int]:
+        """The tokens that come next because each is the only one allowed; see Matcher."""
+        found: list[int] = []
+        state = self._state
+        while len(found) < most and (only := self._only(state)) is not None:
+            found.append(only[0])
+            state = only[1]
+        return found if len(found) >= least else []
+
+    def _only(self, state: int) -> tuple[int, int] | None:
+        """The token that alone may follow a state, and the next state; None for a stop id."""
+        classes = np.flatnonzero(self._table.step[state] >= 0)
+        if len(classes) != 1:
+            return None
+        tokens = np.flatnonzero(self._table.token_class == classes[0])
+        if len(tokens) != 1 or int(tokens[0]) in self._stop_ids:
+            return None
+        return int(tokens[0]), int(self._table.step[state, classes[0]])
+
+
 @functools.lru_cache(maxsize=256)
 def _small(words: Words, pattern: str, grammar: str, states: int) -> TokenTable | None:
     """The table of a pattern; None if it is not regular, too large or takes too long."""

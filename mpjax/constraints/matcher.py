@@ -88,6 +88,21 @@ class Matcher:
         if self._matcher.is_error() or (text and not self._matcher.consume_tokens(text)):
             raise ValueError(f"the constraint can't follow the tokens {text}: {self._error()}")
 
+    def forced(self, least: int, most: int) -> list[int]:
+        """The tokens that come next because each is the only one allowed, without stop ids.
+
+        None for fewer than `least`, and the first `most` of more.
+        """
+        ends = {*self._ends, *self.stop_ids}
+        known = [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+        run = list(itertools.takewhile(lambda token: token not in ends, known))[:most]
+        if len(run) < least:
+            return []
+        # What a step would allow decides: llguidance may know bytes whose tokens are still open.
+        numbers = np.bitwise_count(self.masks(run)[:-1]).sum(-1)
+        count = next(iter(np.flatnonzero(numbers != 1).tolist()), len(run))
+        return run[:count] if count >= least else []
+
     def _fill(self) -> np.ndarray:
         """The mask of tokens allowed next; the tokenizer's stop ids stand for an end."""
         return _filled(self._matcher, self._size)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.constraints.automaton import SmallTable
+from mpjax.constraints.automaton import SmallTable, TableMatcher
 from mpjax.constraints.kinds import Constraint
 from mpjax.constraints.matcher import WORD, Matcher, mask_words
 from mpjax.engine.sizes import Sizes
@@ -91,15 +91,15 @@ def read_constraint(
     constraint: Constraint,
     stop_ids: Sequence[int],
     processors: Sequence[Processor],
-) -> tuple[Processor, Matcher | None]:
-    """The processor of a request's constraint, and its Matcher; None if a table follows it.
+) -> tuple[Processor, Matcher | TableMatcher]:
+    """The processor of a request's constraint, and what follows the text on the host.
 
     stop_ids: the row's. processors: the engine's. Raises the ValueErrors of Matcher.
     """
     places = (one for one in processors if isinstance(one, SmallTable))
     tables = (place.of_constraint(lm, constraint, stop_ids) for place in places)
     if (table := next(tables, None)) is not None:
-        return table, None
+        return table, TableMatcher(table, stop_ids)
     masked = next(one for one in processors if isinstance(one, Masked))
     return masked, Matcher(lm, constraint, stop_ids)
 
@@ -166,7 +166,7 @@ def _kind(processor: Processor) -> Any:
 def begin_control(
     state: State,
     slot: jax.Array,
-    control: Control,
+    control: Control | None,
     tokens: jax.Array,
     ends: tuple[jax.Array, jax.Array],
     *,
@@ -174,21 +174,30 @@ def begin_control(
 ) -> State:
     """The state with a new row's processors in its slot, advanced over the row's tokens.
 
-    slot: int32 scalar; an index out of range changes nothing. tokens: int32 [tokens], the row's
-    prompt and its new tokens, padded. ends: int32 scalars, the number of the prompt's tokens, and
-    of all tokens. vocabulary: the number of logits (static).
+    slot: int32 scalar; an index out of range changes nothing. control: None for the processors in
+    the slot, which are advanced alone. tokens: int32 [tokens], the row's prompt and its new tokens,
+    padded. ends: int32 scalars, the number of the tokens that were read, of a new row the prompt's,
+    and of all tokens. vocabulary: the number of logits (static).
     """
-    prompt, count = ends
+    begin, count = ends
+
+    def advanced(one: Any) -> Any:
+        def advance(place: jax.Array, memory: Any) -> Any:
+            return one.processor.advance(memory, tokens[place], jnp.bool_(True))
+
+        memory = jax.lax.fori_loop(begin, count, advance, one.memory)
+        return dataclasses.replace(one, memory=memory)
 
     def begun(one: Any, processor: Any, active: jax.Array) -> Any:
-        memory = processor.read(processor.create(vocabulary), tokens, prompt)
+        memory = processor.read(processor.create(vocabulary), tokens, begin)
+        return dataclasses.replace(one, processor=processor, memory=memory, active=active)
 
-        def advance(place: jax.Array, memory: Any) -> Any:
-            return processor.advance(memory, tokens[place], jnp.bool_(True))
+    own = tuple(jax.tree.map(lambda leaf: leaf[slot], one) for one in state.processors)
+    if control is not None:
+        own = tuple(map(begun, own, control.processors, control.active))
 
-        memory = jax.lax.fori_loop(prompt, count, advance, memory)
-        new = dataclasses.replace(one, processor=processor, memory=memory, active=active)
-        return jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), one, new)
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[slot].set(new, mode="drop")
 
-    found = map(begun, state.processors, control.processors, control.active)
-    return dataclasses.replace(state, processors=tuple(found))
+    found = jax.tree.map(put, state.processors, tuple(map(advanced, own)))
+    return dataclasses.replace(state, processors=found)

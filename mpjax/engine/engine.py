@@ -269,7 +269,7 @@ class Engine(Managed):
             behind=ids[len(read) :],
             greedy_from=settings.greedy_from,
             is_controlled=settings.control is not None,
-            is_constrained=settings.matcher is not None,
+            is_constrained=settings.masker is not None,
             scaling=self.lm.config.scaling_by_length,
         )
         planned.owner = Request(handle, settings, planned)

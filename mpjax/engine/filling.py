@@ -100,11 +100,13 @@ def fill_masks(
 ) -> np.ndarray:
     """Writes the masks of rows with a constraint into `masks`, uint32 [rows, positions, words].
 
-    drafts: the proposed tokens of each row. Returns `masks`.
+    drafts: the proposed tokens of each row. Returns `masks`. Behind forced tokens, which matchers
+    have not followed yet, are the masks of the last place.
     """
     for index, row in enumerate(rows):
-        if row is not None and (matcher := row.owner.settings.matcher) is not None:
-            own = matcher.masks([] if drafts is None else drafts[index])
+        if row is not None and (matcher := row.owner.settings.masker) is not None:
+            forced = row.forced_tokens
+            own = matcher.masks(forced or ([] if drafts is None else drafts[index]))[len(forced) :]
             masks[index, : len(own)] = own
     return masks
 

@@ -85,6 +85,11 @@ class New:
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     weights: int = 0
 
+    def __add__(self, other: New) -> New:
+        """These tokens, and then the other ones, of the same weights."""
+        top = self.top_logprobs + other.top_logprobs
+        return New(self.tokens + other.tokens, self.logprobs + other.logprobs, top, other.weights)
+
 
 @dataclasses.dataclass(frozen=True)
 class Event:

@@ -28,6 +28,7 @@ class Piece:
 
     is_first: whether it is the first chunk in the row's slot. is_last: whether the next token is
     drawn after it. snapshot: the place for a copy of the slot's recurrent states after it, or None.
+    forced: the number of the row's forced tokens.
     """
 
     row: Row
@@ -36,6 +37,12 @@ class Piece:
     is_first: bool
     is_last: bool
     snapshot: int | None = None
+    forced: int = 0
+
+    @property
+    def begins_forced(self) -> bool:
+        """Whether it is the first chunk of forced tokens, which the token before them begins."""
+        return self.forced > 0 and self.start == len(self.row.tokens) - self.forced - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Decode:
 class Extend:
     """A prefill program.
 
-    scored: whether it computes the prompts' log-probabilities.
+    scored: whether it computes the log-probabilities of prompts or forced tokens.
     """
 
     pieces: list[Piece]
@@ -230,7 +237,7 @@ class Planner:
         least = max(1, room // PIECES)
         for row in rows:
             is_full = room < least or work <= 0 or len(pieces) == self.sizes.sequences
-            if pieces and (is_full or row.scored != pieces[0].row.scored):
+            if pieces and (is_full or row.is_scored != pieces[0].row.is_scored):
                 self._has_more = True
                 break
             if row.slot is None and not self._admit(row):
@@ -242,7 +249,7 @@ class Planner:
             room, work = room - count, work - context_work(row.length, count)
             pieces.append(self._cut(row, count))
         self._has_more |= any(row.is_reading for row in self.running)
-        return Extend(pieces, pieces[0].row.scored) if pieces else None
+        return Extend(pieces, pieces[0].row.is_scored) if pieces else None
 
     def _room(self, first: Row) -> tuple[int, float]:
         """The most tokens of the next prefill program, and their most context work.
@@ -250,7 +257,10 @@ class Planner:
         first: the first row to prefill.
         """
         decoding = self._decoding()
-        kind = {"greedy": all(row.is_greedy for row in [first, *decoding]), "scored": first.scored}
+        kind = {
+            "greedy": all(row.is_greedy for row in [first, *decoding]),
+            "scored": first.is_scored,
+        }
         sizes = self.sizes.reading_sizes(**kind)
         gap = self._gap(len(decoding)) if decoding else math.inf
         left = gap if gap == math.inf else gap - self._waited
@@ -296,7 +306,7 @@ class Planner:
         if is_last:
             row.draw(1, 1)
         place = self._take_snapshot(row)
-        return Piece(row, start, start + count, is_first, is_last, place)
+        return Piece(row, start, start + count, is_first, is_last, place, row.forced)
 
     def _take_snapshot(self, row: Row) -> int | None:
         """The place for a snapshot of the row's states after a planned piece, or None."""
@@ -424,6 +434,7 @@ class Planner:
 
     def _leave(self, row: Row, *, is_finite: bool) -> None:
         assert row.slot is not None
+        row.take_forced()
         self.running.remove(row)
         self._slots.append(row.slot)
         self.groups.release(row.pages)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
+from mpjax.constraints.automaton import TableMatcher
 from mpjax.constraints.kinds import Constraint, read_constraints
 from mpjax.constraints.matcher import Matcher
 from mpjax.engine.controlled import Control, read_constraint, read_control
@@ -34,14 +35,21 @@ class Settings:
 
     row: RowSettings of one row, as NumPy arrays. most: the most new tokens, 0 for a request that
     only scores its prompt. stop: stop strings. control: its logits processors, or None. matcher:
-    the matcher of its constraint, or None.
+    follows the text in its constraint, or None. is_forcible: whether a token that alone is allowed
+    by the constraint is drawn for sure.
     """
 
     row: RowSettings
     most: int
     stop: list[str]
     control: Control | None = None
-    matcher: Matcher | None = None
+    matcher: Matcher | TableMatcher | None = None
+    is_forcible: bool = False
+
+    @property
+    def masker(self) -> Matcher | None:
+        """The matcher whose masks steps need; None if there is none, or a table is followed."""
+        return self.matcher if isinstance(self.matcher, Matcher) else None
 
     @property
     def greedy_from(self) -> int | None:
@@ -177,7 +185,11 @@ class RowsOptions:
             ids = settings.row.stop_ids[0]
             ids = ids[ids != NO_ID].tolist()
             own, matcher = read_constraint(lm, constraint, ids, processors)
-            settings, wanted = dataclasses.replace(settings, matcher=matcher), (own, *wanted)
+            # Without what may forbid the only token, which is an error, or draw another one.
+            is_free = not wanted and sampling.allowed_ids is None and sampling.bad_words is None
+            is_free &= sampling.logit_bias is None
+            settings = dataclasses.replace(settings, matcher=matcher, is_forcible=is_free)
+            wanted = own, *wanted
         if not changes_logits(sampling) and not wanted:
             return settings
         control = read_control(lm, sampling, wanted, processors)

@@ -36,6 +36,8 @@ class Row:
         tokens of the prompt found in the prefix cache when it first got a slot.
     stations: numbers of tokens after which a snapshot of its recurrent states is kept. snapshots:
         by these numbers, the snapshots' places, until known to be finite.
+    forced: the number of last tokens that were not drawn, since a constraint allows them alone, and
+        that the request has not got yet. awaits: whether it draws no more before such tokens.
     is_known: whether it was submitted to the planner. version: of the weights when it got its slot.
     rotary_length: see RopeScaling.
     """
@@ -68,6 +70,8 @@ class Row:
     stations: set[int] = dataclasses.field(default_factory=set)
     snapshots: dict[int, int] = dataclasses.field(default_factory=dict)
     shared: int = 0
+    forced: int = 0
+    awaits: bool = False
     is_known: bool = False
     version: int = 0
     rotary_length: int = 0
@@ -81,6 +85,27 @@ class Row:
     def is_reading(self) -> bool:
         """Whether prefill is unfinished."""
         return self.length < self.target
+
+    @property
+    def forced_tokens(self) -> list[int]:
+        """The forced tokens that the request has not got yet."""
+        return self.tokens[len(self.tokens) - self.forced :]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the tokens to prefill next are scored."""
+        return self.scored or self.forced > 0
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Adds tokens that are prefilled, not drawn; the row has no programs in flight."""
+        self.tokens.extend(tokens)
+        self.forced, self.target = len(tokens), len(self.tokens)
+
+    def take_forced(self) -> list[int]:
+        """Pops the forced tokens, which come back with `learn` or are found once more."""
+        tokens, self.forced = self.forced_tokens, 0
+        del self.tokens[len(self.tokens) - len(tokens) :]
+        return tokens
 
     @property
     def is_greedy(self) -> bool:
@@ -111,7 +136,7 @@ class Row:
     @property
     def can_draw(self) -> bool:
         """Whether the row can decode next."""
-        return not self.is_reading and self.left > 0 and self.space > 0
+        return not (self.is_reading or self.awaits) and self.left > 0 and self.space > 0
 
     @property
     def has_to_reread(self) -> bool:

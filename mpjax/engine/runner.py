@@ -15,11 +15,13 @@ from mpjax.engine import filling
 from mpjax.engine.choosing import Forwarded
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
-from mpjax.engine.controlled import constraint_places, create_control, no_control
+from mpjax.engine.controlled import Control, constraint_places, create_control, no_control
+from mpjax.engine.forcing import look_ahead, take_forced
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
+from mpjax.engine.pending import Pending, run_of, steps_of
 from mpjax.engine.planner import Decode, Extend, Planner
 from mpjax.engine.program_run import Drawer, ProgramRun
-from mpjax.engine.programs import Drawn, PromptScores, Stepping
+from mpjax.engine.programs import Stepping
 from mpjax.engine.request import Request
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
@@ -68,7 +70,7 @@ class Runner:
         )
         self._state = committed(self._create_state())
         self._layout = filling.Layout.of(self._state)
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +116,7 @@ class Runner:
     def submit(self, request: Request) -> None:
         """Adds a request to the waiting ones."""
         self.requests[request.handle] = request
+        look_ahead(request.row, 1, self.planner.sizes)  # behind the token that its prefill draws
         self.planner.submit(request.row)
 
     def take_weights(self) -> None:
@@ -167,7 +170,7 @@ class Runner:
             self.clock.rest()
         return events
 
-    def _start(self, plan: Extend | Decode) -> _Pending:
+    def _start(self, plan: Extend | Decode) -> Pending:
         """Launches a program. If that compiles it, its seconds and the last ones don't count."""
         before, known = self._pending, len(self.programs.used)
         self._clear(self.planner.take_left())
@@ -193,7 +196,7 @@ class Runner:
             before.is_measured = False
         return self.clock.start(is_free=before is None or is_late)
 
-    def _await(self, pending: _Pending) -> None:
+    def _await(self, pending: Pending) -> None:
         """Waits for a program and measures it before the next launch, which blocks the host.
 
         Later its end could not be measured. The next launch is late, which costs little, since its
@@ -234,7 +237,7 @@ class Runner:
         self._attached = state.processors or self._attached
         self._state = dataclasses.replace(state, processors=())
 
-    def _extend(self, plan: Extend) -> _Pending:
+    def _extend(self, plan: Extend) -> Pending:
         read = [piece.row for piece in plan.pieces]
         greedy = all(row.is_greedy for row in read)
         kind = {"greedy": greedy and not plan.scored, "scored": plan.scored}
@@ -250,6 +253,9 @@ class Runner:
             masks=self.programs.no_masks if any(row.is_controlled for row in read) else None,
         )
         self._begin_rows([piece.row for piece in plan.pieces if piece.is_first])
+        for piece in plan.pieces:
+            if piece.begins_forced:
+                self._begin_control(piece.row, None, len(piece.row.tokens) - piece.forced)
         begin = self._begin()
         state, drawn, scores = self.programs.extend(self._state_of(read), reading, **kind)
         self._keep(state)
@@ -257,9 +263,9 @@ class Runner:
         self._copy([(piece.row.slot, piece.snapshot) for piece in kept])
         drawers = [Drawer(i, piece.row, piece) for i, piece in enumerate(plan.pieces)]
         context = max(piece.end for piece in plan.pieces)
-        return _Pending(plan, drawers, drawn, scores, begin, tokens, context)
+        return Pending(plan, drawers, drawn, scores, begin, tokens, context)
 
-    def _decode(self, plan: Decode) -> _Pending:
+    def _decode(self, plan: Decode) -> Pending:
         kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
         _, entries = places(self._state)
         size = self.programs.decoding_size(len(plan.rows), **kind)
@@ -282,9 +288,9 @@ class Runner:
         self._keep(state)
         drawers = list(itertools.starmap(Drawer, enumerate(plan.rows)))
         context = max(row.length for row in plan.rows)
-        return _Pending(plan, drawers, drawn, None, begin, size, context, forwarded=forwarded)
+        return Pending(plan, drawers, drawn, None, begin, size, context, forwarded=forwarded)
 
-    def _choose(self, pending: _Pending, stepping: Stepping, forwarded: Forwarded) -> None:
+    def _choose(self, pending: Pending, stepping: Stepping, forwarded: Forwarded) -> None:
         """Launches `choose` after `forward`, now that all earlier tokens are known.
 
         Masks are computed while `forward` runs; with speculation, after waiting for its proposals.
@@ -311,13 +317,19 @@ class Runner:
                 self._state = self.programs.begin_history(self._state, slot, tokens, count)
             if row.is_controlled or row.slot in self._controlled:
                 control = row.owner.settings.control or no_control(self._lm, self.processors)
-                tokens, ends = filling.history(row, room), (np.int32(row.prompt), count)
-                begun = self._with_control()
-                self._keep(self.programs.begin_control(begun, slot, control, tokens, ends))
+                self._begin_control(row, control, row.prompt)
                 self._controlled -= {row.slot}
                 self._controlled |= {row.slot} if row.is_controlled else set()
 
-    def _read(self, pending: _Pending) -> list[Event]:
+    def _begin_control(self, row: Row, control: Control | None, read: int) -> None:
+        """Passes a row's tokens from index `read` on to `control`, or what is in its slot."""
+        assert row.slot is not None
+        tokens = filling.history(row, places(self._state)[1] * self._state.cache.page_size)
+        ends, begun = (np.int32(read), np.int32(len(row.tokens))), self._with_control()
+        slot = np.int32(row.slot)
+        self._keep(self.programs.begin_control(begun, slot, control, tokens, ends))
+
+    def _read(self, pending: Pending) -> list[Event]:
         """Waits for a program's results, and reports the new tokens to the requests."""
         tokens, logprobs, counts, running = map(np.asarray, pending.results.arrays)
         self._measure(pending)
@@ -348,22 +360,24 @@ class Runner:
                     *(x[index, :count, :number].tolist() for x in top_logprobs), strict=True
                 )
                 new.top_logprobs.extend(list(zip(*pair, strict=True)) for pair in pairs)
+            if piece is not None and piece.forced:
+                new = take_forced(row.owner, piece) + new
             if done:
                 numbers = [int(x[index]) for x in done]
                 self._count(row.owner.handle, [*numbers, len(new.tokens)])
             events.append(self._tell(row, new, is_ended=not running[index]))
         return events
 
-    def _measure(self, pending: _Pending) -> None:
+    def _measure(self, pending: Pending) -> None:
         """Reports the seconds of a program that has just ended to the pace and the observer."""
         begin, seconds = self.clock.end(pending.begin)
         plan, pace = pending.plan, self.planner.pace
         if self.observer is not None:
-            self.observer(_run(pending, begin, seconds))
+            self.observer(run_of(pending, begin, seconds))
         if not pending.is_measured:
             return
         if isinstance(plan, Decode):
-            steps = _steps(pending)
+            steps = steps_of(pending)
             if steps:
                 pace.learn_step(seconds / steps)
         elif not plan.scored:
@@ -390,6 +404,8 @@ class Runner:
             )
             # At a stop string, programs in flight still run the row.
             self._end(request, "stop" if is_stop else "length", is_finite=is_ended)
+        elif row.slot is not None:
+            look_ahead(row, sum(most for _, most in row.flights), self.planner.sizes)
         return handle.report(new.tokens[:taken])
 
     def _count(self, handle: Handle, counts: Sequence[int]) -> None:
@@ -399,8 +415,8 @@ class Runner:
         more = SpeculationReport(*([count] for count in counts))
         handle.speculation = more if handle.speculation is None else handle.speculation + more
 
-    def _keep_scores(self, pending: _Pending) -> None:
-        """Adds the log-probabilities of prompt tokens to their requests."""
+    def _keep_scores(self, pending: Pending) -> None:
+        """Adds the log-probabilities of prompt tokens and forced ones to their requests."""
         assert isinstance(pending.plan, Extend)
         assert pending.scores is not None
         arrays = [np.asarray(x) for x in pending.scores.arrays]
@@ -411,11 +427,11 @@ class Runner:
             logprobs, *top = (x[at : at + count] for x in arrays)
             at += count
             handle = request.handle
-            if handle.prompt_logprobs is not None:
+            if handle.prompt_logprobs is not None and not piece.forced:
                 continue  # the row is prefilled again
             request.scores = [s for s in request.scores if s.start < piece.start]
             request.scores.append(Scores(piece.start, logprobs, *top))
-            if piece.is_last:
+            if piece.is_last and not piece.forced:
                 handle.prompt_logprobs = PromptLogprobs.join(
                     request.scores, len(handle.prompt), request.settings.top_logprobs
                 )
@@ -437,60 +453,3 @@ class Runner:
     def _copy(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         for source, target in pairs:
             self._state = self.programs.copy(self._state, np.int32(source), np.int32(target))
-
-
-@dataclasses.dataclass(eq=False)
-class _Pending:
-    """A launched program whose results the host has not read.
-
-    drawn, scores: its results, on the device. begin: launch time. size: padded number of prefill
-    tokens or of decoding rows. context: tokens that its queries attend to, in the row with the
-    most. is_measured: whether its launch and end give its duration on the device. forwarded: for a
-    constrained step, the results of `forward`; `drawn` is that of `choose`.
-    weights: the version of the weights.
-    """
-
-    plan: Extend | Decode
-    drawers: list[Drawer]
-    drawn: Drawn | None
-    scores: PromptScores | None
-    begin: float
-    size: int
-    context: int
-    is_measured: bool = True
-    forwarded: tuple[Stepping, Forwarded] | None = None
-    weights: int = 0
-
-    @property
-    def results(self) -> Drawn:
-        """The drawn tokens."""
-        assert self.drawn is not None, "the second program has not been started"
-        return self.drawn
-
-
-def _run(pending: _Pending, begin: float, seconds: float) -> ProgramRun:
-    """The ProgramRun of a program that has ended."""
-    plan = pending.plan
-    rows = sum(it.piece is None or it.piece.is_last for it in pending.drawers)
-    steps = 0 if isinstance(plan, Extend) else _steps(pending)
-    return ProgramRun(
-        kind="read" if isinstance(plan, Extend) else "decode",
-        size=pending.size,
-        tokens=plan.tokens if isinstance(plan, Extend) else 0,
-        rows=rows,
-        steps=steps,
-        context=pending.context,
-        begin=begin,
-        seconds=seconds,
-        is_measured=pending.is_measured,
-    )
-
-
-def _steps(pending: _Pending) -> int:
-    """The steps of a decoding program; with speculation, those of the row with the most.
-
-    With speculation the loop ends early if a row has the most tokens, or if all rows end.
-    """
-    assert isinstance(pending.plan, Decode)
-    done = pending.results.speculated
-    return pending.plan.steps if done is None else int(np.asarray(done.steps).max())

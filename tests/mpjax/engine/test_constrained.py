@@ -196,9 +196,10 @@ def test_a_draft_is_bound_by_no_mask_of_the_step_before(tiny):
     assert sum(found.speculation.accepted) > 3
 
 
-def test_a_text_that_leaves_its_constraint_ends_its_request_alone(tiny):
+@pytest.mark.parametrize("table_states", [0, 512])
+def test_a_text_that_leaves_its_constraint_ends_its_request_alone(tiny, table_states):
     stubborn = (Saying((tiny.tokenizer.encode("x")[0],), obeys=False),)
-    with make_engine(tiny, processors=stubborn, table_states=0) as engine:
+    with make_engine(tiny, processors=stubborn, table_states=table_states) as engine:
         asked = {"max_new_tokens": 12, "constraint": CONSTRAINTS[0]}
         bad = engine.submit(PROMPTS[0], processors=stubborn, **asked)
         good = engine.submit(PROMPTS[0], **asked)

@@ -1,0 +1,54 @@
+"""Forced tokens: a constraint allows each of them alone, so they are prefilled and not drawn.
+
+The host finds a run of them when it reads the token before. The row then awaits its programs in
+flight, and one scored piece computes the run's keys, values and log-probabilities, and draws the
+next token.
+"""
+
+from __future__ import annotations
+
+from mpjax.engine.handle import New, PromptLogprobs
+from mpjax.engine.planner import Piece
+from mpjax.engine.request import Request
+from mpjax.engine.row import Row
+from mpjax.engine.sizes import Sizes
+
+LEAST_FORCED = 4  # a piece, and the step that the row awaits, take longer than fewer steps
+
+
+def has_pieces(sizes: Sizes) -> bool:
+    """Whether an engine of these sizes prefills forced tokens.
+
+    Not with speculation, whose steps read several tokens; in blocks of a KV format; nor where
+    programs are compiled for one size, which has no small scored piece.
+    """
+    return not (sizes.proposed or sizes.block or sizes.single)
+
+
+def look_ahead(row: Row, coming: int, sizes: Sizes) -> None:
+    """Adds a row's forced tokens, or lets it await its tokens in flight if forced ones follow them.
+
+    coming: the most tokens in flight, 0 for none. sizes: of the engine.
+    """
+    settings, row.awaits = row.owner.settings, False
+    if not (settings.is_forcible and has_pieces(sizes)) or row.is_reading:
+        return
+    # The token behind a run is drawn, and has to be one of the request's.
+    most = min(row.most - (len(row.tokens) - row.prompt), row.space) - 1
+    run = settings.matcher.forced(coming + LEAST_FORCED, most)
+    if run and coming:
+        row.awaits = True
+    elif run:
+        row.force(run)
+
+
+def take_forced(request: Request, piece: Piece) -> New:
+    """Pops the forced tokens of a request whose last piece, `piece`, was read and scored."""
+    begin, number = piece.end - piece.forced - 1, request.settings.top_logprobs
+    scores = [one for one in request.scores if one.start >= begin]
+    found = PromptLogprobs.join(scores, piece.forced + 1, number)
+    new = New(request.row.take_forced(), found.logprobs.tolist())
+    if number:
+        pairs = zip(found.top.tolist(), found.top_logprobs.tolist(), strict=True)
+        new.top_logprobs.extend(list(zip(*pair, strict=True)) for pair in pairs)
+    return new

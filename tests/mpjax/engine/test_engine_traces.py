@@ -129,7 +129,7 @@ def test_any_trace(text, speculates, examples, tiny):
     """
     ngram = mpjax.Ngram(k=3, n=1) if speculates else None
     preempted = []
-    with make_engine(tiny, text, speculate=ngram) as engine:
+    with make_engine(tiny, text, speculate=ngram, table_states=0) as engine:
 
         @settings(max_examples=examples)
         @given(st.lists(arrivals(), min_size=4, max_size=8), st.integers(7, 8), GAPS)

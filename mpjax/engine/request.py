@@ -98,6 +98,7 @@ class Options:
         strings = stop_strings(self.stop)
         samplings = rows_of(read_samplings(self.sampling, rows, lm.sampling), rows)
         least, most = 0 if scores else 1, 0
+        samplings = [_limited(one, lm.sampling, self.max_new_tokens) for one in samplings]
         for one in samplings:
             most = most_new_tokens(self.max_new_tokens, one.min_new_tokens, least=least)
         if lm.tokenizer is None and strings:
@@ -194,6 +195,14 @@ class RowsOptions:
             return settings
         control = read_control(lm, sampling, wanted, processors)
         return dataclasses.replace(settings, control=control)
+
+
+def _limited(sampling: Any, usual: Any, most: Any) -> Sampling:
+    """A Sampling, with no more of the model's own min_new_tokens, in `usual`, than `most`."""
+    own, least = sampling.min_new_tokens, None if usual is None else usual.min_new_tokens
+    if own is None or least is None or own != least or not isinstance(most, int) or own <= most:
+        return sampling
+    return dataclasses.replace(sampling, min_new_tokens=max(most, 0))
 
 
 def read_adapters(lm: LanguageModel, adapter: AdapterNames, rows: int) -> list[str | None]:

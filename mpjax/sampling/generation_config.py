@@ -18,7 +18,8 @@ from mpjax.sampling.token_lists import LONGEST_BAD_WORD, MOST_BAD_WORDS, MOST_BI
 NAME = "generation_config.json"
 DRAWING = ("temperature", *FILTERS)
 LISTS = ("bad_words_ids", "suppress_tokens", "sequence_bias")
-OBEYED = {*DRAWING, *LISTS, "repetition_penalty", "do_sample"}
+PLAIN = ("repetition_penalty", "min_new_tokens")
+OBEYED = {*DRAWING, *LISTS, *PLAIN, "do_sample"}
 # Keys of transformers that don't change sampling without beam search: token ids (read elsewhere),
 # lengths (arguments here), outputs, caches, compilation, and assisted generation.
 IRRELEVANT = {
@@ -38,7 +39,7 @@ IRRELEVANT = {
 }
 # Neutral values of keys that mpjax doesn't support; null is neutral for all keys.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
     **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
     **dict.fromkeys(("stop_strings", "begin_suppress_tokens"), ([],)),
@@ -71,8 +72,7 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
     fields = {name: given[name] for name in DRAWING if name in given} if do_sample else {}
     if do_sample:
         fields = {"temperature": 1.0} | fields
-    if "repetition_penalty" in given:
-        fields["repetition_penalty"] = given["repetition_penalty"]
+    fields |= {name: given[name] for name in PLAIN if name in given}
     for name, value in fields.items():
         if type(value) not in (int, float, type(None)):
             raise CheckpointError(f"{where}: {name} is {value!r:.80}: expected a number")
@@ -139,7 +139,7 @@ def _warn_of_others(given: Mapping[str, Any], unfit: set[str], where: str) -> No
 
 def to_fields(sampling: Sampling) -> dict[str, Any]:
     """The Sampling fields that generation_config.json supports, as JSON values."""
-    fields = {name: getattr(sampling, name) for name in (*DRAWING, "repetition_penalty")}
+    fields = {name: getattr(sampling, name) for name in (*DRAWING, *PLAIN)}
     found = {name: value for name, value in fields.items() if value is not None}
     if sampling.bad_words is not None:
         rows = np.asarray(sampling.bad_words).tolist()

@@ -294,7 +294,8 @@ def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
     sampling |= {name: values[name] for name in names if values[name] is not None}
     # A temperature or top_p of 0 is greedy decoding.
     if not sampling.get("temperature") or sampling.get("top_p") == 0:
-        kept = {name: sampling[name] for name in (*PENALTIES, *LISTS) if name in sampling}
+        names = (*PENALTIES, *LISTS, "min_new_tokens")
+        kept = {name: sampling[name] for name in names if name in sampling}
         sampling = {"temperature": 0.0} | kept
     elif sampling.get("top_k") in (0, -1):  # other servers' values for "no top_k"
         sampling["top_k"] = None

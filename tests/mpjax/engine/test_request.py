@@ -39,6 +39,14 @@ def test_settings_are_one_row_of_numbers(tiny):
     assert settings(tiny, seed=key).row.key_words.tolist() == [[0, 8]]
 
 
+def test_the_models_own_minimum_ends_at_the_most_new_tokens(tiny):
+    own = dataclasses.replace(tiny, sampling=mpjax.Sampling(min_new_tokens=20))
+    for most, expected in ((9, 9), (30, 20)):
+        assert settings(own, most=most).min_new_tokens == expected
+    with pytest.raises(ValueError, match="min_new_tokens is 10 and max_new_tokens 9"):
+        settings(own, {"min_new_tokens": 10})
+
+
 def test_a_stop_string_that_is_a_token_stops_by_its_id(tiny):
     special = next(iter(tiny.tokenizer.special_ids))
     text = tiny.tokenizer.backend.id_to_token(special)

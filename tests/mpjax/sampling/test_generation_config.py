@@ -43,6 +43,7 @@ pytestmark = pytest.mark.any_version
         ({"do_sample": False, "temperature": 0.6, "top_k": 5}, Sampling()),
         ({"do_sample": False, "repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
         ({"repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+        ({"do_sample": False, "min_new_tokens": 3}, Sampling(min_new_tokens=3)),
         ({"temperature": 0.0, "top_p": 0.5}, Sampling()),
         ({"temperature": 1, "top_k": 0, "top_p": 1.0}, Sampling(1.0, top_p=1.0)),
         ({"temperature": 1, "top_k": -1}, Sampling(1.0)),
@@ -69,6 +70,7 @@ def test_the_authors_sampling_is_read(written, expected):
         ({"bad_words_ids": [["a"]]}, r"file: bad_words are .*: expected a list of lists of token"),
         ({"sequence_bias": [[[], 3.0]]}, "expected pairs of a list with one token id"),
         ({"sequence_bias": {"1": 3.0}}, "file: sequence_bias is {'1': 3.0}: expected a list"),
+        ({"min_new_tokens": -1}, "file: min_new_tokens is -1: expected"),
         ({"do_sample": 1}, "file: do_sample is 1: expected true or false"),
     ],
 )
@@ -112,7 +114,9 @@ def test_every_key_of_transformers_is_known_and_its_defaults_are_neutral():
     assert not OBEYED & IRRELEVANT | IRRELEVANT & {*NEUTRAL} | OBEYED & {*NEUTRAL}
     defaults = config._get_default_generation_params()
     with warnings.catch_warnings(action="error"):
-        assert read_sampling(defaults, "file") == Sampling(repetition_penalty=1.0)
+        assert read_sampling(defaults, "file") == Sampling(
+            repetition_penalty=1.0, min_new_tokens=defaults.get("min_new_tokens")
+        )
     for key in NEUTRAL:
         with pytest.warns(UserWarning, match=f"file has {key} 'x'"):
             read_sampling({key: "x"}, "file")
@@ -134,7 +138,7 @@ def test_logits_are_processed_as_by_transformers():
     end = int(logits.argmax())  # as a bad word, it is dropped
     lists = {"bad_words_ids": [[7, 20, 5], [11], [8, 4], [end]], "suppress_tokens": [2, 30]}
     written |= {"repetition_penalty": 1.3, **lists, "sequence_bias": [[[9], 2.5], [[1], -3.0]]}
-    assert {*written} == OBEYED
+    assert {*written, "min_new_tokens"} == OBEYED
     ids = torch.tensor([[3, 7, 7, 20]])
     sampling = read_sampling(written | {"eos_token_id": end}, "file")
     attached = tuple(attach(it, 1, 50, shared=False) for it in controls([sampling], 1, 50, 50))

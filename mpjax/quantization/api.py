@@ -55,7 +55,8 @@ def quantize(
     """Quantises a model by a recipe, minimising the error of its outputs on calibration text.
 
     source: a 16-bit model, or a checkpoint's folder or hub id. A folder is read layer by layer, so
-        the 16-bit model needn't fit on the device.
+        the 16-bit model needn't fit on the device. The result has none of the model's
+        loaded adapters.
     recipe: a Recipe; or a precision such as "W4A16KV8" for all linear maps, with the default
         method.
     documents: the calibration text; the method `rtn` needs none.

@@ -43,7 +43,7 @@ def expect(message, folder):
     with pytest.raises(CheckpointError, match=message) as caught:
         Description.read(folder)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 600
+    assert len(str(caught.value)) < 1000  # it may list all decoders
 
 
 def test_it_says_what_the_model_is(tmp_path, rng):

@@ -139,7 +139,7 @@ class JointState:
         )
 
     def forget(self, state: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The states with the fixed-size states of `before`."""
+        """The states without the tokens since `before`; see `StateSpec.forget`."""
         return tuple(
             spec.forget(each, old)
             for spec, each, old in zip(self.states, state, before, strict=True)

@@ -73,7 +73,11 @@ class StateSpec(Protocol):
         """
 
     def forget(self, state: Any, before: Any) -> Any:
-        """The state with the fixed-size states of `before`."""
+        """The state without the tokens since `before`.
+
+        A fixed-size state is that of `before`. Paged states stay as they are, since later tokens
+        overwrite their entries.
+        """
 
     def copy(self, state: Any, source: jax.Array, target: jax.Array) -> Any:
         """The state with a sequence's fixed-size state copied from one index to another.

@@ -165,7 +165,10 @@ def read_steer(model: Any, steer: Any) -> tuple[Steer, ...]:
 
 
 def read_capture(model: Any, capture: Any) -> dict[str, tuple[int, ...]]:
-    """The argument `capture`: layers by point. Raises ValueError as `read_steer`."""
+    """Checks the argument `capture`; returns the layers to capture at each of POINTS.
+
+    Raises ValueError for unknown points or layers, and for a model on several devices.
+    """
     require_type("capture", capture, Mapping, hint=', such as {"residual": [3]}')
     for point, layers in capture.items():
         _require(model, "capture", point, layers)

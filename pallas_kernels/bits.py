@@ -175,7 +175,8 @@ def decode_in_place(
         if not offset:
             return codes
         return codes * jnp.asarray(2.0**-shift, dtype) - jnp.asarray(offset, dtype)
-    # Arithmetic is in halves of a code, because the middle of all codes is a multiple of 1/2.
+    # Half a code is float16's smallest subnormal, so that the offset, a multiple of 1/2 such as
+    # 7.5, is an integer number of subnormals.
     factor, less = (16 - shift) << 10, 0x8000 | int(2 * offset)
     centre = f"""
         mov.b32 factor, 0x{factor:04X}{factor:04X};

@@ -328,7 +328,10 @@ def _linear_sources(
     policy: Policy | None,
     quantize: WeightFormat | None,
 ) -> tuple[LinearSource, ...]:
-    """The sources of a place's maps. shards: the tensors of each map, by suffix."""
+    """Where each linear map of a place is read from.
+
+    shards: for each linear map, its tensors by suffix.
+    """
     is_transposed = isinstance(place, ExpertPlace) and place.is_transposed
     found = (
         _linear_source(name, shape, tensors, policy, quantize, is_transposed=is_transposed)

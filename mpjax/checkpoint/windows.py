@@ -97,7 +97,10 @@ def _axis(axes: Axes | None, window: Window) -> Axis | None:
 
 
 def _unit(source: LinearSource, window: Window, order: np.ndarray | None) -> int | None:
-    """The number of channels to whose multiples windows are widened; None if there is none."""
+    """The unit of windows of this source: their begin and end are multiples of so many channels.
+
+    None if the source can't be read in parts.
+    """
     axes = _axes(source)
     of_window = [_axis(axes.get(suffix), window) for suffix in source.tensors]
     found = [axis.channels for axis in of_window if axis is not None]

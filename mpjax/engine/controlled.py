@@ -51,7 +51,10 @@ class Masked(Processor):
     positions: int
 
     def create(self, vocabulary: int) -> tuple[jax.Array, jax.Array]:
-        """Masks uint32 [positions, words], laid out as a Matcher's, and the next position."""
+        """The initial memory of a row: bit masks that allow all tokens, and the next mask's index.
+
+        Masks are uint32 [positions, words], in the layout of a Matcher.
+        """
         words = mask_words(vocabulary)
         return jnp.full((self.positions, words), ~np.uint32(0)), jnp.int32(0)
 

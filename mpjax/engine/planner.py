@@ -392,8 +392,8 @@ class Planner:
         # A single step if other rows wait for prefill, or if a row samples, since programs for
         # sampled rows have one step.
         waits = self._has_more
-        # Also if a row could reach the length at which it must be prefilled again within the
-        # program.
+        # A single step, too, if during the program a row could reach the length after which it must
+        # be prefilled again, or if a row is constrained.
         most = self.sizes.most_drawn(self.sizes.steps)
         waits |= any(row.space < most or row.is_constrained for row in candidates)
         steps = self.sizes.steps if (greedy or self.sizes.single) and not waits else 1

@@ -65,7 +65,10 @@ class SnapshotPool:
             self._idle[key] = place
 
     def forget(self) -> None:
-        """Lets nobody find any snapshot."""
+        """Removes all published snapshots and frees their places, such as for new weights.
+
+        Places that rows hold stay taken.
+        """
         self._free.extend(self._idle.values())
         self._idle.clear()
 

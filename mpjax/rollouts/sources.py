@@ -218,7 +218,10 @@ def _home_of_map(
 
 
 def _pieces(place: LinearPlace, parts: int) -> list[Piece]:
-    """The piece of each of a place's maps as in files. parts: that the model has there."""
+    """For each linear map of a place, as files store them, the Piece of the model that it fills.
+
+    parts: the number of parts that the model has at the place: 1 if its maps are joined.
+    """
     each = place.joined_maps
     sizes = [outputs for _, outputs in place.shapes[:each]]
     begins = [0] * each if parts > 1 else [*itertools.accumulate(sizes, initial=0)]

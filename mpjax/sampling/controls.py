@@ -73,7 +73,7 @@ class BadWords(Processor):
         return cls(_stacked([_padded(each, MOST_BAD_WORDS) for each in words], rows))
 
     def create(self, vocabulary: int) -> jax.Array:
-        """The last tokens, int32 [LONGEST_BAD_WORD - 1]."""
+        """The initial memory of a row, its last tokens: int32 [LONGEST_BAD_WORD - 1], all −1."""
         return jnp.full(LONGEST_BAD_WORD - 1, -1, jnp.int32)
 
     def read(self, memory: Any, tokens: jax.Array, count: jax.Array) -> Any:

@@ -423,7 +423,7 @@ def by_row(name: str, values: Sequence[Any], rows: int, dtype: Any) -> Any:
     found = values[0] if is_one else values
     if not all(map(is_known, values)):
         return jnp.broadcast_to(jnp.asarray(found).astype(dtype), (rows,))
-    # Clip to int32: no row has more new tokens.
+    # Clip to UNLIMITED, int32's maximum, which means no limit as max_new_tokens and as top_k.
     bounded = np.minimum(found, UNLIMITED) if dtype == np.int32 and np.ndim(found) else found
     bounded = min(bounded, UNLIMITED) if isinstance(bounded, int) else bounded
     return np.broadcast_to(np.asarray(bounded, dtype), (rows,)).copy()

@@ -115,7 +115,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids; unknown ids are skipped, and invalid UTF-8 becomes U+FFFD.
 
-        skip_special: whether special tokens are skipped too, except for the markers of channels.
+        skip_special: whether special tokens are skipped, too. The markers that split an answer into
+            reasoning, channels and tool calls are kept; see `hidden_ids`.
         """
         found = [int(i) for i in ids]
         if skip_special and self.hidden_ids != self.special_ids:

@@ -36,9 +36,10 @@ from mpjax.kernels.launch import load, load_masked
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.target import current_target
 
-# The least exponent of the powers of two in operands: with smaller ones, sums of products would
-# come near the end of float32's range. The powers that compensate for this one leave bfloat16's
-# queries, steps, their products and sums room up to 2**57, and steps down to 2**-57.
+# Decoded operands are values times 2**exponent, down to 2**-133. Queries or weights are multiplied
+# by up to 2**69, so that products have at least this exponent: with a smaller one, their float32
+# sums could become subnormal. So in bfloat16, queries, scales of codes (steps), their products and
+# sums may be up to 2**57, and steps no smaller than 2**-57.
 LEAST_EXPONENT = -64
 # Weights, or their products with steps, must count unless they are 2**SINK_BITS below a sink's.
 SINK_BITS = 24.0
@@ -435,10 +436,10 @@ class MainLoop:
         return _Carry(tuple(new_sums), zero_sum, new_peak, total)
 
     def _sum_keys(self, x: jax.Array) -> jax.Array:
-        """Sums a tile over its keys, to a tile of `kept_slots` partial sums.
+        """Sums a tile over its keys (its axis of slots), to `kept_slots` partial sums.
 
-        A narrow tile's slots are distributed over the warps. With partial sums, warps exchange data
-        once, after the last tile, instead of for every tile.
+        The keys of a narrow tile are distributed over the warps, so with partial sums warps
+        exchange data once, after the last tile, instead of for every tile.
         """
         axis, kept = self.oriented.slots, self.kept_slots
         if kept == 1:

@@ -79,7 +79,8 @@ class InRegisters(LookUp):
             quad, half = divmod(pair, 2)
             indices = nibbles(quad)
             words = [jnp.broadcast_to(word, indices.shape) for word in prepared]
-            # A 32-bit argument fills two operands of the assembly; only the first is used here.
+            # The first argument has 16-bit elements, so each 32-bit word of the table fills two
+            # operands ($2 and $3, $4 and $5); only the first of each two is used.
             second = 4 if middle == 2 else 2
             assembly = f"""{{
                 .reg .b32 indices;
@@ -171,7 +172,8 @@ class InSharedRows(LookUp):
 
         def decode(plane: int) -> jax.Array:
             quad, byte = divmod(plane, 4)
-            # A 32-bit argument fills two operands of the assembly; only the first is used here.
+            # The first argument has 16-bit elements, so each 32-bit argument fills two operands: $2
+            # and $3 have the lane's offset, $4 and $5 the address. Only $2 and $4 are used.
             assembly = f"""{{
                 .reg .b32 place;
                 prmt.b32 place, $1, $2, 0x77{byte}4;

@@ -192,10 +192,11 @@ def _kernel(
 
 
 class Program:
-    """The tile of one program: its loads, steps of its loop over K, and its last scales.
+    """The tile of one program: its loads, the steps of its loop over K, and the scales after it.
 
-    first_output: of the launch. tile: the rows [tile_m] and output channels [tile_n] of the
-    program; None to derive them from the program's index in the grid.
+    first_output: the first output channel that the launch computes. tile: the rows [tile_m] and
+        output channels [tile_n] of the program; None to derive them from the program's index in the
+        grid.
     """
 
     def __init__(

@@ -80,9 +80,10 @@ def add(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Adds the change of few rows to the first of the terms [splits, rows, N], in place.
+    """Adds the adapters' product x · down · up to the base's product, in one kernel for few rows.
 
-    Arguments are as in `shrink` and `expand`.
+    terms: [splits, rows, N], the base's partial sums; the first is changed in place. Other
+    arguments are as in `shrink` and `expand`.
     """
     tiles = sum(pl.cdiv(up.shape[2], OUTPUTS_OF_ROW) for up in ups)
     found: jax.Array = launch(

@@ -48,9 +48,10 @@ def has_cache_scales(config: Mapping[str, Any]) -> bool:
 
 
 def split(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]] | None:
-    """(targets, `quantization_config`) of each algorithm of a mixture; None for a single one.
+    """(targets, `quantization_config`) of each algorithm, if `quant_algo` is MIXED_PRECISION.
 
-    Raises CheckpointError if a mixture doesn't list its modules.
+    None for a config with one algorithm. Raises CheckpointError if a config with several doesn't
+    list its modules.
     """
     if _algorithm(config) != MIXED:
         return None

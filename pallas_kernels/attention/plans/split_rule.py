@@ -155,7 +155,8 @@ def _rows(problem: Problem) -> int:
         narrow, tiles = MINIMUM_ROWS, 4 if problem.has_two_bit_keys else 2
     else:
         narrow, tiles = NARROW_ROWS, 2 if problem.is_decoded else 1
-    # Decoding takes registers, too: two programs with half of the rows are faster.
+    # Besides the sums, decoding the cache's codes takes registers: two programs with half of the
+    # rows are faster than one.
     wide = 64 if problem.is_decoded or problem.cache.head_dim > 128 else 128
     wide = 32 if problem.cache.head_dim > 256 else wide  # queries stay in OTHER_BYTES
     most = narrow if problem.rows <= tiles * narrow else wide

@@ -22,8 +22,8 @@ from mpjax.kernels.plans import Entry, Operation, Plan
 from mpjax.kernels.product_format import ProductFormat
 
 # The numbers of rows for which plans are measured. A problem with other rows uses the next larger
-# bucket. Up to 32 rows, multiples of ROW_MULTIPLE have their own buckets, because the warpgroup
-# kernel pads other numbers of rows above ROW_MULTIPLE.
+# bucket. Up to 32 rows there are two series: 8, 16 and 32 for multiples of ROW_MULTIPLE, and 7, 15
+# and 31 for other numbers, which above ROW_MULTIPLE the warpgroup kernel pads. See `bucket`.
 BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 

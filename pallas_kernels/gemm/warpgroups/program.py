@@ -141,8 +141,8 @@ class Shared(NamedTuple):
     """
 
     x_tiles: Any  # [slots, tile_m, input channels of a block or of a plane]
-    # [slots · halves, tile_n / halves, columns · plane width], or [slots · halves, K of a block,
-    # tile_n / halves] of plain weights
+    # [slots · halves, tile_n / halves, words of a block], or for plain weights [slots · halves, K
+    # of a block, tile_n / halves]
     word_tiles: Any
     out_tiles: Any  # [columns of 64 outputs, tiles · rows, 64]
     full: Any  # barriers [slots]: words, their parameters, and x of whole blocks have arrived
@@ -258,7 +258,8 @@ class Program:
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
         expert = None
         if call.blocks is not None:
-            # In the last band, tiles beyond the last one are not run.
+            # The last band may have tiles beyond the last one. They compute nothing (`is_used`);
+            # the index is clamped so that the load is in bounds.
             expert = arguments.experts[jnp.minimum(tile, arguments.experts.shape[0] - 1)]
             arguments = _of_expert(arguments, jnp.maximum(expert, 0))
         indices = warpgroup, split, first_row, first_output, first, last
@@ -312,7 +313,10 @@ class Program:
 
     @property
     def target(self) -> Target:
-        """The consumers' target; if codes index a table, with the table's shared memory."""
+        """The `Target` whose operations the consumers use.
+
+        If codes index a table, it has the shared memory for pairs of the table's values.
+        """
         shared, config = self.shared, self.call.config
         if shared.pair_rows is None:
             return current_target()

@@ -131,7 +131,8 @@ class Matcher:
             raise ValueError(f"constraint: {kind} can't be enforced: {self._error()}")
 
     def _error(self) -> str:
-        return " ".join(str(self._matcher.get_error()).split())
+        """The sentence of llguidance, without the state and the grammar that it dumps behind it."""
+        return " ".join(str(self._matcher.get_error()).partition("<state>")[0].split())
 
 
 def _filled(matcher: Any, size: int) -> np.ndarray:

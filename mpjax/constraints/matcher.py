@@ -98,7 +98,8 @@ class Matcher:
         run = list(itertools.takewhile(lambda token: token not in ends, known))[:most]
         if len(run) < least:
             return []
-        # What a step would allow decides: llguidance may know bytes whose tokens are still open.
+        # Stop where a step would allow more than one token: llguidance's forced bytes can have
+        # several tokenizations.
         numbers = np.bitwise_count(self.masks(run)[:-1]).sum(-1)
         count = next(iter(np.flatnonzero(numbers != 1).tolist()), len(run))
         return run[:count] if count >= least else []

@@ -18,7 +18,7 @@ from mpjax.generation.state import State
 
 
 class Layout(NamedTuple):
-    """What the arguments of all programs of an engine have in common.
+    """The sizes that all program arguments of an engine share.
 
     slots: number of slots. groups: number of groups of layers, with a block table each. by_length:
     whether there are rotary lengths. stop_ids: the most stop ids of a row.

@@ -1,4 +1,4 @@
-"""What whoever runs an engine asks of it, beside requests: numbers, new weights, and memory."""
+"""Managing a running engine: its statistics, new weights, and giving memory back."""
 
 from __future__ import annotations
 

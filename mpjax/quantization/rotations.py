@@ -148,7 +148,7 @@ def _rotate_channels(layer: DecoderLayer, fold: Fold) -> None:
 
 
 def _outputs(layer: DecoderLayer, config: DecoderConfig, *, is_rotated: bool) -> jax.Array:
-    """What a layer adds to a random stream, float32, in unrotated channels."""
+    """The layer's output for a random residual stream, float32, in unrotated channels."""
     stream = stream_rotation(config)
     shape = 1, CHECKED_TOKENS, config.hidden_size
     hidden = jax.random.normal(jax.random.key(OF_CHECK), shape)

@@ -1,1 +1,1 @@
-"""What a trainer in the same process asks of a sampler: new weights, and the same numbers."""
+"""Sampling for a trainer in the same process: weight updates and log-probabilities."""

@@ -92,7 +92,7 @@ def _modules(model: Decoder, adapter: Adapter) -> Iterator[tuple[str, Site, LowR
             is_stack = group.experts is not None and site.expert is None
             is_own = group.experts is None and (group.place is None or name in group.place.names)
             if change is not None and (is_stack or is_own):
-                # Of two nested wrappers around experts, the inner one is of their first map.
+                # PEFT nests two wrappers around experts; the inner one wraps their first map.
                 both = group.path.endswith(INNER) and _outer(group.path) in adapter.changes
                 yield f"{name}.base_layer" if is_stack and both else name, site, change
 

@@ -223,7 +223,7 @@ def _encode(plain: PlainCodes, name: str, integers: Integers) -> dict[str, Any]:
 
 
 def _caution(kinds: Sequence[Integers]) -> str | None:
-    """What transformers 5.24 with compressed-tensors 0.20 can't load, or None.
+    """The reason why transformers 5.24 with compressed-tensors 0.20 misreads the export, or None.
 
     With `dequantize=True` it decodes all modules with the settings of one group. Without it, it
     expects zero points in another layout, and refuses these.

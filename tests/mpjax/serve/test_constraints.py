@@ -92,11 +92,11 @@ def test_reasoning_in_front_of_an_answer_is_free(is_begun, tiny, tmp_path):
     own = Matcher(lm, found, tokenizer.stop_ids)
     begin = [] if is_begun else tokenizer.encode("<think>")
     own.advance([*begin, *tokenizer.encode("\nno idea\n</think>\n\nyes")])
-    with pytest.raises(ValueError, match="can.t follow the tokens [^{]*$"):
+    with pytest.raises(ValueError, match=r"can.t follow the tokens [^{]*$"):
         own.advance(tokenizer.encode("x"))
     off = tokenizer.encode("Say yes.<think>\n\n</think>\n\n")
     own = Matcher(lm, of_chat(Choice(["yes"]), None, tokenizer, off), tokenizer.stop_ids)
-    with pytest.raises(ValueError, match="can.t follow the tokens [^{]*$"):
+    with pytest.raises(ValueError, match=r"can.t follow the tokens [^{]*$"):
         own.advance(tokenizer.encode("<think>"))
     assert of_chat(None, None, tokenizer, prompt) is None
     assert of_chat(Choice(["yes"]), None, tiny.tokenizer, prompt) == Choice(["yes"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import numpy as np
 import pytest
@@ -255,9 +257,11 @@ def test_memory_stays_as_it_is_over_many_updates(engine, others):
         for _ in range(times):
             engine.update_weights(others)
             engine.submit(PROMPT, max_new_tokens=2).result()
+        gc.collect()
         return sum(x.nbytes for x in jax.live_arrays())
 
-    assert run(3) == run(20)
+    few = run(3)
+    assert run(20) <= few  # arrays of earlier tests may be freed meanwhile
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 # Threads that Mosaic's interpreter blocks, at most; by default there are as many as cores.
@@ -77,6 +78,18 @@ def _is_sampled(item: pytest.Item) -> bool:
     """Whether the mark `one_of` counts this case: not in the sweep already, and not for a GPU."""
     others = any(map(item.get_closest_marker, ("sweep", "gpu")))
     return not others and item.get_closest_marker("one_of") is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Forgets a module that skips itself, so that a module that imports from it is skipped, too."""
+    report = yield
+    if report.skipped and isinstance(collector, pytest.Module):
+        place = collector.path.relative_to(collector.config.rootpath).with_suffix("")
+        sys.modules.pop(".".join(place.parts), None)
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""What kernels are compiled to for GPUs that need not be there."""
+"""Compiling kernels to machine code for GPUs that this machine need not have."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CONFIG = DecoderConfig(
     dtype="float32",
 )
 
-# Of a sequence with a token before this one: modules that read no positions need no more.
+# The context of a token behind another one, enough for modules that use no positions.
 ONE = jnp.ones(1, jnp.int32)
 CACHED = StepContext({}, ONE, ONE)
 

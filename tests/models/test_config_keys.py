@@ -72,7 +72,7 @@ def test_defaults_are_those_of_transformers(architecture):
 def test_keys_without_a_default_are_asked_for(architecture):
     bare = needed(architecture)
     for key in bare:
-        # Of layers without experts.
+        # The MLP size of layers without experts.
         if key == "intermediate_size" and ("Moe" in architecture or "Next" in architecture):
             continue
         is_listed = key == "num_hidden_layers" and "NemotronH" in architecture  # by the pattern

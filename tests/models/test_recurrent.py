@@ -20,7 +20,7 @@ def model():
 
 
 def test_states_hold_the_tokens_that_are_kept(model):
-    """As many of each row as `settle` is told, of rows with fewer tokens, or with none."""
+    """`settle` keeps all, some or none of the tokens of rows with different counts."""
     rng = np.random.default_rng(0)
     before, tokens = (rng.integers(0, 50, (BATCH, TOKENS)) for _ in range(2))
     counts, kept = jnp.array([5, 5, 3, 0]), jnp.array([5, 2, 1, 0])

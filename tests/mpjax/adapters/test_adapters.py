@@ -108,7 +108,7 @@ def test_rows_without_an_adapter_run_the_programs_of_a_model_without(tiny, lm):
 
 
 def test_adapters_come_and_go_without_a_program(lm, folders):
-    """What fits is written into stacks; what does not makes others."""
+    """An adapter that fits is written into the stacks; one that does not makes larger stacks."""
     first = tokens_of(lm, PROMPT, "a"), tokens_of(lm, PROMPT, "b")
     count = compiled.count()
     lm.remove_adapter("a")

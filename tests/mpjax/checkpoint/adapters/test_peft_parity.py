@@ -190,7 +190,7 @@ def test_parts_of_a_joint_map(tmp_path):
 
 
 def test_experts_with_names_of_their_own(tmp_path):
-    """What older trainers write: a module for each map of each expert."""
+    """Older trainers write a module for each map of each expert."""
     keys = {"target_modules": [], "target_parameters": EXPERTS}
     tokens, _, expected = write_both(tmp_path, *MIXTRAL, **keys)
 

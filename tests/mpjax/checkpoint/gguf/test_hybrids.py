@@ -299,7 +299,7 @@ def test_logits_are_those_of_the_model(case, tmp_path):
     [("qwen35", None), ("qwen35", "W8gKA16KV16"), ("qwen3next", None)],
 )
 def test_heads_are_put_back_in_blocks(architecture, precision, tmp_path):
-    """Of maps in Q8_0, whose codes are kept, or rounded to those of other groups."""
+    """Heads are put in order in Q8_0 maps too, with codes kept or requantised to other groups."""
     name, changes = CHANGES[architecture]
     family, base = FAMILIES[name]
     model = build(family, base | changes | {"vocab_size": len(VOCABULARY)})

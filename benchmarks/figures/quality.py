@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import blocks, memory, methods, quantization
+from benchmarks import blocks, memory, methods
 from benchmarks.report import Figures, Results, of_columns, rows_of
 from mpjax.bench import agreement_plot, blocks_plot
 from mpjax.cli import evaluate
@@ -37,5 +37,4 @@ FIGURES = {
     "memory": Figures(("memory*.json",), of_columns(memory.COLUMNS)),
     "methods": Figures(("methods*.json",), of_columns(methods.COLUMNS)),
     "blocks": Figures(("blocks*.json",), of_columns(blocks.COLUMNS), plots=_draw_blocks),
-    "quantization": Figures(("quantization.json",), of_columns(quantization.COLUMNS)),
 }

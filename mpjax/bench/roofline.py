@@ -153,25 +153,6 @@ def _generate_panel(axes: Axes, rows: Rows) -> None:
     axes.set_title(f"batch {rows[0]['batch']}", fontsize=9, loc="left")
 
 
-def draw_serve(rows: Rows, path: Path) -> None:
-    """Draws a bar for each row: new tokens/s, and the time to the first token at P50 and P99."""
-    names = [f"{row['precision']}, {row['through']}" for row in rows]
-    places = list(range(len(rows)))[::-1]
-    with figure_of(path, (8.2, 1.4 + 0.4 * len(rows))) as figure:
-        left, right = figure.subplots(1, 2)
-        rates = [row["new_tokens_per_second"] for row in rows]
-        bars = left.barh(places, rates, color=COLORS[0])
-        left.bar_label(bars, [f"{rate:.0f}" for rate in rates], fontsize=8, padding=3)
-        left.set_yticks(places, names)
-        left.set_xlabel("new tokens/s")
-        for index, name in enumerate(("p99", "p50")):
-            seconds = [row["first_token_seconds"][name] for row in rows]
-            right.barh(places, seconds, color=COLORS[4 - 4 * index], label=name.upper())
-        right.set_yticks(places, [""] * len(rows))
-        right.set_xlabel("time to the first token, s")
-        right.legend(fontsize=8)
-
-
 def _draw_contexts(rows: Rows, path: Path) -> None:
     batches = sorted({row["batch"] for row in rows})
     precisions = list(dict.fromkeys(row["precision"] for row in rows))

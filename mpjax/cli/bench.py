@@ -390,7 +390,6 @@ def serve_command(
     devices: options.DeviceCount = 1,
     trace: TraceFile = None,
     output: Output = None,
-    plot: Plot = True,
 ) -> None:
     """Measure an engine under load: tokens/s, and their times."""
     from mpjax.bench import serve
@@ -421,7 +420,7 @@ def serve_command(
     if trace is not None:
         require_writable(trace)
     title = f"{shapes.value}'s shapes, random weights, {requests} requests"
-    _check(serve, _run("serve", serve, sweep, output, title, plot=plot))
+    _check(serve, _run("serve", serve, sweep, output, title))
 
 
 @app.command("sums", cls=CompilingCommand, epilog=SUMS_EPILOG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,3 +25,17 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     monkeypatch.setattr(measure, "ROTATED_BYTES", 1e5)
     return install
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax.nn's attention by XLA, which every machine has."""
+    attend = jax.nn.dot_product_attention
+
+    @functools.wraps(attend)
+    def by_xla(*arguments: Any, implementation: str, **masks: Any) -> jax.Array:
+        assert implementation == "cudnn"
+        with jax.numpy_dtype_promotion("standard"):
+            return attend(*arguments, implementation="xla", **masks)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)

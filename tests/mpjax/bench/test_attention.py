@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import pytest
@@ -11,20 +10,6 @@ from mpjax.kernels import KVFormat
 from mpjax.kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
 
 SHAPE = AttentionShape(2, 4, 2, 64, 160)
-
-
-@pytest.fixture
-def without_cudnn(monkeypatch):
-    """jax.nn's attention by XLA, which every machine has."""
-    attend = jax.nn.dot_product_attention
-
-    @functools.wraps(attend)
-    def by_xla(*arguments, implementation, **masks):
-        assert implementation == "cudnn"
-        with jax.numpy_dtype_promotion("standard"):
-            return attend(*arguments, implementation="xla", **masks)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
 
 def test_shapes_by_name():

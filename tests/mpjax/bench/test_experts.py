@@ -4,7 +4,7 @@ import pytest
 
 from mpjax.bench import experts
 from mpjax.kernels import Gate
-from mpjax.kernels.experts.shapes import ExpertMLPShape, ExpertShape
+from mpjax.kernels.experts.shapes import ExpertShape
 
 GATE_UP = ExpertShape("small.gate_up", 2, 6, 64, 32, Gate())
 DOWN = ExpertShape("small.down", 2, 6, 32, 48)
@@ -26,12 +26,3 @@ def test_every_case_is_measured_and_checked(take):
         assert each["microseconds"] == pytest.approx(30.0 / each["copies"])
         assert each["ragged_dot_microseconds"] == pytest.approx(30.0)
         assert each == experts.figures(each)
-
-
-def test_both_products_of_an_expert_at_once(take):
-    take(experts_test=30.0)
-    mlp = ExpertMLPShape("small.mlp", GATE_UP, ExpertShape("small.down", 2, 6, 16, 64))
-    [each] = experts.run(experts.Sweep((mlp,), (9,), ("uint8:gK",)))
-    assert experts.failures([each]) == []
-    assert (each["K"], each["N"]) == (64, 48)
-    assert each["ragged_dot_microseconds"] is None

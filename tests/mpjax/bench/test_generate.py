@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy
@@ -14,10 +13,9 @@ import mpjax
 from mpjax.bench import case_state, generate, measure
 from mpjax.bench.random_model import random_model
 from mpjax.generation.loop import STRIDE
-from mpjax.kernels import KVFormat, device
+from mpjax.kernels import KVFormat
 from mpjax.models import Qwen3
 from mpjax.models.presets import published
-from mpjax.precision import Precision
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
 from tests.sweeps import in_sweep
 
@@ -120,29 +118,6 @@ def test_only_the_first_case_of_a_filled_sweep_reads_and_is_checked(precisions, 
         assert generate._logprobs._cache_size() == 1  # type: ignore[attr-defined]
 
 
-def test_steps_of_speculation_begin_behind_the_prompt(quick, monkeypatch):
-    seen = []
-
-    def costs(model, tokens, k, act):
-        act(
-            lambda loop: (
-                seen.append((tokens.shape, loop.tokens.shape[1], loop.state.cache.lengths)) or loop
-            )
-        )
-        return {"k": k}
-
-    monkeypatch.setattr(generate.speculation, "step_costs", costs)
-    [row] = generate.run(sweep(speculate=(2, 3)))
-    kernels = row["kernel_microseconds_per_step"]
-    each = {name: time * generate.STRIDE for name, time in kernels.items()}
-    assert row["speculation"] == [
-        {"k": k, "kernel_microseconds_of_verifying": pytest.approx(each)} for k in (2, 3)
-    ]
-    assert [(shape, room, lengths.tolist()) for shape, room, lengths in seen] == [
-        ((1, 6), 4, [6])
-    ] * 2
-
-
 def test_rows_with_adapters_are_compared_with_a_model_without(quick):
     plain, none, two = generate.run(sweep(batches=(3,), adapters=(0, 2), rank=4))
     assert [row.get("adapters") for row in (plain, none, two)] == [None, 0, 2]
@@ -156,25 +131,6 @@ def test_rows_with_adapters_are_compared_with_a_model_without(quick):
     assert two["step_bytes"] - plain["step_bytes"] == pytest.approx(2 * 2 * pairs)
     with pytest.raises(ValueError, match="on one device"):
         sweep(adapters=(-1,))
-
-
-def test_a_packed_head_is_read_and_the_embedding_is_not():
-    plain, packed = (
-        generate._load(sweep(), Precision.parse(text))[0] for text in ("W4A16KV8", "W4A16KV8H8")
-    )
-    assert packed.precision == "W4A16KV8H8"
-    saved = plain.nbytes - packed.nbytes
-    assert saved > 0.4 * plain.summary()["tables"]["head"]["bytes"]
-    caches = [lm.model.create_cache(1, 8, "KV8") for lm in (plain, packed)]
-    bytes = [generate.step_bytes(*it, 4) for it in zip((plain, packed), caches, strict=True)]
-    assert bytes[0] - bytes[1] == saved
-
-
-@pytest.mark.parametrize(("statistics", "peak"), [(None, None), ({"peak_bytes_in_use": 7}, 7)])
-def test_the_peak_is_the_allocators(monkeypatch, statistics, peak):
-    gpu = SimpleNamespace(memory_stats=lambda: statistics)
-    monkeypatch.setattr(device, "default_device", lambda: gpu)
-    assert generate._peak_bytes() == peak
 
 
 def test_wrong_scores_are_seen():
@@ -201,12 +157,3 @@ def test_each_device_reads_its_weights_and_its_cache():
     one, other = (loop.state.cache for loop in filled)
     numpy.testing.assert_array_equal(one.layers[0].keys, other.layers[0].keys)
     assert generate.step_bytes(found, other, 100) == generate.step_bytes(expected, one, 100)
-
-
-def test_the_cache_that_fits_is_what_the_fullest_device_has_room_for(monkeypatch):
-    lm = mpjax.LanguageModel(random_model(Qwen3, SMALL_MODEL, None), None, KVFormat(16), Path())
-    page = 2 * 128 * 64 * 2  # keys and values of one head in bfloat16
-    monkeypatch.setattr(generate, "free_bytes_on", lambda mesh: 10 * page + 1)
-    assert generate._fitting_tokens(lm) == 1280
-    monkeypatch.setattr(generate, "free_bytes_on", lambda mesh: None)
-    assert generate._fitting_tokens(lm) is None

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -51,11 +50,6 @@ def test_kernels_are_summed_by_name_and_the_median_call_counts(profile):
     assert measure.microseconds(lambda x: x, 7, iterations=3) == pytest.approx(9.0)
 
 
-def test_a_single_call_comes_without_a_list_of_calls(profile):
-    profile([[("a", 0.001), ("a", 0.002)]])
-    assert measure.kernel_microseconds(lambda: None, iterations=1) == pytest.approx({"a": 3.0})
-
-
 def test_the_profiler_takes_an_unjitted_function_for_a_jitted_one():
     calls = []
     function = measure.Unjitted(lambda x, *, y: calls.append(x) or x + y)
@@ -63,12 +57,6 @@ def test_the_profiler_takes_an_unjitted_function_for_a_jitted_one():
     assert [function(1, y=2), function(1, y=2), calls] == [3, 3, [1, 1]]
     with pytest.raises(TypeError, match="only be called"):
         function.lower(1)
-
-
-def test_a_call_without_kernels_can_not_be_measured(profile):
-    profile(None)
-    with pytest.raises(RuntimeError, match="launched no kernel"):
-        measure.kernel_microseconds(lambda: None)
 
 
 def test_numbers_that_xla_appends_are_dropped():
@@ -132,19 +120,3 @@ def test_errors_from_the_gate_on_fail_where_they_were_measured():
     wrong = measure.failures(rows, "{shape}, M = {M}")
     assert wrong[0] == "model.map, M = 1: the error is 8.0e-03, and the gate is 8e-03"
     assert len(wrong) == 2
-
-
-def test_the_commit_is_that_of_the_package_not_of_the_folder_it_is_called_from(
-    tmp_path, monkeypatch
-):
-    ran = []
-
-    def run(command, **keywords):
-        ran.append(command)
-        return SimpleNamespace(stdout="abc-dirty\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert measure._commit(tmp_path) is None
-    (tmp_path / ".git").mkdir()
-    assert measure._commit(tmp_path) == "abc-dirty"
-    assert ran == [["git", "-C", str(tmp_path), "describe", "--always", "--dirty"]]

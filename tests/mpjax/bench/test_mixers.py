@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import functools
-
-import jax
 import pytest
 
 from mpjax.bench import measure, mixers
-from mpjax.kernels.recurrent.shapes import RecurrentShape, named
+from mpjax.kernels.recurrent.shapes import RecurrentShape
 
 SHAPES = (
     RecurrentShape("small.delta", "delta", 2, 4, 16, 8, (4, 2, 16)),
@@ -14,30 +11,7 @@ SHAPES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def without_cudnn(monkeypatch):
-    """jax.nn's attention by XLA, which every machine has."""
-    attend = jax.nn.dot_product_attention
-
-    @functools.wraps(attend)
-    def by_xla(*arguments, implementation, **masks):
-        assert (implementation, masks) == ("cudnn", {"is_causal": True})
-        with jax.numpy_dtype_promotion("standard"):
-            return attend(*arguments, implementation="xla", **masks)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-
-
-def test_shapes_by_name():
-    assert [shape.state for shape in named(["nemotron-h-8b", "qwen3.6-27b"])] == [
-        (128, 64, 128),
-        (48, 128, 128),
-    ]
-    with pytest.raises(ValueError, match=r"unknown shape 'x': expected one of qwen3\.6-27b"):
-        named(["x"])
-
-
-def test_every_case_is_measured_and_checked(take, monkeypatch):
+def test_every_case_is_measured_and_checked(take, without_cudnn, monkeypatch):
     take(step=30.0)
     sweep = mixers.Sweep(SHAPES, (3,), (70,))
     rows = list(mixers.run(sweep))
@@ -62,10 +36,3 @@ def test_every_case_is_measured_and_checked(take, monkeypatch):
     monkeypatch.setattr(mixers, "read", misread)
     [wrong] = mixers.run(mixers.Sweep(SHAPES[:1], (), (70,)))
     assert "small.delta, 1 rows of 70 tokens: the error is" in mixers.failures([wrong])[0]
-
-
-def test_rows_and_lengths_are_checked():
-    with pytest.raises(ValueError, match=r"rows are \(0,\) and prompt_tokens \(\)"):
-        mixers.Sweep(SHAPES, (0,), ())
-    with pytest.raises(ValueError, match="2 or more tokens"):
-        mixers.Sweep(SHAPES, (), (1,))

@@ -9,7 +9,7 @@ import pytest
 from mpjax.bench.random_model import random_model
 from mpjax.kernels import WeightFormat
 from mpjax.language_model import weight_formats
-from mpjax.models import ExpertsSpec, Qwen3, Qwen3MoE, llama_layers
+from mpjax.models import ExpertsSpec, Qwen3, Qwen3MoE
 from tests.mpjax.bench.rows import SMALL_MODEL
 
 
@@ -23,21 +23,6 @@ def test_every_linear_map_has_the_format_and_the_model_runs(text):
     assert float(jnp.std(logits)) > 0.05  # no token is the only one
 
 
-def test_maps_with_blocks_have_the_orders_of_a_calibrated_model():
-    model = jax.eval_shape(lambda: random_model(Qwen3, SMALL_MODEL, WeightFormat("int4", 128)))
-    moved = {}
-    for place in Qwen3.linear_places(SMALL_MODEL):
-        [kernel] = place.kernels(model)
-        assert kernel.activation_bits.shape == kernel.parameters.shape[:1]
-        moved[place.path.split(".", 2)[2]] = kernel.permutation is not None
-    assert moved == {
-        "attention.qkv": True,
-        "attention.output": True,
-        "mlp.gate_up": True,
-        "mlp.down": False,
-    }
-
-
 def test_blocks_of_experts():
     spec = ExpertsSpec(128, num_experts=4)
     layers = tuple(dataclasses.replace(layer, mlp=spec) for layer in SMALL_MODEL.layers)
@@ -48,12 +33,3 @@ def test_blocks_of_experts():
         kernel = linear.kernel.get_value()
         assert kernel.activation_bits.shape == kernel.parameters.shape[:2]
         assert (kernel.permutation is not None) == is_ordered
-
-
-def test_without_a_format_and_with_biases():
-    config = dataclasses.replace(
-        SMALL_MODEL, layers=llama_layers((None,), 128, qkv_bias=True), tie_word_embeddings=True
-    )
-    model = random_model(Qwen3, config, None)
-    assert weight_formats(model) == {WeightFormat("bfloat16")}
-    assert jax.eval_shape(model, jnp.arange(4)[None]).shape == (1, 4, config.vocab_size)

@@ -30,7 +30,6 @@ from mpjax.models import Qwen3, Qwen3MoE
 from mpjax.models.presets import LLAMA3_1_8B, LLAMA3_70B
 from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generate_row, serve_row
 
-COMMANDS = ("gemm", "attention", "generate", "serve")
 MODULES = {
     **{"gemm": gemm, "attention": attention, "generate": generate},
     **{"serve": serve, "sums": sums, "mixers": mixers},
@@ -170,13 +169,6 @@ def test_generation(measured, folder):
     assert "tokens, 2 layers" in run("generate", "--shapes", "llama3-70b", "--no-plot", *few).stdout
     assert (sweeps[3].config.num_layers, sweeps[3].piece_tokens) == (2, 512)
     assert [*folder.rglob("generate-llama3-70b-2-layers.json")]
-    assert (
-        "layers is 81, and llama3-70b has 80"
-        in run("generate", "--shapes", "llama3-70b", "--layers", "81").stderr
-    )
-    refused = run("generate", "--shapes", "gpt")
-    assert refused.exit_code == 2
-    assert "unknown shapes 'gpt': expected one of qwen3-8b" in refused.stderr
     measured("generate", [rows[0] | {"logprob_difference": 7.0}])
     assert run("generate", "--no-plot").exit_code == 1
 
@@ -203,7 +195,6 @@ def test_mixers(measured, folder):
     assert json.loads((folder / "mixers.json").read_text())["results"] == rows
     run("mixers", "--rows", "0")
     assert sweeps[1] == mixers.Sweep(recurrent_shapes.PUBLISHED, (), (4096, 32768))
-    assert run("mixers", "--shapes", "gpt-2").exit_code == 2
 
 
 def test_serving(measured, folder):
@@ -235,9 +226,8 @@ def test_serving(measured, folder):
     assert sweep.speculate == Ngram(3, 2)
     assert sweep.config == LLAMA3_1_8B
     assert "batches of 64" in result.stdout
-    assert "W4A16KV8, engine" in (folder / "serve.svg").read_text()
     measured("serve", [serve_row(programs=20)])
-    assert run("serve", "--no-plot").exit_code == 1
+    assert run("serve").exit_code == 1
 
 
 def test_a_trace_that_cannot_be_written_is_told_before_anything_is_measured(monkeypatch, folder):
@@ -249,14 +239,12 @@ def test_a_trace_that_cannot_be_written_is_told_before_anything_is_measured(monk
     assert "file" in result.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
+def test_without_a_gpu_nothing_is_done(monkeypatch, folder):
     monkeypatch.undo()
     monkeypatch.chdir(folder)
     monkeypatch.setattr("mpjax.kernels.device.why_triton_cannot_run", lambda: "there is none")
-    monkeypatch.setattr(MODULES[command], "run", lambda sweep: pytest.fail("measured"))
-    formats = ("--formats", "uint4") if command == "gemm" else ()
-    result = run(command, *formats)
+    monkeypatch.setattr(attention, "run", lambda sweep: pytest.fail("measured"))
+    result = run("attention")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("mpjax: a benchmark measures a CUDA GPU")
     assert result.stderr.endswith(": there is none\n")
@@ -274,7 +262,6 @@ def test_products_of_experts(measured, folder, monkeypatch):
     assert (sweep.tokens, sweep.formats) == ((1, 16, 64, 256, 4096), ("uint4:g128",))
     assert "qwen3-30b-a3b.down: 5 of 8 experts, K 1000, N 2000" in result.stdout
     assert json.loads((folder / "experts.json").read_text())["results"] == rows
-    assert run("gemm", "--experts", "--shapes", "qwen3-8b.qkv").exit_code == 2
 
 
 def test_generation_of_several_models(measured, folder):
@@ -283,4 +270,3 @@ def test_generation_of_several_models(measured, folder):
     assert result.exit_code == 0
     assert [sweep.decoder for sweep in sweeps] == [Qwen3, Qwen3MoE]
     assert (folder / "generate-qwen3-30b-a3b.json").is_file()
-    assert run("generate", "--shapes", "gpt-2").exit_code == 2

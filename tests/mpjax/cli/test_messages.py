@@ -29,6 +29,8 @@ MESSAGES = {
         "serve --precision W4A32KV8": (2, "random weights are all in one format"),
         "serve --no-engine": (2, "nothing is measured without an engine"),
         "serve --no-engine --static 4 --trace t.json": (2, "--no-engine runs none"),
+        "mixers --shapes gpt-2": (2, "unknown shape 'gpt-2'"),
+        "mixers --prompt-tokens 1": (2, "2 or more tokens"),
         "magic": (2, "magic"),
         "gemm --formats bfloat16": (2, "bfloat16 is not packed"),
         "gemm --implementation magic": (2, "magic"),

@@ -71,6 +71,7 @@ class Decoder(Keeper):
     spare: prefixes and suffixes of the names of tensors that files may have and the decoder
     ignores.
     has_spare_layers: whether files may hold more layers than the decoder, such as MTP layers.
+    renamed: parts of the names of tensors in some of the family's files → the same in `names`.
     defaults, neutral, aliases: the defaults of optional keys in config.json, the only supported
         values of some keys, and alternative names of keys; see `config_keys.complete`.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
@@ -88,6 +89,7 @@ class Decoder(Keeper):
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = SPECS
     spare: ClassVar[tuple[str, ...]] = ()
     has_spare_layers: ClassVar[bool] = False
+    renamed: ClassVar[Mapping[str, str]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}

@@ -40,6 +40,10 @@ class GatedDeltaSpec(MixerSpec):
     width: the kernel size, in tokens, of the convolution of queries, keys and values.
     by_key_head: whether files interleave the outputs by key head: one map has query, key, value and
         gate, another β and decay, one key head after another (Qwen3-Next).
+    split_conv: whether the convolution has a tensor of taps for queries, another for keys, and
+        another for values, also in files (OLMo Hybrid).
+    rate_scale: the largest β; None: 1. With 2, a state's update can have negative eigenvalues.
+    epsilon: of the norm; None for the model's.
     """
 
     kind: ClassVar[str] = "gated_delta"
@@ -49,6 +53,9 @@ class GatedDeltaSpec(MixerSpec):
     value_dim: int = 128
     width: int = 4
     by_key_head: bool = False
+    split_conv: bool = False
+    rate_scale: float | None = None
+    epsilon: float | None = None
 
     @property
     def group(self) -> int:
@@ -100,8 +107,15 @@ class GatedDeltaSpec(MixerSpec):
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the convolution's taps, the decay's rate and offset, and the norm's weight."""
         heads = (self.value_heads,)
-        conv = (self.channels, 1, self.width)
-        return {"conv": conv, "decay": heads, "shift": heads, "scale": (self.value_dim,)}
+        sizes = [self.key_heads * size for size in self.sizes[:3]]
+        sizes = sizes if self.split_conv else [sum(sizes)]
+        taps = {name: (size, 1, self.width) for name, size in zip(self.taps, sizes, strict=True)}
+        return {**taps, "decay": heads, "shift": heads, "scale": (self.value_dim,)}
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The paths of the convolution's taps."""
+        return ("query_conv", "key_conv", "value_conv") if self.split_conv else ("conv",)
 
     def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
         """The decay's rate and offset, and the norm's weight."""
@@ -136,6 +150,7 @@ class GatedDeltaSpec(MixerSpec):
         gates, values = run.times(self.group), parts[2]
         begins = [0, self.key_heads * self.key_dim, 2 * self.key_heads * self.key_dim]
         conv = tuple(part.moved(begin) for part, begin in zip(parts[:3], begins, strict=True))
+        taps = [(part,) for part in parts[:3]] if self.split_conv else [conv]
         qkvz: tuple[Run, ...] = parts
         ba: tuple[Run, ...] = gates, gates
         if self.by_key_head:
@@ -144,7 +159,7 @@ class GatedDeltaSpec(MixerSpec):
             "qkvz": Cut(outputs=qkvz),
             "ba": Cut(outputs=ba),
             "out": Cut(inputs=values),
-            "conv": Cut(rows=conv),
+            **{name: Cut(rows=rows) for name, rows in zip(self.taps, taps, strict=True)},
             "decay": Cut(outputs=(gates,)),
             "shift": Cut(outputs=(gates,)),
         }
@@ -158,12 +173,15 @@ class GatedDelta(RecurrentMixer):
         self.qkvz = FusedLinear.create(qkvz, config.dtype, rngs)
         self.ba = FusedLinear.create(ba, config.dtype, rngs)
         self.out = Linear.create(out.shapes[0], bias=False, dtype=config.dtype, rngs=rngs)
-        taps = nnx.initializers.normal(0.02)(rngs.params(), (spec.channels, 1, spec.width))
-        self.conv = nnx.Param(taps.astype(config.dtype))
+        shapes, initial = spec.arrays(config), nnx.initializers.normal(0.02)
+        for name in spec.taps:
+            taps = initial(rngs.params(), shapes[name])
+            setattr(self, name, nnx.Param(taps.astype(config.dtype)))
         self.decay = nnx.Param(jnp.zeros(spec.value_heads, jnp.float32))
         self.shift = nnx.Param(jnp.ones(spec.value_heads, jnp.float32))
         self.scale = nnx.Param(jnp.ones(spec.value_dim, jnp.float32))
-        self.spec, self.epsilon = spec, config.rms_norm_eps
+        self.spec = spec
+        self.epsilon = config.rms_norm_eps if spec.epsilon is None else spec.epsilon
 
     @property
     def activations(self) -> Rounding:
@@ -188,9 +206,11 @@ class GatedDelta(RecurrentMixer):
         channels, gate, rate, decay = inputs
         places, dtype = channels.shape[:-1], channels.dtype
         matrices, before = (None, None) if state is None else state
-        taps = self.conv.get_value()[:, 0]
+        found = [getattr(self, name).get_value()[:, 0] for name in self.spec.taps]
+        taps = jnp.concatenate(found) if len(found) > 1 else found[0]
         channels, before = convolve(channels, taps, before, context, activation="silu")
-        gates = DeltaGates(decay, rate, self.decay.get_value(), self.shift.get_value())
+        parameters = self.decay.get_value(), self.shift.get_value()
+        gates = DeltaGates(decay, rate, *parameters, scale=self.spec.rate_scale)
         outputs, matrices = self._rule(channels, gates, matrices, context)
         wide = rms_norm(outputs, self.scale.get_value(), self.epsilon)
         mixed = (wide * jax.nn.silu(gate.astype(jnp.float32))).reshape(*places, -1).astype(dtype)

@@ -32,7 +32,7 @@ from mpjax.models.minimax import MiniMaxM2
 from mpjax.models.mistral import Ministral3, Mistral
 from mpjax.models.mixtral import Mixtral
 from mpjax.models.nemotron import NemotronH
-from mpjax.models.olmo import Olmo2, Olmo3
+from mpjax.models.olmo import Olmo2, Olmo3, OlmoHybrid
 from mpjax.models.phi import Phi3
 from mpjax.models.qwen import Qwen2, Qwen3
 from mpjax.models.qwen_hybrid import Qwen3Next, Qwen35, Qwen35MoE
@@ -80,6 +80,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "DeepseekV32ForCausalLM": DeepseekV32,
     "Dots1ForCausalLM": Dots1,
     "Olmo3ForCausalLM": Olmo3,
+    "OlmoHybridForCausalLM": OlmoHybrid,
     "GraniteMoeForCausalLM": GraniteMoE,
     "GraniteMoeSharedForCausalLM": GraniteMoE,
     "HunYuanDenseV1ForCausalLM": HunYuan,

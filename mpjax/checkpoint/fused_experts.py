@@ -32,11 +32,13 @@ MOST_EXPERTS = 4096
 
 
 def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
-    """The checkpoint with one tensor per expert instead of fused tensors.
+    """The checkpoint with the decoder's names, and a tensor per expert instead of fused tensors.
 
     decoder: its names decide whether an expert's gate and up are one map or two. A checkpoint
-    without fused tensors is returned unchanged.
+    with its names and without fused tensors is returned unchanged.
     """
+    if decoder.renamed:
+        checkpoint = checkpoint.renamed(decoder.renamed)
     wanted = decoder.names.get(GATE_UP)
     if wanted is None:
         return checkpoint

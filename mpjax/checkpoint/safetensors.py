@@ -99,6 +99,15 @@ class Checkpoint:
             tensors = read_header(_only_safetensors_file(root))
         return cls(root, types.MappingProxyType(tensors))
 
+    def renamed(self, parts: Mapping[str, str]) -> Checkpoint:
+        """The checkpoint with parts of its tensors' names replaced: found → new."""
+        tensors = {}
+        for name, info in self.tensors.items():
+            for found, new in parts.items():
+                name = name.replace(found, new)
+            tensors[name] = dataclasses.replace(info, name=name)
+        return dataclasses.replace(self, tensors=types.MappingProxyType(tensors))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""

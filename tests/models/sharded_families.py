@@ -123,6 +123,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         }
     },
+    "OlmoHybridForCausalLM": {**DELTA, "layer_types": ["linear_attention", "full_attention"]},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
     "Olmo3ForCausalLM": {
         **TWO_LAYERS,
@@ -147,7 +148,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # activation with learned numbers; both halves behind one norm; neighbours that rotate together, and
 # corrected scores; Mamba2 with a norm over all heads, in groups beside attention, and
 # beside experts without gates; short convolutions; the delta rule, with maps of one key head after
-# another or of all; latents.
+# another or of all, and a convolution in three parts; latents.
 CALLED = (
     "GptOssForCausalLM",
     "Gemma2ForCausalLM",
@@ -164,6 +165,7 @@ CALLED = (
     "HunYuanMoEV1ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
+    "OlmoHybridForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )

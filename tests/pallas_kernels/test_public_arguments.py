@@ -223,15 +223,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"bias": jnp.ones(32), "activation": "silu", "implementation": "reference"},
     ),
     "gated_delta_step": (
-        lambda slots, is_new, decay, rate, speed, shift, **others: kernels.gated_delta_step(
-            gates=kernels.DeltaGates(decay, rate, speed, shift),
+        lambda slots, is_new, decay, rate, speed, shift, scale, **others: kernels.gated_delta_step(
+            gates=kernels.DeltaGates(decay, rate, speed, shift, scale),
             rows=kernels.StateRows(slots, is_new),
             **others,
         ),
         {"channels": jnp.ones((3, 2 * 32 + 2 * 16)), "states": jnp.ones((4, 2, 32, 16))}
         | {"slots": jnp.array([2, 4, 0]), "is_new": jnp.array([True, False, False])}
         | {"decay": X[:, :2], "rate": X[:, :2], "speed": jnp.ones(2), "shift": jnp.ones(2)}
-        | {"implementation": "reference"},
+        | {"scale": 2.0, "implementation": "reference"},
     ),
     "state_space_step": (
         lambda slots, is_new, steps, speed, shift, skip, least, most, **others: (

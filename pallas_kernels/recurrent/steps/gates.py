@@ -15,32 +15,41 @@ from mpjax.kernels.checks import as_arrays, require_floats, shown, static_number
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["decay", "rate", "speed", "shift"],
-    meta_fields=[],
+    meta_fields=["scale"],
 )
 @dataclasses.dataclass(frozen=True)
 class DeltaGates:
     """The raw gates of the gated delta rule.
 
     The log of a state's decay factor is −exp(speed) · softplus(decay + shift), and β, the part of a
-    difference that is written, is sigmoid(rate).
-    decay, rate: [..., value heads]. speed, shift: [value heads].
+    difference that is written, is scale · sigmoid(rate).
+    decay, rate: [..., value heads]. speed, shift: [value heads]. scale: the largest β (static);
+    None: 1.
     """
 
     decay: Any
     rate: Any
     speed: Any
     shift: Any
+    scale: float | None = None
 
     def read(self, operation: str, shape: tuple[int, ...]) -> DeltaGates:
         """The gates as arrays. Raises ValueError unless decay and rate have this shape."""
-        of_heads = shape[-1:]
-        return DeltaGates(*read_arrays(operation, vars(self), (shape, shape, of_heads, of_heads)))
+        arrays = {name: getattr(self, name) for name in ("decay", "rate", "speed", "shift")}
+        shapes = shape, shape, *[shape[-1:]] * 2
+        decay, rate, speed, shift = read_arrays(operation, arrays, shapes)
+        scale = static_number(f"{operation}: scale", self.scale, float, "a positive number")
+        return DeltaGates(decay, rate, speed, shift, scale)
 
     def applied(self) -> tuple[jax.Array, jax.Array]:
         """The log-decays and β, in float32."""
         decay, rate, speed, shift = wide(self.decay, self.rate, self.speed, self.shift)
         speed, shift = (jax.lax.broadcast_to_rank(x, decay.ndim) for x in (speed, shift))
-        return -jnp.exp(speed) * jax.nn.softplus(decay + shift), jax.nn.sigmoid(rate)
+        return -jnp.exp(speed) * jax.nn.softplus(decay + shift), self.scaled(jax.nn.sigmoid(rate))
+
+    def scaled(self, rate: jax.Array) -> jax.Array:
+        """The sigmoids of rates, scaled to β."""
+        return rate if self.scale is None else self.scale * rate
 
 
 @functools.partial(

@@ -214,7 +214,7 @@ def _delta_gates(gates: Any, row: jax.Array, head: jax.Array) -> tuple[jax.Array
     one = head + jnp.arange(1)
     decay, rate = (load(x.at[row, one]).astype(jnp.float32) for x in (gates.decay, gates.rate))
     speed, shift = (load(x.at[one]).astype(jnp.float32) for x in (gates.speed, gates.shift))
-    return jnp.exp(-jnp.exp(speed) * _softplus(decay + shift)), _sigmoid(rate)
+    return jnp.exp(-jnp.exp(speed) * _softplus(decay + shift)), gates.scaled(_sigmoid(rate))
 
 
 def _scan(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: int) -> None:

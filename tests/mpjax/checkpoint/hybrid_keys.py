@@ -50,6 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
         },
     ),
+    "OlmoHybrid": (
+        "OlmoHybridForCausalLM",
+        {**DELTA, "rms_norm_eps": 1e-3},
+    ),
     "Qwen3Next": ("Qwen3NextForCausalLM", {**EXPERTS, **DELTA, "mlp_only_layers": [1]}),
     "Qwen3_5Text": ("Qwen3_5ForCausalLM", DELTA),
     "Qwen3_5MoeText": ("Qwen3_5MoeForCausalLM", {**EXPERTS, **DELTA}),
@@ -87,6 +91,7 @@ VALUES: dict[str, list[Any]] = {
     **{"linear_value_head_dim": [16], "linear_conv_kernel_dim": [2, 7]},
     **{"full_attention_interval": [1], "attn_output_gate": [False]},
     **{"output_gate_type": ["sigmoid"], "mamba_ssm_dtype": ["bfloat16"]},
+    "linear_allow_neg_eigval": [False],
 }
 IRRELEVANT: dict[str, Any] = {
     **{"mamba_chunk_size": 128, "num_logits_to_keep": 3, "use_mamba_kernels": False},
@@ -94,6 +99,8 @@ IRRELEVANT: dict[str, Any] = {
     **{"hidden_dropout": 0.5, "residual_in_fp32": True, "rescale_prenorm_residual": False},
     **{"moe_shared_expert_overlap": False, "mamba_ssm_cache_dtype": "bfloat16"},
     **{"num_nextn_predict_layers": 0, "mtp_layers_block_type": ["moe"]},
+    **{"linear_a_log_min": 0.5, "linear_a_log_max": 4.0, "linear_dt_min": 0.01},
+    **{"linear_dt_max": 0.2, "linear_dt_init_floor": 1e-3},
 }
 TOGETHER: dict[str, list[dict[str, Any]]] = {
     "FalconH1": [{"mamba_d_ssm": None, "mamba_expand": 1}],
@@ -121,6 +128,12 @@ for _name in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"):
     OWN[_name, "layer_types"] = [["full_attention", "linear_attention"]]
     OWN[_name, "partial_rotary_factor"] = [0.5]
     OWN[_name, "rope_parameters"] = [{"rope_type": "linear", "factor": 2.0}, QUARTER]
+OWN["OlmoHybrid", "layer_types"] = [["full_attention", "linear_attention"]]
+OWN["OlmoHybrid", "rope_parameters"] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "default", "rope_theta": 100.0},
+    {"rope_type": "default", "rope_theta": None},
+]
 _OF_DELTA = ("full_attention_interval", "partial_rotary_factor", *OF_GATES)
 # Keys that are not fields of the classes, which they read all the same.
 READ: dict[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from mpjax.checkpoint import huggingface
 from mpjax.language_model import LanguageModel
@@ -34,6 +35,21 @@ def write_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ bos_token }}")
+
+
+def as_published(folder):
+    """Divides the convolutions of queries, keys and values as published files do.
+
+    transformers reads them from three tensors of any sizes, and writes three equal ones.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
+        taps = np.concatenate([tensors[each] for each in names])
+        sizes = [len(tensors[each.replace("conv1d", "proj")]) for each in names]
+        parts = np.split(taps, np.cumsum(sizes)[:-1])
+        tensors |= {each: part.copy() for each, part in zip(names, parts, strict=True)}
+    save_file(tensors, folder / "model.safetensors")
 
 
 def load(folder, precision="A16KV16", dtype=None):

@@ -22,7 +22,7 @@ from flax import nnx
 from mpjax.loading import load
 from mpjax.models import FAMILIES, ConfigError, Decoder
 from mpjax.models.config_keys import NEUTRAL
-from tests.mpjax.checkpoint import hybrid_keys, latent_keys
+from tests.mpjax.checkpoint import hybrid_keys, latent_keys, saved_models
 from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
@@ -352,6 +352,7 @@ def ours(model: Decoder) -> np.ndarray:
 def read(theirs: Any, hf: dict[str, Any], folder: Path) -> Decoder:
     """The model in mpjax, from tensors that transformers writes, and this config.json."""
     theirs.save_pretrained(folder)
+    saved_models.as_published(folder)
     (folder / "config.json").write_text(json.dumps(hf))
     return load(folder, dtype="float32", progress=False).model
 

@@ -37,7 +37,7 @@ def draw_step(shape: RecurrentShape, rows: int, slots: int):
     each = draw(rows, shape.heads), draw(rows, shape.heads)
     parameters = [draw(shape.heads) for _ in range(3)]
     if shape.kind == "delta":
-        return channels, DeltaGates(*each, *parameters[:2]), states
+        return channels, DeltaGates(*each, *parameters[:2], scale=2.0), states
     return channels, ScanGates(each[0], *parameters, least=0.1, most=2.0), states
 
 

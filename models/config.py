@@ -314,6 +314,7 @@ class DecoderConfig:
     centered_norms: whether norms subtract the mean of the channels (LayerNorm). norm_bias: whether
         LayerNorm has a bias.
     embedding_scale, logit_scale: factors of the embedded tokens and of the logits; None: 1.
+    head_bias: whether the logits have a bias, which is added before their factor (PhiMoE).
     logit_softcap: a logit l becomes softcap · tanh(l / softcap) (Gemma 2); None: no cap.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
     packed_tables: the names of the tables, `embedding` or `head`, that are linear maps with a
@@ -347,6 +348,7 @@ class DecoderConfig:
     norm_bias: bool = False
     predicts: bool = True
     labels: int | None = None
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         _make_plain(self)

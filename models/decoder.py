@@ -106,6 +106,9 @@ class Decoder(Keeper):
         self.norm = RMSNorm.of(config, config.hidden_size)
         tied, labels = config.tie_word_embeddings, (config.labels or 0, config.hidden_size)
         self.head = None if tied else self._create_table(parameters.HEAD, rngs)
+        bias = jnp.zeros(config.vocab_size, config.dtype)
+        has_bias = config.head_bias and config.predicts
+        self.head_bias = nnx.data(nnx.Param(bias) if has_bias else None)
         self.score = nnx.data(nnx.Param(jnp.zeros(labels, config.dtype)) if labels[0] else None)
 
     @classmethod
@@ -486,6 +489,9 @@ class Decoder(Keeper):
             found = tables.logits(table, hidden)
             if self.head_adapter is not None:
                 found = self.head_adapter.add(found, hidden, context)
+            if self.head_bias is not None:
+                bias = self.head_bias.get_value().astype(found.dtype)
+                found += jax.lax.broadcast_to_rank(bias, found.ndim)
             if (scale := self.config.logit_scale) is not None:
                 found = found * scale
             if (cap := self.config.logit_softcap) is not None:

@@ -27,7 +27,14 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
 from mpjax.models.low_rank import LowRank
-from mpjax.models.parameters import EMBEDDING, TABLES, ArrayPlace, ExpertPlace, LinearPlace
+from mpjax.models.parameters import (
+    EMBEDDING,
+    OF_TOKENS,
+    TABLES,
+    ArrayPlace,
+    ExpertPlace,
+    LinearPlace,
+)
 from mpjax.models.share import Cut, ExpertDivision, HeadShares, Share, divide_config, share_size
 from mpjax.models.window import Window
 
@@ -113,14 +120,14 @@ class Division:
 
     def rows(self, place: ArrayPlace, numbers: Sequence[int]) -> Window | None:
         """The smallest window of a table with the rows of these shares; None for other arrays."""
-        if place.path not in TABLES:
+        if place.path not in OF_TOKENS:
             return None
         runs = self.runs_of_table()
         return Window.around(False, [run for number in numbers for run in runs[number]])
 
     def cut_array(self, place: ArrayPlace, array: Any, number: int, begin: int = 0) -> Any:
         """One share of an array outside linear maps. begin: of a table, the array's first row."""
-        if place.path in TABLES:
+        if place.path in OF_TOKENS:
             return take_runs(array, [run.moved(-begin) for run in self.runs_of_table()[number]], 0)
         if (runs := self._runs_of_array(place)) is None:
             return array
@@ -129,7 +136,7 @@ class Division:
 
     def join_array(self, place: ArrayPlace, shares: Sequence[Any]) -> Any:
         """Joins shares, the results of `cut_array`, to the whole array."""
-        if place.path in TABLES:
+        if place.path in OF_TOKENS:
             return put_runs(shares, self.runs_of_table(), 0)
         if (runs := self._runs_of_array(place)) is None:
             return shares[0]

@@ -46,7 +46,7 @@ class ExpertsSpec(MLPSpec):
 
     intermediate_size: channels of the hidden layer inside each expert.
     num_experts: of a layer. experts_per_token: the number of experts that compute each token.
-    scoring, renormalize, scale, groups, groups_per_token, group_score: as in Routing.
+    scoring, renormalize, scale, groups, groups_per_token, group_score, jitter: as in Routing.
     router_bias: whether the router's logits have a bias. router_correction: whether the router has
         a selection bias, which is added to scores only when experts are chosen (DeepSeek-V3).
     bias: whether the maps of experts have biases.
@@ -77,6 +77,7 @@ class ExpertsSpec(MLPSpec):
     ungated: str | None = None
     shared_size: int | None = None
     shared_gate: bool = False
+    jitter: float | None = None
 
     @property
     def routing(self) -> Routing:

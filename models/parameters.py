@@ -53,6 +53,8 @@ NAMES: Names = {
 
 
 EMBEDDING, HEAD = TABLES = ("embedding", "head")  # paths
+HEAD_BIAS = "head_bias"
+OF_TOKENS = (*TABLES, HEAD_BIAS)  # paths of arrays whose rows are tokens
 
 
 def expert_names(
@@ -283,7 +285,11 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
     if config.labels is not None:
         shape = config.labels, config.hidden_size
         places.append(ArrayPlace("score", name_of(names, "score"), shape))
-    return places + [place for place in tables if place.path == HEAD]
+    places += [place for place in tables if place.path == HEAD]
+    if config.head_bias and config.predicts:
+        name = f"{name_of(names, HEAD).removesuffix('.weight')}.bias"
+        places.append(ArrayPlace(HEAD_BIAS, name, (config.vocab_size,)))
+    return places
 
 
 def _with_bias(place: ArrayPlace) -> list[ArrayPlace]:

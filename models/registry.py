@@ -33,7 +33,7 @@ from mpjax.models.mistral import Ministral3, Mistral
 from mpjax.models.mixtral import Mixtral
 from mpjax.models.nemotron import NemotronH
 from mpjax.models.olmo import Olmo2, Olmo3, OlmoHybrid
-from mpjax.models.phi import Phi3
+from mpjax.models.phi import Phi3, PhiMoE
 from mpjax.models.qwen import Qwen2, Qwen3
 from mpjax.models.qwen_hybrid import Qwen3Next, Qwen35, Qwen35MoE
 from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
@@ -55,6 +55,8 @@ FAMILIES: dict[str, type[Decoder]] = {
     "NemotronHForCausalLM": NemotronH,
     "Olmo2ForCausalLM": Olmo2,
     "Phi3ForCausalLM": Phi3,
+    "PhimoeForCausalLM": PhiMoE,
+    "PhiMoEForCausalLM": PhiMoE,
     "SmolLM3ForCausalLM": SmolLM3,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,

@@ -22,7 +22,10 @@ HALVES = ("attention", "mlp")
 TOLD_ELSEWHERE = ("packed_tables",)
 # Fields that are omitted if they have their default, as in files older than the field.
 RARE: Mapping[type, tuple[str, ...]] = {
-    DecoderConfig: ("local_rope_scaling", "centered_norms", "norm_bias", "predicts", "labels"),
+    DecoderConfig: (
+        *("local_rope_scaling", "centered_norms", "norm_bias", "predicts", "labels"),
+        "head_bias",
+    ),
     GroupedQuerySpec: (
         "interleaved",
         "norm_after",
@@ -33,7 +36,7 @@ RARE: Mapping[type, tuple[str, ...]] = {
         "output_gate",
     ),
     GatedMLPSpec: ("factors",),
-    ExpertsSpec: ("ungated",),
+    ExpertsSpec: ("ungated", "jitter"),
     MLPSpec: ("hadamard",),
 }
 SCALINGS = ("rope_scaling", "local_rope_scaling")

@@ -26,7 +26,7 @@ def why_not(routing: Routing, experts: int, *, corrected: bool) -> str | None:
     if experts > MOST_EXPERTS:
         return f"{experts} experts; a product chooses among up to {MOST_EXPERTS}"
     if routing.scoring != "softmax" or corrected:
-        return "experts are ranked by corrected or sigmoid scores; a product ranks logits"
+        return "experts are ranked by corrected or sigmoid scores, or weighted by sparsemixer"
     if routing.groups is not None:
         return "experts come out of groups"
     return None

@@ -30,7 +30,7 @@ def route(
 
     logits: [..., experts], of any floating dtype; scores are computed in float32. correction:
     [experts], the selection bias: added to scores to choose experts, but not to weights
-    (DeepSeek-V3).
+    (DeepSeek-V3); not with sparsemixer.
     bias: [experts], added to the logits (gpt-oss).
     implementation: `triton`, one kernel, on a CUDA GPU; or `reference`, plain jnp. By default the
         kernel if it can run.
@@ -49,6 +49,8 @@ def route(
     experts = logits.shape[-1]
     if reason := routing.why_not(experts):
         raise ValueError(f"route: {reason}")
+    if correction is not None and routing.scoring == "sparsemixer":
+        raise ValueError("route: sparsemixer has no correction: expected None")
     for what, array in (("correction", correction), ("bias", bias)):
         if array is not None and array.shape != (experts,):
             raise ValueError(f"route: {what} is {shown(array)}: expected shape ({experts},)")
@@ -76,6 +78,8 @@ def _reference(
     wide = logits.astype(jnp.float32)
     if bias is not None:
         wide += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), wide.ndim)
+    if routing.scoring == "sparsemixer":
+        return _sparsemixer(routing, wide)
     is_softmax = routing.scoring == "softmax"
     scores = jax.nn.softmax(wide, -1) if is_softmax else jax.nn.sigmoid(wide)
     ranked = wide if routing.ranks_logits and correction is None else scores
@@ -89,6 +93,18 @@ def _reference(
         else:
             weights = weights / (weights.sum(-1, keepdims=True) + LEAST_SUM)
     return chosen.astype(jnp.int32), weights * routing.scale
+
+
+def _sparsemixer(routing: Routing, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The best experts of float32 logits, and their softmax over the experts near each."""
+    assert routing.jitter is not None
+    best, chosen = jax.lax.top_k(logits, routing.per_token)
+    is_chosen = jax.nn.one_hot(chosen, logits.shape[-1], dtype=jnp.int32)  # [..., k, experts]
+    is_free = jnp.cumsum(is_chosen, -2) == is_chosen  # not chosen by an earlier choice
+    best, logits = best[..., None], logits[..., None, :]
+    is_near = best - logits <= 2 * routing.jitter * jnp.maximum(jnp.abs(logits), best)
+    scores = jnp.where(is_free & is_near, jnp.exp(jnp.minimum(logits - best, 0)), 0)
+    return chosen.astype(jnp.int32), routing.scale / scores.sum(-1)
 
 
 def _in_best_groups(ranked: jax.Array, routing: Routing) -> jax.Array:

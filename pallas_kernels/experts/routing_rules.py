@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from mpjax.kernels.checks import shown, static_number, whole_number
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top_two"]
 LEAST_SUM = 1e-20  # added to a sum of weights before weights are divided by it (DeepSeek-V3)
 
@@ -17,8 +17,10 @@ class Routing:
     """How experts are chosen and weighted; static and hashable.
 
     per_token: the number of experts of a token.
-    scoring: the function from logits to scores, in float32: a softmax over all experts, or a
-        sigmoid.
+    scoring: the function from logits to scores, in float32: a softmax over all experts; a sigmoid;
+        or `sparsemixer` (PhiMoE, arXiv 2409.12136), in which the score of each choice is its
+        softmax over those experts x, not chosen before it, with
+        best − x ≤ 2 · jitter · max(|x|, best). These scores are not renormalised.
     renormalize: whether the weights of a token's experts, their scores, are divided by their sum.
         With softmax, that gives the softmax over only the chosen logits.
     scale: a factor of all weights, after renormalisation.
@@ -27,6 +29,7 @@ class Routing:
         groups; None: from all.
     group_score: the score of a group: its largest score (DeepSeek-V2), or the sum of its two
         largest (DeepSeek-V3).
+    jitter: of sparsemixer.
 
     Raises ValueError for values that don't fit together.
     """
@@ -38,6 +41,7 @@ class Routing:
     groups: int | None = None
     groups_per_token: int | None = None
     group_score: GroupScore = "max"
+    jitter: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_token", whole_number("Routing: per_token", self.per_token))
@@ -45,6 +49,8 @@ class Routing:
             raise ValueError(f"Routing: renormalize is {shown(self.renormalize)}: expected a bool")
         scale = static_number("Routing: scale", self.scale, float, "a positive number")
         object.__setattr__(self, "scale", 1.0 if scale is None else scale)
+        jitter = static_number("Routing: jitter", self.jitter, float, "a positive number")
+        object.__setattr__(self, "jitter", jitter)
         for name, value, known in (
             ("scoring", self.scoring, get_args(Scoring)),
             ("group_score", self.group_score, get_args(GroupScore)),
@@ -56,6 +62,13 @@ class Routing:
             raise ValueError(
                 f"Routing: groups is {shown(self.groups)} and groups_per_token "
                 f"{shown(self.groups_per_token)}: expected both, or neither"
+            )
+        is_mixer = self.scoring == "sparsemixer"
+        if is_mixer and (self.groups is not None or self.renormalize or jitter is None):
+            raise ValueError(
+                f"Routing: scoring is 'sparsemixer', groups {shown(self.groups)}, renormalize "
+                f"{self.renormalize} and jitter {jitter}: expected no groups, no renormalisation, "
+                "and a jitter"
             )
         for name in ("groups", "groups_per_token"):
             if (value := getattr(self, name)) is not None:
@@ -69,7 +82,7 @@ class Routing:
         two scores can be ordered differently from sums of their logits.
         """
         sums_scores = self.groups is not None and self.group_score == "top_two"
-        return self.scoring == "softmax" and not sums_scores
+        return self.scoring != "sigmoid" and not sums_scores
 
     def why_not(self, experts: int) -> str | None:
         """The reason why a token can't be routed to one of `experts` experts, or None if it can."""

@@ -46,7 +46,7 @@ def _kernel(
     logits_ref, correction_ref, bias_ref = inputs
     token, count = first_program_id(), logits_ref.shape[1]
     number, is_free, logits = load_logits(logits_ref, bias_ref, token)
-    if routing.scoring == "softmax":
+    if routing.scoring != "sigmoid":
         scores = jnp.exp(logits - logits.max())
         total = scores.sum()
     else:
@@ -65,9 +65,15 @@ def _kernel(
         best = jnp.where(is_free, ranked, -jnp.inf).max()
         index = jnp.where(is_free & (ranked == best), number, count - 1).min()
         is_chosen = number == index
+        if routing.jitter is not None:  # sparsemixer
+            margin = 2 * routing.jitter * jnp.maximum(jnp.abs(logits), best)
+            is_near = is_free & (best - logits <= margin)
+            weight = total / jnp.where(is_near, jnp.exp(logits - best), 0.0).sum()
+        else:
+            weight = jnp.where(is_chosen, scores, 0.0).sum()
         is_free &= ~is_chosen
         chosen = jnp.where(place == choice, index, chosen)
-        weights = jnp.where(place == choice, jnp.where(is_chosen, scores, 0.0).sum(), weights)
+        weights = jnp.where(place == choice, weight, weights)
     if routing.renormalize:
         total = weights.sum() + (0.0 if routing.scoring == "softmax" else LEAST_SUM)
     is_wanted = place < routing.per_token

@@ -124,6 +124,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "OlmoHybridForCausalLM": {**DELTA, "layer_types": ["linear_attention", "full_attention"]},
+    "PhimoeForCausalLM": {
+        **{"num_local_experts": 4, "router_jitter_noise": 0.4, "lm_head_bias": True},
+        **{"attention_bias": True, "sliding_window": 12},
+    },
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
     "Olmo3ForCausalLM": {
         **TWO_LAYERS,
@@ -166,6 +170,7 @@ CALLED = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "OlmoHybridForCausalLM",
+    "PhimoeForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )

@@ -25,12 +25,12 @@ FAMILIES = (
     *("Apertus", "Cohere", "Cohere2", "Dots1", "Ernie4_5", "Ernie4_5_Moe", "Exaone4", "Glm4"),
     *("GraniteMoe", "GraniteMoeShared"),
     *("HunYuanDenseV1", "HunYuanMoEV1", "Ministral3"),
-    *("Glm4Moe", "MiniMaxM2", "Olmo3", "SeedOss", "Starcoder2"),
+    *("Glm4Moe", "MiniMaxM2", "Olmo3", "Phimoe", "SeedOss", "Starcoder2"),
 )
 
 
 # One for each mechanism; the engine's programs of a family take seconds to compile.
-GREEDY = ("Apertus", "Cohere2", "Ernie4_5_Moe", "HunYuanDenseV1", "Ministral3", "Olmo3")
+GREEDY = ("Apertus", "Cohere2", "Ernie4_5_Moe", "HunYuanDenseV1", "Ministral3", "Olmo3", "Phimoe")
 
 
 def build(architecture: str, hf: dict):

@@ -128,8 +128,9 @@ def test_routings_that_do_not_fit_the_experts(routing, message):
     ("fields", "message"),
     [
         ({"per_token": 0}, "per_token is 0"),
-        ({"scoring": "relu"}, "scoring is 'relu': expected softmax or sigmoid"),
+        ({"scoring": "relu"}, "scoring is 'relu': expected softmax or sigmoid or sparsemixer"),
         ({"group_score": "sum"}, "group_score is 'sum': expected max or top_two"),
+        ({"scoring": "sparsemixer"}, "scoring is 'sparsemixer', groups None, renormalize True"),
         ({"groups": 2}, "groups is 2 and groups_per_token None: expected both, or neither"),
     ],
 )
@@ -149,6 +150,7 @@ ROUTINGS = {
     "sigmoid": Routing(5, "sigmoid"),
     "sigmoid as it is": Routing(5, "sigmoid", renormalize=False),
     "one": Routing(1),
+    "sparsemixer": Routing(5, "sparsemixer", renormalize=False, jitter=0.3),
     "groups": Routing(5, groups=5, groups_per_token=2),
     "pairs of groups": Routing(5, groups=5, groups_per_token=2, group_score="top_two"),
     "sigmoid groups": Routing(
@@ -170,6 +172,8 @@ def test_it_is_the_reference(name, is_corrected):
     correction, bias = (
         jnp.asarray(each) if is_corrected else None for each in (CORRECTION, CORRECTION[::-1])
     )
+    if ROUTINGS[name].scoring == "sparsemixer":
+        correction = None
     logits = jnp.asarray(TIED_LOGITS)
     found = routing_triton.route(logits, correction, bias, ROUTINGS[name], interpret=True)
     require_equal(found, ROUTINGS[name], logits, correction, bias)

@@ -7,227 +7,24 @@ GGUF's and Hugging Face's tensors.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import delta, hybrids, known_keys, mixtures, rotary
+from mpjax.checkpoint.gguf import delta, dense, hybrids, known_keys, latent, mixtures, names, rotary
+from mpjax.checkpoint.gguf.architecture import Architecture
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.checkpoint.gguf.names import NAMES, TABLES, expert_names
 from mpjax.errors import CheckpointError
+from mpjax.models.config_json import MAXIMUM_LAYERS
 
-Change = Callable[[np.ndarray], np.ndarray]
-
-# GGUF's module name, without `blk.<layer>.` → Hugging Face's.
-TABLES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-NAMES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """A value of `general.architecture`.
-
-    hugging_face, model_type: `architectures` and `model_type` of config.json.
-    names: names of a layer's modules. interleaved: whether the rows of query and key maps are
-        ordered for interleaved RoPE.
-    offset_norms: whether norm weights are larger by 1 than in Hugging Face's files.
-    arrays: full names of a layer's tensors that have no `.weight` in GGUF or Hugging Face.
-    tables: names of modules outside layers. layers: the prefix of layers in Hugging Face's names.
-    is_mixed: whether layers may have no KV heads, or no MLP.
-    is_rotated: whether attention has RoPE; without it, rope.dimension_count isn't checked.
-    more: a function from metadata and tensors to further keys of config.json.
-    joins: whether gate and up projections are one map in Hugging Face's files.
-    delta: of linear layers, how files order value heads: `tiled`, or `joint` for Hugging Face's
-        order with rates and decays in one map; None for architectures without such layers.
-    """
-
-    hugging_face: str
-    model_type: str
-    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
-    interleaved: bool = False
-    offset_norms: bool = False
-    arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    tables: Mapping[str, str] = dataclasses.field(default_factory=lambda: TABLES)
-    layers: str = "model.layers"
-    is_mixed: bool = False
-    is_rotated: bool = True
-    more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
-    joins: bool = False
-    delta: Literal["tiled", "joint"] | None = None
-
-    def translate(self, name: str) -> str:
-        """Translates a GGUF module name to Hugging Face's. Unknown names are returned unchanged.
-
-        name: an expert's module has its number at the end, such as `blk.3.ffn_up_exps.7`.
-        """
-        if name == "output":
-            return "lm_head"
-        if name in self.tables:
-            return self.tables[name]
-        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(?:\.(\d+))?", name)
-        own = None if match is None else self.names.get(match[2])
-        if match is None or own is None or ("{expert}" in own) != (match[3] is not None):
-            return name
-        return f"{self.layers}.{match[1]}.{own.format(expert=match[3])}"
-
-    def array(self, name: str) -> str | None:
-        """Hugging Face's name of a tensor in `arrays`; None for other tensors."""
-        match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        own = None if match is None else self.arrays.get(match[2])
-        return None if match is None or own is None else f"{self.layers}.{match[1]}.{own}"
-
-    def change(self, name: str, config: Mapping[str, Any]) -> Change | None:
-        """The conversion of a module's values to Hugging Face's; None if they are equal.
-
-        name: GGUF's. The function takes and returns an array whose first axis is rows.
-        """
-        kind = name.split(".", 2)[-1]
-        if kind == "ssm_a":
-            order = delta.change(kind, config) if self.delta == "tiled" else None
-            return lambda rates: hybrids.log_rates(rates if order is None else order(rates))
-        if self.delta == "tiled" and (order := delta.change(kind, config)):
-            return order
-        if self.delta == "joint" and kind in ("ssm_beta", "ssm_alpha"):
-            heads, number = delta.Heads.of(config), int(kind == "ssm_alpha")
-            return lambda rows: heads.half(rows, number)
-        if self.interleaved and kind in ("attn_q", "attn_k"):
-            heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
-            return lambda rows: _separate(rows, heads)
-        if self.offset_norms and kind.endswith("norm") and kind != "ssm_norm":
-            return lambda weight: weight - np.float32(1)
-        return None
-
-
-def _separate(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Moves the even rows of each head before the odd ones."""
-    if rows.shape[0] % (2 * heads):  # an invalid shape, which `make_plan` refuses
-        return rows
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return np.ascontiguousarray(np.swapaxes(pairs, 1, 2)).reshape(rows.shape)
-
-
-POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-GEMMA_NAMES = {**NAMES, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
-WITHOUT_PRE_NORMS = {"attn_norm", "ffn_norm"}
-OLMO_NAMES = {k: v for k, v in {**NAMES, **POST_NORMS}.items() if k not in WITHOUT_PRE_NORMS}
-PHI_NAMES = {
-    **{k: v for k, v in NAMES.items() if k not in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
-    **{"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
 # Keys that must equal head_dim.
 OF_WHOLE_HEADS = (
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa"),
 )
-# Number of layers of Gemma's 27B models, whose scores aren't scaled by 1 / √head_dim.
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-
-
-def _gemma(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    name = metadata.text("general.architecture")
-    heads, hidden = (
-        metadata.whole(f"{name}.{key}") for key in ("attention.head_count", "embedding_length")
-    )
-    size = metadata.whole(f"{name}.attention.key_length", hidden // max(heads, 1))
-    if metadata.whole(f"{name}.block_count") == GEMMA_27B.get(name):
-        size = hidden / max(heads, 1)
-    found: dict[str, Any] = {"query_pre_attn_scalar": size}
-    if name == "gemma":
-        return {}
-    optional = {
-        "sliding_window": metadata.whole(
-            f"{name}.attention.sliding_window", 0 if name == "gemma3" else None
-        ),
-        "final_logit_softcapping": metadata.number(f"{name}.final_logit_softcapping", None),
-    }
-    if name == "gemma3":
-        theta = metadata.number(f"{name}.rope.freq_base_swa", 10000.0)
-        every = metadata.whole(f"{name}.attention.sliding_window_pattern", 6)
-        found |= {"rope_local_base_freq": theta, "sliding_window_pattern": every}
-    else:
-        optional["attn_logit_softcapping"] = metadata.number(f"{name}.attn_logit_softcapping", None)
-    # 0 means no window or cap, which is null in config.json.
-    return found | {key: value or None for key, value in optional.items() if value is not None}
-
-
-def _granite(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    if not metadata.flag("granite.rope.scaling.finetuned", True):
-        raise CheckpointError(
-            f"{metadata.path}: granite.rope.scaling.finetuned is false, by which llama.cpp knows a "
-            "Granite without a rotary embedding: expected true"
-        )
-    return _biases(metadata, tensors) | _multipliers(metadata)
-
-
-def _multipliers(metadata: Metadata) -> dict[str, Any]:
-    name = metadata.text("general.architecture")
-    keys = {
-        "embedding_multiplier": "embedding_scale",
-        "attention_multiplier": "attention.scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    }
-    return {key: metadata.number(f"{name}.{written}") for key, written in keys.items()}
-
-
-def _granite_hybrid(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return hybrids.granite_keys(metadata, tensors) | _multipliers(metadata)
-
-
-def _phi3(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    heads = metadata.whole("phi3.attention.head_count")
-    whole = metadata.whole("phi3.embedding_length") // max(heads, 1)
-    rotated = metadata.whole("phi3.rope.dimension_count", whole)
-    if rotated != whole:
-        found["partial_rotary_factor"] = rotated / max(whole, 1)
-    if (window := metadata.whole("phi3.attention.sliding_window", 0)) > 0:
-        found["sliding_window"] = window
-    return found
-
-
-def _biases(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-    }
-
-
-def _seed_oss(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return _biases(metadata, tensors) | {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
-
-
-def _ernie(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {"use_bias": "blk.0.attn_q.bias" in tensors}
-
-
-# Seed-OSS names the norm before the MLP `post_attention_norm`.
-SEED_NAMES = {
-    **{key: name for key, name in NAMES.items() if key != "ffn_norm"},
-    "post_attention_norm": "post_attention_layernorm",
-}
-HUNYUAN_NAMES = {
-    **NAMES,
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
-}
 LFM2_TABLES = TABLES | {"token_embd_norm": "model.embedding_norm"}
 NEMOTRON = Architecture(
     *("NemotronHForCausalLM", "nemotron_h", hybrids.NEMOTRON_NAMES),
@@ -243,7 +40,7 @@ GRANITE_HYBRID = Architecture(
     interleaved=True,
     arrays=hybrids.arrays("mamba"),
     is_mixed=True,
-    more=_granite_hybrid,
+    more=hybrids.granite_keys,
     joins=True,
 )
 QWEN_DELTA_MOE = Architecture(
@@ -254,26 +51,59 @@ QWEN_DELTA_MOE = Architecture(
     delta="tiled",
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, more=_biases),
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, more=dense.biases),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "gemma": Architecture("GemmaForCausalLM", "gemma", offset_norms=True, more=_gemma),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", offset_norms=True, more=dense.gemma),
     "gemma2": Architecture(
-        "Gemma2ForCausalLM", "gemma2", GEMMA_NAMES, offset_norms=True, more=_gemma
+        "Gemma2ForCausalLM", "gemma2", names.GEMMA_NAMES, offset_norms=True, more=dense.gemma
     ),
     "gemma3": Architecture(
-        "Gemma3ForCausalLM", "gemma3_text", GEMMA_NAMES, offset_norms=True, more=_gemma
+        "Gemma3ForCausalLM", "gemma3_text", names.GEMMA_NAMES, offset_norms=True, more=dense.gemma
     ),
-    "granite": Architecture("GraniteForCausalLM", "granite", interleaved=True, more=_granite),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", OLMO_NAMES),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", PHI_NAMES, more=_phi3),
-    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", SEED_NAMES, more=_seed_oss),
+    "granite": Architecture("GraniteForCausalLM", "granite", interleaved=True, more=dense.granite),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", names.OLMO_NAMES, more=dense.olmo),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", names.PHI_NAMES, more=dense.phi3),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM", "seed_oss", names.SEED_NAMES, more=dense.seed_oss
+    ),
     # Interleaved RoPE in Hugging Face's files, too: no reordering.
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", more=_ernie),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", more=dense.ernie),
     "hunyuan-dense": Architecture(
-        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", HUNYUAN_NAMES, more=_biases
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", names.HUNYUAN_NAMES, more=dense.biases
     ),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaved=True, more=_biases),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaved=True, more=dense.biases),
+    "command-r": Architecture(
+        *("CohereForCausalLM", "cohere", names.COHERE_NAMES),
+        epsilon="layer_norm_eps",
+        more=dense.cohere,
+    ),
+    "cohere2": Architecture(
+        *("Cohere2ForCausalLM", "cohere2", names.COHERE_NAMES),
+        epsilon="layer_norm_eps",
+        more=dense.cohere,
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", names.OLMO_NAMES, more=dense.exaone4),
+    "glm4": Architecture("Glm4ForCausalLM", "glm4", names.GLM_NAMES, more=dense.glm4),
+    "starcoder2": Architecture(
+        *("Starcoder2ForCausalLM", "starcoder2", names.STARCODER_NAMES),
+        epsilon="norm_epsilon",
+        more=dense.starcoder2,
+    ),
+    "apertus": Architecture(
+        *("ApertusForCausalLM", "apertus", names.APERTUS_NAMES),
+        more=dense.apertus,
+        numbers=dense.xielu,
+    ),
+    "mistral3": Architecture(
+        *("Ministral3ForCausalLM", "ministral3"),
+        interleaved=True,
+        yarn_unit=1.0,
+        grows=True,
+        more=dense.mistral3,
+    ),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", more=dense.qwen_text),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", more=dense.qwen_text),
     "lfm2": Architecture(
         *("Lfm2ForCausalLM", "lfm2", hybrids.LFM2_NAMES),
         tables=LFM2_TABLES,
@@ -298,20 +128,67 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
+QWEN3_MOE = Architecture(
+    *("Qwen3MoeForCausalLM", "qwen3_moe", {**NAMES, **names.QWEN_EXPERTS}),
+    more=mixtures.qwen_keys,
+)
 # Architectures with experts. `llama` with experts is Mixtral.
 MIXTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
-        *("MixtralForCausalLM", "mixtral", {**NAMES, **mixtures.MIXTRAL_NAMES}),
+        *("MixtralForCausalLM", "mixtral", {**NAMES, **names.MIXTRAL_EXPERTS}),
         interleaved=True,
         more=mixtures.mixtral_keys,
     ),
     "qwen2moe": Architecture(
-        *("Qwen2MoeForCausalLM", "qwen2_moe", {**NAMES, **mixtures.QWEN_NAMES}),
+        *("Qwen2MoeForCausalLM", "qwen2_moe", {**NAMES, **names.QWEN_EXPERTS}),
         more=mixtures.qwen_keys,
     ),
-    "qwen3moe": Architecture(
-        *("Qwen3MoeForCausalLM", "qwen3_moe", {**NAMES, **mixtures.QWEN_NAMES}),
-        more=mixtures.qwen_keys,
+    "qwen3moe": QWEN3_MOE,
+    "qwen3vlmoe": dataclasses.replace(QWEN3_MOE, more=mixtures.qwen_text_keys),
+    "glm4moe": Architecture(
+        *("Glm4MoeForCausalLM", "glm4_moe", {**names.SEED_NAMES, **expert_names()}),
+        arrays=mixtures.correction("mlp.gate.e_score_correction_bias"),
+        more=mixtures.glm_keys,
+    ),
+    "dots1": Architecture(
+        *("Dots1ForCausalLM", "dots1", {**NAMES, **expert_names()}),
+        arrays=mixtures.correction("mlp.gate.e_score_correction_bias"),
+        more=mixtures.dots_keys,
+    ),
+    "ernie4_5-moe": Architecture(
+        *("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {**NAMES, **expert_names()}),
+        arrays=mixtures.correction("mlp.moe_statics.e_score_correction_bias"),
+        more=mixtures.ernie_keys,
+    ),
+    "hunyuan-moe": Architecture(
+        *("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+        names={**names.HUNYUAN_NAMES, **names.HUNYUAN_EXPERTS},
+        more=mixtures.hunyuan_keys,
+    ),
+    "granitemoe": Architecture(
+        *("GraniteMoeForCausalLM", "granitemoe", hybrids.GRANITE_MOE_NAMES),
+        interleaved=True,
+        more=mixtures.granite_keys,
+        joins=True,
+    ),
+    "minimax-m2": Architecture(
+        *("MiniMaxM2ForCausalLM", "minimax_m2", {**NAMES, **names.MIXTRAL_EXPERTS}),
+        arrays=mixtures.correction("block_sparse_moe.e_score_correction_bias"),
+        more=mixtures.minimax_keys,
+    ),
+    "deepseek2": Architecture(
+        *("DeepseekV3ForCausalLM", "deepseek_v3", latent.LATENT_NAMES),
+        arrays=mixtures.correction("mlp.gate.e_score_correction_bias"),
+        is_latent=True,
+        yarn_unit=10.0,
+        more=latent.deepseek_keys,
+    ),
+    "mistral4": Architecture(
+        *("Mistral4ForCausalLM", "mistral4", latent.LATENT_NAMES),
+        is_latent=True,
+        yarn_unit=10.0,
+        grows=True,
+        more=latent.mistral_keys,
     ),
     "lfm2moe": Architecture(
         *("Lfm2MoeForCausalLM", "lfm2_moe", hybrids.LFM2_MOE_NAMES),
@@ -355,15 +232,23 @@ def read_config(
             f"{metadata.path} has no tensor 'token_embd.weight' of two dimensions: it holds no "
             "language model"
         )
-    heads, layers = (
-        metadata.whole(f"{name}.{key}") for key in ("attention.head_count", "block_count")
+    heads, layers, drafts = (
+        metadata.whole(f"{name}.{key}", *default)
+        for key, *default in (
+            ("attention.head_count",),
+            ("block_count",),
+            ("nextn_predict_layers", 0),
+        )
     )
+    _require_layers(metadata, layers, drafts)
+    kind = "rms_" if architecture.epsilon == "rms_norm_eps" else ""
+    epsilon = metadata.number(f"{name}.attention.layer_norm_{kind}epsilon")
     config = {
         "architectures": [architecture.hugging_face],
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.whole(f"{name}.embedding_length"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers - drafts,
         "intermediate_size": _one_for_all(
             metadata,
             architecture,
@@ -375,12 +260,37 @@ def read_config(
             metadata, architecture, "attention.head_count_kv", heads
         ),
         "max_position_embeddings": metadata.whole(f"{name}.context_length"),
-        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        architecture.epsilon: epsilon,
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     whole = metadata.whole(f"{name}.attention.key_length", config["hidden_size"] // max(heads, 1))
-    config |= {"head_dim": whole} | rotary.read(metadata, name, factors)
+    config |= {"head_dim": whole} | rotary.read(metadata, architecture, factors)
     config |= architecture.more(metadata, tensors)
+    if not architecture.is_latent:
+        _require_whole_heads(metadata, architecture, config, whole)
+    known_keys.require_known(metadata, name)
+    return config
+
+
+def _require_layers(metadata: Metadata, layers: int, drafts: int) -> None:
+    """Raises CheckpointError for an invalid number of layers, or of those that predict ahead."""
+    name = metadata.text("general.architecture")
+    if not 0 < layers <= MAXIMUM_LAYERS:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.block_count is {layers}: expected 1 to {MAXIMUM_LAYERS}"
+        )
+    if not 0 <= drafts < layers:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.nextn_predict_layers is {drafts}: expected fewer than the "
+            f"{layers} layers of {name}.block_count, which counts them"
+        )
+
+
+def _require_whole_heads(
+    metadata: Metadata, architecture: Architecture, config: Mapping[str, Any], whole: int
+) -> None:
+    """Raises CheckpointError for a size of heads other than `whole`, the number of channels."""
+    name = metadata.text("general.architecture")
     has_own_rotation = "partial_rotary_factor" in config or not architecture.is_rotated
     for key in OF_WHOLE_HEADS:
         if (found := metadata.whole(f"{name}.{key}", whole)) != whole and not (
@@ -390,8 +300,6 @@ def read_config(
                 f"{metadata.path}: {name}.{key} is {found}: expected {whole}, the channels of a "
                 "head, which are the same everywhere in this architecture"
             )
-    known_keys.require_known(metadata, name)
-    return config
 
 
 def _one_for_all(

@@ -17,7 +17,8 @@ import numpy as np
 
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
-from mpjax.checkpoint.gguf.mixtures import QWEN_NAMES, qwen_keys
+from mpjax.checkpoint.gguf.mixtures import qwen_keys
+from mpjax.checkpoint.gguf.names import QWEN_EXPERTS
 from mpjax.errors import CheckpointError
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -37,7 +38,7 @@ DENSE_NAMES: Mapping[str, str] = {
     **_ATTENTION,
     **{f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")},
 }
-EXPERT_NAMES: Mapping[str, str] = {**_ATTENTION, **QWEN_NAMES}
+EXPERT_NAMES: Mapping[str, str] = {**_ATTENTION, **QWEN_EXPERTS}
 # GGUF's tensor name → Hugging Face's, for tensors without `.weight`.
 ARRAYS: Mapping[str, str] = {"ssm_a": f"{_MIXER}.A_log", "ssm_dt.bias": f"{_MIXER}.dt_bias"}
 _JOINT = re.compile(r"(blk\.\d+)\.ssm_ba\.(\w+)")
@@ -132,17 +133,10 @@ def keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             f"{metadata.path}: {name}.ssm has {groups} key heads, {values} value heads and {inner} "
             "channels of these: expected each to be a multiple of the one before"
         )
-    drafts = metadata.whole(f"{name}.nextn_predict_layers", 0)
-    if not 0 <= drafts < count:
-        raise CheckpointError(
-            f"{metadata.path}: {name}.nextn_predict_layers is {drafts}: expected fewer than the "
-            f"{count} layers of {name}.block_count, which counts them"
-        )
     rotated, whole = (
         metadata.whole(f"{name}.{key}") for key in ("rope.dimension_count", "attention.key_length")
     )
     found: dict[str, Any] = {
-        "num_hidden_layers": count - drafts,
         "linear_num_key_heads": groups,
         "linear_num_value_heads": values,
         "linear_key_head_dim": state,
@@ -157,7 +151,7 @@ def keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     flags = metadata.numbers(f"{name}.attention.recurrent_layers", None)
     if flags is not None:
         kinds = ["linear_attention" if flag else "full_attention" for flag in flags[:count]]
-        found["layer_types"] = kinds[: count - drafts]
+        found["layer_types"] = kinds[: count - metadata.whole(f"{name}.nextn_predict_layers", 0)]
     return found
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from mpjax.checkpoint.gguf.dense import multipliers
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
-from mpjax.models.config_json import MAXIMUM_LAYERS
 
 _ATTENTION = {f"attn_{which}": f"self_attn.{which}_proj" for which in "qkv"}
 # GGUF's module name, without `blk.<layer>.` → Hugging Face's.
@@ -123,10 +123,6 @@ def _by_layer(metadata: Metadata, key: str) -> list[int]:
     """The values of a key for each layer; the file may have one for all."""
     name = metadata.text("general.architecture")
     count = metadata.whole(f"{name}.block_count")
-    if not 0 < count <= MAXIMUM_LAYERS:
-        raise CheckpointError(
-            f"{metadata.path}: {name}.block_count is {count}: expected 1 to {MAXIMUM_LAYERS}"
-        )
     found = metadata.each(f"{name}.{key}", count)
     return found if len(found) == count else found * count
 
@@ -215,7 +211,7 @@ def granite_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
     }
     if experts:
         found["num_experts_per_tok"] = metadata.whole(f"{name}.expert_used_count")
-    return found
+    return found | multipliers(metadata)
 
 
 def nemotron_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from mpjax.errors import CheckpointError
 
 # Keys that don't affect logits, or sizes that the tensors' shapes determine.
 IRRELEVANT = (
-    *("vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon"),
+    *("vocab_size", "tensor_data_layout", "pooling_type"),
+    *("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
     *("rope.scaling.finetuned", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 # Neutral values of keys for computations that the decoders here don't have.

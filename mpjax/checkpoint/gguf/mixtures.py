@@ -1,4 +1,4 @@
-"""Mixtures of experts in GGUF files: splitting into experts, names, and keys.
+"""Mixtures of experts in GGUF files: splitting into experts, and keys.
 
 A file has one fused tensor for all experts, `ffn_gate_exps` [experts, rows, columns]; older files
 have one for each, `ffn_gate.3`. Source: llama.cpp, gguf-py/gguf/constants.py, convert_hf_to_gguf.py
@@ -15,24 +15,20 @@ from typing import Any
 
 from mpjax.checkpoint.fused_experts import MOST_EXPERTS
 from mpjax.checkpoint.gguf import hybrids
+from mpjax.checkpoint.gguf.dense import biases, granite, partial_rotation, qwen_text
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 
-# GGUF's name → Hugging Face's, of the modules of an MoE layer.
-QWEN_NAMES: Mapping[str, str] = {
-    "ffn_gate_inp": "mlp.gate",
-    **{f"ffn_{w}_exps": f"mlp.experts.{{expert}}.{w}_proj" for w in ("gate", "up", "down")},
-    **{f"ffn_{w}_shexp": f"mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down")},
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-MIXTRAL_NAMES: Mapping[str, str] = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    **{
-        f"ffn_{written}_exps": f"block_sparse_moe.experts.{{expert}}.{name}"
-        for written, name in {"gate": "w1", "up": "w3", "down": "w2"}.items()
-    },
-}
+# GGUF's tensor of a router's selection biases.
+CORRECTION = "exp_probs_b.bias"
+
+
+def correction(name: str) -> dict[str, str]:
+    """`Architecture.arrays` of a router with selection biases. name: Hugging Face's."""
+    return {CORRECTION: name}
+
+
 # Least bytes of an expert's map, so that names of experts never take more memory than the file.
 LEAST_BYTES = 1024
 _OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
@@ -92,6 +88,113 @@ def mixtral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
     return {
         "num_local_experts": metadata.whole("llama.expert_count"),
         "num_experts_per_tok": metadata.whole("llama.expert_used_count"),
+    }
+
+
+def qwen_text_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of the text model of Qwen3-VL's mixtures."""
+    return qwen_text(metadata, tensors) | qwen_keys(metadata, tensors)
+
+
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of scores
+
+
+def require_scores(metadata: Metadata, expected: int, default: int = 0) -> None:
+    """Raises CheckpointError unless the router has these scores. default: of files without them."""
+    name = metadata.text("general.architecture")
+    key = f"{name}.expert_gating_func"
+    if (found := metadata.whole(key, 0) or default) != expected:
+        shown = "the softmax" if expected == SOFTMAX else "the sigmoid"
+        raise CheckpointError(f"{metadata.path}: {key} is {found}: expected {expected}, {shown}")
+
+
+def grouped_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of routers like DeepSeek's, whose first layers have no experts.
+
+    0 stands for 1 in the numbers of groups and in the factor of the experts' sum.
+    """
+    name = metadata.text("general.architecture")
+    counts = {
+        **{"n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        "moe_intermediate_size": "expert_feed_forward_length",
+    }
+    groups = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+    return {
+        **{key: metadata.whole(f"{name}.{written}") for key, written in counts.items()},
+        **{key: metadata.whole(f"{name}.{written}", 0) or 1 for key, written in groups.items()},
+        "n_shared_experts": metadata.whole(f"{name}.expert_shared_count", 0),
+        "first_k_dense_replace": metadata.whole(f"{name}.leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.number(f"{name}.expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": metadata.flag(f"{name}.expert_weights_norm", False),
+    }
+
+
+def glm_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of GLM-4.5 and later mixtures."""
+    require_scores(metadata, SIGMOID, SIGMOID)
+    metadata.numbers("glm4moe.rope.dimension_sections", None)  # which matter only for images
+    return {
+        **grouped_keys(metadata, tensors),
+        **partial_rotation(metadata),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
+def dots_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of dots.llm1, which has no windows in llama.cpp."""
+    require_scores(metadata, SIGMOID)
+    bias = "blk.0.attn_q.bias" in tensors
+    return grouped_keys(metadata, tensors) | {"sliding_window": None, "attention_bias": bias}
+
+
+def ernie_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of ERNIE 4.5's mixtures."""
+    name = "ernie4_5-moe"
+    return {
+        "moe_num_experts": metadata.whole(f"{name}.expert_count"),
+        "moe_k": metadata.whole(f"{name}.expert_used_count"),
+        "moe_intermediate_size": metadata.whole(f"{name}.expert_feed_forward_length"),
+        "moe_num_shared_experts": metadata.whole(f"{name}.expert_shared_count", 0),
+        "moe_layer_start_index": metadata.whole(f"{name}.leading_dense_block_count", 0),
+        "moe_layer_interval": metadata.whole(f"{name}.interleave_moe_layer_step"),
+        "use_bias": "blk.0.attn_q.bias" in tensors,
+    }
+
+
+def hunyuan_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of Hunyuan's mixtures, which have one shared expert."""
+    name = "hunyuan-moe"
+    if (shared := metadata.whole(f"{name}.expert_shared_count", 1)) != 1:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.expert_shared_count is {shared}: expected 1"
+        )
+    return biases(metadata, tensors) | {
+        "num_experts": metadata.whole(f"{name}.expert_count"),
+        "moe_topk": metadata.whole(f"{name}.expert_used_count"),
+    }
+
+
+def granite_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of Granite 3's mixtures, some of which have a shared expert."""
+    name = "granitemoe"
+    shared = metadata.whole(f"{name}.expert_shared_feed_forward_length", 0)
+    found = granite(metadata, tensors) | {
+        "num_local_experts": metadata.whole(f"{name}.expert_count"),
+        "num_experts_per_tok": metadata.whole(f"{name}.expert_used_count"),
+    }
+    if not shared:
+        return found
+    kind = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+    return found | kind | {"shared_intermediate_size": shared}
+
+
+def minimax_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of MiniMax M2."""
+    require_scores(metadata, SIGMOID)
+    return partial_rotation(metadata) | {
+        "num_local_experts": metadata.whole("minimax-m2.expert_count"),
+        "num_experts_per_tok": metadata.whole("minimax-m2.expert_used_count"),
     }
 
 

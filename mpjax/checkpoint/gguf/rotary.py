@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpjax.checkpoint.gguf.architecture import Architecture
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 from mpjax.models.rotary import yarn_attention_factor
@@ -23,12 +24,15 @@ FACTORS = (LLAMA3, SHORT, LONG)  # tensors of divisors of frequencies
 KINDS = ("none", "linear", "yarn", "longrope")
 
 
-def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def read(
+    metadata: Metadata, architecture: Architecture, factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
     """The keys `rope_theta` and, with RoPE scaling, `rope_scaling`.
 
-    name: the architecture. factors: float32 arrays by names in FACTORS. Raises CheckpointError for
-    an unsupported kind of scaling, and for combined kinds.
+    factors: float32 arrays by names in FACTORS. Raises CheckpointError for an unsupported kind of
+    scaling, and for combined kinds.
     """
+    name = metadata.text("general.architecture")
     prefix = f"{name}.rope"
     theta = metadata.number(f"{prefix}.freq_base", 10000.0)
     found: dict[str, Any] = {"rope_theta": theta}
@@ -52,6 +56,9 @@ def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> di
     if kind != "yarn" and factor == 1:
         return found
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling |= _growth(metadata, architecture, context, attention)
+        _drop_usual_attention(metadata, prefix, factor)
     optional = {
         "original_max_position_embeddings": context,
         "attention_factor": None if attention == 1 else attention * yarn_attention_factor(factor),
@@ -59,6 +66,46 @@ def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> di
     }
     scaling |= {key: value for key, value in optional.items() if value is not None}
     return found | {"rope_scaling": scaling}
+
+
+def _growth(
+    metadata: Metadata, architecture: Architecture, context: int | None, attention: float
+) -> dict[str, float]:
+    """YaRN's keys of the growth of scores, in architectures that have them.
+
+    context, attention: `original_context_length` and `attn_factor`. As in llama.cpp, `mscale` is 1
+    or, in `deepseek2`, equal to `mscale_all_dim`. Raises CheckpointError if a file with latents has
+    no multiplier, which all models with YaRN have, and for keys that can't be combined.
+    """
+    name, found = metadata.text("general.architecture"), dict[str, float]()
+    if (unit := architecture.yarn_unit) is not None:
+        key = f"{name}.rope.scaling.yarn_log_multiplier"
+        growth = metadata.number(key, ... if architecture.is_latent else 0.0)
+        if (share := float(f"{growth * unit:.6g}")) and attention != 1:
+            raise CheckpointError(
+                f"{metadata.path}: {name}.rope.scaling.attn_factor is {attention}: expected 1 "
+                f"beside {key}"
+            )
+        if share:
+            found = {"mscale": share if name == "deepseek2" else 1.0, "mscale_all_dim": share}
+    if not architecture.grows:
+        return found
+    key = f"{name}.attention.temperature_length"
+    if (length := metadata.whole(key, 0)) not in (0, context):
+        raise CheckpointError(
+            f"{metadata.path}: {key} is {length}: expected {context}, as in "
+            f"{name}.rope.scaling.original_context_length"
+        )
+    scale = metadata.number(f"{name}.attention.temperature_scale", 0.0)
+    return found | {"llama_4_scaling_beta": scale} if scale or architecture.is_latent else found
+
+
+def _drop_usual_attention(metadata: Metadata, prefix: str, factor: float) -> None:
+    """Marks yarn_attn_factor as known if it is YaRN's own factor, which is the default."""
+    key = f"{prefix}.scaling.yarn_attn_factor"
+    given = metadata.values.get(key)
+    if isinstance(given, float) and np.isclose(given, yarn_attention_factor(factor), rtol=1e-4):
+        metadata.number(key)
 
 
 def _kind(metadata: Metadata, prefix: str) -> tuple[str, float]:

@@ -36,12 +36,12 @@ STOP_TEXTS = (
 class Splitting(NamedTuple):
     """A pre-tokenizer of byte-level BPE.
 
-    pattern: the regular expression of a word; None for GPT-2's, built into `tokenizers`. digits:
-    whether digits are split off first. whole_words: whether a word that is a token skips merging.
-    begins: the default of add_bos_token.
+    pattern: the regular expression of a word, or several that are applied one after another; None
+    for GPT-2's, built into `tokenizers`. digits: whether digits are split off first. whole_words:
+    whether a word that is a token skips merging. begins: the default of add_bos_token.
     """
 
-    pattern: str | None = None
+    pattern: str | tuple[str, ...] | None = None
     digits: bool = False
     whole_words: bool = False
     begins: bool = False
@@ -54,10 +54,14 @@ _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _cased(ending: str) -> str:
-    """The pattern of words in lower, upper or title case, followed by `ending`."""
+def _cased(ending: str, close: str = "]") -> str:
+    """The pattern of words in lower, upper or title case, followed by `ending`.
+
+    close: the end of the classes of letters, which may leave some out.
+    """
     start = r"[^\r\n\p{L}\p{N}]?"
-    return f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
+    upper, lower = f"{_UPPER[:-1]}{close}", f"{_LOWER[:-1]}{close}"
+    return f"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
 
 
 _BY_THREE_DIGITS = rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
@@ -65,16 +69,56 @@ _LLAMA3 = Splitting(_BY_THREE_DIGITS, whole_words=True, begins=True)
 _QWEN2 = Splitting(rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_REST}")
 _GPT2, _DIGITS = Splitting(), Splitting(digits=True)
 
+# DeepSeek's: digits, then Chinese and Japanese, then words with their combining marks.
+_DEEPSEEK3 = Splitting(
+    (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+# Scripts with letters in two cases that the older pattern leaves out.
+_WITHOUT = r"\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\uab68"
+_WITHOUT += r"\x{10570}-\x{105bc}\x{10d40}-\x{10d8f}\x{16e40}-\x{1df1e}"
+_DEEPSEEK = Splitting(
+    (
+        r"[\r\n]",
+        rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_WITHOUT}]]+",
+        r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        r"\s+$",
+        "[一-龥\u0800-一가-\ud7ff]+",
+        r"\p{N}+",
+    )
+)
+_MARKS = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+_OF_KIMI = r"&&[^\p{Han}]]"
+
 SPLITTINGS: Mapping[str, Splitting] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_BY_THREE_DIGITS)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "granite-docling"), _GPT2),
+    **dict.fromkeys(("falcon-h1", "lfm2", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Splitting(_BY_THREE_DIGITS)),
+    **dict.fromkeys(("glm4", "glm5"), Splitting(_BY_THREE_DIGITS, whole_words=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "grok-2", "kormo"), _QWEN2),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "granite-docling", "exaone4", "mpt"), _GPT2),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "jais", "trillion"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-    "gpt-4o": Splitting(rf"{_cased(f'{_SHORT}?')}|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}"),
+    **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
+        Splitting(rf"{_cased(f'{_SHORT}?')}|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}"),
+    ),
     "tekken": Splitting(
         rf"{_cased('')}|\p{{N}}|{_REST_WITH_SLASHES}", whole_words=True, begins=True
     ),
+    "qwen35": Splitting(rf"{_MARKS}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    "seed-coder": Splitting(
+        rf"{_SHORT}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "deepseek-llm": _DEEPSEEK,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "kimi-k2": Splitting(rf"\p{{Han}}+|{_cased(f'{_SHORT}?', _OF_KIMI)}|\p{{N}}{{1,3}}|{_REST}"),
 }
 
 
@@ -134,8 +178,9 @@ def _byte_level(
     steps: list[pre_tokenizers.PreTokenizer] = []
     if splitting.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if splitting.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+    pattern = splitting.pattern or ()
+    for each in (pattern,) if isinstance(pattern, str) else pattern:
+        steps.append(pre_tokenizers.Split(Regex(each), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(False, use_regex=splitting.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()

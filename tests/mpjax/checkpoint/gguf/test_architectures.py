@@ -47,6 +47,37 @@ EXTRA = {
         for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
     },
 }
+EXTRA |= {
+    name: {f"{name}.attention.layer_norm_epsilon": 1e-5}
+    for name in ("command-r", "cohere2", "starcoder2")
+}
+EXTRA["apertus"] = {f"xielu.alpha_{sign}": np.float32([0.5, 0.7]) for sign in "pn"}
+YARN = {
+    **{"rope.scaling.type": "yarn", "rope.scaling.factor": 1.5, "attention.temperature_scale": 0.1},
+    **{"rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 0.1},
+}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+EXTRA["mistral3"] = {f"mistral3.{key}": value for key, value in YARN.items()}
+# Mixtures, with the keys that their readers expect.
+OF_EXPERTS: dict[str, dict] = {
+    "qwen2moe": {"expert_shared_feed_forward_length": 64},
+    **{"qwen3moe": {}, "qwen3vlmoe": {}, "hunyuan-moe": {}},
+    "glm4moe": {"leading_dense_block_count": 1},
+    "dots1": {"expert_gating_func": 2, "leading_dense_block_count": 1},
+    "minimax-m2": {"expert_gating_func": 2},
+    "ernie4_5-moe": {"interleave_moe_layer_step": 1, "leading_dense_block_count": 1},
+    "granitemoe": {
+        key: 2.0 for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+    },
+}
+LATENT = {
+    **{"attention.kv_lora_rank": 24, "attention.head_count_kv": 4, "rope.dimension_count": 8},
+    **{"attention.key_length": 20, "attention.value_length": 16, "attention.q_lora_rank": 12},
+    "leading_dense_block_count": 1,
+}
+OF_EXPERTS |= {"deepseek2": LATENT | {"expert_gating_func": 2}, "mistral4": LATENT | YARN}
+for _name, _keys in OF_EXPERTS.items():
+    EXTRA[_name] = {f"{_name}.{key}": value for key, value in (EXPERTS | _keys).items()}
 HEAD = {"output.weight": EMBEDDING["token_embd.weight"]}
 
 
@@ -77,7 +108,7 @@ def test_the_config_json_of_a_file():
     assert (untied["tie_word_embeddings"], untied["attention_bias"]) == (False, True)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OF_EXPERTS])
 def test_every_architecture_is_a_family_here(name):
     config = read(name=name)
     family = FAMILIES[config["architectures"][0]]
@@ -92,6 +123,7 @@ def test_every_name_of_a_family_has_one_in_the_file(name):
     built = family.config_from_hf(config)
     wanted = {place.name.removesuffix(".weight") for place in family.array_places(built)}
     wanted |= {n for place in family.linear_places(built) for n in place.names}
+    wanted = {n for n in wanted if not n.endswith(("norm.bias", "alpha_p", "alpha_n"))}
     known = [f"blk.{layer}.{kind}" for layer in range(2) for kind in architecture.names]
     found = [architecture.translate(n) for n in (*architecture.tables, *known)]
     found += [architecture.array(f"blk.{i}.{n}") for n in architecture.arrays for i in range(2)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpjax.checkpoint.gguf import rotary
-from mpjax.checkpoint.gguf.architectures import read_config
+from mpjax.checkpoint.gguf.architectures import ARCHITECTURES, read_config
 from mpjax.checkpoint.gguf.blocks import TYPES
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
@@ -22,7 +22,20 @@ from tests.mpjax.checkpoint.gguf.write_gguf import llama_metadata
 def read(values, factors=None, **others):
     prefixed = {f"llama.rope.{key}": value for key, value in values.items()}
     given = others if factors is None else {rotary.LLAMA3: factors}
-    return rotary.read(Metadata(Path("m.gguf"), prefixed), "llama", given)
+    prefixed["general.architecture"] = "llama"
+    return rotary.read(Metadata(Path("m.gguf"), prefixed), ARCHITECTURES["llama"], given)
+
+
+def test_the_factor_of_attention_that_yarn_has_itself():
+    """llama.cpp's converter writes it; other values are refused, since llama.cpp ignores them."""
+    of_yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}
+    metadata = {f"llama.{key}": value for key, value in of_yarn.items()}
+    metadata |= {"general.architecture": "llama", "llama.rope.scaling.original_context_length": 64}
+    usual = "llama.rope.scaling.yarn_attn_factor"
+    for given, is_taken in ((float(np.float32(1.2079442)), True), (1.5, False)):
+        found = Metadata(Path("m.gguf"), metadata | {usual: given})
+        scaling = rotary.read(found, ARCHITECTURES["llama"], {})["rope_scaling"]
+        assert ("attention_factor" in scaling, usual in found.taken) == (False, is_taken)
 
 
 def test_scaling():

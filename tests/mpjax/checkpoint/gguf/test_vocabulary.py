@@ -86,6 +86,24 @@ def test_words(name, words, tmp_path):
     assert [text[begin:end] for begin, end in cuts] == words
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen2", ["नमस", "्त", "े", " 中国abc", "1", "2", "\n", "x", ".foo"]),
+        ("qwen35", ["नमस्ते", " 中国abc", "1", "2", "\n", "x", ".foo"]),
+        ("seed-coder", ["नमस", "्त", "े", " 中国abc", "1", "2", "\n", "x", ".foo"]),
+        ("deepseek-v3", ["नमस्ते", " ", "中国", "abc", "12", "\n", "x", ".foo"]),
+        ("deepseek-llm", ["नमस्ते", " ", "中国", "abc", "12", "\n", "x", ".", "foo"]),
+        ("kimi-k2", ["नमस्ते", " ", "中国", "abc", "12", "\n", "x", ".foo"]),
+    ],
+)
+def test_words_of_other_scripts(name, words, tmp_path):
+    backend = build(tmp_path, byte_level() | {"tokenizer.ggml.pre": name}).backend
+    text = "नमस्ते 中国abc12\nx.foo"
+    cuts = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[begin:end] for begin, end in cuts] == words
+
+
 def test_sentence_piece(tmp_path):
     tokenizer = build(tmp_path, sentence_piece())
     pieces = [PIECES[i] for i in tokenizer.encode("hello wo")]

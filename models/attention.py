@@ -14,7 +14,6 @@ from flax import nnx
 from mpjax.kernels import (
     ActivationBlocks,
     HeadNorms,
-    KVLayout,
     KVPages,
     Masks,
     QuantizedActivations,
@@ -27,11 +26,10 @@ from mpjax.kernels import (
     rotate_and_append,
 )
 from mpjax.kernels.checks import as_array, require_type
-from mpjax.kernels.kv_cache.cache import create_pages
-from mpjax.kernels.kv_cache.reference import gather
 from mpjax.models import rotary
 from mpjax.models.bidirectional import whole_attention
 from mpjax.models.config import AttentionSpec, DecoderConfig
+from mpjax.models.kv_state import KVState
 from mpjax.models.layers import (
     Activations,
     FusedLinear,
@@ -42,7 +40,7 @@ from mpjax.models.layers import (
 )
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.share import Cut, HeadShares, Share
-from mpjax.models.state import Room, StepContext
+from mpjax.models.state import StepContext
 
 
 class Mixer(Protocol):
@@ -88,10 +86,14 @@ class GroupedQuerySpec(AttentionSpec):
     norm_after: whether QK-norm follows RoPE, which then rotates all channels (Hunyuan).
     growth, growth_context: queries at position p are multiplied by
         1 + growth · ln(1 + ⌊p / growth_context⌋) (Ministral 3); growth None: they are not.
+    growth_from_one: whether p counts from 1 there (Llama 4).
     bidirectional: whether tokens also attend to later tokens; see `whole_attention`.
     factors: of queries, keys and values, biases included; () for none.
     output_gate: whether each query head's output is multiplied by the sigmoid of a gate, whose map
         is the second half of the head's query map (Qwen3-Next).
+    gate_map: whether that gate has a map of its own instead (Muse Glimmer).
+    norm_weights: whether QK-norm has weights.
+    chunked: whether tokens attend to their own chunk of `window` positions; see Masks.
     """
 
     kind: ClassVar[str] = "grouped_query"
@@ -109,6 +111,10 @@ class GroupedQuerySpec(AttentionSpec):
     bidirectional: bool = False
     factors: tuple[float, ...] = ()
     output_gate: bool = False
+    gate_map: bool = False
+    norm_weights: bool = True
+    chunked: bool = False
+    growth_from_one: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
         """An Attention module with random weights."""
@@ -123,10 +129,11 @@ class GroupedQuerySpec(AttentionSpec):
         hidden = config.hidden_size
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         asked = query * (1 + self.output_gate)
+        sizes = asked, key, key, *[query] * self.gate_map
         return (
             LinearMaps(
                 "qkv",
-                ((hidden, asked), (hidden, key), (hidden, key)),
+                tuple((hidden, size) for size in sizes),
                 self.qkv_bias,
                 factors=self.factors,
             ),
@@ -136,7 +143,7 @@ class GroupedQuerySpec(AttentionSpec):
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the query and key norms' weights, and of the sinks, by path."""
         found: dict[str, tuple[int, ...]] = {}
-        if self.qk_norm:
+        if self.qk_norm and self.norm_weights:
             query, key = self.norm_sizes(config)
             found |= {"query_norm.weight": (query,), "key_norm.weight": (key,)}
         return found | ({"sinks": (config.num_heads,)} if self.sinks else {})
@@ -150,10 +157,18 @@ class GroupedQuerySpec(AttentionSpec):
 
     def why_unsound(self) -> str | None:
         """The reason why the fields don't fit together, or None if they do."""
-        if self.output_gate and self.joint_norm:
-            return "output_gate and joint_norm are true: no such attention is implemented"
-        if self.bidirectional and self.sinks:
-            return "bidirectional and sinks are true: no such attention is implemented"
+        gated = self.output_gate or self.gate_map
+        for are_set, names in (
+            (self.output_gate and self.joint_norm, "output_gate and joint_norm are true"),
+            (self.output_gate and self.gate_map, "output_gate and gate_map are true"),
+            (self.joint_norm and (self.gate_map or not self.norm_weights), "joint_norm is true"),
+            (self.gate_map and self.qkv_bias, "gate_map and qkv_bias are true"),
+            (gated and bool(self.factors), "factors are set, and there is a gate"),
+            (self.bidirectional and (self.sinks or self.chunked), "bidirectional is true"),
+            (self.chunked and self.window is None, "chunked is true and window None"),
+        ):
+            if are_set:
+                return f"{names}: no such attention is implemented"
         if len(self.factors) in (0, 3):
             return None
         return f"factors is {self.factors!r:.80}: expected three, of queries, keys and values"
@@ -162,7 +177,9 @@ class GroupedQuerySpec(AttentionSpec):
         """The fold of values and output map: attention averages each value channel over tokens."""
         copies = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, copies, config.head_dim
-        return (Fold("output", "qkv", 2, heads, is_mixable=not self.output_gate),)
+        return (
+            Fold("output", "qkv", 2, heads, is_mixable=not (self.output_gate or self.gate_map)),
+        )
 
     def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
         """The same spec: the numbers of heads are in the configuration."""
@@ -177,76 +194,12 @@ class GroupedQuerySpec(AttentionSpec):
         own = heads.runs(share.number)
         query, key = (run.times(config.head_dim) for run in own)
         asked = query.times(1 + self.output_gate)
-        found = {"qkv": Cut(outputs=(asked, key, key)), "output": Cut(inputs=query)}
+        outputs = asked, key, key, *[query] * self.gate_map
+        found = {"qkv": Cut(outputs=outputs), "output": Cut(inputs=query)}
         if self.qk_norm and self.joint_norm:
             found["query_norm.weight"] = Cut(outputs=(query,))
             found["key_norm.weight"] = Cut(outputs=(key,))
         return found | ({"sinks": Cut(outputs=own[:1])} if self.sinks else {})
-
-
-@dataclasses.dataclass(frozen=True)
-class KVState:
-    """The state of attention: keys and values in pages (`KVPages`).
-
-    kv_heads, head_dim, dtype: as in KVLayout. window: as in StateSpec.
-    """
-
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    window: int | None
-    is_paged: ClassVar[bool] = True
-    keeps_sequences: ClassVar[bool] = False
-
-    def create(self, room: Room, scales: jax.Array | None) -> KVPages:
-        """Empty pages. scales: as `create_pages` takes them, of one layer; None for its default."""
-        layout = KVLayout(
-            *(self.kv_heads, self.head_dim, room.format, room.page_size), dtype=self.dtype
-        )
-        scales = None if scales is None else scales[None]
-        sizes = {"pages": room.pages, "sequences": room.sequences}
-        [pages] = create_pages(layout, layers=1, **sizes, scales=scales)
-        return pages
-
-    def largest(
-        self, state: KVPages, table: jax.Array, count: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The largest magnitude of each channel in the cache, and whether all values are finite.
-
-        table: int32 [1, pages], the block table of a sequence. count: its number of tokens.
-
-        Returns float32 [2 (keys, values), KV heads, head dim] and a bool scalar.
-        """
-        sides = jnp.stack(gather(state, table))
-        real = (jnp.arange(sides.shape[2]) < count)[None, None, :, None, None]
-        sides = jnp.where(real, jnp.abs(sides), 0.0)
-        # On a CPU, a maximum ignores NaN: only this check finds it.
-        return sides.max((1, 2)), jnp.isfinite(sides).all()
-
-    def copy(self, state: KVPages, source: jax.Array, target: jax.Array) -> KVPages:
-        """The same state: a copied prefix ends at a whole block, so its residual is empty."""
-        return state
-
-    def forget(self, state: KVPages, before: KVPages) -> KVPages:
-        """The same state: later tokens overwrite keys and values after a sequence's length."""
-        return state
-
-    def clear(self, state: KVPages, pages: jax.Array, slots: jax.Array) -> KVPages:
-        """The state with zeros in these pages, and in the residuals of these slots."""
-
-        def cleared(name: str, at: jax.Array, of: KVPages = state) -> jax.Array:
-            array: jax.Array = getattr(of, name)
-            return array.at[at].set(0, mode="drop")
-
-        changed: dict[str, Any] = {}
-        for name, codes in (("key", state.format.key_codes), ("value", state.format.value_codes)):
-            changed[f"{name}s"] = cleared(f"{name}s", pages)
-            if codes.keeps_scales:
-                changed[f"{name}_parameters"] = cleared(f"{name}_parameters", pages)
-        if (rest := state.residual) is not None:
-            keys, values = (cleared(name, slots, rest) for name in ("keys", "values"))
-            changed["residual"] = dataclasses.replace(rest, keys=keys, values=values)
-        return dataclasses.replace(state, **changed)
 
 
 class Attention(nnx.Module):
@@ -259,22 +212,24 @@ class Attention(nnx.Module):
             output.shapes[0], bias=output.bias, dtype=config.dtype, rngs=rngs
         )
         query, key = spec.norm_sizes(config)
-        self.query_norm = RMSNorm.of(config, query) if spec.qk_norm else None
-        self.key_norm = RMSNorm.of(config, key) if spec.qk_norm else None
+        has_weights = spec.qk_norm and spec.norm_weights
+        self.query_norm = RMSNorm.of(config, query) if has_weights else None
+        self.key_norm = RMSNorm.of(config, key) if has_weights else None
+        self.plain_norm = config.rms_norm_eps if spec.qk_norm and not has_weights else None
         self.joint_norm = spec.qk_norm and spec.joint_norm
-        self.output_gate = spec.output_gate
+        self.output_gate, self.gate_map = spec.output_gate, spec.gate_map
         self.joint_axis: str | None = None  # mesh axis that divides the heads
         self.joint_channels = query, key  # that a joint norm covers, on all devices
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.masks = spec.scale, spec.window, spec.softcap
+        self.masks = Masks(spec.scale, spec.window, spec.softcap, chunked=spec.chunked)
         self.rope, self.group = spec.rope, config.page_groups.index(spec.window)
         self.rotary_dim = config.rotary_dim or config.head_dim
         # A norm after RoPE removes any factor of queries and keys.
         factor = rotary.attention_factor(config, spec.rope)
-        self.norm_after = spec.qk_norm and spec.norm_after
-        self.attention_factor = 1.0 if self.norm_after else factor
-        self.growth = spec.growth, spec.growth_context
+        self.attention_factor = 1.0 if spec.qk_norm and spec.norm_after else factor
+        self.norm_after = has_weights and spec.norm_after  # RoPE keeps lengths, but not weights
+        self.growth = spec.growth, spec.growth_context, int(spec.growth_from_one)
         self.bidirectional = spec.bidirectional
         order = rotary.channel_order(self.rotary_dim, self.head_dim, spec.interleaved)
         self.order = None if order is None else tuple(order.tolist())  # arrays are not hashable
@@ -326,7 +281,7 @@ class Attention(nnx.Module):
         x = as_activations("Attention: x", x)
         angles = as_array("Attention: angles", context.angles[self.rope])
         sinks = None if self.sinks is None else self.sinks.get_value()
-        masks = Masks(*self.masks, sinks)
+        masks = dataclasses.replace(self.masks, sinks=sinks)
         turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
         span = None
         if state is not None:
@@ -342,8 +297,8 @@ class Attention(nnx.Module):
             found = paged_attention(query, state, span, masks, transformed=now, blocks=self._blocks)
             return _gated(_joined_heads(found), gate), state
         batch, tokens, _ = x.shape
-        query, key, value = self._projections(x, context)
-        query, gate = self._without_gate(query)
+        query, key, value, *own = self._projections(x, context)
+        query, gate = (query, own[0]) if own else self._without_gate(query)
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
             for part in (query, key, value)
@@ -371,15 +326,18 @@ class Attention(nnx.Module):
     def _blocks(self) -> ActivationBlocks | None:
         """The blocks to which attention rounds its outputs; None leaves that to the output map."""
         found = self.output.activations
-        if self.output_gate:  # the gate multiplies the unrounded outputs
+        if self.output_gate or self.gate_map:  # the gate multiplies the unrounded outputs
             return None
         if isinstance(found, ActivationBlocks) and found.permutation is None:
             return found
         return None
 
     def _projections(self, x: Activations, context: StepContext) -> list[jax.Array]:
-        """Queries, keys and values, [..., heads · head dim] each, after a joint norm, if any."""
-        query, key, value = self.qkv(x, context)
+        """Queries, keys and values, [..., heads · head dim] each, after a joint norm, if any.
+
+        With gate_map, the gates follow.
+        """
+        query, key, value, *own = self.qkv(x, context)
         if self.joint_norm:
             assert self.query_norm is not None
             assert self.key_norm is not None
@@ -388,7 +346,7 @@ class Attention(nnx.Module):
             means = _means_of_squares((query, key), self.joint_channels, self.joint_axis)
             query = self.query_norm.scaled(query, means[0])
             key = self.key_norm.scaled(key, means[1])
-        return [query, key, value]
+        return [query, key, value, *own]
 
     def _normed_terms(self, x: Activations, context: StepContext) -> jax.Array:
         """Terms [splits, ..., channels of all heads] whose sum is `_projections`, concatenated."""
@@ -397,16 +355,18 @@ class Attention(nnx.Module):
         return jnp.concatenate(self._projections(x, context), axis=-1)[None]
 
     def _without_gate(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Separates the gates from the outputs of the query map.
+        """Separates the gates from the outputs of the maps.
 
-        x: [..., channels], the outputs of the query map first; the channels after them stay.
+        x: [..., channels], the outputs of the query map first; with gate_map, all outputs.
 
-        Returns x with the queries alone, and the gates [..., heads · head dim]; x and None without
-        output_gate.
+        Returns x with the queries in their place, and the gates [..., heads · head dim]; x and None
+        without gates.
         """
+        heads, dim = self.heads[0], self.head_dim
+        if self.gate_map:
+            return x[..., : -heads * dim], x[..., -heads * dim :]
         if not self.output_gate:
             return x, None
-        heads, dim = self.heads[0], self.head_dim
         both = x[..., : 2 * heads * dim].reshape(*x.shape[:-1], heads, 2, dim)
         query, gate = (both[..., half, :].reshape(*x.shape[:-1], heads * dim) for half in (0, 1))
         return jnp.concatenate([query, x[..., 2 * heads * dim :]], -1), gate
@@ -429,9 +389,12 @@ class Attention(nnx.Module):
     def _norms(self) -> HeadNorms | None:
         """QK-norm as the kernels apply it before RoPE, in the kernels' channel order; None without.
 
-        For norms after RoPE the weights are ones here: RoPE doesn't change a head's length, so only
-        the multiplication by weights has to wait (`_scaled`).
+        For norms after RoPE, and without weights, the weights are ones here: RoPE doesn't change a
+        head's length, so only the multiplication by weights has to wait (`_scaled`).
         """
+        if self.plain_norm is not None:
+            ones = jnp.ones(self.head_dim)
+            return HeadNorms(ones, ones, self.plain_norm)
         if self.query_norm is None or self.key_norm is None or self.joint_norm:
             return None
         weights = self.query_norm.weight.get_value(), self.key_norm.weight.get_value()
@@ -446,7 +409,7 @@ class Attention(nnx.Module):
         The factors are the growth with positions and, with norms after RoPE, the weights of both
         norms: the query takes the key norm's weight too, since cached keys are stored without it.
         """
-        rate, length = self.growth
+        rate, length, offset = self.growth
         if rate is None and not self.norm_after:
             return query
         found = query.astype(jnp.float32)
@@ -456,7 +419,7 @@ class Attention(nnx.Module):
                 found *= jax.lax.broadcast_to_rank(weight, found.ndim)
         if rate is not None:
             positions = context.positions(query.shape[:-2])
-            found *= (1 + rate * jnp.log1p(positions // length))[..., None, None]
+            found *= (1 + rate * jnp.log1p((positions + offset) // length))[..., None, None]
         return found.astype(query.dtype)
 
 

@@ -30,6 +30,7 @@ NULLABLE = (
     *(
         "eos_token_id",
         "num_key_value_heads",
+        "attention_chunk_size",
         "mamba_d_ssm",
         "q_lora_rank",
         "block_ffn_dim_multiplier",

@@ -52,7 +52,9 @@ class ExpertsSpec(MLPSpec):
     bias: whether the maps of experts have biases.
     gate_limit, gate_alpha: `limit` and `alpha` of the experts' Gate.
     joint_files: whether files store gate and up as one map with alternating outputs, and 16-bit
-        weights as [input, output channels] (gpt-oss).
+        weights as [input, output channels] (gpt-oss). transposed_files: the same with gate's
+        outputs before up's (Llama 4).
+    weighs_inputs: whether weights multiply experts' inputs instead of their outputs (Llama 4).
     ungated: the activation of experts and shared expert if they have no gate, as in
         UngatedMLPSpec; None: they have gates.
     shared_size: intermediate channels of the shared expert; None without one.
@@ -78,6 +80,8 @@ class ExpertsSpec(MLPSpec):
     shared_size: int | None = None
     shared_gate: bool = False
     jitter: float | None = None
+    transposed_files: bool = False
+    weighs_inputs: bool = False
 
     @property
     def routing(self) -> Routing:
@@ -126,9 +130,10 @@ class ExpertsSpec(MLPSpec):
         """
         hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
         joint, inwards = self.joint_files, ((hidden, inner),) * (1 if self.ungated else 2)
+        turned = joint or self.transposed_files
         maps = [
-            LinearMaps("experts.gate_up", inwards, self.bias, count, joint, joint),
-            LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
+            LinearMaps("experts.gate_up", inwards, self.bias, count, joint, turned),
+            LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, turned),
         ]
         if self.shared is not None:
             shared = self.shared.linear_maps(config)
@@ -279,6 +284,7 @@ class ExpertStack(nnx.Module):
         gate_up, down, *_ = spec.linear_maps(config)
         self.gate_up, self.down = create(gate_up), create(down)
         self.gate, self.ungated, self.hadamard = spec.gate, spec.ungated, spec.hadamard
+        self.weighs_inputs = spec.weighs_inputs
 
     @property
     def mlp(self) -> ExpertMLP:
@@ -301,17 +307,31 @@ class ExpertStack(nnx.Module):
             inner = function(inner.astype(jnp.float32)).astype(inner.dtype)
         return mlp.mixed(inner)
 
+    def weighted(self, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The inputs of each token's experts, [..., hidden] or [..., k, hidden], and the weights.
+
+        With weighs_inputs, the weights multiply the inputs, and the returned ones are 1.
+        """
+        if not self.weighs_inputs:
+            return x, weights
+        own = (x[..., None, :].astype(jnp.float32) * weights[..., None]).astype(x.dtype)
+        return own[..., 0, :] if own.shape[-2] == 1 else own, jnp.ones_like(weights)
+
     def terms(self, x: jax.Array, logits: RouterLogits, context: StepContext) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is the weighted sum of each token's experts."""
         mlp, rows, down = self.mlp, self.down.divided_rows, self.mlp.down
         if self.gate_up.adapter is not None or self.down.adapter is not None:
-            return self._adapted_terms(x, *logits.route(), context)
+            experts, weights = logits.route()
+            x, weights = self.weighted(x, weights)
+            return self._adapted_terms(x, experts, weights, context)
         is_ordered = isinstance(down, QuantizedTensor) and down.permutation is not None
         is_apart = is_ordered or self.ungated is not None
-        if down.shape[0] == logits.logits.shape[-1] and not is_apart:  # this device has all experts
+        is_whole = down.shape[0] == logits.logits.shape[-1]  # this device has all experts
+        if is_whole and not is_apart and not self.weighs_inputs:
             return self.down.add_shares(expert_mlp_terms(x, mlp, logits, activations=rows), x.dtype)
         experts, weights = logits.route()
         own = self.down.own(experts)
+        x, weights = self.weighted(x, weights)
         if is_apart:
             # Act-order gives each expert its own order of all devices' channels; `routed` applies
             # it. Experts without a gate take this path, too, since `expert_mlp_terms` needs one.
@@ -429,11 +449,12 @@ class Experts(nnx.Module):
 
     def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
-        experts, _ = self.route(x)
+        experts, weights = self.route(x)
+        own, _ = self.experts.weighted(x, weights)
         count = len(self.router.get_value())
         found: Inputs = {
-            "experts.gate_up": RoutedInputs(x, experts, count),
-            "experts.down": RoutedInputs(self.experts.gated(x, experts), experts, count),
+            "experts.gate_up": RoutedInputs(own, experts, count),
+            "experts.down": RoutedInputs(self.experts.gated(own, experts), experts, count),
         }
         if self.shared is not None:
             found |= {f"shared.{path}": read for path, read in self.shared.inputs(x).items()}

@@ -34,8 +34,8 @@ from mpjax.kernels.kv_cache.api import HEAD_DIMS
 from mpjax.kernels.kv_cache.cache import create_pages
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.models import rotary
-from mpjax.models.attention import KVState
 from mpjax.models.config import AttentionSpec, DecoderConfig
+from mpjax.models.kv_state import KVState
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding, as_activations
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.share import Cut, HeadShares, Share

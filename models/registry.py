@@ -28,6 +28,7 @@ from mpjax.models.granite_moe import GraniteMoE
 from mpjax.models.hunyuan import HunYuan, HunYuanMoE
 from mpjax.models.lfm2 import Lfm2, Lfm2MoE
 from mpjax.models.llama import Llama
+from mpjax.models.llama4 import Llama4
 from mpjax.models.minimax import MiniMaxM2
 from mpjax.models.mistral import Ministral3, Mistral
 from mpjax.models.mixtral import Mixtral
@@ -44,6 +45,7 @@ from mpjax.models.starcoder import Starcoder2
 FAMILIES: dict[str, type[Decoder]] = {
     "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
+    "Llama4ForCausalLM": Llama4,
     "GemmaForCausalLM": Gemma,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,

@@ -35,7 +35,7 @@ class SmolLM3(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `SmolLM3ForCausalLM` config.json."""
-        bias, ropes = flag(hf, "attention_bias"), _ropes(hf)
+        bias, ropes = flag(hf, "attention_bias"), ropes_of(hf)
         layers = llama_layers(
             _windows(hf, ropes),
             integer(hf, "intermediate_size"),
@@ -68,7 +68,7 @@ def _windows(hf: Mapping[str, Any], ropes: Sequence[str]) -> tuple[int | None, .
     return tuple(window if is_used and rope == "none" else None for rope in ropes)
 
 
-def _ropes(hf: Mapping[str, Any]) -> list[str]:
+def ropes_of(hf: Mapping[str, Any]) -> list[str]:
     """The kind of each layer's RoPE: `none` where `no_rope_layers` has 0."""
     layers, every = layer_count(hf), integer(hf, "no_rope_layer_interval")
     listed = hf.get("no_rope_layers")

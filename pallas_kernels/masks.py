@@ -9,13 +9,13 @@ import operator
 
 import jax
 
-from mpjax.kernels.checks import as_array, static_number
+from mpjax.kernels.checks import as_array, shown, static_number
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["sinks"],
-    meta_fields=["scale", "window", "softcap"],
+    meta_fields=["scale", "window", "softcap", "chunked"],
 )
 @dataclasses.dataclass(frozen=True)
 class Masks:
@@ -24,19 +24,23 @@ class Masks:
     scale: the positive factor of scores; None for 1/√(head dim).
     window: the number of keys that a query attends to, its own included (sliding window); None for
         all.
+    chunked: whether the window is instead the chunk of positions of which a query attends to its
+        own (Llama 4): a query at position p to keys from window · ⌊p / window⌋ on.
     softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for no cap.
     sinks: [query heads], a learned score of each head that is added to its softmax without a value,
         neither scaled nor capped (gpt-oss); None for no sinks.
 
-    Kernels are compiled for scale, window and softcap, which are static under `jit`.
+    Kernels are compiled for scale, window, chunked and softcap, which are static under `jit`.
 
-    Raises ValueError unless these three are positive numbers, and the window a whole number.
+    Raises ValueError unless scale, window and softcap are positive numbers, and the window a whole
+    number; and for chunked without a window.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: jax.Array | None = None
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         for name, read, expected in (
@@ -46,6 +50,18 @@ class Masks:
         ):
             number = static_number(f"Masks: {name}", getattr(self, name), read, expected)
             object.__setattr__(self, name, number)
+        if not isinstance(self.chunked, bool) or (self.chunked and self.window is None):
+            raise ValueError(
+                f"Masks: chunked is {shown(self.chunked)} and window {self.window}: expected a "
+                "bool, and a window for chunks"
+            )
+
+    def first_key(self, position: jax.Array) -> jax.Array:
+        """The first key to which a query at a position attends, of a window; may be negative."""
+        assert self.window is not None
+        if self.chunked:
+            return position // self.window * self.window
+        return position - (self.window - 1)
 
     @property
     def is_causal(self) -> bool:

@@ -34,9 +34,10 @@ RARE: Mapping[type, tuple[str, ...]] = {
         "bidirectional",
         "factors",
         "output_gate",
+        *("gate_map", "norm_weights", "chunked", "growth_from_one"),
     ),
     GatedMLPSpec: ("factors",),
-    ExpertsSpec: ("ungated", "jitter"),
+    ExpertsSpec: ("ungated", "jitter", "transposed_files", "weighs_inputs"),
     MLPSpec: ("hadamard",),
 }
 SCALINGS = ("rope_scaling", "local_rope_scaling")

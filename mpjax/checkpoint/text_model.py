@@ -36,6 +36,7 @@ TEXT_MODELS = {
             {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
         ),
     ),
+    "Llama4ForConditionalGeneration": (TextModel("Llama4ForCausalLM", "llama4_text", {}),),
     "Mistral3ForConditionalGeneration": (
         TextModel("MistralForCausalLM", "mistral", {}),
         TextModel("Ministral3ForCausalLM", "ministral3", {}),
@@ -70,7 +71,7 @@ OF_THE_WHOLE = (
     "tie_word_embeddings",
 )
 _NAME = re.compile(r"language_model\.(model\.|lm_head\.)|model\.language_model\.")
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.")
 PATTERNS = (_NAME, _OF_IMAGES)
 
 

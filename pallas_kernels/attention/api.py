@@ -203,7 +203,7 @@ def prefill_attention(
     if queries.size == 0:
         return jnp.zeros_like(queries)
     if masks.window is not None and masks.window >= queries.shape[1]:
-        masks = dataclasses.replace(masks, window=None)  # it would hide no key
+        masks = dataclasses.replace(masks, window=None, chunked=False)  # it would hide no key
 
     def why_not(name: str) -> str | None:
         if name == "triton":
@@ -242,6 +242,16 @@ def _prefill(
         starts, counts = (jnp.full((batch,), n, jnp.int32) for n in (0, tokens))
         span = Span(block_tables, starts, counts, fresh=True)
         return paged_attention(queries, pages, span, masks, implementation="triton")
+    if masks.chunked and masks.window is not None:  # each chunk is a sequence of its own
+        chunks, size = -(-tokens // masks.window), masks.window
+        whole = dataclasses.replace(masks, window=None, chunked=False)
+        padding = [(0, 0), (0, chunks * size - tokens), (0, 0), (0, 0)]
+        query, key, value = (
+            jnp.pad(x, padding).reshape(batch * chunks, size, *x.shape[2:])
+            for x in (queries, keys, values)
+        )
+        found = _prefill(implementation, query, key, value, whole)
+        return found.reshape(batch, chunks * size, *queries.shape[2:])[:, :tokens]
     with jax.numpy_dtype_promotion("standard"):  # its XLA implementation relies on promotion
         return jax.nn.dot_product_attention(
             queries,

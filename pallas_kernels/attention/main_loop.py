@@ -108,7 +108,7 @@ class MainLoop:
     ) -> None:
         masks = operands.masks
         self.key_range, self.sequence, self.first_row = key_range, sequence, first_row
-        self.config, self.window, self.softcap = config, masks.window, masks.softcap
+        self.config, self.masks, self.softcap = config, masks, masks.softcap
         self.target = current_target()
         self.keys, self.values = keys, values = self.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
@@ -183,8 +183,8 @@ class MainLoop:
         )
         end = jnp.where(first_row < self.rows.real, end, 0)
         begin = jnp.int32(0)
-        if self.window is not None:
-            begin = sequence.start + first_row // self.group - self.window + 1 - key_range.begin
+        if masks.window is not None:
+            begin = masks.first_key(sequence.start + first_row // self.group) - key_range.begin
         self.first_tile, self.all_tiles = key_range.tiles_between(begin, end)
 
         # The sequence's first program adds the sink to its total of weights.
@@ -246,7 +246,7 @@ class MainLoop:
         """The partial softmax over all keys of the range that the program's rows attend to."""
         key_range, size, carry = self.key_range, self.key_range.tile_keys, self._begin()
         whole = jnp.int32(0)
-        if not self.is_narrow and self.window is None:
+        if not self.is_narrow and self.masks.window is None:
             # Causality hides keys only in the last tiles: a first loop over the other tiles needs
             # no masks.
             seen = jnp.maximum(self.seen_by_all - key_range.begin, 0)
@@ -368,11 +368,11 @@ class MainLoop:
         def hide(scores: jax.Array) -> jax.Array:
             key = oriented.for_slots(first_key + jnp.arange(size))
             visible = key <= oriented.for_rows(self.limit)
-            if self.window is not None:
-                visible &= key > oriented.for_rows(self.rows.position - self.window)
+            if self.masks.window is not None:
+                visible &= key >= oriented.for_rows(self.masks.first_key(self.rows.position))
             return jnp.where(visible, scores, -jnp.inf)
 
-        if self.window is not None or not self.is_narrow:
+        if self.masks.window is not None or not self.is_narrow:
             return hide(scores)
         # Only the last tiles have hidden keys, as in `run`. But in narrow tiles, the pipeline of a
         # second loop would stall on its first tiles, so each tile has a branch instead.

@@ -46,7 +46,7 @@ def attention(
     visible = key[None, None] <= positions[..., None]  # [batch, tokens, keys]
     visible &= key[None, None] < lengths[:, None, None]
     if masks.window is not None:
-        visible &= key[None, None] > positions[..., None] - masks.window
+        visible &= key[None, None] >= masks.first_key(positions)[..., None]
     visible = visible[:, None, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)

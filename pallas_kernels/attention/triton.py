@@ -280,9 +280,9 @@ class _Program(NamedTuple):
         start, count: int32 [sequences], the position of the first new token and the number of new
             tokens, as in Span.
         """
-        size, window = self.config.tile_keys, self.operands.masks.window
+        size, masks = self.config.tile_keys, self.operands.masks
         end = pl.cdiv(self._ends(start, count)[1], size)
-        begin = 0 if window is None else jnp.maximum(start - window + 1, 0) // size
+        begin = 0 if masks.window is None else jnp.maximum(masks.first_key(start), 0) // size
         return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)
 
     def _ends(self, start: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -128,6 +128,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 4, "router_jitter_noise": 0.4, "lm_head_bias": True},
         **{"attention_bias": True, "sliding_window": 12},
     },
+    "Llama4ForCausalLM": {
+        **{**TWO_LAYERS, "no_rope_layer_interval": 2, "attention_chunk_size": 12},
+        **{"floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"intermediate_size_mlp": 128, "moe_layers": [1]},
+    },
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
     "Olmo3ForCausalLM": {
         **TWO_LAYERS,
@@ -171,6 +176,7 @@ CALLED = (
     "Qwen3_5ForCausalLM",
     "OlmoHybridForCausalLM",
     "PhimoeForCausalLM",
+    "Llama4ForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )

@@ -387,6 +387,7 @@ def softmax_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    chunked: bool = False,
 ) -> np.ndarray:
     """float64 attention, one query at a time; zeros where a query sees no key.
 
@@ -398,6 +399,7 @@ def softmax_attention(
     for b, t, h in np.ndindex(queries.shape[:3]):
         last = min(positions[b, t], lengths[b] - 1)
         first = 0 if window is None else max(0, positions[b, t] - window + 1)
+        first = positions[b, t] - positions[b, t] % window if chunked else first
         if last < first:
             continue
         visible = slice(first, last + 1)

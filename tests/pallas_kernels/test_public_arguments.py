@@ -35,7 +35,7 @@ PLACES = {
     "counts": jnp.full(2, 8, jnp.int32),
 }
 SPAN = kernels.Span(**PLACES)
-MASKS = kernels.Masks(scale=0.1, window=4, softcap=2.0, sinks=jnp.ones(4))
+MASKS = kernels.Masks(scale=0.1, window=4, softcap=2.0, sinks=jnp.ones(4), chunked=True)
 ANGLES = {"cosines": jnp.ones((2, 8, 16)), "sines": jnp.zeros((2, 8, 16))}
 QUERIES = HEADS[:, :, [0, 0, 1, 1]]
 X = jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)
@@ -57,8 +57,8 @@ def in_span(operation):
 def masked(operation):
     """An operation that is given the fields of its masks apart."""
 
-    def call(scale, window, softcap, sinks, **others):
-        return operation(masks=kernels.Masks(scale, window, softcap, sinks), **others)
+    def call(scale, window, softcap, sinks, chunked, **others):
+        return operation(masks=kernels.Masks(scale, window, softcap, sinks, chunked), **others)
 
     return call
 

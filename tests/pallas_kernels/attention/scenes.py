@@ -43,6 +43,7 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
         "window",
         "softcap",
         "scale",
+        "chunked",
         "interpret",
     ),
 )
@@ -58,6 +59,7 @@ def kernel(
     softcap=None,
     sinks=None,
     scale=None,
+    chunked=False,
     interpret=True,
 ):
     """The kernel with the configuration that it would have, or as many splits as are asked for.
@@ -78,7 +80,7 @@ def kernel(
     config = dataclasses.replace(config, splits=splits or config.splits)
     if residual_splits is not None:
         config = dataclasses.replace(config, residual_splits=residual_splits)
-    masks = Masks(scale, window, softcap, sinks)
+    masks = Masks(scale, window, softcap, sinks, chunked)
     span = span.read("kernel", queries.shape[:-2])
     return triton.paged_attention(queries, pages, span, masks, config, interpret=interpret)
 
@@ -125,7 +127,7 @@ class Scene:
     def error(self, out: jax.Array, scale: float | None = None, **masks: Any) -> float:
         """mean|Δ| / mean|reference| over the real rows; infinite where any row is no number.
 
-        masks: the window, softcap and sinks that `out` was computed with.
+        masks: the window, softcap, sinks and chunks that `out` was computed with.
         """
         assert out.shape == self.queries.shape
         assert out.dtype == self.queries.dtype

@@ -99,7 +99,7 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
         np.broadcast_to(np.arange(33), (2, 33)),
         np.full(2, 33),
         options.get("scale", dim**-0.5),
-        **{name: options.get(name) for name in ("window", "softcap", "sinks")},
+        **{name: options.get(name) for name in ("window", "softcap", "sinks", "chunked")},
     )
     return relative_error(out, expected)
 
@@ -112,6 +112,8 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
         ("xla", {"window": 1}),
         ("xla", {"window": 10, "scale": 0.3}),
         ("reference", {"window": 10, "scale": 0.3}),
+        ("reference", {"window": 10, "chunked": True}),
+        ("xla", {"window": 10, "chunked": True}),
     ],
 )
 def test_prefill(implementation, options, rng):
@@ -220,7 +222,10 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_size_and_masks(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 10, "scale": 0.3}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 1}, {"window": 10, "scale": 0.3}, {"window": 10, "chunked": True}],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_prefill_on_the_gpu(dtype, options, rng):
     for implementation, dim in ((None, 96), (None, 128), (None, 256), ("xla", 128), ("triton", 64)):

@@ -134,8 +134,27 @@ def test_chunked_prefill(text, dtype, heads, splits, window, rng):
     check(scene(rng, text, dtype, heads=heads, **CHUNKS), dtype, splits, window)
 
 
+def check_chunks(lengths, splits, rng, **options) -> None:
+    """Decoding and prefill where chunks begin inside tiles of keys, and at their ends."""
+    for window in (48, 64):
+        test, masks = scene(rng, "KV8", "bfloat16", **lengths), {"window": window, "chunked": True}
+        out = kernel(*test.arguments, splits=splits, **masks, **options)
+        assert test.error(out, **masks) < GATES["bfloat16"]
+
+
+@pytest.mark.parametrize(("lengths", "splits"), [(DECODE, 2), (CHUNKS, 1)])
+def test_tokens_attend_to_their_own_chunk_of_positions(lengths, splits, rng):
+    check_chunks(lengths, splits, rng)
+
+
 # A long sequence in the middle, a longer one at the end; one of them empty, one of two new tokens.
 RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0, 2, 1, 2, 1]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "splits"), [(DECODE, 2), (CHUNKS, 1), (RAGGED, 2)])
+def test_chunks_of_positions_on_the_gpu(lengths, splits, rng):
+    check_chunks(lengths, splits, rng, interpret=False)
 
 
 @pytest.mark.parametrize(

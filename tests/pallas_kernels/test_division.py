@@ -28,7 +28,6 @@ from mpjax.kernels.cutting import (
     Run,
     cut_inputs,
     cut_outputs,
-    cutting_unit,
     join_inputs,
     join_outputs,
     require_cuttable,
@@ -144,19 +143,6 @@ def test_blocks_of_activations_keep_their_bits(size, is_ordered):
         found += matmul(mine, dataclasses.replace(part, permutation=None))
     np.testing.assert_allclose(found, matmul(x, whole), rtol=1e-4, atol=1e-4)
     require_equal(join_inputs(parts, runs, whole.format), whole)
-
-
-def test_parts_that_are_no_whole_blocks_of_activations_are_refused():
-    with pytest.raises(ValueError, match=r"640 input channels .* no whole groups: choose fewer"):
-        require_cuttable(WeightFormat("int4", 128), [Run(0, 320, 320), Run(320, 640, 320)])
-
-
-@pytest.mark.parametrize(
-    ("text", "unit"),
-    [("uint4:g128", 256), ("uint4:g32", 128), ("float8:g128", 128), ("liquid4:g64/int8", 128)],
-)
-def test_the_unit_is_a_block_of_whole_parameters(text, unit):
-    assert cutting_unit(WeightFormat.parse(text)) == unit
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import ActivationFormat, ProductFormat, WeightFormat, matmul, quantize
-from tests.pallas_kernels.oracles import ALL_FORMATS, PACKED_FORMATS
+from tests.pallas_kernels.oracles import ALL_FORMATS
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
-each_packed_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 
 CODES = ["uint4", "uint8", "table4", "table3", "table2", "float8", "float4", "int8", "liquid4"]
 CODES += ["int4", "affine4", "affine8", "bfloat16", "float16"]
@@ -138,13 +137,6 @@ def test_layout(text, word_bits, columns, planes, plane_width):
     assert format.is_flat == (planes == 1)
 
 
-@each_packed_format
-def test_no_bit_is_padding(text):
-    format = WeightFormat.parse(text)
-    assert format.is_packed
-    assert format.columns * format.plane_width * format.word_bits == format.block * format.bits
-
-
 ACTIVATIONS = ("16-bit", "int8", "int8:g128", "float8", "float8:g128")
 # The format of activations beside weights that are not multiplied in 16 bits.
 EIGHT_BITS = {
@@ -175,37 +167,6 @@ def test_every_activation_format_reads_what_it_writes():
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match=r"can't read the format of activations .*: expected 16"):
         ActivationFormat.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (("int8", 64), "values are 'int8' and whose group_size is 64: expected those of 16-bit"),
-        (("float8", 64), "values are 'float8' and whose group_size is 64: .* or float8:g128"),
-        ((None, 128), "values are None and whose group_size is 128"),
-        (("int4",), "values are 'int4' and whose group_size is None"),
-        ((8,), "values are 8 and"),
-        (([],), r"values are \[\] and"),
-        (("float8", "128"), "whose group_size is '128'"),
-        (("float8", 128.0), r"whose group_size is 128\.0"),
-        (("float8", True), "whose group_size is True"),
-    ],
-)
-def test_fields_that_no_activations_have(fields, message):
-    with pytest.raises(ValueError, match=message):
-        ActivationFormat(*fields)
-
-
-def test_codes_and_scales_of_activations():
-    per_row, in_groups = ActivationFormat("float8"), ActivationFormat("float8", 128)
-    assert per_row.dtype == in_groups.dtype == jnp.float8_e4m3fn
-    assert ActivationFormat("int8").dtype == jnp.int8
-    assert (per_row.groups(300), in_groups.groups(300)) == (1, 3)
-    assert per_row.scales_rows
-    assert not in_groups.scales_rows
-    assert not ActivationFormat().scales_rows
-    with pytest.raises(ValueError, match="activations in 16 bits keep their dtype"):
-        _ = ActivationFormat().dtype
 
 
 @pytest.mark.parametrize("text", ALL_FORMATS)
@@ -239,17 +200,6 @@ def test_a_weight_says_what_meets_it_by_default(text):
 )
 def test_activations_of_a_text(text, expected):
     assert str(ActivationFormat.of(text)) == expected
-
-
-def test_what_names_no_activations_is_refused():
-    with pytest.raises(ValueError, match="can't read the format of activations 'uint5'"):
-        ActivationFormat.of("uint5")
-    with pytest.raises(ValueError, match="the format of activations is 3: expected a text"):
-        ActivationFormat.of(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the weight's format is 'int8': expected a WeightFormat"):
-        ProductFormat("int8", ActivationFormat("int8"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="activations' format is None: expected a ActivationFor"):
-        ProductFormat(WeightFormat("int8"), None)  # type: ignore[arg-type]
 
 
 def test_a_product_takes_the_activations_that_its_weight_can_meet(rng):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from mpjax.kernels import add_rms_norm, device, matmul
 from mpjax.kernels.gradients import with_gradients_of
@@ -18,74 +17,11 @@ from mpjax.kernels.launch import (
     Settings,
     first_program_id,
     launch,
-    load,
     store,
 )
 from mpjax.kernels.optimized_once import optimized_once
-from mpjax.kernels.target import current_target
 from tests.pallas_kernels.gemm.weights import random_weight
 from tests.pallas_kernels.oracles import random_array
-
-
-def divide_in_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
-    tile = 256
-
-    def kernel(x_ref, y_ref, out_ref):
-        place = pl.program_id(0) * tile + jnp.arange(tile)
-        quotient = current_target().divide(load(x_ref.at[place]), load(y_ref.at[place]))
-        store(out_ref.at[place], quotient)
-
-    return launch(
-        kernel,
-        x,
-        y,
-        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        grid=(x.size // tile,),
-        settings=Settings("divide"),
-        interpret=False,
-    )
-
-
-@pytest.mark.gpu
-def test_division_in_a_kernel_is_rounded_correctly(rng):
-    x = rng.standard_normal(2**18).astype(np.float32)
-    y = (rng.standard_normal(2**18) * 10 ** rng.uniform(-5, 5, 2**18)).astype(np.float32)
-    quotient = jax.jit(divide_in_kernel)(jnp.asarray(x), jnp.asarray(y))
-    np.testing.assert_array_equal(np.asarray(quotient), x / y)
-
-
-def multiply_add_in_kernel(factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
-    def kernel(factor_ref, other_ref, addend_ref, out_ref):
-        row, column = jnp.arange(factor.shape[0])[:, None], jnp.arange(factor.shape[1])[None, :]
-        result = current_target().multiply_add(
-            load(factor_ref.at[row, column]),
-            load(other_ref.at[row]),
-            load(addend_ref.at[row, column]),
-        )
-        store(out_ref.at[row, column], result)
-
-    return launch(
-        kernel,
-        factor,
-        other,
-        addend,
-        out_shape=jax.ShapeDtypeStruct(factor.shape, jnp.float32),
-        grid=(1,),
-        settings=Settings("multiply_add", warps=4),
-        interpret=False,
-    )
-
-
-@pytest.mark.gpu
-def test_multiply_add_in_a_kernel_rounds_once(rng):
-    factor = rng.standard_normal((64, 64)).astype(np.float32)
-    other = rng.standard_normal(64).astype(np.float32)
-    exact = factor.astype(np.float64) * other[:, None].astype(np.float64)
-    addend = -exact.astype(np.float32)  # what is left is the product's rounding error
-    found = jax.jit(multiply_add_in_kernel)(
-        jnp.asarray(factor), jnp.asarray(other), jnp.asarray(addend)
-    )
-    np.testing.assert_array_equal(np.asarray(found, np.float64), exact + addend)
 
 
 @pytest.mark.parametrize("capability", [None, 8.0, 9.0])

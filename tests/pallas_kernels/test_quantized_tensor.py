@@ -105,18 +105,6 @@ def test_packs_bit_for_bit(text, rng):
     assert_packed(plain.pack(), plain)
 
 
-@pytest.mark.parametrize("channels", [100, 300])
-@pytest.mark.parametrize("text", ["float8:g128", "float8:g128/float8"])
-def test_packs_blocks_that_are_cut(text, channels, rng):
-    plain = PlainWeight.random(rng, WeightFormat.parse(text), channels, 5)
-    assert_packed(plain.pack(), plain)
-    tensor = plain.pack()
-    scales = 2 * tensor.scales()
-    doubled = np.asarray(replace_scales(tensor, scales).dequantize())
-    np.testing.assert_array_equal(doubled, 2 * plain.values())
-    np.testing.assert_array_equal(np.asarray(tensor.dequantize(scales=scales)), doubled)
-
-
 @st.composite
 def weights(draw) -> tuple[PlainWeight, np.ndarray | None]:
     format = WeightFormat.parse(draw(st.sampled_from(PACKED_FORMATS)))

@@ -73,6 +73,26 @@ def test_on_the_gpu(name, values):
 
 
 @pytest.mark.gpu
+def test_division_is_rounded_correctly_on_the_gpu(rng):
+    x = rng.standard_normal((64, 64)).astype(np.float32)
+    y = (rng.standard_normal((64, 64)) * 10 ** rng.uniform(-5, 5, (64, 64))).astype(np.float32)
+    divide = jax.jit(lambda x, y: apply(lambda target, x, y: target.divide(x, y), x, y))
+    np.testing.assert_array_equal(divide(jnp.asarray(x), jnp.asarray(y)), x / y)
+
+
+@pytest.mark.gpu
+def test_multiply_add_rounds_once_on_the_gpu(rng):
+    """With a factor for each row."""
+    factor, other = rng.standard_normal((2, 64, 64)).astype(np.float32)
+    other = np.broadcast_to(other[:, :1], other.shape)
+    exact = factor.astype(np.float64) * other.astype(np.float64)
+    addend = -exact.astype(np.float32)  # what is left is the product's rounding error
+    operation = jax.jit(lambda *x: apply(lambda target, *x: target.multiply_add(*x), *x))
+    found = operation(*map(jnp.asarray, (factor, other, addend)))
+    np.testing.assert_array_equal(np.asarray(found, np.float64), exact + addend)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_narrowing_on_the_gpu(dtype, values):
     narrow = jax.jit(lambda x: apply(lambda target, x: target.narrow(x, dtype), x, dtype=dtype))

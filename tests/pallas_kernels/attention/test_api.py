@@ -131,15 +131,6 @@ def test_prefill_with_softcap_and_sinks(implementation, masked, rng, interpreted
     assert error < GATES["float16"]
 
 
-def test_there_is_a_sink_for_each_query_head(rng):
-    message = r"sinks have shape \(2,\): expected \(4,\), one for"
-    with pytest.raises(ValueError, match=f"prefill_attention: {message}"):
-        prefill_error("float32", rng, sinks=np.zeros(2, np.float32))
-    test = scene(rng, "KV16", "float32", heads=(2, 2), **DECODE)
-    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
-        paged_attention(*test.arguments, Masks(sinks=jnp.zeros(2)))
-
-
 def test_masks_are_arguments_of_jit(rng, trace_counter):
     """Their numbers are static; other sinks trace nothing anew."""
     test = scene(rng, "KV16", "float32", **DECODE)
@@ -179,12 +170,6 @@ def test_shapes_of_a_prompt_must_fit():
     for keys, values in ((x[:, :3], x[:, :3]), (x, x[:, :3]), (x, x[:, :, :1]), (x[0], x[0])):
         with pytest.raises(ValueError, match=message):
             prefill_attention(x, keys, values)
-
-
-def test_prefill_of_many_heads_needs_a_multiple():
-    x = jnp.zeros((1, 4, 3, 8))
-    with pytest.raises(ValueError, match="multiple of the 2 KV heads"):
-        prefill_attention(x, x[:, :, :2], x[:, :, :2])
 
 
 @pytest.mark.parametrize(
@@ -270,11 +255,3 @@ def test_long_prompts_say_that_this_jax_keeps_them_from_cudnn(monkeypatch, prete
     paged_attention(long[0], *rest)
     with pytest.warns(UserWarning, match=r"long prompts over a cache take longer: JAX .* has no"):
         paged_attention(long, *rest)
-
-
-@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
-def test_jax_takes_one_dtype(implementation, pretend_gpu):
-    x = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
-    message = "queries, keys and values are bfloat16, bfloat16 and float16, expected one dtype"
-    with pytest.raises(UnsupportedError, match=f"'{implementation}' can't run: {message}"):
-        prefill_attention(x, x, x.astype(jnp.float16), implementation=implementation)

@@ -66,20 +66,6 @@ def test_paged_attention(text, dtype, rng):
     np.testing.assert_array_equal(np.asarray(out[3]), 0)
 
 
-def test_softcap_and_sinks(rng):
-    test = scene(rng, "KV16", "float32", starts=[0, 37, 0], counts=[7, 1, 0], heads=(2, 3))
-    sinks = sinks_of(rng, 6)
-    for masks in (
-        {"softcap": 0.7},
-        {"sinks": sinks},
-        {"softcap": 2.0, "sinks": sinks, "window": 3},
-    ):
-        out = paged(*test.arguments, **masks)
-        assert test.error(out, SCALE, **masks) < 1e-5
-        assert np.isfinite(out).all()
-        np.testing.assert_array_equal(out[2], 0)
-
-
 def test_gradients_are_numbers_even_where_nothing_is_visible(rng):
     keys = random_array(rng, (2, 5, 1, 8), "float32")
     positions, lengths = jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.array([0, 3])

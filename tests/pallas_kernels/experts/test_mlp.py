@@ -81,21 +81,13 @@ def test_rows_stay_in_the_order_of_experts(text, block, rng, monkeypatch):
     assert relative_error(found[0], exact(x, mlp, experts, weights)) < GATES["bfloat16"]
 
 
-@interpreted_here
-@pytest.mark.parametrize("implementation", ["reference"])
-def test_parts_of_the_experts_add_up(implementation, rng, monkeypatch):
-    """Also by warpgroups, whose tiles have the pairs of their own experts alone."""
-    if implementation == "mosaic":
-        for kernels, name in ((warpgroups, "of_tiles"), (counting, "counted")):
-            launch = functools.partial(getattr(kernels, name), interpret=True)
-            monkeypatch.setattr(kernels, name, launch)
-        monkeypatch.setattr(module, "why_not", lambda *arguments: None)
+def test_parts_of_the_experts_add_up(rng):
     x, mlp, experts, weights = arguments(rng, "uint4:g128")
     count, total = mlp.gate_up.shape[0], 0.0
     for first, size in ((0, 1), (1, count - 1)):
         part = jax.tree.map(lambda array, at=first, size=size: array[at : at + size], mlp)
         own = LocalExperts.of(experts, first, size)
-        total += expert_mlp_terms(x, part, own, weights, implementation=implementation).sum(0)
+        total += expert_mlp_terms(x, part, own, weights).sum(0)
     assert relative_error(total, exact(x, mlp, experts, weights)) < GATES["bfloat16"]
 
 
@@ -208,18 +200,16 @@ PAIRS_PLAN = Plan("triton", ExpertsConfig(8, 32, 1, 2, 2, tiling="pairs"))
 GATE, ROUTING = Gate(2.0, 1.5), Routing(2)
 
 
-def routed_arguments(rng, text: str = "uint4:g32"):
-    weight = stack(rng, text, 96, 64)
-    weight = weight.astype(jnp.bfloat16) if text == "bfloat16" else weight
+def routed_arguments(rng):
+    weight = stack(rng, "uint4:g32", 96, 64)
     logits, own = (random_array(rng, shape, "float32") for shape in ((2, 3, EXPERTS), (EXPERTS,)))
     bias = random_array(rng, (EXPERTS, 64), "float32")
     x = random_array(rng, (2, 3, 96), "bfloat16")
     return x, weight, RouterLogits(logits, ROUTING, bias=own), GATE, bias
 
 
-@pytest.mark.parametrize("text", ["uint4:g32"])
-def test_it_is_the_routing_and_the_product(text, rng, interpreted_triton):
-    x, weight, logits, gate, bias = routed_arguments(rng, text)
+def test_it_is_the_routing_and_the_product(rng, interpreted_triton):
+    x, weight, logits, gate, bias = routed_arguments(rng)
     with forced(PAIRS_PLAN):
         inner, experts, weights = routed_products(x, weight, logits, gate, bias)
     chosen = logits.route()

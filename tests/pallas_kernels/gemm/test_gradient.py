@@ -66,13 +66,6 @@ def test_of_split_sums(rng, interpreted_triton):
     assert relative_error(gradient, cotangent @ dense(weight).T) < 8e-3
 
 
-@pytest.mark.parametrize("text", ["uint4:g32", "table2:g64", "int8:gK/int8"])
-def test_with_act_order(text, rng):
-    x, weight, cotangent = operands(rng, text, 192, permuted=True)
-    gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
-    assert relative_error(gradient, cotangent @ dense(weight).T) < 1e-6
-
-
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [
@@ -236,21 +229,6 @@ def test_experts_tell_their_shape_and_multiply_under_vmap(text, permuted, rng):
     one = jax.jit(matmul)
     for rows, weight, of_expert in zip(x, each, found, strict=True):
         np.testing.assert_allclose(of_expert, one(rows, weight), rtol=1e-5, atol=1e-4)
-
-
-def test_derivatives_of_experts(rng):
-    """With respect to x and to scales."""
-    each, stack = experts(rng, "uint4:g128")
-    x, scales = random_array(rng, (4, 3, 384), "float32"), stack.scales()[:, :3].astype("float32")
-
-    def loss(x, weight, scales):
-        return (matmul(x, weight, scales=scales) ** 2).sum()
-
-    of_one = jax.jit(jax.grad(loss, argnums=(0, 2)))
-    found = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 2))))(x, stack, scales)
-    for index, weight in enumerate(each):
-        for stack_of, one in zip(found, of_one(x[index], weight, scales[index]), strict=True):
-            np.testing.assert_allclose(stack_of[index], one, rtol=1e-4, atol=1e-3)
 
 
 def test_leading_axes_are_for_vmap_or_scan(rng):

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from mpjax.kernels import ProductFormat, QuantizedTensor, WeightFormat, device, replace_scales
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
@@ -41,9 +39,6 @@ MAIN = (
     *("uint4:g128", "uint4:g128:sym", "uint8:g128", "table4:g64", "table3:g64", "table2:g64"),
     *("float8:g128", "float8:gK/float8", "float8:g128/float8", "int4:g128/int8", *INTEGER_FORMATS),
 )
-
-# One for each way that a product is scaled.
-SOME = ("uint4:g128", "table3:g64", "float8:g128", "float8:gK/float8", "liquid4:g64/int8")
 
 
 def accumulated(tile_m: int, tile_n: int, splits: int, width: int | None = None) -> TritonConfig:
@@ -141,36 +136,6 @@ def test_integer_sums_are_exact_where_float32_is_not(text, rng):
     first_half = integers(weight)[: channels // 2]
     assert (values[:, : channels // 2] @ first_half).max() > 2**24
     assert_exact(interpreted(x, weight, accumulated(16, 32, 1), "float32"), x, weight)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("text", [text if text in SOME else in_sweep(text) for text in ALL_FORMATS])
-@settings(max_examples=1)
-@given(
-    rows=st.integers(1, 40),
-    multiple=st.integers(1, 5),
-    outputs=st.integers(1, 150),
-    splits=st.integers(1, 4),
-    scaling=st.sampled_from(["accumulator", "weight"]),
-    dtype=st.sampled_from(["bfloat16", "float16"]),
-)
-def test_any_shape(text, rows, multiple, outputs, splits, scaling, dtype):
-    assume(rows * outputs > 1)  # as the first example is, of every format
-    rng = np.random.default_rng(rows * outputs)
-    format = WeightFormat.parse(text)
-    channels = multiple * (50 if format.can_split(50) else format.group_size or 1)
-    config = TritonConfig(16, 64, splits, 2, 3, scaling)
-    for make_weight, make_activations in (
-        (random_weight, random_activations),
-        (integer_weight, integer_activations),
-    ):
-        weight = make_weight(rng, text, channels, outputs)
-        x = make_activations(rng, weight, rows, dtype)
-        product = interpreted(x, weight, config, "float32")
-        if make_weight is integer_weight:
-            assert_exact(product, x, weight)
-        else:
-            assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
 
 
 @pytest.mark.one_of(5)
@@ -305,21 +270,6 @@ def test_qwen3_8b_on_the_gpu(text, shape, rows, rng):
     multiply = functools.partial(triton.matmul, config=config, out_dtype=jnp.dtype("bfloat16"))
     product = np.asarray(jax.jit(multiply)(x, weight))[:, chosen]
     assert relative_error(product, exact(x) @ matrix) < GATES["bfloat16"]
-
-
-@pytest.mark.gpu
-@combinations(
-    1,
-    text=["uint4:g32", "table3:g32", "float8:g128", *INTEGER_FORMATS],
-    case=[(1, None), (7, None), (2, 128)],
-)
-def test_splits_are_exact_on_the_gpu(text, case, rng):
-    splits, outputs = case
-    weight = integer_weight(rng, text, 1152, 200)
-    x = integer_activations(rng, weight, 21, "bfloat16")
-    config = dataclasses.replace(gpu_config(21, weight), splits=splits, unsplit=outputs)
-    multiply = functools.partial(triton.matmul, config=config, out_dtype=jnp.dtype("float32"))
-    assert_exact(jax.jit(multiply)(x, weight), x, weight)
 
 
 @pytest.mark.parametrize("text", ["uint4:g32", "float8:g128"])

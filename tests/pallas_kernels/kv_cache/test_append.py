@@ -117,25 +117,6 @@ def test_scales_have_the_dtype_of_the_cache(
         assert relative_error(side[:, :130], expected) < (0.15 if text == "KV4c" else 0.01)
 
 
-def span_of(batch, *, tables=None, starts=None, counts=None, dtype="int32"):
-    """A span, some of whose arrays are of other batches."""
-    return Span(
-        jnp.zeros((batch if tables is None else tables, 2), "int32"),
-        jnp.zeros(batch if starts is None else starts, dtype),
-        jnp.ones(batch if counts is None else counts, "int32"),
-    )
-
-
-def test_a_residual_is_that_of_the_batch(rng):
-    pages = random_pages(
-        rng, KVFormat("2t"), pages=8, kv_heads=2, page_size=64, head_dim=64, dtype="bfloat16"
-    )
-    new = jnp.zeros((3, 1, 2, 64), jnp.bfloat16)
-    message = "append: the pages' residual is of a batch of 4: expected 3, that of block_tables"
-    with pytest.raises(ValueError, match=message):
-        append(pages, new, new, span_of(3))
-
-
 append_plainly = jax.jit(reference.append)
 gather = jax.jit(reference.gather)
 
@@ -233,11 +214,3 @@ def test_tokens_of(counts, tokens):
     pairs = zip(found.sequence.tolist(), found.number.tolist(), strict=True)
     assert list(pairs)[: len(owners)] == owners
     assert found.sequence.max() < len(counts)
-
-
-def test_tokens_at_negative_positions_are_no_sequences(rng):
-    tables = jnp.asarray(rng.permutation(4).astype(np.int32).reshape(1, 4))
-    found = varlen.as_single_tokens(Span(tables, jnp.array([-2]), jnp.array([4])), 4, 16)
-    assert found.counts.tolist() == [0, 0, 1, 1]
-    assert found.starts[2:].tolist() == [0, 1]
-    assert found.block_tables[2:, 0].tolist() == [int(tables[0, 0])] * 2

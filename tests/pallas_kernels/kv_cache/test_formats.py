@@ -163,12 +163,3 @@ def test_room_is_for_the_longest_sequence():
         cache.require_room(9)
     with pytest.raises(ValueError, match=message):
         cache.require_room(jnp.array([0, 9, 0]))
-
-
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [(0.0, "positive"), (np.nan, "finite"), (np.ones(3), r"shape \(3,\).* \(1, 2, 2\)")],
-)
-def test_scales_that_there_cannot_be(scales, message):
-    with pytest.raises(ValueError, match=message):
-        create(format=KVFormat("fp8"), scales=scales, layers=1, kv_heads=2)

@@ -11,10 +11,6 @@ import pytest
 
 from mpjax.kernels import (
     HeadNorms,
-    KVLayout,
-    PagedKVCache,
-    Rotation,
-    Span,
     UnsupportedError,
     append,
     rotate_and_append,
@@ -169,35 +165,3 @@ def test_implementations_agree_on_the_gpu(bits, dtype, rng):
             )
             for name in ("triton", "reference"):
                 test.check(*test.run(functools.partial(rotate_and_append, implementation=name)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"norms": (1, 2)}, r"norms is \(1, 2\): expected a HeadNorms, or None"),
-        ({"norms": HeadNorms([1.0] * 64, [1.0] * 64, -1)}, "norms: epsilon is -1: expected a fin"),
-        ({"dtype": "int8"}, "dtype is 'int8': expected a dtype, such as bfloat16"),
-        ({"span": "all"}, "span is 'all': expected a Span"),
-        ({"rotation": 3}, "rotation is 3: expected a Rotation"),
-        (
-            {"pages": "cache"},
-            "pages is 'cache': expected a KVPages, one of a PagedKVCache's layers",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(change, message):
-    cache = PagedKVCache.create(KVLayout(2, 64), layers=1, batch=1, max_tokens=16)
-    norms = HeadNorms([1.0] * 64, [1.0] * 64, 1e-6)
-    angles = jnp.ones((1, 1, 32))
-    arguments = {
-        "terms": jnp.ones((1, 1, 1, 512)),
-        "pages": cache.layers[0],
-        "span": Span(cache.block_tables, [0], [1]),
-        "rotation": Rotation(angles, angles, (4, 2), norms),
-        "dtype": "bf16",
-    }
-    rotate_and_append(**arguments)
-    if "norms" in change:
-        change = {"rotation": dataclasses.replace(arguments["rotation"], **change)}
-    with pytest.raises(ValueError, match=f"rotate_and_append: {message}"):
-        rotate_and_append(**arguments | change)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import Rotation, rotate
+from mpjax.kernels import rotate
 from mpjax.kernels.rotary import reference
 from tests.pallas_kernels.oracles import random_array, wide
 from tests.pallas_kernels.rotary.heads import ROUNDING, head_error, scene
@@ -65,29 +65,6 @@ def test_values_are_rounded_before_they_are_coded_on_the_gpu(bits, rng):
     (_, pages), (_, expected) = (jax.jit(append)(x, *others) for x in (terms, rounded))
     np.testing.assert_array_equal(pages.values, expected.values)
     np.testing.assert_array_equal(pages.value_parameters, expected.value_parameters)
-
-
-ANGLES = np.linspace(0, 1, 6, dtype=np.float32).reshape(1, 3, 2)
-
-
-def rotation(**changes):
-    fields = {"cosines": np.cos(ANGLES), "sines": np.sin(ANGLES), "heads": (4, 2)}
-    return Rotation(**fields | changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": 4}, "heads is 4: expected a pair, query heads and KV heads"),
-        ({"heads": (4, 2, 2)}, r"heads is \(4, 2, 2\): expected a pair"),
-        ({"heads": (4.0, 2)}, r"query heads is 4\.0: expected 1 or more, a whole number"),
-        ({"heads": (4, 0)}, r"KV heads is 0: expected 1 or more, a whole number"),
-        ({"transform_queries": "no"}, "transform_queries is 'no': expected a bool"),
-    ],
-)
-def test_what_is_static_must_make_sense(change, message):
-    with pytest.raises(ValueError, match=f"Rotation: {message}"):
-        rotation(**change)
 
 
 def test_all_layers_share_the_loops_of_a_cpu():

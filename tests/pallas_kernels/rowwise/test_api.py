@@ -16,7 +16,6 @@ from mpjax.kernels import (
     gated_silu,
 )
 from mpjax.kernels.rowwise import reference, triton
-from mpjax.kernels.rowwise.api import quantize_rows
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,
@@ -123,25 +122,6 @@ def call_gated(dtype, text, **keywords):
     """Traced, not run."""
     gate = functools.partial(gated_silu, dtype=dtype, format=parsed(text), **keywords)
     return jax.eval_shape(gate, jnp.ones((1, 3, 64)))
-
-
-def call_rows(dtype, text, **keywords):
-    """Traced, not run; of a format that quantises where there is a choice."""
-    quantise = functools.partial(quantize_rows, format=parsed(text or "int8/int8"), **keywords)
-    return jax.eval_shape(quantise, jnp.ones((3, 64), dtype))
-
-
-each_operation = pytest.mark.parametrize(
-    ("call", "name"),
-    [(call_norm, "add_rms_norm"), (call_gated, "gated_silu"), (call_rows, "quantize_rows")],
-)
-
-
-@each_operation
-def test_the_kernels_hold_float8_where_the_gpu_does(call, name, monkeypatch, pretend_gpu):
-    monkeypatch.setattr(device, "compute_capability", lambda: 8.0)
-    with pytest.raises(UnsupportedError, match=f"{name}: .*FP8 came with compute capability 8.9"):
-        call("bfloat16", "float8:gK/float8", implementation="triton")
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import pytest
 
 from mpjax.kernels import gated, hadamard
 from mpjax.kernels.rowwise import reference, triton
-from mpjax.kernels.rowwise.hadamard import LEAST, tile_size, transform_tile
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import Rows, assert_result, parsed, run
-from tests.sweeps import in_sweep
 
 
 def sylvester(size):
@@ -66,16 +64,6 @@ def test_blocks_that_there_are_not(channels, block, message):
         gated(jnp.ones((1, 2, 2 * channels)), "silu", dtype="float32", hadamard=block)
 
 
-@pytest.mark.parametrize("block", [16, 128, 512, in_sweep(4096)])
-def test_tiles(block, rng):
-    """Products with bfloat16 signs give 16 bits, in one product or in two."""
-    size = tile_size(max(1024, block), block)
-    assert size % block == 0
-    x = random_array(rng, (size,), "float32")
-    found = run(functools.partial(transform_tile, block=block), x)
-    assert relative_error(found, in_blocks(wide(x), block)) < 2.0**-15
-
-
 @pytest.mark.parametrize(
     ("channels", "block", "dtype", "text"),
     [
@@ -107,17 +95,6 @@ def check(channels, block, dtype, text, rng, count=3, **keywords):
     one, other = wide(found.values), wide(expected.values)
     assert (np.abs(one - other) <= np.maximum(np.abs(other) * 2.0**-3, 1.0)).all()
     assert (one == other).mean() > 0.98
-
-
-def test_gradients(rng):
-    """The transform is its own transpose."""
-    terms = random_array(rng, (1, 2, 64), "float32")
-    cotangent = random_array(rng, (2, 32), "float32")
-    gate = functools.partial(gated, activation="silu", dtype="float32")
-    turned = functools.partial(gate, hadamard=LEAST)
-    [found] = jax.vjp(turned, terms)[1](cotangent)
-    [expected] = jax.vjp(gate, terms)[1](hadamard(cotangent, LEAST))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("channels", "block"), [(12288, 512), (14336, 2048), (1536, 128)])

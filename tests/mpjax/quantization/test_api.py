@@ -14,7 +14,6 @@ from mpjax.cli.info import inspect
 from mpjax.models import ExpertsSpec, LayerSpec, Mixtral
 from mpjax.quantization import api
 from tests.models.small import CONFIG, small_model
-from tests.mpjax.checkpoint.gguf.write_gguf import write_llama
 
 TEXTS = ["the quick brown fox " * 40, "jumps over the lazy dog " * 40]
 LITTLE = mpjax.Calibration(window=64, tokens=512, batch=2)
@@ -141,12 +140,6 @@ def test_scales_of_experts_are_not_learned():
     recipe = mpjax.Recipe.of("WNF4g32A16KV16", "range+learn")
     with pytest.raises(ValueError, match="whose scales are not learned: leave `learn` out"):
         mpjax.quantize(lm, recipe, TEXTS)
-
-
-def test_a_gguf_file_has_a_tokenizer(tmp_path, rng):
-    path = write_llama(tmp_path / "model.gguf", rng, {"ffn_down": "F16"})
-    tokenizer = mpjax.quantize(path, mpjax.Recipe.of("W8g32A16KV16", "rtn")).require_tokenizer()
-    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
 @pytest.mark.parametrize("norms", ["post", "both"])

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 
 from mpjax import calibrate_cache
@@ -14,7 +13,6 @@ from mpjax.errors import NotFiniteError
 from mpjax.evaluation.windows import document_tokens
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.reference import gather
-from mpjax.text.tokenizer import Tokenizer
 from tests.mpjax.odd_models import with_damaged_token
 
 DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 2]
@@ -107,12 +105,3 @@ def test_what_is_not_finite_gives_no_scales(tiny, text):
         calibrate_cache(with_damaged_token(lm, token), DOCUMENTS, window=WINDOW)
     # Tokens that are not read don't count, and padding doesn't either.
     calibrate_cache(with_damaged_token(lm, token), DOCUMENTS[:2], window=WINDOW)
-
-
-def test_a_tokenizer_of_another_checkpoint_is_noticed(tiny):
-    """Ids beyond the embedding would give scales of anything."""
-    backend = tokenizers.Tokenizer.from_str(tiny.tokenizer.backend.to_str())
-    backend.add_tokens(["zzzz"])
-    lm = dataclasses.replace(tiny, kv_format=KVFormat("fp8"), tokenizer=Tokenizer(backend))
-    with pytest.raises(ValueError, match=r"gave token 2048, .* not from the same checkpoint"):
-        calibrate_cache(lm, ["x = 1", "x = zzzz"], window=WINDOW)

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import builtins
-
 import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import WeightFormat, grid
-from mpjax.quantization import clipping
 from mpjax.quantization.clipping import learn_ranges
 from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.statistics import squared_error
@@ -41,17 +38,3 @@ def test_more_steps_are_never_worse(rng):
         rounded = learn_ranges(weight, hessian, format, steps=steps, rate=0.3).round(weight)
         errors.append(float(squared_error(rounded.dequantize() - weight, hessian).sum()))
     assert errors[0] > errors[1] >= errors[2]
-
-
-def test_without_optax_it_says_so(monkeypatch):
-    real = builtins.__import__
-
-    def fail(name, *rest):
-        if name == "optax":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    clipping._optimizer.cache_clear()
-    monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(ValueError, match=r"pip install optax"):
-        learn_ranges(jnp.ones((32, 2)), jnp.eye(32), WeightFormat.parse("uint4:g32"))

@@ -77,15 +77,6 @@ def test_a_folder_of_other_files_is_left_alone(model, tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_a_folder_that_another_process_has_is_not_removed(tmp_path):
-    other = FinishedLayers.open(tmp_path, "run")
-    FinishedLayers(tmp_path).remove()
-    assert (tmp_path / "run.json").exists()
-    other.close()
-    FinishedLayers(tmp_path).remove()
-    assert not tmp_path.exists()
-
-
 def cut_file(file, arrays, advance):
     """Writes half of the bytes that `array_file.write` writes, and ends."""
     array_file_write(file, arrays, advance)

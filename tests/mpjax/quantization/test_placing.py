@@ -54,12 +54,3 @@ def test_the_cache_of_a_divided_model_is_calibrated(tiny_folder, tmp_path):
     mpjax.save(found, tmp_path / "saved")
     again = mpjax.load(tmp_path / "saved").model.cache_scales.get_value()
     np.testing.assert_array_equal(again, scales)
-
-
-def test_devices_are_for_a_folder(tiny, tiny_folder):
-    with pytest.raises(ValueError, match="work and devices are for a folder: leave them out"):
-        mpjax.quantize(tiny, "W4A16KV8", TEXTS, devices=2)
-    with pytest.raises(ValueError, match="devices is 64, and JAX sees"):
-        mpjax.quantize(tiny_folder, "W4A16KV8", TEXTS, devices=64)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
-        mpjax.quantize(tiny_folder, "W4A16KV8", TEXTS, device=2)  # type: ignore[call-arg]

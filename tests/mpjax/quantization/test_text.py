@@ -41,12 +41,3 @@ def test_short_texts_make_narrow_windows(read):
     [windows] = read(["a"], window=99, batch=16)
     assert windows.tokens.shape[0] == 1
     assert np.all(windows.is_real)
-
-
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [("text", "is a text"), ([], "nothing to calibrate on"), (4, "expected a list of texts")],
-)
-def test_what_is_no_text_is_refused(read, documents, message):
-    with pytest.raises(ValueError, match=message):
-        read(documents)

@@ -60,12 +60,6 @@ def test_the_loss_is_the_relative_error_of_outputs_and_falls(learn, learns_table
     assert after < (0.75 if learns_table else 0.8) * before
 
 
-def test_the_loss_is_never_above_the_start(learn):
-    losses, before, after = learn(Learning(1, 0.99))
-    assert losses[1] > losses[0]
-    assert after == before
-
-
 def test_it_composes_with_other_steps(batches):
     """Behind a rounding, for maps whose rules say so."""
     model = small_model(CONFIG)

@@ -3,28 +3,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
-import mpjax
 from mpjax import environment
 from mpjax.kernels import device
 from mpjax.kernels.attention import plans as attention_plans
 from mpjax.kernels.gemm.plans import OPERATION, Entry, Key, Plan
 from mpjax.kernels.plans import tables
-
-
-def gpu(compute_capability: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        platform="gpu",
-        device_kind="NVIDIA Test",
-        compute_capability=compute_capability,
-        core_count=132,
-        memory_stats=lambda: {"bytes_limit": 123},
-    )
 
 
 def test_every_section_is_there_and_goes_through_json():
@@ -36,25 +23,12 @@ def test_every_section_is_there_and_goes_through_json():
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_versions_are_the_imported_ones():
-    packages = environment.collect()["packages"]
-    assert packages["mpjax"] == mpjax.__version__
-    assert packages["jax"] == jax.__version__
-    assert packages["numpy"] == np.__version__
-    assert "not installed" not in packages.values()
-
-
 def test_a_missing_package_is_told_and_a_missing_cuda_library_left_out(monkeypatch):
     monkeypatch.setattr(environment, "REQUIRED", ("jax", "no-such-package"))
     monkeypatch.setattr(environment, "CUDA", ("numpy", "no-such-library"))
     packages = environment.collect()["packages"]
     assert list(packages) == ["mpjax", "jax", "no-such-package", "numpy"]
     assert packages["no-such-package"] == "not installed"
-
-
-def test_devices_are_jax_devices():
-    devices = environment.collect()["devices"]
-    assert [device["kind"] for device in devices] == [d.device_kind for d in jax.devices()]
 
 
 def test_variables_are_those_that_steer_jax(monkeypatch):
@@ -85,30 +59,6 @@ def test_which_kernels_can_run(monkeypatch, capability, triton, mosaic):
     monkeypatch.setattr("mpjax.kernels.mosaic.launch.why_slow", lambda: None)
     with device.described_as(compute_capability=capability):
         assert environment.collect()["kernels"] == {"triton": triton, "mosaic": mosaic}
-
-
-@pytest.mark.parametrize("capability", [9.0, 8.6])
-def test_it_is_told_what_makes_kernels_slow(monkeypatch, capability):
-    monkeypatch.setattr("mpjax.kernels.mosaic.launch.why_slow", lambda: "slow because of this")
-    with device.described_as(compute_capability=capability):
-        line = environment.collect()["kernels"]["mosaic"]
-    assert line.endswith("slow because of this") == (capability == 9.0)
-
-
-def test_memory_is_reported(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [gpu("9.0")])
-    assert environment.collect()["devices"][0]["memory_bytes"] == 123
-    assert "compute_capability 9.0, memory_bytes 123" in environment.report()
-
-
-def test_a_device_without_memory_figures_is_listed(monkeypatch):
-    def broken():
-        raise RuntimeError("unimplemented")
-
-    without_figures = gpu("9.0")
-    without_figures.memory_stats = broken
-    monkeypatch.setattr(jax, "devices", lambda: [without_figures])
-    assert environment.collect()["devices"][0]["memory_bytes"] is None
 
 
 def test_a_broken_backend_is_told_and_not_raised(monkeypatch):
@@ -183,11 +133,6 @@ def test_a_damaged_tuning_table_is_told(tuned):
     tuned.write_text("{")
     found = environment.collect()["tuning_tables"]
     assert found.startswith(f"could not be found out: TableError: the tuning table {tuned}")
-
-
-def test_an_empty_section_says_none(monkeypatch):
-    monkeypatch.setattr(environment, "_variables", dict)
-    assert environment.report().splitlines()[-2:] == ["variables", "  none"]
 
 
 def test_importing_the_module_does_not_import_jax():

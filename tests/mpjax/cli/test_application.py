@@ -107,11 +107,6 @@ def test_a_full_disk_is_one_sentence(arguments, monkeypatch, capsys):
     assert capsys.readouterr().err == "mpjax: [Errno 28] No space left on device\n"
 
 
-def test_version():
-    result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"mpjax {mpjax.__version__}\n")
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from mpjax.cli import compilation
 from mpjax.cli.application import app
-from mpjax.generation.buckets import bucket_tokens
 
 NAMES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
@@ -139,14 +138,3 @@ def test_damaged_programs_are_deleted_and_told_once(tmp_path, capsys):
         f"mpjax: compiled programs in {tmp_path} can't be kept (OSError: full)\n"
     )
     assert others == ["runs as plain JAX"]
-
-
-def test_a_shape_is_new_once():
-    shapes = compilation.Shapes()
-    assert shapes.is_new(2, 10, 20)
-    assert not shapes.is_new(2, 12, 20)
-    assert bucket_tokens(10) == bucket_tokens(12) != bucket_tokens(100)
-    assert shapes.is_new(2, 100, 20)
-    assert shapes.is_new(1, 10, 20)
-    assert shapes.is_new(2, 10, 200)
-    assert not shapes.is_new(2, 10, 20)

@@ -1,13 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +10,6 @@ from flax import nnx
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import staging
 from mpjax.cli.application import app
 
 
@@ -75,64 +68,3 @@ def test_scales_are_measured_and_saved(tiny_folder, tmp_path):
     found = mpjax.load(target).model.cache_scales
     assert found is not None
     np.testing.assert_array_equal(found.get_value(), expected.get_value())
-
-
-ROOT = Path(mpjax.__file__).resolve().parents[1]
-# Stops for long as soon as the weights are written.
-SLOW = "import os, time; os.fsync = lambda file: time.sleep(60); from mpjax.cli import main; main()"
-
-
-def kill_while_saving(source, target, number):
-    """Runs `mpjax convert --overwrite`; its result after it got a signal."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "convert", str(source), str(target), "--overwrite"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    while not list(target.parent.glob(".*/new/mpjax.json")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    out, error = process.communicate(timeout=60)
-    return process.returncode, out, error
-
-
-def contents(folder):
-    return {
-        path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")
-    }
-
-
-def test_ctrl_c_while_saving_leaves_what_was_there(tiny_folder, tmp_path):
-    convert(tiny_folder, tmp_path / "saved")
-    before = contents(tmp_path)
-    result = kill_while_saving(tiny_folder, tmp_path / "saved", signal.SIGINT)
-    assert result == (130, "", "mpjax: interrupted\n")
-    assert contents(tmp_path) == before
-
-
-def test_what_a_killed_process_left_is_cleaned_by_the_next(tiny_folder, tmp_path):
-    convert(tiny_folder, tmp_path / "saved")
-    before = contents(tmp_path)
-    result = kill_while_saving(tiny_folder, tmp_path / "saved", signal.SIGKILL)
-    assert result[0] == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 2
-    # Even a command that writes nothing cleans up.
-    assert "--overwrite" in convert(tiny_folder, tmp_path / "saved").stderr
-    assert contents(tmp_path) == before
-
-
-def test_a_model_that_was_moved_away_is_there_again(tiny_folder, tmp_path):
-    """The process was killed just between the two renames, and the target is the source, too."""
-    target = tmp_path / "saved"
-    convert(tiny_folder, target)
-    before = contents(tmp_path)
-    hidden = tmp_path / f".saved.saving-{staging._host()}-{staging._boot()}"
-    (hidden / "new").mkdir(parents=True)
-    (hidden / "lock").touch()
-    target.rename(hidden / "previous")
-    assert convert(target, target, "--overwrite").exit_code == 0
-    assert contents(tmp_path).keys() == before.keys()

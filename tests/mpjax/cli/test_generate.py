@@ -49,16 +49,6 @@ def test_speculation_changes_the_speed_alone(run):
     assert re.search(r"[\d.]+ tokens/step, \d+% of [1-9]\d* proposed tokens", result.stderr)
 
 
-def test_prompts_from_stdin_and_files(run, expected, tmp_path):
-    assert run("-", *HOT_OPTIONS, input="def f\n").stdout == expected
-    file = tmp_path / "prompt"
-    file.write_text("def f\n")
-    assert run("--prompt-file", str(file), *HOT_OPTIONS).stdout == expected
-    assert run("def f", "--prompt-file", str(file)).exit_code == 2
-    assert run("--prompt-file", str(tmp_path / "missing")).exit_code == 2
-    assert run().exit_code == 2
-
-
 def test_one_prompt_is_generated_once(run, monkeypatch):
     """The text appears as it is drawn, not after a warm-up."""
     calls, original = [], mpjax.stream

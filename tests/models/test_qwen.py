@@ -2,33 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.models import ConfigError, Qwen2, Qwen3, llama_layers, presets
-
-# The config.json of Qwen3 8B.
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+from mpjax.models import ConfigError, Qwen2, Qwen3, llama_layers
+from tests.models.test_presets import QWEN3_8B
 
 # The config.json of Qwen2.5 0.5B.
 QWEN2_5 = {
@@ -50,10 +25,6 @@ QWEN2_5 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-
-
-def test_qwen3_8b_is_the_preset():
-    assert Qwen3.config_from_hf(QWEN3_8B) == presets.QWEN3_8B
 
 
 def test_qwen3_may_have_biases():

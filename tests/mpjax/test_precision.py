@@ -88,28 +88,15 @@ def test_tables_that_there_are_not(text, message):
 @pytest.mark.parametrize(
     ("text", "weights", "kv"),
     [
-        ("W4A16KV8", WeightFormat("uint4", 128), 8),
-        ("W8A16KV4", WeightFormat("uint8", 128), 4),
-        ("W4g32A16KV8", WeightFormat("uint4", 32), 8),
         ("W4gKsymA16KV16", WeightFormat("uint4", None, True), 16),
-        ("W8symA16KV16", WeightFormat("uint8", 128, True), 16),
-        ("W16A16KV16", WeightFormat("bfloat16"), 16),
-        ("WNF4A16KV8", WeightFormat("table4", 64), 8),
         ("WNF3g128A16KV8", WeightFormat("table3", 128), 8),
-        ("WFP8A16KV8", WeightFormat("float8", 128), 8),
-        ("WMXFP4A16KV8", WeightFormat("float4", 32), 8),
-        ("WFP8AFP8KV8", WeightFormat("float8", None, False, "float8"), 8),
         ("WFP8g128AFP8KV8", WeightFormat("float8", 128, False, "float8"), 8),
-        ("W8A8KV8", WeightFormat("int8"), 8),
         ("W4A8KV4", WeightFormat("liquid4", 64), 4),
         ("W4AxKV4", WeightFormat("int4", 128), 4),
         ("A16KV8", None, 8),
-        ("W4A16KVfp8", WeightFormat("uint4", 128), "fp8"),
         ("WFP8AFP8K8V4", WeightFormat("float8", None, False, "float8"), (8, 4)),
         ("A16Kfp8V4", None, ("fp8", 4)),
-        ("W16A16KV2", WeightFormat("bfloat16"), 2),
         ("W4A16KV4cg32", WeightFormat("uint4", 128), "4cg32"),
-        ("A16K4cV2", None, ("4c", 2)),
     ],
 )
 def test_parse(text, weights, kv):
@@ -147,12 +134,9 @@ def test_mixtures_and_float32(text, expected):
 @pytest.mark.parametrize(
     ("text", "usual"),
     [
-        ("w4a16kv8", "W4A16KV8"),
         (" W4A16KV8\n", "W4A16KV8"),
         ("wfp8Afp8KVFP8", "WFP8AFP8KVfp8"),
         ("wnf3G32a16k4CG64v4", "WNF3g32A16KV4cg64"),
-        ("w4gksyma16kv16", "W4gKsymA16KV16"),
-        ("w16+w4A16kv8", "W16+W4A16KV8"),
         ("W8A16+W16A16KV8", "W16+W8A16KV8"),
         ("W4+W4A16KV8", "W4A16KV8"),
     ],
@@ -165,22 +149,13 @@ def test_capitals_spaces_and_order_do_not_matter(text, usual):
     ("text", "meant"),
     [
         ("W4A16", "W4A16KV16"),
-        ("W8A8", "W8A8KV16"),
-        ("W4", "W4A16KV16"),
-        ("4", "W4A16KV16"),
         ("8-bit", "W8A16KV16"),
-        ("int4", "W4A16KV16"),
         ("nf4", "WNF4A16KV16"),
-        ("fp8", "WFP8A16KV16"),
         ("KV8", "A16KV8"),
         ("W4-A16-KV8", "W4A16KV8"),
-        ("W4 A16 KV8", "W4A16KV8"),
-        ("W4A16KV", "W4A16KV8"),
         ("W4A16C8", "W4A16KV8"),
         ("uint4:g32:sym", "W4g32symA16KV16"),
-        ("int8/int8", "W8A8KV16"),
         ("W4KV8", "W4A16KV8"),
-        ("w4g32kv4c", "W4g32A16KV4c"),
     ],
 )
 def test_what_was_probably_meant(text, meant):
@@ -192,9 +167,7 @@ def test_what_was_probably_meant(text, meant):
     ("text", "reason"),
     [
         ("W5A16", "W5A16 is not implemented: expected W16A16, W4A16, W8A16"),
-        ("W6A8", "W6A8 is not implemented: expected"),
         ("W3KV16", "W3A16 is not implemented: expected"),
-        ("nf5", "WNF5A16 is not implemented: expected"),
         ("W4g7", "W4g7 is not implemented with A16: expected g32, g64, g128 or gK"),
     ],
 )
@@ -277,8 +250,6 @@ def test_parse_inverts_str(precision):
     [
         ("W4AxKV4", 8, "W4AxKV4"),
         ("w4ax16kv4", 16, "W4Ax16KV4"),
-        ("W4Ax8KV4", 8, "W4AxKV4"),
-        ("W4A4KV8", 0, "W4A4KV8"),
         ("W16A16+W4Ax4KV8", 4, "W16A16+W4Ax4KV8"),
     ],
 )
@@ -294,29 +265,22 @@ def test_one_block_in_so_many_has_eight_bits(text, one_in, written):
     [
         ("", "can't read the precision '': expected, for example, W4A16KV8"),
         ("AWQ", "can't read the precision 'AWQ': expected, for example, W4A16KV8"),
-        ("W4+A16KV8", "can't read the precision"),
         (
             "W8A4KV4",
             r"'W8A4KV4': A4 is not implemented: activations can be A16 \(A32 in f.*\), A8, AFP8 or",
         ),
         ("W3A16KV8", "W3A16 is not implemented: expected W16A16, W4A16"),
-        ("W16A8KV8", "W16A8 is not implemented"),
         ("A8KV8", "A8 needs a W part"),
         ("W4g48A16KV8", "W4g48 is not implemented with A16: expected g32, g64, g128 or gK, all"),
         ("W4g128A8KV8", "W4g128 is not implemented with A8: expected g64$"),
         ("WNF4symA16KV8", "WNF4A16 has no zero point: leave sym out"),
-        ("W16g32A16KV8", "W16 and W32 have no group size"),
         ("W16symA16KV8", "W16 and W32 have no group size and no sym"),
         ("W32A16KV8", "W32A16 is not implemented: .* as in W16A16 and W32A32"),
-        ("W16A32KV8", "W16A32 is not implemented"),
         ("W8AxKV8", "AX is not implemented"),
         ("W4Ax0KV8", "Ax0 is no share of blocks in 8 bits: write A4 for none"),
-        ("AxKV8", "Ax needs a W part"),
-        ("W4Ax4+W4Ax8A16KV8", "can't read the precision"),
         ("W4Ax4+W4Ax8KV8", "Ax has one share of blocks for the whole model"),
         ("W4A16+W8A32KV8", "A16 and A32 can't be in one model, which"),
         ("W4A16KV3", "KV3 is not a KV format: expected KV16, KV8, KV8s, KV4"),
-        ("W4A16K8V", "can't read the precision"),
         ("W4A16KxV8", "can't read the KV format 'KxV8'"),
     ],
 )

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tests.mpjax.bad_files.ways import Case, Way, config
 from tests.mpjax.checkpoint.write_checkpoint import (
-    AWQ,
     GPTQ,
-    HQQ,
-    compressed_integers,
 )
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
@@ -35,74 +32,35 @@ CONFIGS: list[Case] = [
         (config(architectures=["Mamba"]), "unsupported architecture: 'Mamba'; supported are "),
         (config(architectures=None), "unsupported architecture: none (model_type 'llama')"),
         (config(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
-        *(
-            row
-            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-            for row in not_a("a positive integer", key, 0, -2, 1.0, "2", True, [2], {"a": 1})
-        ),
-        *(
-            row
-            for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-            for row in not_a("a positive integer", key, 0, -2, 4.0, "2", True, [2], {"a": 1})
-        ),
-        *not_a("a positive integer", "head_dim", 0, -16, 16.0, "16"),
+        *not_a("a positive integer", "vocab_size", 0, 1.0, "2", True, [2], {"a": 1}),
+        *not_a("a positive integer", "head_dim", -16),
         *not_a("a positive, even number", "head_dim", 15),
-        *not_a("at most 10000", "num_hidden_layers", 100_000_000, 10**30, 10**4000),
+        *not_a("at most 10000", "num_hidden_layers", 10**4000),
         (config(head_dim=None, hidden_size=60), "head_dim (hidden_size / num_attention_heads) is"),
         (
             config(head_dim=None, num_attention_heads=128),
             "head_dim (hidden_size / num_attention_hea",
         ),
         (config(num_key_value_heads=3), "num_attention_heads is 4 and num_key_value_heads 3:"),
-        *(
-            row
-            for key in ("rope_theta", "rms_norm_eps")
-            for row in not_a("a positive number", key, -5, 0, True, "1e-5", float("inf"), 10**400)
-        ),
-        *(
-            row
-            for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-            for row in not_a("true or false", key, 1, "false", [])
-        ),
+        *not_a("a positive number", "rope_theta", -5, True, "1e-5", float("inf"), 10**400),
+        *not_a("true or false", "mlp_bias", 1, "false", []),
         (config(torch_dtype="int8"), "dtype 'int8' is not supported: expected bfloat16, float16"),
         (config(torch_dtype=[1]), "dtype '[1]' is not supported: expected"),
         *not_a("token ids from 0 to 95", "eos_token_id", -1, 96, [2, "a"], True, "</s>", {"a": 1}),
         *not_a("an object", "rope_scaling", "linear", [1], 3),
         (config(rope_scaling={"rope_type": "ntk"}), "rotary scaling 'ntk' is not supported"),
         (config(rope_scaling={"rope_type": [1]}), "rotary scaling [1] is not supported"),
-        *(
-            row
-            for value in (-1, 0, True, "8", 8.0)
-            for row in not_a("a positive integer, or null", "sliding_window", value, **MISTRAL)
-        ),
-        *not_a("a positive integer, or null", "sliding_window", -1, **QWEN),
-        *not_a("an integer from 0 on", "max_window_layers", "a", -1, 1.5, sliding_window=8, **QWEN),
+        *not_a("a positive integer, or null", "sliding_window", -1, **MISTRAL),
+        *not_a("an integer from 0 on", "max_window_layers", "a", sliding_window=8, **QWEN),
         (config(layer_types=["chunked"] * 2, **MISTRAL), "layer_types must list 2 of ['full_"),
-        (config(layer_types=["full_attention"], **MISTRAL), "layer_types must list 2 of ['full_"),
-        (config(layer_types=5, **MISTRAL), "layer_types must list 2 of"),
         (config(layer_types=[[1], [1]], **MISTRAL), "layer_types must list 2 of ['full_attention'"),
-        (
-            config(layer_types={"full_attention": 1, "sliding_attention": 1}, **MISTRAL),
-            "layer_types must list 2 of ['full_attention', 'sliding_attention'], got {'full_",
-        ),
         *not_a("an object", "quantization_config", [], "awq", 4),
         (quantized({}), "quant_method None is not supported: load an AWQ"),
         (quantized({"quant_method": ["awq"]}), "quant_method ['awq'] is not supported"),
-        *(
-            (quantized({"quant_method": name}), f"quant_method '{name}' is not supported: load an")
-            for name in ("fbgemm_fp8", "quark", "higgs")
-        ),
         # Others are in tests/mpjax/checkpoint/schemes/test_errors.py.
-        *(
-            (quantized(written), f"quantization_config of {said}")
-            for written, said in [
-                (GPTQ | {"bits": 3}, "a GPTQ checkpoint: bits is 3: only 4 and 8 bits are"),
-                (GPTQ | {"dynamic": {"(" * 9999 + ")" * 9999: {}}}, "a GPTQ checkpoint, dynamic"),
-                (AWQ | {"bits": 8}, "an AWQ checkpoint: bits is 8: only 4 bits are supported"),
-                (HQQ | {"quant_config": None}, "an HQQ checkpoint: quant_config is None: expected"),
-                ({"quant_method": "fp8"}, "an FP8 checkpoint: weight_block_size is None: expected"),
-                (compressed_integers(num_bits=[4]), "a compressed-tensors checkpoint, group"),
-            ]
+        (
+            quantized(GPTQ | {"dynamic": {"(" * 9999 + ")" * 9999: {}}}),
+            "quantization_config of a GPTQ checkpoint, dynamic",
         ),
     ]
 ]

@@ -29,7 +29,6 @@ TOKENIZERS: list[Case] = [
     for way, said in [
         (text("tokenizer.json", "{"), "tokenizer.json can't be read as a tokenizer: EOF while"),
         (text("tokenizer.json", DEEP), "tokenizer.json can't be read as a tokenizer: "),
-        (text("tokenizer.json", "[]"), "tokenizer.json can't be read as a tokenizer: "),
         (edit("tokenizer.json", model=5), "tokenizer.json can't be read as a tokenizer: "),
         (edit("tokenizer.json", model=PANICS), "tokenizer.json can't be read as a tokenizer:"),
         *(
@@ -41,54 +40,38 @@ TOKENIZERS: list[Case] = [
             )
         ),
         (added(["<x>"]), f"{ADDED} is ['<x>']: expected an object of tokens by their ids"),
-        (added("<x>"), f"{ADDED} is '<x>': expected an object of tokens by their ids"),
         (added({"3": {"special": True}}), f"{ADDED}[3]: content is None: expected a string"),
-        (added({"3": {"content": 5}}), f"{ADDED}[3]: content is 5: expected a string"),
         (added({"3": "<x>"}), f"{ADDED}[3] is '<x>': expected an object"),
-        (added({"3": ["<x>"]}), f"{ADDED}[3] is ['<x>']: expected an object"),
         (added({"x": {"content": "<x>"}}), f"{ADDED} has the key 'x': expected a token's id"),
-        (added({"-1": {"content": "<x>"}}), f"{ADDED} has the key '-1': expected a token's id"),
-        (added({"1_0": {"content": "<x>"}}), f"{ADDED} has the key '1_0': expected a token's id"),
         (added({"\u0663": {"content": "<x>"}}), f"{ADDED} has the key '\u0663': expected a"),
         (added({"9" * 5000: {"content": "x"}}), f"{ADDED} has the key '9999"),
         (added({"3": {"content": "<x>", "special": "yes"}}), f"{ADDED}[3]: special is 'yes':"),
-        (added({"3": {"content": "<x>", "lstrip": None}}), f"{ADDED}[3]: lstrip is None: expected"),
         (added({"9": {"content": "<x>"}}), "tokenizer_config.json gives '<x>' the id 9, but the"),
-        (added({"3": {"content": ""}}), "tokenizer_config.json gives '' the id 3, but the next id"),
         (added({"3": {"content": "<x>"}, "4": {"content": "<x>"}}), "tokenizer_config.json gives"),
         *(
             (
                 tokenizer_config(**{key: value}),
                 f"tokenizer_config.json: {key} is {value!r}: expected",
             )
-            for key in ("bos_token", "eos_token", "pad_token")
-            for value in (5, ["<s>"], {"text": "<s>"}, False)
+            for key, value in (("bos_token", 5), ("eos_token", {"text": "<s>"}))
         ),
         (map_of_tokens(eos_token=5), "special_tokens_map.json: eos_token is 5: expected a"),
         (tokenizer_config(extra_special_tokens="<x>"), "extra_special_tokens is '<x>': expected"),
         (tokenizer_config(extra_special_tokens=[5]), "extra_special_tokens[0] is 5: expected a"),
         (tokenizer_config(extra_special_tokens={"a": 5}), "extra_special_tokens['a'] is 5:"),
-        (map_of_tokens(additional_special_tokens=7), "additional_special_tokens is 7: expected a"),
         *(
             (
                 steps(without("chat_template.jinja"), tokenizer_config(chat_template=value)),
                 f"tokenizer_config.json: chat_template is {value!r}: expected a string, or a",
             )
-            for value in (5, [1], {"name": "a", "template": "b"}, [{"name": "a"}], [{"name": 1}])
-        ),
-        (
-            steps(
-                without("chat_template.jinja"),
-                text("chat_template.json", {"chat_template": [None]}),
-            ),
-            "chat_template.json: chat_template is [None]: expected a string, or a list of",
+            for value in (5, [{"name": 1}])
         ),
         *(
             (
                 edit("generation_config.json", eos_token_id=value),
                 f"generation_config.json is {value!r}: expected an id or a list of ids",
             )
-            for value in (-1, 96, [2, True], "</s>", {"a": 1}, 2.0, [[2]])
+            for value in (96, [2, True], "</s>")
         ),
         (
             edit("generation_config.json", eos_token_id=None, text_config=[1]),

@@ -54,23 +54,16 @@ HEADERS: list[Case] = [
     ("number", header({"a": 3}), "is described by 3: expected dtype, shape and data_offsets"),
     ("keys", header({"a": {"dtype": "F32", "shape": [2]}}), "expected dtype, shape and data_off"),
     ("dtype", header({"a": entry("F4", [2], 0, 1)}, b"1"), "has the dtype 'F4': expected one of"),
-    ("dtypes", header({"a": entry(["F32"], [2], 0, 8)}, bytes(8)), "has the dtype ['F32']"),
     ("negative", header({"a": entry("F32", [-2], 0, 8)}, bytes(8)), "has the shape [-2]"),
-    ("float", header({"a": entry("F32", [2.0], 0, 8)}, bytes(8)), "has the shape [2.0]"),
-    ("shape", header({"a": entry("F32", 2, 0, 8)}, bytes(8)), "has the shape 2"),
     ("rank", header({"a": entry("U8", [1] * 65, 0, 1)}, b"1"), "at most 64 non-negative integers"),
-    ("product", header({"a": entry("U8", [2**62] * 40_000, 0, 1)}, b"1"), "expected at most 64 n"),
     ("empty", header({"a": entry("U8", [0, 2**64], 0, 0)}), "has the shape [0, 18446744073709551"),
     ("before", header({"a": entry("F32", [2], -8, 0)}, bytes(8)), "has the data_offsets [-8, 0]"),
-    ("turned", header({"a": entry("F32", [2], 8, 0)}, bytes(8)), "has the data_offsets [8, 0]"),
-    ("one", header({"a": FLOATS | {"data_offsets": [0]}}, bytes(8)), "has the data_offsets [0]"),
     ("bytes", header({"a": entry("F32", [3], 0, 8)}, bytes(8)), "spans 8 bytes: F32 of shape [3]"),
     (
         "overlap",
         header({"a": FLOATS, "b": entry("U8", [4], 6, 10)}, bytes(10)),
         "overlap by 2 bytes",
     ),
-    ("same place", header({"a": FLOATS, "b": FLOATS}, bytes(8)), "overlap by 8 bytes"),
     (
         "hole",
         header({"a": FLOATS, "b": entry("U8", [4], 9, 13)}, bytes(13)),
@@ -83,21 +76,10 @@ HEADERS: list[Case] = [
     ),
     ("tail", header({"a": FLOATS}, bytes(11)), "has 3 bytes after its last tensor"),
     ("truncated", cut(WEIGHTS, 1), "is truncated: expected"),
-    ("lie about bytes", header({"a": entry("U8", [2**58], 0, 2**58)}), "is truncated: expected"),
 ]
 
 WEIGHT_FILES: list[Case] = [
     ("missing", without(WEIGHTS), "has no *.safetensors file, and found tokenizer.json; a"),
-    (
-        "a GGUF file instead",
-        steps(without(WEIGHTS), text("model.gguf", b"GGUF")),
-        "has no *.safetensors file, and found model.gguf; load that file itself: a GGUF file",
-    ),
-    (
-        "PyTorch's instead",
-        steps(without(WEIGHTS), text("pytorch_model.bin", b"PK")),
-        "has no *.safetensors file, and found pytorch_model.bin; PyTorch's files are not read",
-    ),
     (
         "no index",
         steps(sharded, without(INDEX)),
@@ -109,12 +91,8 @@ WEIGHT_FILES: list[Case] = [
     ("shard: link", steps(sharded, link(FIRST, "gone")), f"{FIRST} is a link to gone, which"),
     ("shard: truncated", steps(sharded, cut(SECOND, 4)), f"{SECOND} is truncated: expected"),
     ("index: no map", steps(sharded, text(INDEX, {})), f"{INDEX} has no weight_map: expected a"),
-    ("index: empty map", index({}), f"{INDEX} has no weight_map: expected a map"),
-    ("index: list", index(["a"]), f"{INDEX} has no weight_map: expected a map"),
     ("index: elsewhere", index({"a": f"../{FIRST}"}), f"puts tensor 'a' in '../{FIRST}': expected"),
-    ("index: number", index({"a": 3}), "puts tensor 'a' in 3: expected the name of a file"),
     ("index: empty name", index({"a": ""}), "puts tensor 'a' in '': expected the name of a file"),
-    ("index: null byte", index({"a": "\0"}), "names 1 shards, of which 1 are missing"),
     ("index: itself", index({"a": INDEX}), f"{INDEX} is not a safetensors file: its first 8 bytes"),
     (
         "index: many missing shards",
@@ -138,7 +116,6 @@ WEIGHT_FILES: list[Case] = [
         tensors(lambda t: t.update({"a\nb": np.ones(1)})),
         r"holds 1 tensor ('a\nb') that the model has no place for",
     ),
-    ("tensor: dtype", tensors(lambda t: t.update({DOWN: t[DOWN].astype(np.int8)})), "is int8 [64"),
     ("tensor: shape", tensors(lambda t: t.update({DOWN: t[DOWN].T.copy()})), "of shape [64, 128]"),
     ("tensor: none", tensors(lambda t: t.clear()), "config.json says that there are 2 layers, and"),
     (

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax import nnx
 
 from mpjax.checkpoint import huggingface
-from mpjax.kernels import KVFormat
+from mpjax.generation.decoding import generate_tokens
 from mpjax.loading import load
 from tests.mpjax.checkpoint.write_checkpoint import (
     FP8,
@@ -28,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)  # for such small products, more threads only wait for each other
 
-BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 12, 64, 96
+BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 12, 32, 96
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -46,6 +43,14 @@ SIZES = {
 # The sizes of models with two kinds of layers, and of two with equal layers, the second of which
 # says different tokens only then. Other models have one layer, which compiles faster.
 TWO_LAYERS = {"num_hidden_layers": 2}
+ORIGINAL = "original_max_position_embeddings"
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    "partial_rotary_factor": 0.75,
+}
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", TWO_LAYERS),
     "llama-tied": ("Llama", {"tie_word_embeddings": True} | TWO_LAYERS),
@@ -70,6 +75,32 @@ MODELS: dict[str, tuple[str, dict]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} | TWO_LAYERS,
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **{"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+            **{"layer_types": ["sliding_attention", "full_attention"], "head_dim": 32},
+            **{"tie_word_embeddings": False},
+        }
+        | TWO_LAYERS,
+    ),
+    "granite": (
+        "Granite",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.5, "rms_norm_eps": 0.01},
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [0, 1]} | TWO_LAYERS),
+    "phi3-long": ("Phi3", {"rope_parameters": LONGROPE, ORIGINAL: 24}),
+    "llama-dynamic": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "max_position_embeddings": 24,
+        },
+    ),
 }
 
 
@@ -106,25 +137,6 @@ def reference_logits(model, tokens):
         return model(torch.from_numpy(tokens)).logits.numpy()
 
 
-def generate(model, prompt, count):
-    """Greedy tokens, by prefill and one step at a time through the paged cache."""
-    graph, state = nnx.split(model)
-
-    @functools.partial(jax.jit, static_argnames="fresh")
-    def step(state, tokens, cache, fresh=False):
-        counts = jnp.full(BATCH, tokens.shape[1], jnp.int32)
-        logits, cache = nnx.merge(graph, state).step(tokens, counts, cache, fresh=fresh)
-        return jnp.argmax(logits, -1)[:, None].astype(jnp.int32), cache
-
-    cache = model.create_cache(BATCH, PROMPT + count, KVFormat(16), page_size=64)
-    token, cache = step(state, prompt, cache, fresh=True)
-    tokens = [token]
-    for _ in range(count - 1):
-        token, cache = step(state, token, cache)
-        tokens.append(token)
-    return np.concatenate(tokens, 1)
-
-
 def compare_logits(model, folder, request, precision=None):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, 40))
     loaded = load(folder, precision=precision, dtype="float32").model
@@ -137,23 +149,29 @@ def compare_logits(model, folder, request, precision=None):
     return loaded, tokens[:, :PROMPT]
 
 
-def compare(model, folder, request, precision=None):
-    loaded, prompt = compare_logits(model, folder, request, precision)
+def require_greedy_tokens(model, loaded, prompt, count=NEW_TOKENS):
     greedy = model.generate(
         torch.from_numpy(prompt),
-        attention_mask=torch.ones(BATCH, PROMPT, dtype=torch.long),
+        attention_mask=torch.ones(*prompt.shape, dtype=torch.long),
         do_sample=False,
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=count,
     )
-    found = generate(loaded, prompt.astype(np.int32), NEW_TOKENS)
+    lengths, options = np.full(BATCH, PROMPT), {"sampling": {"stop_ids": ()}}
+    found = generate_tokens(loaded, prompt, lengths, max_new_tokens=count, **options).tokens
     np.testing.assert_array_equal(found, greedy.numpy()[:, PROMPT:])
+    return found
+
+
+def compare(model, folder, request, precision=None):
+    found = require_greedy_tokens(model, *compare_logits(model, folder, request, precision))
     assert len(np.unique(found)) > 8  # else equal texts would say nothing
 
 
 # What they have, others have too, or the tests of tied models below.
 SWEPT = ("llama-tied", "llama-multi-head", "llama-linear-scaling", "qwen2", "qwen2-tied")
-# Models whose greedy tokens are compared by default, beside their logits.
-GREEDY = ("qwen3", "mistral-window")
+# Models whose greedy tokens are compared by default, beside their logits: windows, capped logits,
+# layers without a rotation, and angles that depend on the length.
+GREEDY = ("qwen3", "mistral-window", "gemma2", "smollm3", "phi3-long", "llama-dynamic")
 
 
 @pytest.mark.parametrize("name", [in_sweep(n) if n in SWEPT else n for n in MODELS])

@@ -17,32 +17,33 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mpjax.checkpoint.gguf import grids
 from mpjax.errors import CheckpointError
+from mpjax.kernels.codes import float4
 
 # Unsupported tensor types, by number.
 OTHERS = {
-    **{9: "Q8_1", 15: "Q8_K", 39: "MXFP4"},
-    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
-    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
-    **{34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
+    **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    40: "NVFP4",
 }
-GROUP = 32  # codes that share a scale, in types with `codes`
+GROUP = 32  # codes that share a scale, in most types with `codes`
 
 
 class Codes(NamedTuple):
-    """Blocks with the values code · scale, or code · scale + minimum.
+    """Blocks with the values code · scale, code · scale + minimum, or table[code] · scale.
 
-    codes: int32 [..., groups, 32]; without minima they are signed. scales, minima: float32
-    [..., groups, 1]; minima may be None.
+    codes: int32 [..., groups, size of a group]; without minima and table they are signed. scales,
+    minima: float32 [..., groups, 1]; minima may be None.
     """
 
     codes: jax.Array
     scales: jax.Array
     minima: jax.Array | None = None
 
-    def values(self) -> jax.Array:
-        """The dequantised values, float32 [..., groups, 32]."""
-        numbers = self.codes.astype(jnp.float32) * self.scales
+    def values(self, table: tuple[float, ...] | None = None) -> jax.Array:
+        """The dequantised values, float32 [..., groups, size of a group]."""
+        codes = self.codes if table is None else jnp.asarray(table, jnp.float32)[self.codes]
+        numbers = codes.astype(jnp.float32) * self.scales
         return numbers if self.minima is None else numbers + self.minima
 
 
@@ -53,8 +54,9 @@ class TensorType:
     name, number: as in ggml. size: values in a block. block_bytes: bytes of a block.
     dtype: of plain numbers, whose blocks have one value; None for codes.
     values: converts blocks uint8 [..., block_bytes] to values float32 [..., size].
-    codes: converts blocks to Codes, for types with a scale for every 32 values. code_bits: bits of
-        these codes, including the sign. has_minima: whether groups have minima.
+    codes: converts blocks to Codes, for types with a scale for every `group` values, of which 32 or
+        more have one. code_bits: bits of these codes, including the sign. has_minima: whether
+        groups have minima. table: the values that codes index, or None.
     """
 
     name: str
@@ -66,6 +68,8 @@ class TensorType:
     codes: Callable[[jax.Array], Codes] | None = None
     code_bits: int = 0
     has_minima: bool = False
+    group: int = GROUP
+    table: tuple[float, ...] | None = None
 
     def nbytes(self, shape: tuple[int, ...], where: str) -> int:
         """Bytes of a tensor. Raises CheckpointError if its rows aren't whole blocks."""
@@ -80,7 +84,7 @@ class TensorType:
     def dequantize(self, blocks: jax.Array) -> jax.Array:
         """The values float32 [rows, columns] of blocks uint8 [rows, blocks, block_bytes]."""
         if self.codes is not None:
-            return self.codes(blocks).values().reshape(blocks.shape[0], -1)
+            return self.codes(blocks).values(self.table).reshape(blocks.shape[0], -1)
         assert self.values is not None
         return self.values(blocks).reshape(blocks.shape[0], -1)
 
@@ -221,16 +225,12 @@ def _q3_k(blocks: jax.Array) -> jax.Array:
     return (_float32(blocks, 108) * scales * codes.astype(jnp.float32)).reshape(*leading, 256)
 
 
-# The look-up table of the 4-bit codes of IQ4_NL and IQ4_XS.
+# The values of the 4-bit codes of IQ4_NL and IQ4_XS.
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def _nonlinear(nibbles: jax.Array) -> jax.Array:
-    return jnp.asarray(NONLINEAR, jnp.int32)[nibbles.astype(jnp.int32)]
-
-
 def _iq4_nl(blocks: jax.Array) -> Codes:
-    return Codes(_nonlinear(_halves(blocks[..., 2:]))[..., None, :], _float32(blocks, 0))
+    return Codes(_group(_halves(blocks[..., 2:])), _float32(blocks, 0))
 
 
 def _iq4_xs(blocks: jax.Array) -> Codes:
@@ -241,8 +241,43 @@ def _iq4_xs(blocks: jax.Array) -> Codes:
     pairs = blocks[..., 4:8, None]
     lows = jnp.concatenate([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis=-1)
     scales = (lows.reshape(*leading, 8).astype(jnp.int32) + tops - 32).astype(jnp.float32)
-    codes = _nonlinear(_halves(blocks[..., 8:].reshape(*leading, 8, 16)))
+    codes = _halves(blocks[..., 8:].reshape(*leading, 8, 16)).astype(jnp.int32)
     return Codes(codes, _float32(blocks, 0) * scales[..., None])
+
+
+# The values of MXFP4's codes, of which 8 is 0 as in ggml, and not −0.
+E2M1 = tuple(value + 0.0 for value in float4.E2M1)
+
+
+def _mxfp4(blocks: jax.Array) -> Codes:
+    scales = float4.scales_of(blocks[..., 0]).astype(jnp.float32)
+    return Codes(_group(_halves(blocks[..., 1:])), scales[..., None, None])
+
+
+Points = Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # see grids.py
+
+
+def _of_grid(
+    name: str, number: int, block_bytes: int, decode: Points, bits: int, table: tuple[float, ...]
+) -> TensorType:
+    """A type with 256 values in a block, which are grid points or ternary digits."""
+    has_halves = name in ("IQ2_XS", "IQ2_S", "IQ1_M")  # with a scale for 16 values
+
+    def codes(blocks: jax.Array) -> Codes:
+        found, scales = decode(blocks)
+        groups = scales.shape[-1]
+        return Codes(found.reshape(*found.shape[:-1], groups, -1), scales[..., None])
+
+    common = (name, number, 256, block_bytes)
+    if has_halves:
+        return TensorType(*common, values=lambda blocks: _whole(codes(blocks).values(table)))
+    group = 256 if bits == 2 else GROUP
+    return TensorType(*common, codes=codes, code_bits=bits, group=group, table=table)
+
+
+def _whole(groups: jax.Array) -> jax.Array:
+    """Values of groups as those of blocks."""
+    return groups.reshape(*groups.shape[:-2], -1)
 
 
 TYPES: dict[int, TensorType] = {
@@ -261,8 +296,18 @@ TYPES: dict[int, TensorType] = {
         TensorType("Q6_K", 14, 256, 210, values=_q6_k),
         TensorType("Q2_K", 10, 256, 84, values=_q2_k),
         TensorType("Q3_K", 11, 256, 110, values=_q3_k),
-        TensorType("IQ4_NL", 20, 32, 18, codes=_iq4_nl, code_bits=8),
-        TensorType("IQ4_XS", 23, 256, 136, codes=_iq4_xs, code_bits=8),
+        TensorType("IQ4_NL", 20, 32, 18, codes=_iq4_nl, code_bits=4, table=NONLINEAR),
+        TensorType("IQ4_XS", 23, 256, 136, codes=_iq4_xs, code_bits=4, table=NONLINEAR),
+        TensorType("MXFP4", 39, 32, 17, codes=_mxfp4, code_bits=4, table=E2M1),
+        _of_grid("IQ1_S", 19, 50, grids.iq1_s, 3, grids.IQ1_TABLE),
+        _of_grid("IQ1_M", 29, 56, grids.iq1_m, 3, grids.IQ1_TABLE),
+        _of_grid("IQ2_XXS", 16, 66, grids.iq2_xxs, 3, grids.IQ2_TABLE),
+        _of_grid("IQ2_XS", 17, 74, grids.iq2_xs, 3, grids.IQ2_TABLE),
+        _of_grid("IQ2_S", 22, 82, grids.iq2_s, 3, grids.IQ2_TABLE),
+        _of_grid("IQ3_XXS", 18, 98, grids.iq3_xxs, 4, grids.IQ3_XXS_TABLE),
+        _of_grid("IQ3_S", 21, 110, grids.iq3_s, 4, grids.IQ3_S_TABLE),
+        _of_grid("TQ1_0", 34, 54, grids.tq1_0, 2, grids.TERNARY_TABLE),
+        _of_grid("TQ2_0", 35, 66, grids.tq2_0, 2, grids.TERNARY_TABLE),
     )
 }
 READ = tuple(each.name for each in TYPES.values())

@@ -1,10 +1,11 @@
 """The scheme of GGUF files: blocks of codes, with one type for each linear map.
 
 A module has one tensor, whose suffix is the type: `q8_0`, uint8 [N, blocks, bytes of a block].
-Types with a scale for every 32 weights keep their codes; the scales and minima of Q4_K and Q5_K,
-products of two numbers, are rounded to float16. IQ4_NL and IQ4_XS keep the 8-bit values that their
-codes index. Q2_K, Q3_K and Q6_K have a scale for every 16 weights, which no format here has: their
-weights are dequantised and rounded to 8 bits. A precision may ask for another format for all.
+Types with a scale for every 32 weights or more keep their codes, of which those of IQ types index a
+table; the scales and minima of K and IQ types, products of two numbers, are rounded to float16.
+Q2_K, Q3_K, Q6_K, IQ1_M, IQ2_XS and IQ2_S have a scale for every 16 weights, which no format here
+has: their weights are dequantised and rounded to 8 bits. A precision may ask for another format for
+all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, GROUP, TensorType
+from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, E2M1, GROUP, TensorType
 from mpjax.checkpoint.gguf.delta import Heads
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.rounded import ROUNDED, RoundedReader, describe_rounding, round_to
@@ -64,7 +65,7 @@ class GGUFReader(RoundedReader):
         maps = [name for name in self.types if name not in TABLE_NAMES]
         rounded = {self.types[name] for name in maps if not self.keeps_codes(name)}
         kept = {self.types[name] for name in maps} - rounded
-        narrowed = {type for type in kept if BLOCK_TYPES[type].size > GROUP}
+        narrowed = {type for type in kept if BLOCK_TYPES[type].size > BLOCK_TYPES[type].group}
         parts = []
         if rounded:
             parts.append(f"{', '.join(sorted(rounded))} to {describe_rounding(self.target)}")
@@ -164,6 +165,9 @@ def own_format(kind: TensorType) -> WeightFormat | None:
     """The weight format that can hold the codes of a type; None if there is none."""
     if kind.codes is None:
         return None
+    if kind.table is not None:
+        is_float = kind.table == E2M1
+        return WeightFormat("float4" if is_float else f"table{kind.code_bits}", kind.group)
     bits = 4 if kind.code_bits <= 4 else 8
     if kind.has_minima:
         return WeightFormat(f"affine{bits}", GROUP)
@@ -192,14 +196,17 @@ def _round(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCo
 def _own_codes(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCodes:
     assert kind.codes is not None
     found, rows = kind.codes(blocks), blocks.shape[0]
-    middle = 0 if kind.has_minima else 2 ** (format.bits - 1)
+    is_signed = kind.table is None and not kind.has_minima
+    middle = 2 ** (format.bits - 1) if is_signed else 0
     codes = (found.codes + middle).astype(jnp.uint8).reshape(rows, -1)
+    dtype = jnp.bfloat16 if format.codes == "float4" else jnp.float16
     scales, minima = (
-        None if array is None else array.astype(jnp.float16).reshape(rows, -1).T
+        None if array is None else array.astype(dtype).reshape(rows, -1).T
         for array in (found.scales, found.minima)
     )
     assert scales is not None
-    return PlainCodes(format, codes.T, scales, minima)
+    table = jnp.asarray(kind.table, jnp.float32) if format.codes.startswith("table") else None
+    return PlainCodes(format, codes.T, scales, minima, table=table)
 
 
 def _only(tensors: Mapping[str, Any], name: str) -> tuple[TensorType, Any]:

@@ -237,3 +237,24 @@ def test_tensors_that_do_not_fit(change, said, tmp_path, rng):
     path.write_bytes(gguf(llama_metadata(), tensors))
     with pytest.raises(CheckpointError, match=said):
         mpjax.load(path)
+
+
+def test_codes_of_tables_are_multiplied(tmp_path, monkeypatch, rng):
+    """Maps of one input with the same format and different tables are products of their own."""
+    sizes = {"hidden": 256, "inner": 256, "head_dim": 64}
+    for key, size in sizes.items():
+        monkeypatch.setitem(SIZES, key, size)
+    kinds = {
+        **{"attn_q": "IQ3_S", "attn_k": "IQ4_XS", "attn_v": "IQ4_XS", "attn_output": "IQ2_XXS"},
+        **{"ffn_gate": "IQ3_XXS", "ffn_up": "IQ3_XXS", "ffn_down": "MXFP4"},
+    }
+    path = write_llama(tmp_path / "m.gguf", rng, kinds)
+    exact = mpjax.load(path, precision="W32A32KV16", dtype="float32")
+    kept = mpjax.load(path, dtype="float32")
+    maps = kept.summary()["linear_maps"]
+    assert maps["attention.output"] == {"WNF3g32": 2}
+    assert maps["mlp.down"] == {"WMXFP4": 2}
+    tokens = np.arange(12, dtype=np.int32)[None]
+    expected, found = (np.asarray(lm.model(tokens)) for lm in (exact, kept))
+    assert abs(expected).max() > 0.1
+    np.testing.assert_allclose(found, expected, atol=5e-3 * abs(expected).max())

@@ -16,7 +16,10 @@ TYPES = {
     **{"Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22), "Q5_1": (7, 32, 24)},
     **{"Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210)},
     **{"Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110)},
-    **{"IQ4_NL": (20, 32, 18), "IQ4_XS": (23, 256, 136)},
+    **{"IQ4_NL": (20, 32, 18), "IQ4_XS": (23, 256, 136), "MXFP4": (39, 32, 17)},
+    **{"IQ1_S": (19, 256, 50), "IQ1_M": (29, 256, 56), "IQ2_XXS": (16, 256, 66)},
+    **{"IQ2_XS": (17, 256, 74), "IQ2_S": (22, 256, 82), "IQ3_XXS": (18, 256, 98)},
+    **{"IQ3_S": (21, 256, 110), "TQ1_0": (34, 256, 54), "TQ2_0": (35, 256, 66)},
 }
 # A byte-level vocabulary of all bytes, as GPT-2 spells them, and some more tokens.
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -121,7 +124,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 # Where the float16 numbers of a block are, if not in its first two bytes.
 SCALES = {
     **{"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]},
-    **{"Q2_K": [80, 82], "Q3_K": [108]},
+    **{"Q2_K": [80, 82], "Q3_K": [108], "TQ1_0": [52], "TQ2_0": [64], "IQ1_M": [], "MXFP4": []},
 }
 
 
@@ -132,6 +135,11 @@ def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -
     blocks = rng.integers(0, 256, (count, nbytes), np.uint8)
     # The first two bytes are a float16, but for K types whose last ones are.
     scales = rng.uniform(0.001, 0.01, count).astype(np.float16)
+    if kind == "MXFP4":  # an exponent
+        blocks[:, 0] = rng.integers(110, 120, count)
+    if kind == "IQ1_M":  # whose float16 is spread over the top bits of four words
+        nibbles = (4 * scales).view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | (nibbles << 4).astype(np.uint8)
     for place in SCALES.get(kind, [0]):
         blocks[:, place : place + 2] = scales[:, None].view(np.uint8)
     return blocks.tobytes()

@@ -123,7 +123,7 @@ class ShardedDecoder(Decoder):
             for part, format in zip(map(_part, parts), formats, strict=True)
         ]
         cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
-        self._assign(place, self._distribute(cut), formats)
+        self.assign_shares(place, self._distribute(cut), formats)
 
     def put_experts(
         self,
@@ -143,9 +143,9 @@ class ShardedDecoder(Decoder):
             del linear  # frees it before the next stack is loaded
         [format] = [shares.format] if windows is None else formats_of_all([shares.format])
         found = self._distribute(lambda number: shares.part(number, format))
-        self._assign(place, [found], [format])
+        self.assign_shares(place, [found], [format])
 
-    def _assign(
+    def assign_shares(
         self, place: LinearPlace, shares: Sequence[Part], formats: Sequence[WeightFormat | None]
     ) -> None:
         """Puts the parts of all devices into their place. formats: of the whole kernels."""
@@ -178,18 +178,20 @@ class ShardedDecoder(Decoder):
         cut = functools.partial(self.division.cut_cache_scales, scales)
         self.share.cache_scales = CacheScales(self._distribute(cut))
 
-    def whole(self) -> Decoder:
+    def whole(self, *, shapes_only: bool = False) -> Decoder:
         """A Decoder of the family whose arrays are fetched from the devices when they are needed.
 
         Its arrays have a shape and a dtype, and `np.asarray` joins the shares of an array. They are
         not JAX arrays: such a model can be saved, but not called.
 
-        Raises ValueError if other processes have some of the shares.
+        shapes_only: whether no array will be fetched.
+
+        Raises ValueError if other processes have some of the shares that will be fetched.
         """
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not shapes_only:
             raise ValueError(
-                "the model's shares are on devices of several processes: save it from one process "
-                "that has all devices, or convert it on one device before"
+                "the model's shares are on devices of several processes: save it with "
+                "mpjax.save(..., format='orbax'), or from one process that has all devices"
             )
         division = self.division
         model = nnx.eval_shape(lambda: division.decoder(self.config, nnx.Rngs(0)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from flax import nnx
 
 from mpjax.checkpoint import model_arrays, saved_config
 from mpjax.checkpoint.model_arrays import PackedPart
+from mpjax.checkpoint.orbax_weights import StoredShares
 from mpjax.checkpoint.safetensors import DTYPES
 from mpjax.checkpoint.saved_config import get, require
 from mpjax.errors import CheckpointError
@@ -23,7 +25,9 @@ from mpjax.kernels import KVFormat, WeightFormat, files
 from mpjax.language_model import LanguageModel
 from mpjax.models import FAMILIES, Decoder, DecoderConfig
 from mpjax.models.config_checks import require_sound
+from mpjax.models.division import Division
 from mpjax.models.parameters import TABLES
+from mpjax.models.share import ExpertDivision
 
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
@@ -34,22 +38,29 @@ WITH_WIDE_SCALES = 6  # 32 bits for each scale of `float4`: models with such wei
 WITH_PRE_NORMS = 5  # without the fields ADDED_IN_VERSION_6, such as norms after layers
 WITH_LIKE_LAYERS = 4  # one set of layer fields for all layers
 VERSIONS = (WITH_LIKE_LAYERS, WITH_PRE_NORMS, WITH_WIDE_SCALES, VERSION)
+MOST_SHARES = 1 << 16  # of a model in an Orbax checkpoint
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 class StoredArray(NamedTuple):
-    """An array in weights.safetensors. checksum: CRC-32 of its bytes."""
+    """A whole array. checksum: CRC-32 of its bytes in weights.safetensors; None in Orbax."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    checksum: int
+    checksum: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
     """A saved model without the values of its arrays.
 
-    parts, arrays: by the names of `model_arrays`.
+    parts, arrays: by the names of `model_arrays`. stored: how arrays are divided in an Orbax
+    checkpoint; None for weights.safetensors.
     """
 
     decoder: type[Decoder]
@@ -57,16 +68,24 @@ class Description:
     kv_format: KVFormat
     parts: model_arrays.Parts
     arrays: Mapping[str, StoredArray]
+    stored: StoredShares | None = None
 
     @classmethod
-    def of(cls, lm: LanguageModel, checksums: Mapping[str, int]) -> Description:
-        """Describes a model. checksums: CRC-32 of its arrays, by name."""
+    def of(
+        cls,
+        lm: LanguageModel,
+        checksums: Mapping[str, int] | None,
+        stored: StoredShares | None = None,
+    ) -> Description:
+        """Describes a model. checksums: CRC-32 of its arrays, by name; None for Orbax."""
         arrays = {
-            name: StoredArray(np.dtype(array.dtype), array.shape, checksums[name])
+            name: StoredArray(
+                np.dtype(array.dtype), array.shape, checksums[name] if checksums else None
+            )
             for name, array in model_arrays.take(lm.model).items()
         }
         parts = model_arrays.take_parts(lm.model)
-        return cls(type(lm.model), lm.config, lm.kv_format, parts, arrays)
+        return cls(type(lm.model), lm.config, lm.kv_format, parts, arrays, stored)
 
     @classmethod
     def read(cls, folder: Path) -> Description:
@@ -98,6 +117,19 @@ class Description:
             )
         return description
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all whole arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def division(self, count: int, experts: ExpertDivision) -> Division:
+        """How the decoder is divided among `count` devices.
+
+        Raises ValueError for a model that can't be divided this way.
+        """
+        formats = {path: [it and it.format for it in parts] for path, parts in self.parts.items()}
+        return Division.of(self.decoder, self.config, count, formats, experts)
+
     def to_json(self) -> str:
         """The content of mpjax.json."""
         value = {
@@ -106,18 +138,17 @@ class Description:
             "decoder": self.decoder.__name__,
             "config": saved_config.to_json(self.config),
             "kv_format": str(self.kv_format),
-            "linears": {
-                path: [
-                    part and {"format": str(part.format), "scale_dtype": part.scale_dtype}
-                    for part in parts
-                ]
-                for path, parts in self.parts.items()
-            },
+            "linears": _parts_to_json(self.parts),
             "arrays": {
-                name: {"dtype": dtype.name, "shape": list(shape), "crc32": checksum}
+                name: {"dtype": dtype.name, "shape": list(shape)}
+                | ({} if checksum is None else {"crc32": checksum})
                 for name, (dtype, shape, checksum) in self.arrays.items()
             },
         }
+        if self.stored is not None:
+            devices, experts, parts = self.stored
+            linears = _parts_to_json(parts)
+            value["orbax"] = {"devices": devices, "experts": experts, "linears": linears}
         return json.dumps(value, indent=1)
 
     def abstract(self, folder: Path, read: Mapping[str, Any] | None = None) -> LanguageModel:
@@ -184,10 +215,8 @@ def _parse(written: Mapping[str, Any]) -> Description:
     config = get(written, "config", dict)
     if written["version"] < WITH_WIDE_SCALES:
         config = saved_config.upgrade(config, written["version"])
-    parts = {
-        path: [_parse_part(path, part) for part in require(path, listed, list)]
-        for path, listed in get(written, "linears", dict).items()
-    }
+    parts = _parse_parts(written)
+    stored = _parse_shares(written["orbax"]) if "orbax" in written else None
     tables = tuple(path for path in TABLES if path in parts)
     return Description(
         known[name],
@@ -197,10 +226,38 @@ def _parse(written: Mapping[str, Any]) -> Description:
         KVFormat.parse(get(written, "kv_format", str)),
         parts,
         {
-            name: _parse_array(name, require(name, array, dict))
+            name: _parse_array(name, require(name, array, dict), stored is None)
             for name, array in get(written, "arrays", dict).items()
         },
+        stored,
     )
+
+
+def _parts_to_json(parts: model_arrays.Parts) -> dict[str, Any]:
+    return {
+        path: [
+            part and {"format": str(part.format), "scale_dtype": part.scale_dtype}
+            for part in listed
+        ]
+        for path, listed in parts.items()
+    }
+
+
+def _parse_parts(written: Mapping[str, Any]) -> dict[str, list[PackedPart | None]]:
+    return {
+        path: [_parse_part(path, part) for part in require(path, listed, list)]
+        for path, listed in get(written, "linears", dict).items()
+    }
+
+
+def _parse_shares(written: Any) -> StoredShares:
+    shares = require("orbax", written, dict)
+    devices, experts = shares.get("devices"), get(shares, "experts", str)
+    if devices is not None and (type(devices) is not int or not 0 < devices <= MOST_SHARES):
+        raise ValueError(f"devices is {devices!r:.80}: expected null or 1 to {MOST_SHARES}")
+    if experts not in get_args(ExpertDivision):
+        raise ValueError(f"experts is {experts!r:.80}: expected 'divided' or 'whole'")
+    return StoredShares(devices, experts, _parse_parts(shares))
 
 
 def _parse_part(path: str, written: Any) -> PackedPart | None:
@@ -211,9 +268,9 @@ def _parse_part(path: str, written: Any) -> PackedPart | None:
     return PackedPart(format, get(part, "scale_dtype", str))
 
 
-def _parse_array(name: str, written: Mapping[str, Any]) -> StoredArray:
+def _parse_array(name: str, written: Mapping[str, Any], has_checksum: bool) -> StoredArray:
     dtype, shape = get(written, "dtype", str), get(written, "shape", list)
-    checksum = get(written, "crc32", int)
+    checksum = get(written, "crc32", int) if has_checksum else None
     if dtype not in DTYPES_BY_NAME:
         known = ", ".join(DTYPES_BY_NAME)
         raise ValueError(f"{name} has the dtype {dtype!r:.80}: expected one of {known}")

@@ -48,20 +48,54 @@ def take(model: Decoder, prefix: str = "") -> dict[str, jax.Array]:
     array_places, linear_places = _places(model, prefix)
     arrays = {place.path: place.read(model) for place in array_places}
     for place in linear_places:
-        for index, part in enumerate(place.parts(model)):
-            path = f"{place.path}.{index}"
-            kernel = part.kernel.get_value()
-            if isinstance(kernel, QuantizedTensor):
-                for name in PACKED_ARRAYS:
-                    if (array := getattr(kernel, name)) is not None:
-                        arrays[f"{path}.{name}"] = array
-            else:
-                arrays[f"{path}.kernel"] = kernel
-            if part.bias is not None:
-                arrays[f"{path}.bias"] = part.bias.get_value()
+        parts = [
+            (linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value())
+            for linear in place.parts(model)
+        ]
+        arrays |= of_linears(place.path, parts)
     if model.cache_scales is not None and CACHE_SCALES.startswith(prefix):
         arrays[CACHE_SCALES] = model.cache_scales.get_value()
     return arrays
+
+
+def of_linears(path: str, parts: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """The arrays of the parts at a path, by name. parts: kernels and biases."""
+    arrays = {}
+    for index, (kernel, bias) in enumerate(parts):
+        if isinstance(kernel, QuantizedTensor):
+            for name in PACKED_ARRAYS:
+                if (array := getattr(kernel, name)) is not None:
+                    arrays[f"{path}.{index}.{name}"] = array
+        else:
+            arrays[f"{path}.{index}.kernel"] = kernel
+        if bias is not None:
+            arrays[f"{path}.{index}.bias"] = bias
+    return arrays
+
+
+def to_linears(
+    path: str, parts: Sequence[PackedPart | None], arrays: Mapping[str, Any], inputs: int
+) -> list[tuple[Any, Any]]:
+    """The kernels and biases of the parts at a path; the inverse of `of_linears`.
+
+    inputs: the input channels of each.
+    """
+    found = []
+    for index, part in enumerate(parts):
+        if part is None:
+            kernel = arrays[f"{path}.{index}.kernel"]
+        else:
+            stored: dict[str, Any] = {
+                name: arrays.get(f"{path}.{index}.{name}") for name in PACKED_ARRAYS
+            }
+            kernel = QuantizedTensor(
+                format=part.format,
+                scale_dtype=part.scale_dtype,
+                padding=part.format.padding(inputs),
+                **stored,
+            )
+        found.append((kernel, arrays.get(f"{path}.{index}.bias")))
+    return found
 
 
 def take_parts(model: Decoder) -> dict[str, list[PackedPart | None]]:
@@ -83,23 +117,9 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "
     for place in array_places:
         model.put_array(place, arrays[place.path])
     for linear_place in linear_places:
-        linears = []
-        for index, part in enumerate(parts[linear_place.path]):
-            path = f"{linear_place.path}.{index}"
-            if part is None:
-                kernel = arrays[f"{path}.kernel"]
-            else:
-                stored: dict[str, Any] = {
-                    name: arrays.get(f"{path}.{name}") for name in PACKED_ARRAYS
-                }
-                kernel = QuantizedTensor(
-                    format=part.format,
-                    scale_dtype=part.scale_dtype,
-                    padding=part.format.padding(linear_place.shapes[0][0]),
-                    **stored,
-                )
-            linears.append(Linear(kernel, arrays.get(f"{path}.bias")))
-        model.put_linears(linear_place, linears)
+        path, inputs = linear_place.path, linear_place.shapes[0][0]
+        pairs = to_linears(path, parts[path], arrays, inputs)
+        model.put_linears(linear_place, [Linear(kernel, bias) for kernel, bias in pairs])
     if (scales := arrays.get(CACHE_SCALES)) is not None:
         model.put_cache_scales(scales)
 

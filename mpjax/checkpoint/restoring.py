@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,6 +16,7 @@ from mpjax.checkpoint import array_file, model_arrays
 from mpjax.checkpoint.agreement import require_equal_tables
 from mpjax.checkpoint.description import WEIGHTS_NAME, Description
 from mpjax.checkpoint.folder import HuggingFaceFolder
+from mpjax.checkpoint.orbax_weights import OrbaxWeights
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import TensorInfo, read_header
 from mpjax.errors import CheckpointError
@@ -22,7 +24,6 @@ from mpjax.kernels.device import default_device
 from mpjax.language_model import LanguageModel, find_precision, packed_tables
 from mpjax.memory import require_free_on
 from mpjax.models import Decoder
-from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
 from mpjax.precision import Precision
@@ -59,9 +60,12 @@ def restore(
     tokenizer, sampling = source.read_tokenizer(), source.read_sampling()
     kv_format = precision.kv if precision else lm.kv_format
     lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format, sampling=sampling)
-    total = sum(info.nbytes for info in infos.values())
     device = default_device()
-    with bytes_bar("Loading", folder, progress, total) as advance:
+    with bytes_bar("Loading", folder, progress, description.nbytes) as advance:
+        if description.stored is not None:
+            weights = OrbaxWeights.open(folder, description, description.stored)
+            model = _restore_from_orbax(weights, lm.model, mesh, experts, advance)
+            return dataclasses.replace(lm, model=model)
 
         def read(name: str) -> jax.Array:
             checksum = description.arrays[name].checksum if verify else None
@@ -90,13 +94,40 @@ def prepare(
     description = Description.read(folder)
     lm = description.abstract(folder)
     _require_agreement(folder, lm.model, precision, dtype)
-    infos = _read_header(folder, description)
-    total = sum(info.nbytes for info in infos.values())
+    infos = {} if description.stored else _read_header(folder, description)
+    arrays = description.arrays
     places = _names_of_places(description)
-    read_at_once = [sum(infos[name].nbytes for name in names) for names in places.values()]
+    read_at_once = [sum(arrays[name].nbytes for name in names) for names in places.values()]
     undivided = 0 if mesh is None else max(read_at_once)
-    require_free_on(mesh, total, f"restoring {folder}", undivided)
+    require_free_on(mesh, description.nbytes, f"restoring {folder}", undivided)
     return description, infos, lm
+
+
+def _restore_from_orbax(
+    weights: OrbaxWeights,
+    model: Decoder,
+    mesh: jax.sharding.Mesh | None,
+    experts: ExpertDivision,
+    advance: Callable[[int], None],
+) -> Decoder:
+    """The decoder with the arrays of an Orbax checkpoint.
+
+    Shares are read as they are if they were saved from as many devices; others are joined, one
+    parameter at a time, and divided anew. model: abstract, on one device.
+    """
+    description = weights.description
+    if mesh is not None:
+        model = _empty_shares(description, mesh, experts)
+    if weights.fits(mesh, experts):
+        weights.read_into(model)
+        advance(description.nbytes)
+        return model
+    for path, names in _names_of_places(description).items():
+        arrays = jax.device_put(weights.read_whole(path), default_device())
+        if arrays:
+            model_arrays.put(model, arrays, description.parts, prefix=path)
+        advance(sum(description.arrays[name].nbytes for name in names))
+    return model
 
 
 def _restore_shares(
@@ -106,16 +137,18 @@ def _restore_shares(
     read: Callable[[str], jax.Array],
 ) -> ShardedDecoder:
     """The decoder divided among devices; each parameter is read whole and then sliced."""
-    formats = {
-        path: [part and part.format for part in parts] for path, parts in description.parts.items()
-    }
-    decoder, config = description.decoder, description.config
-    division = Division.of(decoder, config, mesh.size, formats, experts)
-    model = ShardedDecoder.of(division, mesh)
+    model = _empty_shares(description, mesh, experts)
     for path, names in _names_of_places(description).items():
         arrays = {name: read(name) for name in names}
         model_arrays.put(model, arrays, description.parts, prefix=path)
     return model
+
+
+def _empty_shares(
+    description: Description, mesh: jax.sharding.Mesh, experts: ExpertDivision
+) -> ShardedDecoder:
+    """The decoder divided among devices, with uninitialised arrays."""
+    return ShardedDecoder.of(description.division(mesh.size, experts), mesh)
 
 
 def _names_of_places(description: Description) -> dict[str, list[str]]:
@@ -132,19 +165,25 @@ def _names_of_places(description: Description) -> dict[str, list[str]]:
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
     """A saved model with ShapeDtypeStructs instead of arrays, and without a tokenizer.
 
-    Reads only mpjax.json and, with W4Ax, the arrays of activation widths.
+    Reads only mpjax.json and, with W4Ax, the activation widths.
     Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
     """
     folder = Path(folder)
     description = Description.read(folder)
-    infos = {}
-    if any(name.endswith(WIDTHS) for name in description.arrays):
+    names = [name for name in description.arrays if name.endswith(WIDTHS)]
+    widths: dict[str, Any] = {}
+    if names and description.stored is not None:
+        weights = OrbaxWeights.open(folder, description, description.stored)
+        for name in names:
+            widths[name] = weights.read_whole(name.rsplit(".", 2)[0])[name]
+    elif names:
         infos = _read_header(folder, description)
-    widths = {
-        name: array_file.read(info, description.arrays[name].checksum, lambda count: None)
-        for name, info in infos.items()
-        if name.endswith(WIDTHS)
-    }
+        widths = {
+            name: array_file.read(
+                infos[name], description.arrays[name].checksum, lambda count: None
+            )
+            for name in names
+        }
     return description.abstract(folder, widths)
 
 

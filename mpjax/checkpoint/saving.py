@@ -1,14 +1,17 @@
 """Saves a converted model in mpjax's own format, to be restored bit for bit.
 
-The folder holds weights.safetensors, the tokenizer's files, and mpjax.json, which describes the
-model and its arrays. Loading it does not need the original checkpoint.
+The folder holds weights.safetensors or an Orbax checkpoint, the tokenizer's files, and mpjax.json,
+which describes the model and its arrays. Loading it does not need the original checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -23,14 +26,17 @@ from mpjax.checkpoint.description import (
 )
 from mpjax.checkpoint.folder import TOKENIZER_NAME
 from mpjax.checkpoint.locate import locate
+from mpjax.checkpoint.orbax_weights import ORBAX_NAME, Save, StoredShares, start, told_to_all
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.files.disk import naming_a_full_disk, require_room
+from mpjax.kernels.checks import shown
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.models.config_checks import require_sound
 from mpjax.models.sharded import ShardedDecoder
 
+FORMATS = ("safetensors", "orbax")
 # Files that the tokenizer needs; config.json has the stop tokens.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -45,40 +51,83 @@ def save(
     *,
     overwrite: bool = False,
     progress: bool | None = None,
-) -> None:
+    format: str = "safetensors",
+    wait: bool = True,
+) -> Save:
     """Writes a model and its tokenizer into a folder; writes nothing if it fails.
 
-    `mpjax.load` restores every array bit for bit and verifies its checksum. Files are written to a
-    hidden folder beside `folder`, which replaces it when complete. If the process is killed, the
-    hidden folder remains until the next save to `folder` deletes it.
+    `mpjax.load` restores every array bit for bit. Files are written to a hidden folder beside
+    `folder`, which replaces it when complete. If the process is killed, the hidden folder remains
+    until the next save to `folder` deletes it.
 
+    format: of the arrays. `safetensors`: one file with whole arrays, each with a checksum that
+        `load` verifies. `orbax`: an Orbax checkpoint, to which each process writes the shares of
+        its own devices; all processes call `save`, and see one file system.
+    wait: whether to return when the folder is complete. Without it, an Orbax checkpoint is written
+        in the background, from a copy of the arrays on the host: the model's arrays may be changed
+        or donated meanwhile. Call `wait()` of the result before the process ends; it raises the
+        errors of writing.
     overwrite: whether to replace a saved model in the folder. The old one is kept until the new one
         is complete, so the disk must have room for both.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises ValueError if the folder holds anything but a saved model, or another process is saving
     to it; for a model whose class, tokenizer or arrays can't be saved, such as one with adapters;
-    and for a KV format whose scales the model lacks. Raises mpjax.files.disk.DiskSpaceError if the
+    for a KV format whose scales the model lacks; and for another format, and safetensors without
+    waiting. Raises mpjax.files.disk.DiskSpaceError if the
     disk has too little room, before anything is written if the free space is known.
     """
+    is_orbax = _is_orbax(format, wait)
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # may restore a model that a killed save has moved away
     require_writable(folder, overwrite)
+    written, saving = lm.model, Save()
     if isinstance(lm.model, ShardedDecoder):
-        lm = dataclasses.replace(lm, model=lm.model.whole())
+        lm = dataclasses.replace(lm, model=lm.model.whole(shapes_only=is_orbax))
     arrays = _take_arrays(lm)
     source = locate(lm.source)
     longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
     needed = array_file.file_bytes(arrays) + source.file_bytes(TOKENIZER_FILES) + len(longest)
+    with contextlib.ExitStack() as ending:
+        new = None
+        if jax.process_index() == 0:
+            new = ending.enter_context(_new_folder(folder, overwrite, needed))
+            source.copy_files(TOKENIZER_FILES, new)
+        if is_orbax:
+            if new is not None:
+                text = Description.of(lm, None, StoredShares.of(written)).to_json()
+                (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
+            new, label = told_to_all(new)
+            writer = start(new / ORBAX_NAME, written)
+            saving.start(writer, ending.pop_all(), label)
+        else:
+            assert new is not None  # one process has all devices
+            total = sum(map(array_file.nbytes, arrays.values()))
+            with bytes_bar("Saving", folder, progress, total) as advance:
+                checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
+            text = Description.of(lm, checksums).to_json()
+            (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
+    if wait:
+        saving.wait()
+    return saving
+
+
+def _is_orbax(format: Any, wait: Any) -> bool:
+    """Whether the format is Orbax's. Raises ValueError for other arguments than `save`'s."""
+    if not isinstance(format, str) or format not in FORMATS:
+        raise ValueError(f"format is {shown(format)}: expected {' or '.join(map(repr, FORMATS))}")
+    if not wait and format != "orbax":
+        raise ValueError("wait is False: only format='orbax' is written in the background")
+    return format == "orbax"
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path, overwrite: bool, needed: int) -> Iterator[Path]:
+    """Yields an empty folder that replaces `folder`, where that may still be written to."""
     what = f"saving {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)
-        source.copy_files(TOKENIZER_FILES, new)
-        total = sum(map(array_file.nbytes, arrays.values()))
-        with bytes_bar("Saving", folder, progress, total) as advance:
-            checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
-        text = Description.of(lm, checksums).to_json()
-        (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
+        yield new
         require_writable(folder, overwrite)  # again: another process may have written to it
 
 

@@ -1,0 +1,301 @@
+"""Weights in an Orbax checkpoint: each device's share is written as it is, in the background.
+
+The arrays have the names of `model_arrays`. Those of a model that is divided among devices are the
+devices' shares, concatenated along their first axis. Restored on as many devices, each process
+reads the shares of its own; on another number, shares are joined one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from mpjax.checkpoint import model_arrays
+from mpjax.checkpoint.model_arrays import CACHE_SCALES, Parts
+from mpjax.errors import CheckpointError
+from mpjax.kernels.device import default_device
+from mpjax.models import Decoder, LinearPlace
+from mpjax.models.cache_scales import CacheScales
+from mpjax.models.division import Division, Part
+from mpjax.models.sharded import ShardedDecoder
+from mpjax.models.share import ExpertDivision, share_size
+
+if TYPE_CHECKING:
+    import orbax.checkpoint
+
+    from mpjax.checkpoint.description import Description
+
+ORBAX_NAME = "orbax"  # the checkpoint's folder in that of a saved model
+LINE = "\n"  # a backslash is not allowed in an f-string of Python 3.11
+PATH_BYTES = 1 << 13  # of a path that processes tell each other
+
+
+class StoredShares(NamedTuple):
+    """How the arrays of a checkpoint are divided.
+
+    devices: the number of shares; None for the whole arrays of a model on one device.
+    experts: how experts are divided. parts: of the linear maps of a share, by path.
+    """
+
+    devices: int | None
+    experts: ExpertDivision
+    parts: Parts
+
+    @classmethod
+    def of(cls, model: Decoder) -> StoredShares:
+        """The shares of a model's arrays."""
+        parts = model_arrays.take_parts(model)
+        if not isinstance(model, ShardedDecoder):
+            return cls(None, "divided", parts)
+        places = model.linear_places(model.config)
+        is_spread = any(map(model.division.is_spread, places))
+        return cls(model.shards, "whole" if is_spread else "divided", parts)
+
+
+class Save:
+    """A save, which may go on in the background.
+
+    `wait` before the process ends: without it, Orbax stops, and the old folder stays.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self, writer: orbax.checkpoint.AsyncCheckpointer, ending: contextlib.ExitStack, label: str
+    ) -> None:
+        """Waits for a writer in a thread, and then puts the new folder into its place.
+
+        ending: contexts, the last of which does so. label: the same in each process, and unique.
+        """
+
+        def run() -> None:
+            try:
+                with ending, writer:
+                    writer.wait_until_finished()
+            except BaseException as error:
+                self._error = error
+            finally:
+                _meet(label)
+
+        self._thread = threading.Thread(target=run, name=f"mpjax.save {label}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the new folder is in its place. Raises the errors of writing it."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def start(path: Path, model: Decoder) -> orbax.checkpoint.AsyncCheckpointer:
+    """Begins to write the arrays of a model; returns when they are on the host.
+
+    The model's arrays may be changed or donated then. path: of a folder that does not exist, the
+    same in each process.
+    """
+    import orbax.checkpoint as ocp
+
+    writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    writer.save(path, args=ocp.args.StandardSave(model_arrays.take(model)))
+    return writer
+
+
+def told_to_all(path: Path | None) -> tuple[Path, str]:
+    """The path that the first process gives, and a label that no other save has, in each process.
+
+    path: None in other processes.
+    """
+    from jax.experimental import multihost_utils
+
+    text = f"{path}\0{uuid.uuid4().hex}".encode()
+    if jax.process_count() > 1:
+        padded = np.frombuffer(text[:PATH_BYTES].ljust(PATH_BYTES, b"\0"), np.uint8)
+        text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
+    found, label = text.rstrip(b"\0").decode().split("\0")
+    return Path(found), label
+
+
+def _meet(label: str) -> None:
+    """Waits until all processes have come here; a barrier without the devices."""
+    import orbax.checkpoint as ocp
+
+    if jax.process_count() > 1:
+        ocp.multihost.sync_global_processes(label, processes=set(range(jax.process_count())))
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxWeights:
+    """The arrays of a saved model in an Orbax checkpoint.
+
+    path: of the checkpoint. description: of the model. stored: how its arrays are divided.
+    shapes: of the arrays as they are stored, by name.
+    """
+
+    path: Path
+    description: Description
+    stored: StoredShares
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+
+    @classmethod
+    def open(cls, folder: Path, description: Description, stored: StoredShares) -> OrbaxWeights:
+        """Reads the names, shapes and dtypes of the arrays, and checks them.
+
+        Raises CheckpointError for a folder without such a checkpoint, or of another model.
+        """
+        import orbax.checkpoint as ocp
+
+        path = folder / ORBAX_NAME
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{folder} has no folder {ORBAX_NAME}: copy the saved model again"
+            )
+        try:
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+                metadata = reader.metadata(path).item_metadata
+            if metadata is None:
+                raise ValueError("its list of arrays can't be read")
+            shapes = {
+                name: jax.ShapeDtypeStruct(tuple(each.shape), each.dtype)
+                for name, each in metadata.tree.items()
+            }
+            found = cls(path, description, stored, shapes)
+            found._require_fitting()
+        except Exception as error:  # Orbax and TensorStore raise errors of many types
+            raise CheckpointError(
+                f"{path} is damaged, or of another model than the mpjax.json beside it: "
+                f"{str(error).split(LINE)[0]:.200}; copy the saved model again"
+            ) from error
+        return found
+
+    def _require_fitting(self) -> None:
+        """Raises ValueError unless the arrays are those of a share of the model."""
+        config, count = self.description.config, self.stored.devices or 1
+        if self.division is not None:
+            vocabulary = share_size(config.vocab_size, count)
+            config = dataclasses.replace(self.division.local, vocab_size=vocabulary)
+        if wrong := [name for name, each in self.shapes.items() if each.shape[0] % count]:
+            raise ValueError(f"{wrong[0]} is not of {count} shares")
+        of_share = {
+            name: jax.ShapeDtypeStruct((each.shape[0] // count, *each.shape[1:]), each.dtype)
+            for name, each in self.shapes.items()
+        }
+        model_arrays.require_fitting(self.description.decoder, config, self.stored.parts, of_share)
+
+    @functools.cached_property
+    def division(self) -> Division | None:
+        """How the stored arrays are divided; None if they are whole."""
+        if self.stored.devices is None:
+            return None
+        return self.description.division(self.stored.devices, self.stored.experts)
+
+    @functools.cached_property
+    def _inputs(self) -> dict[str, int]:
+        """The input channels of the linear maps in a share, by path."""
+        assert self.division is not None
+        places = self.description.decoder.linear_places(self.division.local)
+        return {place.path: place.shapes[0][0] for place in places}
+
+    def fits(self, mesh: jax.sharding.Mesh | None, experts: ExpertDivision) -> bool:
+        """Whether each stored array is one of the model on these devices."""
+        if mesh is None:
+            return self.stored.devices is None
+        return (self.stored.devices, self.stored.experts) == (mesh.size, experts)
+
+    def read_into(self, model: Decoder) -> None:
+        """Reads each array onto the model's devices, which `fits` has accepted.
+
+        Raises CheckpointError for damaged files.
+        """
+        sharding: jax.sharding.Sharding = SingleDeviceSharding(default_device())
+        if model.mesh is not None:
+            sharding = NamedSharding(model.mesh, PartitionSpec(*model.mesh.axis_names))
+        arrays = self._read(
+            {
+                name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
+                for name, each in self.shapes.items()
+            }
+        )
+        if not isinstance(model, ShardedDecoder):
+            model_arrays.put(model, arrays, self.description.parts)
+            return
+        for place in self.description.decoder.array_places(self.description.config):
+            place.assign(model.share, arrays[place.path])
+        for linear_place in self.description.decoder.linear_places(self.description.config):
+            formats = [part and part.format for part in self.description.parts[linear_place.path]]
+            shares = self._linears(arrays, linear_place)
+            model.assign_shares(linear_place, shares, formats)
+        if (scales := arrays.get(CACHE_SCALES)) is not None:
+            model.share.cache_scales = CacheScales(scales)
+
+    def read_whole(self, path: str) -> dict[str, Any]:
+        """The whole arrays of the parameter at a path, by name: NumPy arrays.
+
+        Raises CheckpointError for damaged files.
+        """
+        names = [name for name in self.shapes if f"{name}.".startswith(f"{path}.")]
+        if not names:
+            return {}
+        arrays = self._read({name: self.shapes[name] for name in names})
+        division = self.division
+        if division is None:
+            return arrays
+        pieces = [
+            {name: np.split(array, division.count)[number] for name, array in arrays.items()}
+            for number in range(division.count)
+        ]
+        if path == CACHE_SCALES:
+            return {path: division.join_cache_scales([piece[path] for piece in pieces])}
+        for place in self.description.decoder.array_places(self.description.config):
+            if place.path == path:
+                return {path: division.join_array(place, [piece[path] for piece in pieces])}
+        places = self.description.decoder.linear_places(self.description.config)
+        [of_maps] = [place for place in places if place.path == path]
+        formats = [part and part.format for part in self.description.parts[path]]
+        shares = [self._linears(piece, of_maps) for piece in pieces]
+        joined = division.join_linears(of_maps, shares, formats)
+        return model_arrays.of_linears(path, [(part.kernel, part.bias) for part in joined])
+
+    def _linears(self, arrays: Mapping[str, Any], place: LinearPlace) -> list[Part]:
+        """The parts of a place in a share, or of the shares of all devices."""
+        parts, inputs = self.stored.parts[place.path], self._inputs[place.path]
+        pairs = model_arrays.to_linears(place.path, parts, arrays, inputs)
+        return [Part(kernel, bias) for kernel, bias in pairs]
+
+    def _read(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Reads some arrays; onto the host if they have no sharding."""
+        import orbax.checkpoint as ocp
+
+        def arguments(each: jax.ShapeDtypeStruct) -> Any:
+            if each.sharding is None:
+                return ocp.RestoreArgs(restore_type=np.ndarray)
+            return ocp.ArrayRestoreArgs(sharding=each.sharding, global_shape=each.shape)
+
+        args = ocp.args.PyTreeRestore(
+            item=like, restore_args=jax.tree.map(arguments, like), partial_restore=True
+        )
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(self.path, args=args)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path} can't be read: {str(error).split(LINE)[0]:.200}; copy the saved "
+                "model again"
+            ) from error

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.checkpoint import CheckpointError, restoring
+from mpjax.checkpoint.orbax_weights import ORBAX_NAME
+from mpjax.checkpoint.restoring import restore
+from mpjax.checkpoint.saving import save
+from tests.eight_devices import run
+from tests.mpjax.checkpoint.saved_models import (
+    files,
+    load,
+    mixed,
+    plain,
+    require_same_bits,
+    write_tokenizer,
+)
+from tests.mpjax.on_devices import write
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = plain(tmp_path_factory.mktemp("original") / "model", np.random.default_rng(1))
+    write_tokenizer(folder)
+    return load(folder, "W4g32A16KV8")
+
+
+@pytest.fixture(scope="module")
+def master(original, tmp_path_factory):
+    """A saved model that no test changes."""
+    folder = tmp_path_factory.mktemp("master") / "saved"
+    save(original, folder, format="orbax")
+    return folder
+
+
+def empty(model: nnx.Module) -> tuple[nnx.Module, nnx.State]:
+    """A model with the same layers and zeros, and the shapes of its state."""
+    graph, state = nnx.split(model)
+    zeros = nnx.merge(graph, jax.tree.map(np.zeros_like, state))
+    return zeros, jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+
+
+@pytest.mark.parametrize("kind", ["packed", "plain", "adapters"])
+def test_a_trainers_own_checkpoint(kind, original, tmp_path):
+    """The state of a model is saved and restored by Orbax as that of any other NNX module."""
+    lm = original if kind != "plain" else load(original.source)
+    model = mpjax.lora(lm, 2).model if kind == "adapters" else lm.model
+    zeros, shapes = empty(model)
+    state = nnx.state(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        nnx.update(zeros, checkpointer.restore(tmp_path / "state", shapes))
+    require_same_leaves(nnx.state(zeros), state)
+    if kind != "adapters":
+        return
+    pairs = nnx.state(model, nnx.LoRAParam)  # the adapters alone, in a folder of steps
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        manager.save(7, args=ocp.args.StandardSave(pairs))
+        manager.wait_until_finished()
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, pairs)
+        restored = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
+    require_same_leaves(restored, pairs)
+
+
+def require_same_leaves(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+
+
+def test_every_array_is_restored(tmp_path, rng):
+    """Packed, plain and permuted maps, and the tokenizer beside them."""
+    folder = mixed(tmp_path / "original", rng)
+    write_tokenizer(folder)
+    lm = load(folder, "W16+W4g32A16KV8")
+    save(lm, tmp_path / "saved", format="orbax")
+    restored = mpjax.load(tmp_path / "saved", progress=False)
+    require_same_bits(lm, restored)
+    assert restored.tokenizer.encode("a") == lm.tokenizer.encode("a")
+    assert not (tmp_path / "saved" / "weights.safetensors").exists()
+    save(restored, tmp_path / "saved", overwrite=True)  # the other form takes its place
+    assert not (tmp_path / "saved" / ORBAX_NAME).exists()
+    require_same_bits(lm, mpjax.load(tmp_path / "saved", progress=False))
+
+
+def test_activation_widths(tmp_path):
+    source = write(tmp_path / "source", "llama", None)
+    lm = mpjax.load(source, precision="W4A4KV4", progress=False)
+    save(lm, tmp_path / "saved", format="orbax")
+    assert restoring.abstract(tmp_path / "saved").precision == lm.precision
+    require_same_bits(lm, mpjax.load(tmp_path / "saved", precision=lm.precision, progress=False))
+
+
+def test_weights_may_change_while_they_are_written(original, tmp_path):
+    graph, state = nnx.split(original.model)
+    own = original.with_model(nnx.merge(graph, jax.tree.map(jax.numpy.copy, state)))
+    saving = save(own, tmp_path / "saved", format="orbax", wait=False)
+    rng = np.random.default_rng(2)
+    new = {
+        place.name: rng.normal(size=place.file_shape).astype(np.float32)
+        for place in own.model.array_places(own.config)
+    }
+    mpjax.update(own, new)  # donates the old arrays
+    saving.wait()
+    assert saving.done
+    require_same_bits(original, restore(tmp_path / "saved"))
+
+
+def test_on_other_devices(tmp_path):
+    assert "restored" in run("tests.mpjax.orbax_on_devices", str(tmp_path))
+
+
+KILLED = """
+import os, signal, sys
+from mpjax.checkpoint import staging
+import mpjax
+lm = mpjax.load(sys.argv[1], progress=False)
+staging._sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+mpjax.save(lm, sys.argv[2], format="orbax", overwrite=True)
+"""
+
+
+def test_a_killed_save_leaves_the_old_model(original, master, tmp_path):
+    """The process is killed when all is written, and nothing has its place yet."""
+    folder = shutil.copytree(master, tmp_path / "saved")
+    other = plain(tmp_path / "other", np.random.default_rng(3))
+    arguments = [sys.executable, "-c", KILLED, str(other), str(folder)]
+    done = subprocess.run(arguments, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
+    assert done.returncode == -9
+    assert len(list(tmp_path.glob(".saved.saving-*/new/orbax"))) == 1
+    require_same_bits(original, restore(folder))
+    save(original, folder, format="orbax", overwrite=True)
+    assert not list(tmp_path.glob(".saved.saving-*"))
+
+
+def test_a_failure_leaves_nothing_behind(original, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    before = files(tmp_path)
+    saving = save(original, tmp_path / "saved", format="orbax", wait=False)
+    with pytest.raises(OSError, match="the disk is gone"):
+        saving.wait()
+    assert files(tmp_path) == before
+
+
+def test_what_is_not_a_form(original, tmp_path):
+    with pytest.raises(ValueError, match="format is 'zip': expected 'safetensors' or 'orbax'"):
+        save(original, tmp_path / "saved", format="zip")
+    with pytest.raises(ValueError, match="wait is False: only format='orbax'"):
+        save(original, tmp_path / "saved", wait=False)
+    assert not files(tmp_path)
+
+
+def test_damage_is_named(master, tmp_path):
+    def expect(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            restore(tmp_path / "saved")
+        assert "\n" not in str(caught.value)
+        shutil.rmtree(tmp_path / "saved")
+
+    saved = shutil.copytree(master, tmp_path / "saved")
+    shutil.rmtree(saved / ORBAX_NAME)
+    expect("has no folder orbax")
+    shutil.copytree(master, saved)
+    (saved / ORBAX_NAME / "_METADATA").write_text("{}")
+    expect("is damaged, or of another model than the mpjax.json beside it")
+    shutil.copytree(master, saved)
+    for path in (saved / ORBAX_NAME).glob("ocdbt.process_0/d/*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    expect("can't be read")
+    shutil.copytree(master, saved)
+    text = (saved / "mpjax.json").read_text()
+    for old, new, message in (
+        ('"experts": "divided"', '"experts": "some"', "experts is 'some'"),
+        ('"devices": null', '"devices": 0', "devices is 0"),
+        ('"devices": null', '"devices": 3', "is damaged, or of another model"),
+    ):
+        assert re.search(old, text)
+        (saved / "mpjax.json").write_text(text.replace(old, new))
+        expect(message)
+        shutil.copytree(master, saved)

@@ -47,6 +47,14 @@ def test_grpo(kind, printed):
     assert difference < (1e-5 if kind == "lora" else 0.2)
 
 
+@pytest.mark.parametrize("kind", ["master", in_sweep("scales")])
+def test_qat(kind, printed):
+    """A few steps make much of what rounding to 2 bits has lost good, in the packed model."""
+    text = printed("qat.py", "--train", kind, "--steps", "8")
+    [(before, after)] = re.findall(r"perplexity ([\d.]+) before, ([\d.]+) after", text)
+    assert float(after) < float(before) / 8
+
+
 def test_adapters(printed):
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)", printed("adapters.py"))]
     assert len(losses) == 7

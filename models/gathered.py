@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.kernels import QuantizedTensor
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.packed_shapes import packed_shapes
+
 
 class Gathered:
     """An array whose shares are fetched and joined on conversion to NumPy.
@@ -34,6 +38,25 @@ def gather(tree: Any) -> Any:
 def abstract(tree: Any) -> Any:
     """The tree with zeros instead of Gathered arrays, for use under `jax.eval_shape`."""
     return _replace(tree, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
+
+
+def whole_shape(
+    kernel: Any, shape: tuple[int, ...], format: WeightFormat | None
+) -> jax.ShapeDtypeStruct | QuantizedTensor:
+    """The whole kernel of this shape and format, to which `kernel` of a share belongs."""
+    if format is None:
+        return jax.ShapeDtypeStruct(shape, kernel.dtype)
+    return packed_shapes(
+        *(shape, format, kernel.scale_dtype),
+        permuted=kernel.permutation is not None,
+        mixed=kernel.activation_bits is not None,
+        static=kernel.activation_scale is not None,
+    )
+
+
+def bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
+    """The bias of a whole kernel of this shape, as a share has one; None without."""
+    return None if bias is None else jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), bias.dtype)
 
 
 def _replace(tree: Any, function: Callable[[Gathered], jax.Array]) -> Any:

@@ -19,16 +19,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax.kernels import KVFormat, QuantizedTensor
+from mpjax.kernels import KVFormat
+from mpjax.kernels.checks import require_type
 from mpjax.kernels.device import default_device
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.cache_scales import CacheScales
 from mpjax.models.decoder import Decoder
 from mpjax.models.division import Division, Part
 from mpjax.models.expert_shares import ExpertShares
-from mpjax.models.gathered import Gathered
+from mpjax.models.gathered import Gathered, bias_shape, whole_shape
 from mpjax.models.layers import Linear
 from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
@@ -85,6 +85,33 @@ class ShardedDecoder(Decoder):
         if name in PARTS:
             return getattr(self.share, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def shards(self) -> int:
+        """The number of devices among which the model is divided, without copies."""
+        return self.division.count
+
+    def replicated(self, mesh: jax.sharding.Mesh) -> ShardedDecoder:
+        """The decoder with a copy on each group of devices of a mesh with more axes.
+
+        Inside `jax.shard_map` over the other axes alone (`axis_names`), each copy computes its own
+        rows, divided among the devices of its group.
+
+        mesh: has this mesh's axis, of the same size. Its axis types are Auto.
+
+        Raises ValueError for another mesh.
+        """
+        require_type("replicated: mesh", mesh, jax.sharding.Mesh)
+        axis, auto = str(self.share.axis), jax.sharding.AxisType.Auto
+        if mesh.shape.get(axis) != self.shards or any(kind != auto for kind in mesh.axis_types):
+            raise ValueError(
+                f"replicated: mesh has the axes {dict(mesh.shape)} of axis_types {mesh.axis_types}:"
+                f" expected {axis!r} of {self.shards} devices, and others, all of the type Auto"
+            )
+        graph, state = nnx.split(self)
+        model = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, self._divided)))
+        model.mesh = mesh
+        return model
 
     def limit_positions(self, positions: int) -> None:
         """Sets the most tokens that a sequence may have, also in the share."""
@@ -222,7 +249,7 @@ class ShardedDecoder(Decoder):
             return self.division.join_linears(place, pieces, formats)
 
         shapes = [
-            Part(_whole_shape(part.kernel, shape, format), _bias_shape(part.bias, shape))
+            Part(whole_shape(part.kernel, shape, format), bias_shape(part.bias, shape))
             for part, shape, format in zip(
                 shares, place.part_shapes(len(parts)), formats, strict=True
             )
@@ -392,9 +419,14 @@ class ShardedDecoder(Decoder):
 
         taken, given: the PartitionSpecs of the arrays, and of the function's results.
         """
-        specs = self._divided, *taken
+        axes = jax.sharding.get_abstract_mesh().manual_axes
         run = jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=given, check_vma=False
+            function,
+            mesh=None if axes else self.mesh,  # the caller's, inside its shard_map
+            in_specs=(self._divided, *taken),
+            out_specs=given,
+            axis_names={str(self.share.axis)},
+            check_vma=False,
         )
         return run(self.share, *arrays)
 
@@ -422,23 +454,6 @@ class ShardedDecoder(Decoder):
 def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
     """The class of divided decoders of a family, which has the family's tensor names."""
     return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
-
-
-def _whole_shape(
-    kernel: Any, shape: tuple[int, ...], format: WeightFormat | None
-) -> jax.ShapeDtypeStruct | QuantizedTensor:
-    if format is None:
-        return jax.ShapeDtypeStruct(shape, kernel.dtype)
-    return packed_shapes(
-        *(shape, format, kernel.scale_dtype),
-        permuted=kernel.permutation is not None,
-        mixed=kernel.activation_bits is not None,
-        static=kernel.activation_scale is not None,
-    )
-
-
-def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
-    return None if bias is None else jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), bias.dtype)
 
 
 def _part(linear: Linear) -> Part:

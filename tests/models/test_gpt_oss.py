@@ -2,44 +2,10 @@ from __future__ import annotations
 
 from mpjax.models import ExpertPlace, ExpertsSpec, GptOss, GroupedQuerySpec, LayerSpec
 from mpjax.models.config import RopeScaling
+from mpjax.models.presets import FILES
 from mpjax.models.rotary import yarn_attention_factor
 
-KINDS = ["sliding_attention", "full_attention"] * 12
-# gpt-oss-20b.
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": KINDS,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "quantization_config": {"quant_method": "mxfp4"},
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 201088,
-}
+GPT_OSS = FILES["gpt-oss-20b"]
 
 
 def test_layers():

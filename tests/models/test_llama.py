@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from mpjax.models import Llama, llama_layers
-from tests.models.test_presets import LLAMA3_1_8B
+from mpjax.models.presets import FILES
+
+LLAMA3_1_8B = FILES["llama3.1-8b"]
 
 
 def test_biases_are_read():

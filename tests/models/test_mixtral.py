@@ -1,28 +1,9 @@
 from __future__ import annotations
 
 from mpjax.models import ExpertsSpec, GroupedQuerySpec, LayerSpec, Mixtral
+from mpjax.models.presets import FILES
 
-# Mixtral 8x7B, as of version 0.1.
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
-}
+MIXTRAL = FILES["mixtral-8x7b"]
 
 
 def test_layers_have_experts():

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from mpjax.models import ConfigError, Qwen2, Qwen3, llama_layers
-from tests.models.test_presets import QWEN3_8B
+from mpjax.models.presets import FILES
+
+QWEN3_8B = FILES["qwen3-8b"]
 
 # The config.json of Qwen2.5 0.5B.
 QWEN2_5 = {

@@ -13,36 +13,9 @@ from mpjax.models import (
     Qwen2MoE,
     Qwen3MoE,
 )
+from mpjax.models.presets import FILES
 
-# Qwen3-30B-A3B.
-QWEN3 = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3 = FILES["qwen3-30b-a3b"]
 # Qwen1.5-MoE-A2.7B.
 QWEN2 = QWEN3 | {
     "architectures": ["Qwen2MoeForCausalLM"],

@@ -15,7 +15,7 @@ from mpjax.bench.random_model import random_model
 from mpjax.generation import decoding
 from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.kernels.plans import tables
-from mpjax.models import Llama, Mixtral, Qwen3MoE, presets
+from mpjax.models import Llama, Mixtral, Qwen3MoE
 from mpjax.models.presets import published
 from tests.mpjax.generation.test_decoding import KERNELS_CONFIG
 
@@ -32,7 +32,8 @@ def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
 
 def test_experts_have_plans_of_their_own(monkeypatch):
     """A step of rows, of which each expert has few, is not one of warpgroups."""
-    config = dataclasses.replace(presets.MIXTRAL_8X7B, layers=presets.MIXTRAL_8X7B.layers[:1])
+    _, whole = published("mixtral-8x7b")
+    config = dataclasses.replace(whole, layers=whole.layers[:1])
     format = WeightFormat.parse("uint4:g128")
     model = nnx.eval_shape(lambda: random_model(Mixtral, config, format))
     monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda problem: False)

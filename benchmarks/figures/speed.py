@@ -130,24 +130,6 @@ def _draw_attention(results: Results, folder: Path) -> Iterator[tuple[str, str]]
         yield "speed-up over cuDNN by context and format, below the rooflines", "attention.svg"
 
 
-def _by_version(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    """Times of warpgroup products with the last JAX version, relative to the first version."""
-    times: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for row in rows_of(results):
-        if row["implementation"] == "mosaic":
-            shape = f"{row['K']} × {row['N']}"
-            found = times.setdefault((row["format"], shape), {})
-            found.setdefault(row["M"], []).append(row["microseconds"])
-    counts = sorted({count for found in times.values() for count in found})
-    pairs = {name: {m: t for m, t in found.items() if len(t) > 1} for name, found in times.items()}
-    lines = [
-        [*name, *(f"{found[m][-1] / found[m][0]:.2f}" if m in found else "" for m in counts)]
-        for name, found in pairs.items()
-        if found
-    ]
-    return ["format", "K × N", *(f"{count} rows" for count in counts)], lines
-
-
 def _decoding(*patterns: str) -> Figures:
     table = of_columns(generate.COLUMNS, generate.figures)
     return Figures(patterns, table, plots=_draw_generate, notes=_generate_notes)
@@ -157,7 +139,6 @@ FIGURES = {
     "generate": _decoding("generate.json", "generate-[!c]*.json"),
     "generate-context": _decoding("generate-context.json"),
     "gemm": Figures(("gemm*.json",), _gemm_table, plots=_draw_gemm, notes=_gemm_notes),
-    "versions": Figures(("versions-*.json",), _by_version, is_joined=True),
     "attention": Figures(
         ("attention*.json",),
         of_columns(attention.COLUMNS, attention.figures),

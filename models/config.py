@@ -159,7 +159,13 @@ class SublayerSpec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class MixerSpec(SublayerSpec):
-    """Base class of the specs of mixers: attention and recurrent layers."""
+    """Base class of the specs of mixers: attention and recurrent layers.
+
+    drafts: whether the layer only proposes tokens. Such a layer is behind all others, and no pass
+        over a text runs it; see `Drafts`.
+    """
+
+    drafts: ClassVar[bool] = False
 
     @abc.abstractmethod
     def state(self, config: DecoderConfig) -> StateSpec:
@@ -369,8 +375,13 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers, including a layer that drafts."""
         return len(self.layers)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers that compute the hidden states: all but a layer that drafts."""
+        return sum(not (it.attention and it.attention.drafts) for it in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -27,8 +27,8 @@ from mpjax.models import config_json, config_keys, parameters, rotary, step_chec
 from mpjax.models.cache_scales import CacheScales
 from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
-from mpjax.models.keeper import Keeper
-from mpjax.models.layer import DecoderLayer, stream_of
+from mpjax.models.drafts import Drafts
+from mpjax.models.layer import DecoderLayer, apply, stream_of
 from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.low_rank import LowRank, read_numbers
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
@@ -48,25 +48,14 @@ from mpjax.models.watch import (
 from mpjax.models.window import Window
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _apply(
-    plans: Hashable, layer: DecoderLayer, *arguments: Any
-) -> tuple[jax.Array, jax.Array, Any]:
-    """Applies a layer. JAX traces and lowers equal layers once: with kernels, that is slow.
-
-    plans: the conditions that plans depend on besides the arguments, such as the device and the
-    tables of plans; `jit` traces again when they change.
-    """
-    return layer(*arguments)
-
-
-class Decoder(Keeper):
+class Decoder(Drafts):
     """A causal language model. A family subclasses it, reads config.json and names its tensors.
 
     Calling it is a differentiable forward pass over whole sequences; `step` is the function behind
     prefill and decoding, pure in (parameters, tokens, counts, cache).
 
     names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
+    draft_names: the same of a layer that drafts; empty if the family has no such layer.
     specs: the classes of the specs of mixers and MLPs that a family's layers may have.
     spare: prefixes and suffixes of the names of tensors that files may have and the decoder
     ignores.
@@ -86,6 +75,7 @@ class Decoder(Keeper):
     head_adapter: LowRank | None = None
     mesh: jax.sharding.Mesh | None = None
     names: ClassVar[Names] = parameters.NAMES
+    draft_names: ClassVar[Names] = {}
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = SPECS
     spare: ClassVar[tuple[str, ...]] = ()
     has_spare_layers: ClassVar[bool] = False
@@ -134,12 +124,12 @@ class Decoder(Keeper):
     @classmethod
     def array_places(cls, config: DecoderConfig) -> list[ArrayPlace]:
         """Places of all parameters outside linear maps, in the module and in files."""
-        return parameters.array_places(config, cls.names)
+        return parameters.array_places(config, cls.names, cls.draft_names)
 
     @classmethod
     def linear_places(cls, config: DecoderConfig) -> list[LinearPlace]:
         """Places of all linear maps, in the module and in files: of layers, and packed tables."""
-        return parameters.linear_places(config, cls.names)
+        return parameters.linear_places(config, cls.names, cls.draft_names)
 
     def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
         """Assigns an array to its place. rows: the window that `array` is of a table; None: all."""
@@ -461,7 +451,8 @@ class Decoder(Keeper):
         terms = self._look_up(tokens, context)[None]
         residual = None
         written = []
-        for index, layer in enumerate(self.layers):
+        depth = self.config.depth
+        for index, layer in enumerate(self.layers[:depth]):
             with jax.named_scope(f"layer_{index}"):
                 state = states[index] if states else None
                 if watch is not None and watch.touches(index):
@@ -470,15 +461,18 @@ class Decoder(Keeper):
                     terms, residual, state = found
                     written.append(state)
                     continue
-                terms, residual, state = _apply(
+                terms, residual, state = apply(
                     plan_conditions(), layer, terms, residual, context, state
                 )
                 written.append(state)
-        if watch is not None and watch.touches(len(self.layers)):
-            stream = watch.see("residual", len(self.layers), stream_of(terms, residual))
+        if watch is not None and watch.touches(depth):
+            stream = watch.see("residual", depth, stream_of(terms, residual))
             terms, residual = stream[None], None
         _, hidden = self.norm.add(terms, residual, None)
         assert isinstance(hidden, jax.Array)
+        if len(states) > depth:
+            with jax.named_scope("draft"):
+                written.append(self._remember(tokens, hidden, context, states[-1]))
         return hidden, tuple(written) if states else ()
 
     def _logits(self, hidden: jax.Array, context: StepContext) -> jax.Array:

@@ -58,8 +58,11 @@ class KVState:
         return state
 
     def forget(self, state: KVPages, before: KVPages) -> KVPages:
-        """The same state: later tokens overwrite keys and values after a sequence's length."""
-        return state
+        """The state with the residual of `before`.
+
+        Later tokens overwrite the other keys and values after a sequence's length.
+        """
+        return dataclasses.replace(state, residual=before.residual)
 
     def clear(self, state: KVPages, pages: jax.Array, slots: jax.Array) -> KVPages:
         """The state with zeros in these pages, and in the residuals of these slots."""

@@ -125,6 +125,18 @@ class DecoderLayer(nnx.Module):
         return hidden + terms.sum(0).astype(hidden.dtype), found
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def apply(
+    plans: Hashable, layer: DecoderLayer, *arguments: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Applies a layer. JAX traces and lowers equal layers once: with kernels, that is slow.
+
+    plans: the conditions that plans depend on besides the arguments, such as the device and the
+    tables of plans; `jit` traces again when they change.
+    """
+    return layer(*arguments)
+
+
 def _read(
     norm: RMSNorm | None,
     terms: jax.Array,

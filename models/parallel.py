@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +21,30 @@ from mpjax.models.state import Room, StateSpec, StepContext
 PARTS = ("attention", "recurrent")  # paths in the module
 
 
-@dataclasses.dataclass(frozen=True)
-class ParallelSpec(MixerSpec):
-    """Spec of two parallel mixers: both read one input, and their outputs are added."""
+class JointSpec(MixerSpec):
+    """Base class of the specs of mixers that contain other mixers.
 
-    kind: ClassVar[str] = "parallel"
-    attention: MixerSpec
-    recurrent: MixerSpec
+    paths: of the fields with their specs, and of the mixers in the module.
+    """
+
+    paths: ClassVar[tuple[str, ...]]
 
     @property
     def parts(self) -> dict[str, MixerSpec]:
-        """Both mixers, by their paths in the module."""
-        return {part: getattr(self, part) for part in PARTS}
+        """The mixers, by their paths in the module."""
+        return {part: getattr(self, part) for part in self.paths}
 
     @property
     def ropes(self) -> tuple[str, ...]:
-        """The kinds of rotary embedding of both mixers."""
-        return (*self.attention.ropes, *self.recurrent.ropes)
-
-    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Parallel:
-        """A Parallel module with random weights."""
-        return Parallel(config, self, rngs)
+        """The kinds of rotary embedding of all mixers."""
+        return tuple(rope for spec in self.parts.values() for rope in spec.ropes)
 
     def state(self, config: DecoderConfig) -> JointState:
-        """The states of both mixers."""
+        """The states of all mixers."""
         return JointState(tuple(spec.state(config) for spec in self.parts.values()))
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """The maps of both mixers."""
+        """The maps of all mixers."""
         return tuple(
             maps._replace(path=f"{part}.{maps.path}")
             for part, spec in self.parts.items()
@@ -56,7 +52,7 @@ class ParallelSpec(MixerSpec):
         )
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the other parameters of both mixers."""
+        """Shapes of the other parameters of all mixers."""
         return {
             f"{part}.{path}": shape
             for part, spec in self.parts.items()
@@ -64,15 +60,15 @@ class ParallelSpec(MixerSpec):
         }
 
     def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The float32 arrays of both mixers."""
+        """The float32 arrays of all mixers."""
         return self._paths((part, spec.wide_arrays(config)) for part, spec in self.parts.items())
 
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of all readers of the input, of both mixers."""
+        """The paths of all readers of the input, of all mixers."""
         return self._paths((part, spec.readers(config)) for part, spec in self.parts.items())
 
     def writers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The paths of both mixers' last linear maps, whose outputs are added."""
+        """The paths of all mixers' last linear maps, whose outputs are added."""
         return self._paths((part, spec.writers(config)) for part, spec in self.parts.items())
 
     def _paths(self, found: Iterable[tuple[str, tuple[str, ...]]]) -> tuple[str, ...]:
@@ -85,10 +81,10 @@ class ParallelSpec(MixerSpec):
         )
 
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
-        """Peak bytes of the arrays inside both mixers."""
+        """Peak bytes of the arrays inside all mixers."""
         return sum(spec.working_bytes(config, tokens) for spec in self.parts.values())
 
-    def divide(self, count: int, units: Mapping[str, int]) -> ParallelSpec:
+    def divide(self, count: int, units: Mapping[str, int]) -> Self:
         """The spec with a share of each mixer."""
         own = {
             part: spec.divide(
@@ -96,10 +92,10 @@ class ParallelSpec(MixerSpec):
             )
             for part, spec in self.parts.items()
         }
-        return ParallelSpec(**own)
+        return dataclasses.replace(self, **own)
 
-    def cuts(self, config: DecoderConfig, local: ParallelSpec, share: Share) -> dict[str, Cut]:
-        """The cuts of both mixers."""
+    def cuts(self, config: DecoderConfig, local: Self, share: Share) -> dict[str, Cut]:
+        """The cuts of all mixers."""
         return {
             f"{part}.{path}": cut
             for part, spec in self.parts.items()
@@ -108,8 +104,22 @@ class ParallelSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class ParallelSpec(JointSpec):
+    """Spec of two parallel mixers: both read one input, and their outputs are added."""
+
+    kind: ClassVar[str] = "parallel"
+    paths: ClassVar[tuple[str, ...]] = PARTS
+    attention: MixerSpec
+    recurrent: MixerSpec
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Parallel:
+        """A Parallel module with random weights."""
+        return Parallel(config, self, rngs)
+
+
+@dataclasses.dataclass(frozen=True)
 class JointState:
-    """The states of parallel mixers; see StateSpec."""
+    """The states of a mixer that contains others; see StateSpec."""
 
     states: tuple[StateSpec, ...]
 
@@ -133,7 +143,7 @@ class JointState:
         return tuple(state.create(room, scales) for state in self.states)
 
     def copy(self, state: tuple[Any, ...], source: jax.Array, target: jax.Array) -> tuple[Any, ...]:
-        """Both states with a sequence's fixed-size states copied to another index."""
+        """The states with a sequence's fixed-size states copied to another index."""
         return tuple(
             spec.copy(each, source, target) for spec, each in zip(self.states, state, strict=True)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -248,10 +249,12 @@ class ExpertPlace(LinearPlace):
         return [(self.experts, inputs, outputs)]
 
 
-def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
+def array_places(
+    config: DecoderConfig, names: Names, draft_names: Names = MappingProxyType({})
+) -> list[ArrayPlace]:
     """Places of all parameters outside linear maps, in the order of computation.
 
-    Packed tables are not included: they are linear maps.
+    Packed tables are not included: they are linear maps. draft_names: of a layer that drafts.
     """
     hidden = (config.hidden_size,)
     table = (config.vocab_size, config.hidden_size)
@@ -268,10 +271,11 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
             wide += [f"{half}.{path}" for path in spec.wide_arrays(config)]
             if layer.has_post_norms:
                 shapes[f"{half}_post_norm.weight"] = hidden
+        own = draft_names if number >= config.depth else names
         places += [
             ArrayPlace(
                 f"layers.{number}.{path}",
-                name_of(names, path, number),
+                name_of(own, path, number),
                 shape,
                 dtype="float32" if path in wide else None,
             )
@@ -306,15 +310,22 @@ def _with_offset(place: ArrayPlace) -> ArrayPlace:
     return dataclasses.replace(place, offset=1.0, dtype="float32") if is_norm else place
 
 
-def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
-    """Places of all linear maps, in the order of computation: of layers, and packed tables."""
+def linear_places(
+    config: DecoderConfig, names: Names, draft_names: Names = MappingProxyType({})
+) -> list[LinearPlace]:
+    """Places of all linear maps, in the order of computation: of layers, and packed tables.
+
+    draft_names: of a layer that drafts.
+    """
     shape = config.hidden_size, config.vocab_size
     tables = [
         LinearPlace(path, (name_of(names, path).removesuffix(".weight"),), (shape,), False)
         for path in config.packed_tables
     ]
     layers = [
-        _place(names, f"{half}.{maps.path}", maps, number)
+        _place(
+            draft_names if number >= config.depth else names, f"{half}.{maps.path}", maps, number
+        )
         for number, layer in enumerate(config.layers)
         for half, spec in layer.halves.items()
         for maps in spec.linear_maps(config)

@@ -11,6 +11,7 @@ from mpjax.models.config_json import common_fields, flag, integer, layer_count, 
 from mpjax.models.decoder import Decoder
 from mpjax.models.gated_delta import GatedDeltaSpec
 from mpjax.models.mlp import GatedMLPSpec
+from mpjax.models.mtp import MTPSpec, mtp_names
 from mpjax.models.parameters import Names
 from mpjax.models.qwen_moe import MIXTURE_NAMES, experts_with_shared, mixture_layers
 
@@ -46,9 +47,14 @@ _OF_EXPERTS: Mapping[str, Any] = {
 class _Hybrid(Decoder):
     """Base class of the families with Gated DeltaNet."""
 
-    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (*Decoder.specs, GatedDeltaSpec)
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (
+        *Decoder.specs,
+        GatedDeltaSpec,
+        MTPSpec,
+    )
     names: ClassVar[Names] = _NAMES
-    # The MTP module, which mpjax does not use.
+    draft_names: ClassVar[Names] = mtp_names(_NAMES)
+    # Of the MTP head, which is loaded only if asked for.
     spare: ClassVar[tuple[str, ...]] = ("mtp.",)
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_output_gate": (None, True),

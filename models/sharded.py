@@ -331,6 +331,18 @@ class ShardedDecoder(Decoder):
         )
         return found
 
+    def _drafted(
+        self, tokens: jax.Array, context: StepContext, state: Any, hidden: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The results of `draft`; see `Drafts`. Each device has a part of the logits' columns."""
+        taken = WHOLE, WHOLE, self._divided, WHOLE
+        given = PartitionSpec(None, *self._divided), WHOLE, self._divided
+        arguments = tokens, context, state, hidden
+        found: tuple[jax.Array, jax.Array, Any] = self._on_shares(
+            Decoder._drafted, taken, given, *arguments
+        )
+        return found
+
     def create_states(
         self,
         pages: Sequence[int],

@@ -186,7 +186,7 @@ def _require(model: Any, name: str, point: Any, layers: Any) -> None:
     if point not in POINTS:
         raise ValueError(f"{name} has {point!r}: expected one of {', '.join(POINTS)}")
     # The stream after the last layer has the index that a further layer would have.
-    specs: list[Any] = [*config.layers, *([None] if point == "residual" else [])]
+    specs: list[Any] = [*config.layers[: config.depth], *([None] if point == "residual" else [])]
 
     def has(spec: Any) -> bool:
         if point == "router":

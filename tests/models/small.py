@@ -21,10 +21,13 @@ from mpjax.models import (
     Packed,
     llama_layers,
 )
+from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import MixerSpec
 from mpjax.models.gated_delta import GatedDeltaSpec
 from mpjax.models.mamba2 import Mamba2Spec
+from mpjax.models.mtp import with_mtp
 from mpjax.models.parallel import ParallelSpec
+from mpjax.models.qwen_hybrid import Qwen35, Qwen35MoE
 from mpjax.models.short_conv import ShortConvSpec
 from mpjax.models.state import StepContext
 from tests.pallas_kernels.oracles import softmax_attention
@@ -59,9 +62,11 @@ _quantize = jax.jit(quantize, static_argnums=1)
 _dequantize = jax.jit(QuantizedTensor.dequantize, static_argnums=1)
 
 
-def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
+def small_model(
+    config: DecoderConfig = CONFIG, seed: int = 0, family: type[Decoder] = Decoder
+) -> Decoder:
     """Weights so strong that every part of the model shows in the logits."""
-    model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(seed)))  # whose draws take compiling
+    model = nnx.eval_shape(lambda: family(config, nnx.Rngs(seed)))  # whose draws take compiling
     rng = np.random.default_rng(seed)
 
     def strong(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -69,6 +74,8 @@ def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
             noise = rng.standard_normal(x.shape) / np.sqrt(x.shape[0])
         elif len(x.shape) == 2:
             noise = rng.standard_normal(x.shape)
+        elif len(x.shape) == 3 and "experts" in jax.tree_util.keystr(path):
+            noise = rng.standard_normal(x.shape) / np.sqrt(x.shape[1])
         else:
             center = 0.0 if "bias" in jax.tree_util.keystr(path) else 1.0  # of a norm's weight
             noise = center + 0.3 * rng.standard_normal(x.shape)
@@ -92,6 +99,23 @@ def hybrid_model(seed: int = 0, **changes: Any) -> Decoder:
     )
     layers = tuple(dataclasses.replace(plain, attention=mixer) for mixer in mixers)
     return small_model(dataclasses.replace(CONFIG, layers=layers, **changes), seed)
+
+
+def mtp_model(seed: int = 0, *, experts: bool = False, **changes: Any) -> Decoder:
+    """A small Qwen3.5 of two layers, or with experts, with an MTP head.
+
+    changes: of fields of the configuration.
+    """
+    mlp = ExpertsSpec(32, num_experts=4, shared_size=48, shared_gate=True)
+    plain = CONFIG.layers[0].mlp
+    mixers: tuple[MixerSpec, ...] = (
+        GatedDeltaSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=16),
+        GroupedQuerySpec(qk_norm=True, output_gate=True),
+    )
+    layers = tuple(LayerSpec(mixer, mlp if experts else plain) for mixer in mixers)
+    config = dataclasses.replace(CONFIG, layers=layers, rotary_dim=8, **changes)
+    family = Qwen35MoE if experts else Qwen35
+    return small_model(with_mtp(config, family.draft_names), seed, family)
 
 
 def small_mixture(shared: bool) -> Decoder:

@@ -12,7 +12,7 @@ from mpjax.engine import filling, programs, speculating
 from mpjax.engine.planner import Decode
 from mpjax.engine.state import create_state
 from mpjax.kernels import KVFormat
-from mpjax.models import Decoder, decoder
+from mpjax.models import Decoder, layer
 from tests.models.small import quantize_kernels, small_config
 from tests.pallas_kernels.conftest import pretend_gpu
 from tests.sweeps import in_sweep
@@ -58,7 +58,7 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
     reading = filling.reading([], layout, tokens=64, **sizes)
     stepping = filling.stepping(Decode([], 4, True, []), layout, **sizes)
     how = {"steps": 4, "greedy": True}
-    decoder._apply.clear_cache()  # type: ignore[attr-defined]
+    layer.apply.clear_cache()  # type: ignore[attr-defined]
     graph, arrays = nnx.split(model)
 
     def extend(arrays, state, reading):
@@ -79,4 +79,4 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
         lowered = lower_for_cuda(program, arrays, state, argument)
         for name in names | ({f"flush_{text}".lower()} if waiting else set()):
             assert f'name = "{name}' in lowered, (program, name)
-    decoder._apply.clear_cache()  # type: ignore[attr-defined]
+    layer.apply.clear_cache()  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpjax.evaluation.perplexity import Evaluation, evaluate
     from mpjax.generation.decoding import GeneratedTokens, generate_tokens
     from mpjax.generation.speculation.draft import Draft
+    from mpjax.generation.speculation.mtp import MTP
     from mpjax.generation.speculation.ngram import Ngram
     from mpjax.generation.speculation.report import SpeculationReport
     from mpjax.language_model import LanguageModel
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 floors.install()
 
 __all__ = [
+    "MTP",
     "Adapter",
     "Automaton",
     "BudgetRecipe",
@@ -139,6 +141,7 @@ _MODULES = {
     "JsonSchema": "constraints.kinds",
     "LanguageModel": "language_model",
     "Learning": "quantization.learning.descent",
+    "MTP": "generation.speculation.mtp",
     "Mismatch": "rollouts.logprobs",
     "Ngram": "generation.speculation.ngram",
     "Precision": "precision",

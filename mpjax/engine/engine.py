@@ -25,7 +25,8 @@ from mpjax.engine.runner import Runner
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import snapshot_bytes
 from mpjax.engine.turn import Turn
-from mpjax.generation.speculation.proposer import Proposer, read_speculate
+from mpjax.generation.speculation.argument import read_speculate
+from mpjax.generation.speculation.proposer import Proposer
 from mpjax.kernels import device
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
@@ -63,7 +64,7 @@ class Engine(Managed):
         decode; with inf all prompts with a slot are prefilled first.
     share_prefixes: whether requests share cache pages of common prefixes; with recurrent layers,
         only up to a snapshot of their states.
-    speculate: a Proposer such as Ngram, for speculative decoding.
+    speculate: a Proposer such as Ngram, or "mtp", for speculative decoding; as for `generate`.
     processors: logits processors that requests may use, with any arrays of these shapes.
     table_states: of constraints that are tables on the device, if quickly made; 0: none are.
 
@@ -91,7 +92,7 @@ class Engine(Managed):
         steps: int = 8,
         max_gap: float | None = None,
         share_prefixes: bool = True,
-        speculate: Proposer | None = None,
+        speculate: Proposer | str | None = None,
         processors: Sequence[Processor] = (),
         table_states: int = SMALL_STATES,
     ) -> None:

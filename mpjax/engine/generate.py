@@ -14,7 +14,8 @@ from mpjax.engine.call import Call, Generation
 from mpjax.engine.engine import Engine
 from mpjax.engine.request import AdapterNames, Options, RowsOptions, encode_batch
 from mpjax.engine.temporary import temporary_engine
-from mpjax.generation.speculation.proposer import Proposer, read_speculate
+from mpjax.generation.speculation.argument import read_speculate
+from mpjax.generation.speculation.proposer import Proposer
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.processors import Processor
@@ -46,7 +47,7 @@ def generate(
     stop: str | Sequence[str] | None = (),
     seeds: Any = None,
     chat_template: str | None = None,
-    speculate: Proposer | None = None,
+    speculate: Proposer | str | None = None,
     adapter: AdapterNames = None,
     processors: Sequence[Processor] = (),
     constraint: Constraints = None,
@@ -69,10 +70,11 @@ def generate(
     chat_template: for chats: the name of one of the checkpoint's templates, or Jinja source; by
         default the checkpoint's own.
     speculate: speculative decoding, which is faster if many proposed tokens are accepted: `Ngram()`
-        for texts that repeat themselves, or `Draft(lm)` with a smaller model. With Ngram, tokens
-        are those of plain decoding, greedy or sampled, except for rounding: kernels choose their
-        tiles by the number of tokens. With Draft that holds for greedy rows, and sampled tokens
-        have the same distribution.
+        for texts that repeat themselves, `Draft(lm)` with a smaller model, or `MTP()` or "mtp" with
+        the model's own head (`load(mtp=True)`). With Ngram, tokens are those of plain decoding,
+        greedy or sampled, except for rounding: kernels choose their tiles by the number of tokens.
+        With Draft and MTP that holds for greedy rows, and sampled tokens have the same
+        distribution.
     adapter: the name of one of the model's adapters (`load(adapters=...)`, `lm.add_adapter`), or a
         list with one for each prompt; None for none.
     processors: logits processors of all rows, applied in order after those of the sampling; see
@@ -105,7 +107,7 @@ def stream(
     stop: str | Sequence[str] | None = (),
     seed: Any = 0,
     chat_template: str | None = None,
-    speculate: Proposer | None = None,
+    speculate: Proposer | str | None = None,
     adapter: str | None = None,
     processors: Sequence[Processor] = (),
     constraint: Constraints = None,
@@ -141,7 +143,7 @@ def stream_batch(
     stop: str | Sequence[str] | None = (),
     seeds: Any = None,
     chat_template: str | None = None,
-    speculate: Proposer | None = None,
+    speculate: Proposer | str | None = None,
     adapter: AdapterNames = None,
     processors: Sequence[Processor] = (),
     constraint: Constraints = None,
@@ -191,13 +193,13 @@ class _Job:
         prompts: Prompts,
         options: Options,
         chat_template: str | None,
-        speculate: Proposer | None,
+        speculate: Proposer | str | None,
     ) -> _Job:
         """Encodes the prompts and checks the arguments. Raises the ValueErrors of `generate`."""
         require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-        speculate = read_speculate(speculate)
+        proposer = read_speculate(speculate)
         encoded = encode_batch(lm, prompts, chat_template)
-        return cls(lm, encoded, options.read(lm, len(encoded)), speculate)
+        return cls(lm, encoded, options.read(lm, len(encoded)), proposer)
 
     def engine(self) -> Engine:
         """A temporary engine for these prompts."""

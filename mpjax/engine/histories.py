@@ -90,4 +90,5 @@ def require_fit(proposer: Proposer | None, lm: LanguageModel, tokens: int) -> Pr
             f"{lm.page_size}"
         )
     proposer.require(lm.tokenizer, tokens)
+    proposer.require_model(lm.config)
     return proposer

@@ -21,7 +21,8 @@ from mpjax.constraints.automaton import Automaton, read_constraint
 from mpjax.generation.loop import Loop, repeat
 from mpjax.generation.prefill import read_prompts
 from mpjax.generation.speculation import steps
-from mpjax.generation.speculation.proposer import Proposer, Speculated, read_speculate
+from mpjax.generation.speculation.argument import read_speculate
+from mpjax.generation.speculation.proposer import Proposer, Speculated
 from mpjax.generation.state import State
 from mpjax.generation.step import Read, step
 from mpjax.kernels import KVFormat, QuantizedTensor
@@ -209,7 +210,7 @@ def generate_tokens(
     max_new_tokens: int,
     sampling: Samplings = None,
     kv_format: KVFormat | str | None = None,
-    speculate: Proposer | None = None,
+    speculate: Proposer | str | None = None,
     adapters: Any = None,
     processors: Sequence[Processor] = (),
     constraint: Automaton | None = None,
@@ -233,7 +234,7 @@ def generate_tokens(
         these as stop_ids for the same ends.
     kv_format: the KV format of the cache, such as `KV8`; KV16 by default. The cache is created
         here, with pages of 128 tokens, and dropped at the end.
-    speculate: an Ngram or a Draft for speculative decoding; see `generate`.
+    speculate: an Ngram, a Draft or "mtp" for speculative decoding; see `generate`.
     adapters: int [batch], the adapter index of each row: `lm.adapters[name].place`, or 0 for none.
         `model` must then be `lm.adapted`. None: no row has an adapter.
     processors: logits processors of all rows, applied in order after those of the sampling.
@@ -250,15 +251,16 @@ def generate_tokens(
     """
     prompts = tokens, lengths = _read_prompts(model, tokens, lengths)
     batch, padded = tokens.shape
-    samplings, speculate = read_samplings(sampling, batch), read_speculate(speculate)
+    samplings, proposer = read_samplings(sampling, batch), read_speculate(speculate)
     own = controls(samplings, batch, model.config.vocab_size, model.columns)
     shared = (*read_constraint(constraint), *read_processors(processors))
     for one in samplings:
         max_new_tokens = most_new_tokens(max_new_tokens, one.min_new_tokens)
     _require_positions(model, lengths, max_new_tokens)
-    if speculate is not None:
+    if proposer is not None:
         longest = int(np.max(lengths)) if is_known(lengths) else padded
-        speculate.require(None, longest + max_new_tokens - 1)
+        proposer.require(None, longest + max_new_tokens - 1)
+        proposer.require_model(model.config)
     settings = RowSettings.of(
         samplings,
         batch,
@@ -280,7 +282,7 @@ def generate_tokens(
     run_prefill = jit_prefill if is_known((arguments, attached)) else _traced_prefill
     # Copy: the loop is donated, and an output array may share the buffer of its input.
     loop = run_prefill(*arguments, max_new_tokens, tuple(jax.tree.map(jnp.array, attached)))
-    return collect(_generate(model, prompts, loop, speculate))
+    return collect(_generate(model, prompts, loop, proposer))
 
 
 def _generate(

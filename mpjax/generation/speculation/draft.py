@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.generation.prefill import read_prompts
-from mpjax.generation.speculation.acceptance import DRAFTING, draw
+from mpjax.generation.speculation.drafting import Drafting
 from mpjax.generation.speculation.proposer import (
     Context,
     Proposal,
     Proposer,
     read_k,
 )
-from mpjax.generation.speculation.verification import distribution
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.models.rereading import read_again
 from mpjax.models.state import DecoderCache
-from mpjax.sampling.processors import Attachment, advance, process
-from mpjax.sampling.random_keys import row_keys, step_keys
 from mpjax.text.tokenizer import Tokenizer
 
 PIECE = 512  # the draft model's prefill chunk, when a row begins in an engine
@@ -145,10 +141,10 @@ class Draft(Proposer):
             upcoming = jnp.where(context.alive, lacking + jnp.maximum(most - 1, 0), 0)
             own = read_again(self.model, own, upcoming, lambda row: history[row])
         logits, own = self.model.step(tokens, lacking, own)
-        drafting = _Drafting.begin(context, own, self.k)
+        drafting = Drafting.begin(context, own, self.k)
         divided = self.model.shards > 1
 
-        def advance(number: jax.Array, carry: tuple[_Drafting, jax.Array]) -> Any:
+        def advance(number: jax.Array, carry: tuple[Drafting, jax.Array]) -> Any:
             drafting, logits = carry
             drafting, drawn = drafting.draw(logits, context, number, divided=divided)
             # The last drawn token is not fed to the model here: the next proposal does it.
@@ -170,68 +166,3 @@ class Draft(Proposer):
     def _known_ids(self, tokens: jax.Array) -> jax.Array:
         """Tokens with ids clamped to the draft's vocabulary; no text has larger ids."""
         return jnp.minimum(tokens, self.model.config.vocab_size - 1)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "probabilities", "processors"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class _Drafting:
-    """An unfinished proposal.
-
-    cache: of the draft model. tokens: int32 [batch, k], drawn so far, then zeros.
-    probabilities: the distributions they were drawn from, float32 [batch, k, vocabulary]; None if
-        greedy. processors: as in State, after the drawn tokens.
-    """
-
-    cache: DecoderCache
-    tokens: jax.Array
-    probabilities: jax.Array | None
-    processors: Attachment
-
-    @classmethod
-    def begin(cls, context: Context, cache: DecoderCache, k: int) -> _Drafting:
-        """The proposal before its first token."""
-        batch = len(context.most)
-        probabilities = None
-        if not context.settings.greedy:
-            probabilities = jnp.zeros((batch, k, context.vocabulary), jnp.float32)
-        tokens = jnp.zeros((batch, k), jnp.int32)
-        return cls(cache, tokens, probabilities, context.state.processors)
-
-    def draw(
-        self, logits: jax.Array, context: Context, number: jax.Array, *, divided: bool
-    ) -> tuple[_Drafting, jax.Array]:
-        """Draws token `number` of each row from logits [batch, vocabulary of the draft model].
-
-        divided: whether the vocabulary axis is sharded; see `draw`.
-        """
-        logits = _fit(logits, context.vocabulary)
-        probabilities, settings = self.probabilities, context.settings
-        places = context.state.counts + number
-        logits = process(self.processors, logits, places)
-        if probabilities is None:
-            drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        else:
-            here = distribution(logits, settings, divided=divided)
-            own = step_keys(row_keys(settings.key_words), places)
-            drawn = draw(here, step_keys(own, DRAFTING))
-            probabilities = jax.lax.dynamic_update_slice_in_dim(
-                probabilities, here[:, None], number, 1
-            )
-        is_new = jnp.ones((len(drawn), 1), bool)
-        processors = advance(self.processors, drawn[:, None], is_new)
-        tokens = jax.lax.dynamic_update_slice_in_dim(self.tokens, drawn[:, None], number, 1)
-        return _Drafting(self.cache, tokens, probabilities, processors), drawn
-
-
-def _fit(logits: jax.Array, vocabulary: int) -> jax.Array:
-    """Logits cut or padded with -inf to the large model's vocabulary.
-
-    Models of one family may pad the same vocabulary to different sizes.
-    """
-    missing = max(0, vocabulary - logits.shape[1])
-    wide = jnp.pad(logits[:, :vocabulary], ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    return wide.astype(jnp.float32)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.generation.state import State
-from mpjax.kernels.checks import require_type, shown
+from mpjax.kernels.checks import shown
+from mpjax.models import Decoder, DecoderConfig
 from mpjax.sampling.settings import RowSettings
 from mpjax.text.tokenizer import Tokenizer
 
@@ -74,13 +75,18 @@ class Context:
 
     state: of the rows. alive: bool [batch], whether a row gets tokens in this step.
     most: int32 [batch], the most tokens to propose to a row; 0 for rows that are not alive.
-    vocabulary: the number of columns of the model's logits.
+    model: the model that verifies the tokens.
     """
 
     state: State
     alive: jax.Array
     most: jax.Array
-    vocabulary: int
+    model: Decoder
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of columns of the model's logits."""
+        return self.model.columns
 
     @property
     def settings(self) -> RowSettings:
@@ -119,6 +125,9 @@ class Proposer:
         tokenizer: of the rows; None if it is not known.
         """
 
+    def require_model(self, config: DecoderConfig) -> None:
+        """Raises ValueError unless the proposer supports a model of this configuration."""
+
     def create(self, batch: int, tokens: int) -> Any:
         """The proposer's initial state. tokens: the most tokens of a row."""
         return None
@@ -147,6 +156,15 @@ class Proposer:
         """Proposes tokens after each row's newest; returns them and the proposer's new state."""
         raise NotImplementedError
 
+    def propose_to(self, context: Context) -> tuple[Proposal, State]:
+        """Proposes tokens as `propose`; returns them and the rows' state with the new one.
+
+        A proposer that uses the model's own cache overrides this method.
+        """
+        proposal, own = self.propose(context)
+        speculation = dataclasses.replace(context.state.speculation, own=own)
+        return proposal, dataclasses.replace(context.state, speculation=speculation)
+
     def settle(self, own: Any, known: jax.Array, proposed: jax.Array, accepted: jax.Array) -> Any:
         """The state after the model has verified the last proposal.
 
@@ -172,14 +190,6 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
             f"{name} is {shown(value)}: expected a whole number from {least} to {most}"
         )
     return found
-
-
-def read_speculate(speculate: Any) -> Proposer | None:
-    """The checked argument `speculate`. Raises ValueError unless it is a Proposer or None."""
-    if speculate is not None:
-        hint = ", such as mpjax.Ngram() or mpjax.Draft(lm)"
-        require_type("speculate", speculate, Proposer, hint=hint)
-    return speculate
 
 
 def put(target: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Parses proposers of the command line: `ngram:4:3` and `draft:4:FOLDER`."""
+"""Parses proposers of the command line: `ngram:4:3`, `draft:4:FOLDER` and `mtp:3`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mpjax.generation.speculation.draft import Draft
+from mpjax.generation.speculation.mtp import read_mtp
 from mpjax.generation.speculation.ngram import Ngram
 from mpjax.generation.speculation.proposer import Proposer, read_k
 from mpjax.kernels.checks import shown
@@ -12,7 +13,8 @@ from mpjax.loading import load
 
 EXPECTED = (
     "expected ngram, ngram:4 or ngram:4:3 (the 4 tokens that followed the last 3 before), or "
-    "draft:4:FOLDER_OR_ID (4 tokens of a smaller model; @W4A16KV8 behind it gives its precision)"
+    "draft:4:FOLDER_OR_ID (4 tokens of a smaller model; @W4A16KV8 behind it gives its precision), "
+    "mtp or mtp:3 (3 tokens of the model's own multi-token-prediction head)"
 )
 
 
@@ -21,6 +23,8 @@ def parse(text: str) -> Proposer:
 
     Raises ValueError for other strings, and the errors of mpjax.load for the draft model.
     """
+    if (head := read_mtp(text)) is not None:
+        return head
     kind, *rest = text.split(":", 2)
     numbers = rest[:1] if kind == "draft" else rest
     is_known = (kind == "ngram" or (kind == "draft" and len(rest) == 2)) and all(

@@ -164,10 +164,9 @@ class Steps:
         k, blocks = self.proposer.k, (state.cache.format.block, self.proposer.block)
         block = min((b for b in blocks if b is not None), default=None)
         most = most_proposed(state, alive, k, block, self.model.config.rereads_after)
-        context = Context(state, alive, most, self.model.columns)
-        proposal, own = self.proposer.propose(context)
-        speculation = dataclasses.replace(state.speculation, own=own)
-        return Proposed(_with(loop, speculation), proposal, alive)
+        context = Context(state, alive, most, self.model)
+        proposal, state = self.proposer.propose_to(context)
+        return Proposed(dataclasses.replace(loop, state=state), proposal, alive)
 
     def verify(self, proposed: Proposed, logits: jax.Array | None = None) -> Loop:
         """One step, in which each alive row gets its accepted tokens and one more.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpjax.generation.speculation.acceptance import accept, count_agreeing
-from mpjax.generation.speculation.draft import _Drafting
+from mpjax.generation.speculation.drafting import Drafting
 from mpjax.generation.speculation.proposer import Proposal
 from mpjax.sampling.random_keys import row_keys
 from mpjax.sampling.settings import RowSettings, Sampling
@@ -47,7 +47,7 @@ def accepted() -> tuple[np.ndarray, np.ndarray]:
         logits = jnp.tile(jnp.log(q), (ROWS, 1))
         return drafting.draw(logits, context(), number, divided=False)[0]
 
-    drafting = _Drafting.begin(context(), cache, K)
+    drafting = Drafting.begin(context(), cache, K)
     for number, q in enumerate(Q):
         drafting = draft(drafting, jnp.int32(number), jnp.asarray(q, jnp.float32))
     p = jnp.tile(jnp.asarray(P, jnp.float32), (ROWS, 1, 1))

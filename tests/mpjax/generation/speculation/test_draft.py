@@ -14,7 +14,7 @@ import pytest
 
 import mpjax
 from mpjax.generation.decoding import generate_tokens
-from mpjax.generation.speculation.draft import _fit
+from mpjax.generation.speculation.drafting import fit
 from mpjax.models import llama_layers
 from mpjax.precision import Precision
 from tests.models.small import forward, small_config, small_model
@@ -175,7 +175,7 @@ def test_other_arguments_are_refused(tiny):
 
 def test_vocabularies_of_other_sizes_are_fitted():
     logits = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(_fit(logits, 2), logits[:, :2])
-    wide = _fit(logits, 5)
+    np.testing.assert_array_equal(fit(logits, 2), logits[:, :2])
+    wide = fit(logits, 5)
     np.testing.assert_array_equal(wide[:, :3], logits)
     assert np.isneginf(wide[:, 3:]).all()

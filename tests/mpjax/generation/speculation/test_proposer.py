@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax.generation.speculation.proposer import Proposer, put, read_speculate
+from mpjax.generation.speculation.argument import read_speculate
+from mpjax.generation.speculation.proposer import Proposer, put
 
 pytestmark = pytest.mark.any_version
 

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.any_version
         ("ngram", mpjax.Ngram()),
         ("ngram:6", mpjax.Ngram(6)),
         ("ngram:6:2", mpjax.Ngram(6, 2)),
+        ("mtp", mpjax.MTP(3)),
+        ("mtp:1", mpjax.MTP(1)),
     ],
 )
-def test_n_grams(text, expected):
+def test_proposers_without_a_model(text, expected):
     assert parse(text) == expected
 
 
@@ -32,7 +34,8 @@ def test_a_draft_is_loaded_in_its_precision(tiny_folder):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ngrams", "ngram:x", "ngram:4:3:2", "draft", "draft:4", "draft:x:y", "4:3"]
+    "text",
+    ["", "ngrams", "ngram:x", "ngram:4:3:2", "draft", "draft:4", "mtp:x", "mtp:1:2"],
 )
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match=r"speculate is .*: expected ngram, ngram:4 or ngram:4:3"):
@@ -48,5 +51,6 @@ def test_an_empty_folder_is_not_the_current_one(text):
 def test_numbers_are_refused_before_a_model_is_loaded():
     with pytest.raises(ValueError, match="draft: k is 99: expected a whole number from 1 to 32"):
         parse("draft:99:nowhere")
-    with pytest.raises(ValueError, match="Ngram: n is 0"):
-        parse("ngram:4:0")
+    for text, match in (("ngram:4:0", "Ngram: n is 0"), ("mtp:99", "MTP: k is 99")):
+        with pytest.raises(ValueError, match=match):
+            parse(text)

@@ -31,6 +31,7 @@ from mpjax.generation.speculation.proposer import read_k
 from mpjax.kernels import WeightFormat, device
 from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
+from mpjax.models.mtp import with_mtp
 from mpjax.models.presets import QWEN3_8B
 from mpjax.models.share import ExpertDivision
 from mpjax.models.state import DecoderCache
@@ -63,6 +64,7 @@ class Case(NamedTuple):
     """One case of a sweep. is_read: whether its prompt is prefilled, rather than the cache filled.
 
     adapters: the number of different adapters among the rows; None for a model without adapters.
+    headed: the model with its multi-token-prediction head; None without.
     """
 
     batch: int
@@ -72,6 +74,7 @@ class Case(NamedTuple):
     piece: int | None = None
     speculate: tuple[int, ...] = ()
     adapters: int | None = None
+    headed: Decoder | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Sweep:
     config: of the model, which gets more positions if the cases need them. decoder: its class.
     devices: numbers of devices among which the model is divided. experts: how experts are divided
         among them; see `mpjax.load`.
-    speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
+    speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured; and on
+        one device, for families with a multi-token-prediction head, a step with its proposals.
     piece_tokens: the prefill chunk of each row, in tokens; None for the whole prompt.
     adapters: numbers of adapters that rows use in turn, each measured beside the case without
         adapters; 0 for rows without an adapter. The model has the largest of these numbers of
@@ -153,7 +157,9 @@ class Sweep:
         """The model's configuration, with enough positions for every case."""
         positions = max(self.prompt_tokens) + self.new_tokens
         positions = max(positions, self.config.max_position_embeddings)
-        return dataclasses.replace(self.config, max_position_embeddings=positions)
+        config = dataclasses.replace(self.config, max_position_embeddings=positions)
+        has_head = self.speculate and self.decoder.draft_names and max(self.devices) == 1
+        return with_mtp(config, self.decoder.draft_names) if has_head else config
 
 
 def on_devices(row: Mapping[str, Any]) -> str:
@@ -237,6 +243,9 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
             precision = Precision.parse(text)
             if lm is None:
                 lm, load_seconds = _load(sweep, precision, devices)
+                headed = lm.model
+                if headed.config.depth < headed.config.num_layers:
+                    lm = dataclasses.replace(lm, model=headed.without_drafts())
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             pairs = itertools.product(sweep.batches, sweep.prompt_tokens)
             for number, (batch, prompt) in enumerate(pairs):
@@ -247,10 +256,11 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
                 case = Case(
                     batch, prompt, sweep.new_tokens, is_read, sweep.piece_tokens, sweep.speculate
                 )
+                case = case._replace(headed=None if headed is lm.model else headed)
                 plain = figures(row | _measure(lm, case))
                 yield plain
                 yield from _beside_adapters(lm, sweep, case, row, plain)
-        del lm  # frees its memory before the next model is made
+        del lm, headed  # frees their memory before the next model is made
 
 
 def _load(
@@ -299,7 +309,7 @@ _decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_arg
 
 
 def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
-    batch, prompt, new, is_read, piece, speculate, count = case
+    batch, prompt, new, is_read, piece, speculate, count, headed = case
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
     fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
@@ -322,6 +332,9 @@ def _measure(lm: mpjax.LanguageModel, case: Case) -> dict[str, Any]:
     peak = _peak_bytes()
     measure_costs = functools.partial(speculation.step_costs, lm.model, tokens)
     costs: list[dict[str, Any]] = [measure_costs(k, decoding.act) for k in speculate]
+    if headed is not None:
+        for cost in costs:
+            cost |= speculation.head_cost(headed, tokens, int(cost["k"]), decoding.act)
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs in whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would sum the kernels of all devices

@@ -19,14 +19,16 @@ import jax.numpy as jnp
 from mpjax.bench import measure, tables
 from mpjax.generation.decoding import begin_speculation, speculative_program
 from mpjax.generation.loop import Loop
+from mpjax.generation.speculation.mtp import MTP
 from mpjax.generation.speculation.ngram import Ngram
-from mpjax.generation.speculation.proposer import Context, Proposal
+from mpjax.generation.speculation.proposer import Context, Proposal, Proposer
 from mpjax.models import Decoder
 from mpjax.models.state import DecoderCache
 from mpjax.sampling.greedy import likeliest
 
 ROUNDS = 4  # the first round compiles and is not counted
 KINDS = {"verifying": True, "proposing": False}  # kind of step → whether tokens are proposed
+HEAD = "drafting"  # the kind of step in which the model's head proposes k tokens
 COLUMNS: tables.Columns = {
     "precision": "{precision}",
     "batch": "{batch}",
@@ -35,6 +37,7 @@ COLUMNS: tables.Columns = {
     "step": "{decode_step_microseconds:.0f} µs",
     "proposing none": "{proposing:.2f} ×",
     "verifying k": "{verifying:.2f} ×",
+    "with the head": "{drafting:.2f} ×",
 }
 
 
@@ -43,7 +46,8 @@ def rows(measured: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in measured:
         step = row["decode_step_microseconds"]
         for costs in row.get("speculation", ()):
-            over = {name: costs[f"{name}_step_microseconds"] / step for name in KINDS}
+            names = (name for name in (*KINDS, HEAD) if f"{name}_step_microseconds" in costs)
+            over = {name: costs[f"{name}_step_microseconds"] / step for name in names}
             yield {**row, "k": costs["k"], **over}
 
 
@@ -83,6 +87,37 @@ def step_costs(model: Decoder, tokens: jax.Array, k: int, act: Act) -> dict[str,
     return found
 
 
+def head_cost(headed: Decoder, tokens: jax.Array, k: int, act: Act) -> dict[str, float]:
+    """The time of a step in which the model's own head proposes k tokens, in microseconds.
+
+    headed: the model with its head, whose layer is added to the cache for the measurement. The
+    other arguments are those of `step_costs`.
+    """
+    state = jax.jit(functools.partial(_head_state, headed))
+
+    def act_with_head(generate: Callable[[Loop], Loop]) -> None:
+        def run(loop: Loop) -> Loop:
+            layers = loop.state.cache.layers
+            end = generate(_with_layers(loop, (*layers, state(loop.state.cache))))
+            return _with_layers(end, end.state.cache.layers[:-1])
+
+        act(run)
+
+    times = [_seconds(headed, MTP(k), tokens, act_with_head) for _ in range(ROUNDS)]
+    return {f"{HEAD}_step_microseconds": statistics.median(times[1:]) * 1e6}
+
+
+def _head_state(headed: Decoder, cache: DecoderCache) -> Any:
+    """An empty state of the head's layer, beside a cache of the other layers."""
+    pages = [table.size for table in cache.tables]
+    return headed.create_states(pages, len(cache.lengths), cache.format, cache.page_size)[-1]
+
+
+def _with_layers(loop: Loop, layers: tuple[Any, ...]) -> Loop:
+    cache = dataclasses.replace(loop.state.cache, layers=layers)
+    return dataclasses.replace(loop, state=dataclasses.replace(loop.state, cache=cache))
+
+
 def verifying_kernels(model: Decoder, cache: DecoderCache, k: int) -> dict[str, float]:
     """The time of each kernel in a verifying step of k + 1 tokens per row, in microseconds.
 
@@ -98,7 +133,7 @@ def verifying_kernels(model: Decoder, cache: DecoderCache, k: int) -> dict[str, 
     return measure.kernel_microseconds(step, model, tokens, cache, iterations=3)
 
 
-def _seconds(model: Decoder, proposer: Forced, tokens: jax.Array, act: Act) -> float:
+def _seconds(model: Decoder, proposer: Proposer, tokens: jax.Array, act: Act) -> float:
     """The mean seconds of a step in a whole generation."""
     lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
     measured = 0.0

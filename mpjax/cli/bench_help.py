@@ -148,9 +148,10 @@ each is as likely as any other.
 \b
 With --speculate there is a second table: the time of a step of the loop that
 speculates, over that of a plain step, where no row is proposed a token and
-where all rows are proposed k. Random weights accept none, so the speed-up is
-that of your text: its tokens per step (`mpjax generate --speculate` prints
-them) over the time of a step.
+where all rows are proposed k. Of Qwen3.6 also where the model's own head
+proposes them. Random weights accept none, so the speed-up is that of your
+text: its tokens per step (`mpjax generate --speculate` prints them) over the
+time of a step.
 
 \b
 With --adapters there is a table of the same cases with random adapters

@@ -256,6 +256,14 @@ class LanguageModel:
                 f"{remedy}"
             )
 
+    def require_no_head(self, what: str) -> None:
+        """Raises ValueError for a model with its own MTP head. what: a gerund for the message."""
+        if self.config.depth < self.config.num_layers:
+            raise ValueError(
+                f"{what} a model with its multi-token-prediction head is not possible: load it "
+                "without mtp"
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in device memory."""

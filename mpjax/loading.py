@@ -29,7 +29,7 @@ from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.source import Source
 from mpjax.devices import Devices, read_devices, read_experts
 from mpjax.kernels import KVFormat
-from mpjax.kernels.checks import shown
+from mpjax.kernels.checks import require_type, shown
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
@@ -49,6 +49,7 @@ class Reading(TypedDict, total=False):
     verify: bool
     progress: bool | None
     adapters: Mapping[str, str | os.PathLike[str]]
+    mtp: bool
 
 
 def load(
@@ -96,6 +97,8 @@ def load(
     verify: whether to verify the checksums of a model that `mpjax.save` wrote, which detects
         damage; True by default. Other checkpoints have no checksums.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
+    mtp: whether to load the checkpoint's multi-token-prediction head, too, for `speculate="mtp"`;
+        see docs/speculation.md. A saved model has the head that it was saved with.
     adapters: folders or hub ids of LoRA adapters, by the names for requests; see
         `LanguageModel.add_adapter`, and docs/adapters.md.
 
@@ -114,7 +117,8 @@ def load(
     if max_positions is not None:
         max_positions = positive_whole("max_positions", max_positions)
     page_size = read_page_size(page_size, KVFormat() if precision is None else precision.kv)
-    folders = _find_adapters(reading.get("adapters", {}))
+    folders, mtp = _find_adapters(reading.get("adapters", {})), reading.get("mtp", False)
+    require_type("mtp", mtp, bool)
     folder = find_folder(path_or_id).resolve()
     family = reading.get("family")
     if is_saved(folder):
@@ -130,8 +134,13 @@ def load(
             mesh=mesh,
             experts=experts,
         )
+        if mtp and lm.config.depth == lm.config.num_layers:
+            raise CheckpointError(
+                f"{folder} was saved without a multi-token-prediction head: load the original "
+                "checkpoint with mtp=True, and save it again"
+            )
         return _finished(lm, max_positions, page_size, folders)
-    source = dataclasses.replace(_open(folder), family=family)
+    source = dataclasses.replace(_open(folder), family=family, mtp=mtp)
     tokenizer = source.read_tokenizer()
     model = huggingface.load(
         source, precision=precision, dtype=dtype, progress=progress, mesh=mesh, experts=experts

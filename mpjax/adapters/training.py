@@ -47,6 +47,7 @@ def lora(
     if not isinstance(getattr(lm, "model", None), Decoder):
         raise ValueError(f"lm is {shown(lm)}: expected a LanguageModel, as mpjax.load gives it")
     lm.require_one_device("training adapters of")
+    lm.require_no_head("training adapters of")
     if any(isinstance(module, LowRank) for _, module in nnx.iter_modules(lm.model)):
         raise ValueError("the model has an adapter itself: take the base")
     rank, chosen = whole_number("rank", rank), _chosen(lm, targets)

@@ -58,7 +58,7 @@ class ExportPlan:
             yield from join_experts(found) if is_joint(linear_place) else found
         if self.cache is not None and model.cache_scales is not None:
             scales = np.asarray(model.cache_scales.get_value())
-            for layer, pair in enumerate(scales):
+            for layer, pair in enumerate(scales[: config.depth]):
                 for name, heads in zip(
                     names_of(model.names, "cache_scales", layer), pair, strict=True
                 ):

@@ -62,8 +62,10 @@ def _require_same(lm: LanguageModel, path: Path, hf: Mapping[str, Any]) -> None:
             f"{path} is of a {decoder.__name__}, and the model is a {type(lm.model).__name__}: set "
             "the model's source to a folder with its own"
         )
+    # A config.json does not tell whether there is a layer that drafts.
+    own = dataclasses.replace(lm.config, layers=lm.config.layers[: lm.config.depth])
     for field in dataclasses.fields(DecoderConfig):
-        found, wanted = getattr(config, field.name), getattr(lm.config, field.name)
+        found, wanted = getattr(config, field.name), getattr(own, field.name)
         if field.name not in IGNORED_FIELDS and found != wanted:
             raise ValueError(
                 f"{path} says another {field.name} ({found!s:.80}) than the model has "

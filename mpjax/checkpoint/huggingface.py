@@ -48,6 +48,7 @@ from mpjax.models import (
     LinearPlace,
 )
 from mpjax.models.division import Division
+from mpjax.models.mtp import with_mtp
 from mpjax.models.registry import families, family, taken_for, unknown_keys
 from mpjax.models.registry import read_config as read_config_of
 from mpjax.models.sharded import ShardedDecoder
@@ -87,11 +88,39 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_hint(source, hf)}") from error
     checkpoint, config = settle(split_experts(source.open(), decoder), decoder, config, hf)
+    config = _with_head(source.path, checkpoint, decoder, config) if source.mtp else config
     policy = source.read_policy(hf)
     if not is_quantized(checkpoint):  # decided by tensors, not config.json
         agreement.warn_of_plain(source.path, hf.get("quantization_config"))
         policy = None
     return Opened(source.path, decoder, config, checkpoint, policy)
+
+
+def _with_head(
+    path: Path, checkpoint: Checkpoint, decoder: type[Decoder], config: DecoderConfig
+) -> DecoderConfig:
+    """The configuration with the layer of the checkpoint's multi-token-prediction head.
+
+    Raises CheckpointError if the family or the files have none, or one of several layers.
+    """
+    try:
+        config = with_mtp(config, decoder.draft_names)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    places = decoder.array_places(config)
+    [name] = (place.name for place in places if place.path.endswith("attention.joint"))
+    if name not in checkpoint.tensors:
+        raise CheckpointError(
+            f"{path} has no tensor {name}: it lacks the multi-token-prediction head, as files do "
+            "that transformers has saved; load it without mtp, or take the original checkpoint"
+        )
+    prefix = name.partition(".")[0]
+    if any(name.startswith(f"{prefix}.layers.1.") for name in checkpoint.tensors):
+        raise CheckpointError(
+            f"{path} has a multi-token-prediction head of several layers: expected one; load it "
+            "without mtp"
+        )
+    return config
 
 
 def _hint(source: Source, hf: Mapping[str, Any]) -> str:
@@ -286,6 +315,8 @@ def fill(
             _fill_linears(model, place, sources, dtype, read)
     if plan.cache_scales and belongs("cache_scales"):
         scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
+        lacking = plan.config.num_layers - len(scales)  # of a layer that drafts
+        scales = np.pad(scales, ((0, lacking), (0, 0), (0, 0)), constant_values=1)
         model.put_cache_scales(jnp.asarray(scales))
 
 

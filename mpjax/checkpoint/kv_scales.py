@@ -30,7 +30,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
     """Names of the scale tensors of each layer: for keys, then for values."""
-    layers = range(config.num_layers)
+    layers = range(config.depth)  # a layer that drafts has scales of 1
     return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
 
 

@@ -23,10 +23,12 @@ class Source(abc.ABC):
     """A checkpoint on disk. Every method raises CheckpointError for unreadable files.
 
     family: the family to load it as, instead of that of its architecture; or None.
+    mtp: whether to load its multi-token-prediction head, too.
     """
 
     path: Path
     family: str | None = dataclasses.field(default=None, kw_only=True)
+    mtp: bool = dataclasses.field(default=False, kw_only=True)
 
     @abc.abstractmethod
     def read_config(self) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def command(
         repetition_penalty=repetition_penalty,
     )
     adapters = options.parse_adapters([adapter])
-    lm = options.load(model, precision, dtype, max_positions, devices, experts, adapters)
+    reading = {"adapters": adapters, "mtp": options.is_mtp(speculate)}
+    lm = options.load(model, precision, dtype, max_positions, devices, experts, **reading)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
             f"{lm.source} has no chat template, like most base models: continue a text with "

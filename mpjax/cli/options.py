@@ -6,7 +6,7 @@ import contextlib
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -151,7 +151,8 @@ Speculate = Annotated[
         help="Propose tokens and verify several at a time: ngram:4:3 proposes the 4 tokens that "
         "followed the last 3 before, for texts that repeat themselves; draft:4:FOLDER_OR_ID 4 "
         "tokens of a smaller model with the same vocabulary (with @W4A16KV8 behind it in this "
-        "precision). The text stays the same, or has the same distribution.",
+        "precision); mtp:3 3 tokens of the model's own multi-token-prediction head. The text stays "
+        "the same, or has the same distribution.",
         show_default=False,
     ),
 ]
@@ -243,6 +244,14 @@ def parse_speculate(text: str | None) -> Proposer | None:
         return None if text is None else parse(text)
 
 
+def is_mtp(text: str | None) -> bool:
+    """Whether --speculate asks for the model's own head, which is loaded with the model."""
+    from mpjax.generation.speculation.mtp import read_mtp
+
+    with wrong_usage("--speculate"):
+        return text is not None and read_mtp(text) is not None
+
+
 def sampling_options(**options: float | None) -> dict[str, float]:
     """The fields of a Sampling that options set. Raises BadParameter for values out of range."""
     from mpjax.sampling.settings import Sampling
@@ -275,9 +284,12 @@ def load(
     max_positions: int | None = None,
     devices: int = 1,
     experts: ExpertsKind = ExpertsKind.divided,
-    adapters: Mapping[str, str] | None = None,
+    **reading: Any,
 ) -> LanguageModel:
-    """Loads a model by the shared options; the bundled model if `source` is None."""
+    """Loads a model by the shared options; the bundled model if `source` is None.
+
+    reading: further arguments of `mpjax.load`.
+    """
     import mpjax
 
     if isinstance(precision, str):
@@ -289,8 +301,7 @@ def load(
         dtype=None if dtype is None else dtype.value,
         max_positions=max_positions,
         devices=devices,
-        experts=experts.value,
-        adapters=adapters or {},
+        **{"experts": experts.value, **reading},
     )
 
 

@@ -163,7 +163,8 @@ def command(
     _require_usage(host, api_key)
     sockets = listening.bind(host, port)
     try:
-        lm = options.load(model, precision, dtype, max_positions, devices, experts)
+        mtp = options.is_mtp(speculate)
+        lm = options.load(model, precision, dtype, max_positions, devices, experts, mtp=mtp)
         if max_adapters:
             lm.reserve_adapters(max_adapters, max_adapter_rank)
         from mpjax.loading import find_folder

@@ -104,6 +104,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    lm.require_no_head("quantising")
     lm.require_one_device("quantising", "pass the folder of its 16-bit checkpoint with devices")
     recipe = recipe.of_model(lm.model.linear_places(lm.config), lm.config.num_layers)
     _check(recipe, lm.model, documents)

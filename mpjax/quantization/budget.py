@@ -72,6 +72,7 @@ def recipe_for_budget(
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("choosing formats for")
+    lm.require_no_head("choosing formats for")
     require_documents(documents)
     read_method(method)  # raises ValueError for an unknown one, before the slow measurement
     rest = Precision.of(precision)

@@ -69,6 +69,7 @@ def learn_scales(
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("learning the scales of")
+    lm.require_no_head("learning the scales of")
     require_type("rechoose", rechoose, bool)
     require_type("learning", learning, Learning)
     require_type("calibration", calibration, Calibration)

@@ -41,6 +41,7 @@ class Teacher:
         """
         if isinstance(source, LanguageModel):
             source.require_one_device("learning from")
+            source.require_no_head("learning from")
             model = source.model
             return cls._run(model, batches, lambda number: model.layers[number])
         folder: Path = find_folder(source).resolve()

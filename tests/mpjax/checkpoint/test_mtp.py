@@ -1,0 +1,143 @@
+"""The multi-token-prediction head of a checkpoint is read if it is asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import mpjax
+from mpjax.errors import CheckpointError
+from mpjax.kernels import QuantizedTensor
+from tests.mpjax.checkpoint.test_huggingface_parity import SIZES
+from tests.mpjax.checkpoint.test_hybrid_families import FAMILIES, build
+
+PROMPT, OPTIONS = [5, 3, 9, 2, 7], {"max_new_tokens": 12, "sampling": {"temperature": 0}}
+
+
+def head_tensors(name: str) -> dict[str, np.ndarray]:
+    """The head's tensors as Qwen's files name them, small; those of experts are fused."""
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    heads, kv_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+    changes = FAMILIES[name][1]
+    dim = changes["head_dim"]
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        **dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (hidden,)),
+        "layers.0.input_layernorm": (hidden,),
+        "layers.0.post_attention_layernorm": (hidden,),
+        "layers.0.self_attn.q_proj": (2 * heads * dim, hidden),
+        "layers.0.self_attn.k_proj": (kv_heads * dim, hidden),
+        "layers.0.self_attn.v_proj": (kv_heads * dim, hidden),
+        "layers.0.self_attn.o_proj": (hidden, heads * dim),
+        "layers.0.self_attn.q_norm": (dim,),
+        "layers.0.self_attn.k_norm": (dim,),
+    }
+    if experts := changes.get("num_experts"):
+        small, shared = changes["moe_intermediate_size"], changes["shared_expert_intermediate_size"]
+        shapes |= {
+            "layers.0.mlp.gate": (experts, hidden),
+            "layers.0.mlp.shared_expert_gate": (1, hidden),
+            "layers.0.mlp.shared_expert.gate_proj": (shared, hidden),
+            "layers.0.mlp.shared_expert.up_proj": (shared, hidden),
+            "layers.0.mlp.shared_expert.down_proj": (hidden, shared),
+        }
+    else:
+        shapes |= {
+            "layers.0.mlp.gate_proj": (inner, hidden),
+            "layers.0.mlp.up_proj": (inner, hidden),
+            "layers.0.mlp.down_proj": (hidden, inner),
+        }
+    named = {f"mtp.{module}.weight": shape for module, shape in shapes.items()}
+    if experts:
+        named["mtp.layers.0.mlp.experts.gate_up_proj"] = (experts, 2 * small, hidden)
+        named["mtp.layers.0.mlp.experts.down_proj"] = (experts, hidden, small)
+    assert len(named) == (19 if experts else 15)
+    rng = np.random.default_rng(0)
+    return {
+        key: (0.2 * rng.standard_normal(shape)).astype(np.float32) for key, shape in named.items()
+    }
+
+
+@pytest.fixture(scope="module", params=["qwen3.5-tied", "qwen3.5-moe"])
+def checkpoint(request, tmp_path_factory):
+    """A folder with a head, and the head's tensors."""
+    pytest.importorskip("torch")
+    folder, tensors = tmp_path_factory.mktemp(request.param), head_tensors(request.param)
+    build(*FAMILIES[request.param]).save_pretrained(folder)
+    whole = load_file(folder / "model.safetensors") | tensors
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    return folder, tensors
+
+
+def generate(lm, **how):
+    return mpjax.generate(lm, [PROMPT], **OPTIONS, **how)
+
+
+def test_it_is_read_quantised_saved_and_restored(checkpoint, tmp_path):
+    folder, tensors = checkpoint
+    plain = mpjax.load(folder, dtype="float32", precision="W32A32KV16")
+    lm = mpjax.load(folder, dtype="float32", precision="W32A32KV16", mtp=True)
+    assert lm.config.num_layers == plain.config.num_layers + 1 == lm.config.depth + 1
+    layer, mixer = lm.model.layers[-1], lm.model.layers[-1].attention
+    expected = {
+        "fc": mixer.joint,
+        "pre_fc_norm_embedding": mixer.embedding_norm.weight,
+        "pre_fc_norm_hidden": mixer.hidden_norm.weight,
+        "norm": mixer.norm.weight,
+        "layers.0.input_layernorm": layer.attention_norm.weight,
+        "layers.0.self_attn.k_norm": mixer.attention.key_norm.weight,
+    }
+    for name, found in expected.items():
+        own = tensors[f"mtp.{name}.weight"]
+        np.testing.assert_array_equal(found.get_value(), own + (own.ndim == 1))
+    output = mixer.attention.output.kernel.get_value()
+    np.testing.assert_array_equal(output.T, tensors["mtp.layers.0.self_attn.o_proj.weight"])
+    told = generate(lm, speculate="mtp")
+    assert told.tokens == generate(plain).tokens
+    assert told.speculation.proposed[0] > 0
+    lm = mpjax.load(folder, dtype="float32", precision="W8g32A16KV8", mtp=True)
+    layer = lm.model.layers[-1]
+    for linear in (layer.attention.attention.output, getattr(layer.mlp, "down", None)):
+        assert linear is None or isinstance(linear.kernel.get_value(), QuantizedTensor)
+    assert layer.attention.joint.get_value().dtype == jnp.float32
+    mpjax.save(lm, tmp_path / "saved")
+    mpjax.export(lm, tmp_path / "exported")
+    for name in ("saved", "exported"):
+        again = mpjax.load(tmp_path / name, mtp=True)
+        assert again.config == lm.config
+        both = (jax.tree.leaves(nnx.state(one.model)) for one in (lm, again))
+        jax.tree.map(np.testing.assert_array_equal, *both)
+    with pytest.raises(ValueError, match="quantising a model with its multi-token-prediction head"):
+        mpjax.quantize(lm, "W4A16KV16")
+
+
+def test_files_and_families_without_it_are_refused(checkpoint, tmp_path):
+    folder, _ = checkpoint
+    for path in folder.iterdir():
+        if path.name != "model.safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = load_file(folder / "model.safetensors")
+
+    def put(tensors):
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    put(whole | {"mtp.layers.1.input_layernorm.weight": np.zeros(64, np.float32)})
+    with pytest.raises(CheckpointError, match="head of several layers: expected one"):
+        mpjax.load(tmp_path, mtp=True)
+    put({name: x for name, x in whole.items() if name != "mtp.norm.weight"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor \(mtp.norm.weight\)"):
+        mpjax.load(tmp_path, mtp=True)
+    put({name: x for name, x in whole.items() if not name.startswith("mtp.")})
+    with pytest.raises(CheckpointError, match=r"no tensor mtp.fc.weight: it lacks the multi-token"):
+        mpjax.load(tmp_path, mtp=True)
+    mpjax.save(mpjax.load(tmp_path), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="was saved without a multi-token-prediction head"):
+        mpjax.load(tmp_path / "saved", mtp=True)
+    with pytest.raises(CheckpointError, match="no MTP head of this family is implemented"):
+        mpjax.load(mpjax.bundled_model(), mtp=True)
+    with pytest.raises(ValueError, match="mtp is 'yes'"):
+        mpjax.load(folder, mtp="yes")

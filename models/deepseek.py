@@ -28,7 +28,7 @@ from mpjax.models.parameters import NAMES, Names, expert_names
 from mpjax.models.rotary import yarn_attention_factor
 
 _MIXER = "model.layers.{layer}.self_attn"
-_LATENT_NAMES: Names = {
+LATENT_NAMES: Names = {
     "attention.joint": (f"{_MIXER}.q_proj", f"{_MIXER}.kv_a_proj_with_mqa"),
     "attention.down": (f"{_MIXER}.q_a_proj", f"{_MIXER}.kv_a_proj_with_mqa"),
     "attention.query": f"{_MIXER}.q_b_proj",
@@ -46,7 +46,7 @@ class _Latent(Decoder):
     """Base class of the families with latent attention and DeepSeek's routers."""
 
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (*Decoder.specs, LatentSpec)
-    names: ClassVar[Names] = {**NAMES, **expert_names(), **_LATENT_NAMES}
+    names: ClassVar[Names] = {**NAMES, **expert_names(), **LATENT_NAMES}
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     has_spare_layers: ClassVar[bool] = True
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -82,7 +82,7 @@ class DeepseekV2(_Latent):
         experts = {**grouped_experts({**hf, **dict.fromkeys(_GROUPS, 1), **groups})}
         found = {"scoring": "softmax", "renormalize": False, "router_correction": False}
         found |= {"group_score": "max"} if "group_score" in experts else {}
-        return _config({**hf, "rope_interleave": True}, experts | found)
+        return latent_config({**hf, "rope_interleave": True}, experts | found)
 
 
 class DeepseekV3(_Latent):
@@ -98,7 +98,7 @@ class DeepseekV3(_Latent):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `DeepseekV3ForCausalLM` config.json."""
-        return _config(hf, grouped_experts(hf))
+        return latent_config(hf, grouped_experts(hf))
 
 
 class DeepseekV32(DeepseekV3):
@@ -137,7 +137,7 @@ class Glm4MoELite(_Latent):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Glm4MoeLiteForCausalLM` config.json."""
-        return _config(hf, grouped_experts(hf))
+        return latent_config(hf, grouped_experts(hf))
 
 
 class Mistral4(_Latent):
@@ -165,13 +165,13 @@ class Mistral4(_Latent):
             "growth_context": integer(rope, ORIGINAL),
         }
         experts = grouped_experts(hf) | {"scoring": "softmax", "router_correction": False}
-        return _config(hf, experts, partial_rotary=True, **growth)
+        return latent_config(hf, experts, partial_rotary=True, **growth)
 
 
 _GROUPS = ("n_group", "topk_group")
 
 
-def _config(
+def latent_config(
     hf: Mapping[str, Any],
     experts: Mapping[str, Any],
     *,

@@ -168,18 +168,23 @@ class GatedDeltaSpec(MixerSpec):
 class GatedDelta(RecurrentMixer):
     """The mixer of Gated DeltaNet: convolution, delta rule, and a gated norm."""
 
+    qkvz: FusedLinear
+    ba: FusedLinear
+    out: Linear
+
     def __init__(self, config: DecoderConfig, spec: GatedDeltaSpec, rngs: nnx.Rngs):
-        qkvz, ba, out = spec.linear_maps(config)
-        self.qkvz = FusedLinear.create(qkvz, config.dtype, rngs)
-        self.ba = FusedLinear.create(ba, config.dtype, rngs)
-        self.out = Linear.create(out.shapes[0], bias=False, dtype=config.dtype, rngs=rngs)
+        for maps in spec.linear_maps(config):
+            found: FusedLinear | Linear = FusedLinear.create(maps, config.dtype, rngs)
+            if len(maps.shapes) == 1 and maps.path not in spec.readers(config):
+                found = Linear.create(maps.shapes[0], bias=False, dtype=config.dtype, rngs=rngs)
+            setattr(self, maps.path, found)
         shapes, initial = spec.arrays(config), nnx.initializers.normal(0.02)
         for name in spec.taps:
             taps = initial(rngs.params(), shapes[name])
             setattr(self, name, nnx.Param(taps.astype(config.dtype)))
-        self.decay = nnx.Param(jnp.zeros(spec.value_heads, jnp.float32))
-        self.shift = nnx.Param(jnp.ones(spec.value_heads, jnp.float32))
-        self.scale = nnx.Param(jnp.ones(spec.value_dim, jnp.float32))
+        self.decay = nnx.Param(jnp.zeros(shapes["decay"], jnp.float32))
+        self.shift = nnx.Param(jnp.ones(shapes["shift"], jnp.float32))
+        self.scale = nnx.Param(jnp.ones(shapes["scale"], jnp.float32))
         self.spec = spec
         self.epsilon = config.rms_norm_eps if spec.epsilon is None else spec.epsilon
 
@@ -209,12 +214,21 @@ class GatedDelta(RecurrentMixer):
         found = [getattr(self, name).get_value()[:, 0] for name in self.spec.taps]
         taps = jnp.concatenate(found) if len(found) > 1 else found[0]
         channels, before = convolve(channels, taps, before, context, activation="silu")
-        parameters = self.decay.get_value(), self.shift.get_value()
-        gates = DeltaGates(decay, rate, *parameters, scale=self.spec.rate_scale)
+        gates = DeltaGates(decay, rate, *self.decay_parameters, scale=self.spec.rate_scale)
         outputs, matrices = self._rule(channels, gates, matrices, context)
         wide = rms_norm(outputs, self.scale.get_value(), self.epsilon)
-        mixed = (wide * jax.nn.silu(gate.astype(jnp.float32))).reshape(*places, -1).astype(dtype)
+        wide *= self.opening(gate.astype(jnp.float32))
+        mixed = wide.reshape(*places, -1).astype(dtype)
         return mixed, None if matrices is None or before is None else (matrices, before)
+
+    @property
+    def decay_parameters(self) -> tuple[jax.Array, jax.Array]:
+        """The decays' rates and offsets, as DeltaGates takes them."""
+        return self.decay.get_value(), self.shift.get_value()
+
+    def opening(self, gate: jax.Array) -> jax.Array:
+        """The factor of the normed outputs, for gates in float32."""
+        return jax.nn.silu(gate)
 
     def _rule(
         self,

@@ -26,6 +26,7 @@ from mpjax.models.granite import Granite
 from mpjax.models.granite_hybrid import GraniteHybrid
 from mpjax.models.granite_moe import GraniteMoE
 from mpjax.models.hunyuan import HunYuan, HunYuanMoE
+from mpjax.models.kimi import KimiLinear
 from mpjax.models.lfm2 import Lfm2, Lfm2MoE
 from mpjax.models.llama import Llama
 from mpjax.models.llama4 import Llama4
@@ -52,6 +53,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "FalconH1ForCausalLM": FalconH1,
     "GraniteForCausalLM": Granite,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2MoE,
     "NemotronHForCausalLM": NemotronH,

@@ -95,7 +95,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 def random_tokens(shape: RecurrentShape, rows: int, tokens: int, seed: int = 0) -> Any:
     """Random inputs of the prefill operation, [rows, tokens, ...]: bfloat16, gates float32."""
-    keys = iter(jax.random.split(jax.random.key(seed), 5))
+    keys = iter(jax.random.split(jax.random.key(seed), 6))
 
     def draw(heads: int, channels: int) -> jax.Array:
         return jax.random.normal(next(keys), (rows, tokens, heads, channels), jnp.bfloat16)
@@ -103,6 +103,8 @@ def random_tokens(shape: RecurrentShape, rows: int, tokens: int, seed: int = 0) 
     first, second = (draw(shape.groups, shape.keys) for _ in range(2))
     value = draw(shape.heads, shape.values)
     decay, rate = (jax.random.uniform(next(keys), (rows, tokens, shape.heads)) for _ in range(2))
+    if shape.by_channel:
+        decay = jax.random.uniform(next(keys), (*decay.shape, shape.keys))
     if shape.kind == "delta":
         return DeltaInputs(first, second, value, -decay, rate)
     return value, decay, first, second
@@ -130,7 +132,11 @@ def random_step(shape: RecurrentShape, rows: int, seed: int) -> tuple[jax.Array,
     first, second = (jax.random.normal(key, (rows, shape.heads), jnp.bfloat16) for key in keys[1:])
     ones = jnp.ones(shape.heads)
     gates: Any = ScanGates(first, ones, ones, ones)
-    if shape.kind == "delta":
+    if shape.by_channel:
+        of_channels = jnp.ones((shape.heads, shape.keys))
+        first = first[..., None] * of_channels.astype(first.dtype)[None]
+        gates = DeltaGates(first, second, ones, of_channels)
+    elif shape.kind == "delta":
         gates = DeltaGates(first, second, ones, ones)
     return channels, gates, StateRows(jnp.arange(rows)[::-1], jnp.zeros(rows, bool))
 

@@ -48,7 +48,7 @@ def gated_delta_rule(
     UnsupportedError, with the reason, if a requested implementation can't run.
     """
     inputs = require_inputs("gated_delta_rule", inputs)
-    places = inputs.decay.shape[:-1]
+    places = inputs.rate.shape[:-1]
     counts = read_counts("gated_delta_rule", counts, places)
     batch = places[0] if counts is None else len(counts)
     state = _read_state(state, (batch, *inputs.state_shape))
@@ -72,7 +72,7 @@ def _plain(
 ) -> tuple[jax.Array, jax.Array]:
     """The rule in plain jnp."""
     grouped = state.reshape(len(state), inputs.key.shape[-2], -1, *state.shape[2:])
-    places = inputs.decay.shape[:-1]
+    places = inputs.rate.shape[:-1]
     after, outputs = read_in_chunks(reference.read, grouped, inputs, counts, places)
     return outputs.reshape(inputs.value.shape), after.reshape(state.shape)
 
@@ -81,7 +81,7 @@ def _by_kernels(
     inputs: DeltaInputs, state: jax.Array, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The rule by kernels."""
-    places = inputs.decay.shape[:-1]
+    places = inputs.rate.shape[:-1]
     read = functools.partial(delta_chunks.read, longest=places[-1])
     after, outputs = read_flat(read, state, inputs, counts, places)
     return outputs, after

@@ -9,6 +9,9 @@ All products are as exact as in float32. Queries and keys stay in bfloat16, as t
 products of the two are exact, and products with a state split it into three bfloat16 parts. Their
 norms are factors of the results. Products of two float32 tiles take three tf32 products. Source:
 Yang et al., Parallelizing Linear Transformers with the Delta Rule (arXiv 2406.06484).
+
+Decays of key channels are factors inside the products over channels. These products are then sums
+without tensor cores, over pairs of a chunk's tokens: no factor exceeds 1, whatever the decays.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from mpjax.kernels.target import current_target
 
 LEAST, MOST = 16, 64  # tokens of a chunk
 PART = 32  # values of a head that a program has
+OF_CHANNELS = 16  # tokens of a chunk, and channels at a time, with decays of key channels
 WARPS = 4
 MOST_CHANNELS = 128  # of keys: more would not fit the registers and the shared memory
 
@@ -68,12 +72,16 @@ class _Solved(NamedTuple):
         values and the state's values for keys to the written updates. asked: of the same shape, the
         map from written updates to outputs.
     factors: float32 [chunks, value heads, 4, tokens], of the products of the state with keys and
-        with queries, of keys with the written updates, and (all equal) of the state.
+        with queries, of keys with the written updates, and (all equal) of the state. With decays of
+        channels: float32 [chunks, value heads, 3, tokens, K], keys and queries times the decays up
+        to a token, and keys times the decays after it.
+    kept: with decays of channels, float32 [chunks, value heads, K], the factors of the state.
     """
 
     inverse: Any
     asked: Any
     factors: Any
+    kept: Any = None
 
 
 def why_not(inputs: DeltaInputs) -> str | None:
@@ -108,17 +116,19 @@ def read(
     [sequences]. longest: the most tokens of a sequence. Outputs of other tokens are not written.
     """
     size = max(LEAST, min(MOST, pl.next_power_of_2(longest)))
+    size = OF_CHANNELS if inputs.decays_by_channel else size
     tokens, heads, width = inputs.value.shape
     most = min(tokens // size + len(counts), len(counts) * pl.cdiv(longest, size))
     chunks = Chunks.of(begins, counts, size, most)
-    square, vectors = (
-        jax.ShapeDtypeStruct((most, heads, rows, size), jnp.float32) for rows in (size, 4)
-    )
+    channels = inputs.key.shape[2]
+    sizes: tuple[tuple[int, ...], ...] = (size, size), (size, size), (4, size)
+    if inputs.decays_by_channel:
+        sizes = *sizes[:2], (3, size, channels), (channels,)
     solved = launch(
-        functools.partial(_solve, size=size),
+        functools.partial(_solve_by_channel if inputs.decays_by_channel else _solve, size=size),
         inputs,
         chunks,
-        out_shape=(square, square, vectors),
+        out_shape=tuple(jax.ShapeDtypeStruct((most, heads, *x), jnp.float32) for x in sizes),
         grid=(heads, most),
         settings=Settings("gated_delta_solve", warps=WARPS),
         interpret=interpret,
@@ -142,11 +152,7 @@ def read(
 
 
 def _solve(inputs: DeltaInputs, chunks: Chunks, *references: Any, size: int) -> None:
-    """Computes and stores `_Solved` of a chunk and a head.
-
-    The inverse of I + A, with the strictly lower part A of rate · (K Kᵀ) ⊙ Γ, is built from the
-    inverses of diagonal blocks: the block A' below two of them becomes −second · A' · first.
-    """
+    """Computes and stores `_Solved` of a chunk and a head."""
     head, chunk, solved = first_program_id(), pl.program_id(1), _Solved(*references)
     begin, count = load(chunks.chunk_begins.at[chunk]), load(chunks.chunk_counts.at[chunk])
     own = jnp.arange(size)
@@ -163,18 +169,70 @@ def _solve(inputs: DeltaInputs, chunks: Chunks, *references: Any, size: int) -> 
     factors = jnp.where(rows >= columns, jnp.exp(between), 0.0)
     factors *= known[None, :]
     products = (rate * known)[:, None] * current_target().dot(key, key.T)
-    lower = jnp.where(rows > columns, products * factors, 0.0)
+    where = chunk, head, rows, columns
+    store(solved.inverse.at[where], _inverse(products * factors, own) * rate[None, :])
+    asked = asking[:, None] * current_target().dot(query, key.T)
+    store(solved.asked.at[where], asked * factors)
+
+
+def _inverse(products: jax.Array, own: jax.Array) -> jax.Array:
+    """The inverse of I + A, with the strictly lower part A of rate · (K Kᵀ) ⊙ Γ.
+
+    It is built from the inverses of diagonal blocks: the block A' below two of them becomes
+    −second · A' · first. products: [tokens, tokens]. own: the numbers of the tokens.
+    """
+    rows, columns = own[:, None], own[None, :]
+    lower = jnp.where(rows > columns, products, 0.0)
     found = jnp.where(rows == columns, 1.0, 0.0)
     block = 1
-    while block < size:
+    while block < len(own):
         is_below = (rows // block == columns // block + 1) & (rows // block % 2 == 1)
         below = jnp.where(is_below, lower, 0.0)
         found -= below if block == 1 else _dot(_dot(found, below), found)
         block *= 2
-    where = chunk, head, rows, columns
+    return found
+
+
+def _solve_by_channel(inputs: DeltaInputs, chunks: Chunks, *references: Any, size: int) -> None:
+    """`_solve` with decays of key channels: some channels at a time."""
+    head, chunk, solved = first_program_id(), pl.program_id(1), _Solved(*references)
+    begin, count = load(chunks.chunk_begins.at[chunk]), load(chunks.chunk_counts.at[chunk])
+    own = jnp.arange(size)
+    token, is_real = begin + own, own < count
+    (_, asking), (_, known) = _keys(inputs, head, token, is_real)
+    rate = load(inputs.rate.at[token, head], mask=is_real, other=0).astype(jnp.float32)
+    group = head // (inputs.value.shape[1] // inputs.key.shape[1])
+    part = min(OF_CHANNELS, inputs.key.shape[2])
+    later, earlier = own[:, None, None], own[None, :, None]
+
+    def add(number: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        channel = (number * part + jnp.arange(part))[None, :]
+        query, key, decay = (
+            load_masked(ref.at[token[:, None], which, channel], is_real).astype(jnp.float32)
+            for ref, which in ((inputs.query, group), (inputs.key, group), (inputs.decay, head))
+        )
+        query, key = query * asking[:, None], key * known[:, None]
+        # Log-decays between two tokens are summed directly: see `delta_reference`.
+        after = jnp.cumsum(jnp.where(later > earlier, decay[:, None, :], 0.0), axis=0)
+        between = jnp.where(later >= earlier, jnp.exp(after), 0.0)
+        left = jnp.where(later == size - 1, between, 0.0).sum(0)
+        begun = jnp.exp(jnp.cumsum(decay, axis=0))
+        for which, tile in enumerate((key * begun, query * begun, key * left)):
+            store(solved.factors.at[chunk, head, jnp.int32(which), own[:, None], channel], tile)
+        kept = jnp.where((own == size - 1)[:, None], begun, 0.0).sum(0)
+        store(solved.kept.at[chunk, head, number * part + jnp.arange(part)], kept)
+        known_by = between * key[None, :, :]
+        products, asked = sums
+        products += (key[:, None, :] * known_by).sum(2)
+        return products, asked + (query[:, None, :] * known_by).sum(2)
+
+    zeros = jnp.zeros((size, size), jnp.float32)
+    parts = inputs.key.shape[2] // part
+    products, asked = jax.lax.fori_loop(0, parts, add, (zeros, zeros))
+    where = chunk, head, own[:, None], own[None, :]
+    found = _inverse(rate[:, None] * products, own)
     store(solved.inverse.at[where], found * rate[None, :])
-    asked = asking[:, None] * current_target().dot(query, key.T)
-    store(solved.asked.at[where], asked * factors)
+    store(solved.asked.at[where], asked)
 
 
 def _advance(
@@ -205,21 +263,36 @@ def _advance(
         passed = number * size
         is_real = own < count - passed
         token = begin + passed + own
-        query, key = (load_masked(ref.at[token[:, None], group, channel], is_real) for ref in keys)
-        tile = first + number, head, own[:, None], own[None, :]
-        of_keys, of_queries, left = (
-            load(solved.factors.at[first + number, head, jnp.int32(which), own])[:, None]
-            for which in range(3)
-        )
-        kept = load(solved.factors.at[first + number, head, jnp.int32(3), jnp.int32(0)])
+        chunk = first + number
+        tile = chunk, head, own[:, None], own[None, :]
         target = token[:, None], head, values[None, :]
         value = load_masked(inputs.value.at[target], is_real).astype(jnp.float32)
-        parts = in_parts(state)
         inverse = load(solved.inverse.at[tile])
-        written = _dot(inverse, value - of_keys * dot_parts(key, parts))
-        output = of_queries * dot_parts(query, parts) + _dot(load(solved.asked.at[tile]), written)
+        if solved.kept is not None:
+            of_keys, of_queries, left = (
+                load(solved.factors.at[chunk, head, jnp.int32(which), own[:, None], channel])
+                for which in range(3)
+            )
+            known, asked = _dot(of_keys, state), _dot(of_queries, state)
+            written = _dot(inverse, value - known)
+            kept = load(solved.kept.at[chunk, head, jnp.arange(channels)])[:, None]
+            gained = _dot(left.T, written)
+        else:
+            query, key = (
+                load_masked(ref.at[token[:, None], group, channel], is_real) for ref in keys
+            )
+            of_keys, of_queries, left = (
+                load(solved.factors.at[chunk, head, jnp.int32(which), own])[:, None]
+                for which in range(3)
+            )
+            kept = load(solved.factors.at[chunk, head, jnp.int32(3), jnp.int32(0)])
+            parts = in_parts(state)
+            written = _dot(inverse, value - of_keys * dot_parts(key, parts))
+            asked = of_queries * dot_parts(query, parts)
+            gained = dot_parts(key.T, in_parts(left * written))
+        output = asked + _dot(load(solved.asked.at[tile]), written)
         store(outputs.at[target], output, mask=jnp.broadcast_to(is_real[:, None], (size, part)))
-        return kept * state + dot_parts(key.T, in_parts(left * written))
+        return kept * state + gained
 
     state = jax.lax.fori_loop(0, pl.cdiv(count, size), step, load(before.at[where]))
     store(after.at[where], state)

@@ -26,7 +26,8 @@ class DeltaInputs:
     query, key: [batch, tokens, key heads, K], or varlen [tokens, key heads, K]; of any length,
         since both are normalised.
     value: [..., value heads, V]. Each key head serves a group of consecutive value heads.
-    decay: [..., value heads], the logarithm of the state's decay factor, 0 or below.
+    decay: [..., value heads], the logarithm of the state's decay factor, 0 or below; or [..., value
+        heads, K], one for each key channel (Kimi Delta Attention).
     rate: [..., value heads], β: the part of the difference between a value and the state's value
         for its key that is written, usually between 0 and 1.
     """
@@ -52,16 +53,23 @@ class DeltaInputs:
             and others == tokens
             and key_heads > 0
             and heads % key_heads == 0
-            and found.decay.shape == found.rate.shape == gates
+            and found.rate.shape == gates
+            and found.decay.shape in (gates, (*gates, found.key.shape[-1]))
         )
         if not is_fitting:
             kinds = ", ".join(f"{name} {shown(getattr(found, name))}" for name in names)
             raise ValueError(
                 f"{operation}: the inputs are {kinds}: expected query and key [batch, tokens, key "
                 "heads, K], or varlen [tokens, key heads, K], value [..., value heads, V] with "
-                "whole groups of value heads, decay and rate [..., value heads]"
+                "whole groups of value heads, decay and rate [..., value heads], or decay [..., "
+                "value heads, K]"
             )
         return found
+
+    @property
+    def decays_by_channel(self) -> bool:
+        """Whether each key channel has a decay."""
+        return bool(self.decay.ndim > self.rate.ndim)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -71,13 +79,15 @@ class DeltaInputs:
     def prepared(self) -> DeltaInputs:
         """Float32 inputs with normalised, scaled queries and keys, by key head.
 
-        Returns query, key [..., key heads, K], value [..., key heads, group, V], and decay, rate
-        [..., key heads, group]. Zero tokens leave a state unchanged.
+        Returns query, key [..., key heads, K], value [..., key heads, group, V], rate [..., key
+        heads, group], and decay [..., key heads, group, 1 or K]. Zero tokens leave a state
+        unchanged.
         """
         *places, heads, size = self.key.shape
+        decay = self.decay if self.decays_by_channel else self.decay[..., None]
         grouped = (
             x.astype(jnp.float32).reshape(*places, heads, -1, *x.shape[len(places) + 1 :])
-            for x in (self.value, self.decay, self.rate)
+            for x in (self.value, decay, self.rate)
         )
         return DeltaInputs(normalized(self.query) * size**-0.5, normalized(self.key), *grouped)
 

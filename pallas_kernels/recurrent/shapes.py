@@ -14,6 +14,7 @@ class RecurrentShape:
     heads: their number; each has a state [keys, values] (delta), or [values, keys] (scan).
     groups: of heads that share a query and key, or b and c, of `keys` channels.
     attention: query heads, KV heads and head channels.
+    by_channel: whether each key channel has a decay (Kimi Delta Attention).
     """
 
     name: str
@@ -23,6 +24,7 @@ class RecurrentShape:
     keys: int
     values: int
     attention: tuple[int, int, int]
+    by_channel: bool = False
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -34,6 +36,7 @@ class RecurrentShape:
 PUBLISHED = (
     RecurrentShape("qwen3.6-27b", "delta", 16, 48, 128, 128, (24, 4, 256)),
     RecurrentShape("qwen3.6-35b-a3b", "delta", 16, 32, 128, 128, (16, 2, 256)),
+    RecurrentShape("kimi-linear-48b-a3b", "delta", 32, 32, 128, 128, (32, 32, 128), True),
     RecurrentShape("granite-4.0-h-small", "scan", 1, 128, 128, 64, (32, 8, 128)),
     RecurrentShape("nemotron-h-8b", "scan", 8, 128, 128, 64, (32, 8, 128)),
 )

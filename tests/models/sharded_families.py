@@ -133,6 +133,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 4, "num_experts_per_tok": 2},
         **{"intermediate_size_mlp": 128, "moe_layers": [1]},
     },
+    "KimiLinearForCausalLM": {
+        **{**LATENT, "q_lora_rank": None, "layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_num_heads": 3, "linear_head_dim": 32},
+    },
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
     "Olmo3ForCausalLM": {
         **TWO_LAYERS,
@@ -177,6 +181,7 @@ CALLED = (
     "OlmoHybridForCausalLM",
     "PhimoeForCausalLM",
     "Llama4ForCausalLM",
+    "KimiLinearForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )

@@ -88,7 +88,7 @@ def gated_delta_step(
     channels, states = _read_states(name, channels, states, "value heads, K, V")
     heads, size, width = states.shape[1:]
     _require_groups(name, channels, states, (channels.shape[1] - heads * width, size))
-    gates = gates.read(name, (len(channels), heads))
+    gates = gates.read(name, (len(channels), heads), size)
     return _run(
         name, implementation, (channels, gates, states, _read_rows(name, rows, len(channels)))
     )

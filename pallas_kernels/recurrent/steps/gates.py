@@ -23,8 +23,9 @@ class DeltaGates:
 
     The log of a state's decay factor is −exp(speed) · softplus(decay + shift), and β, the part of a
     difference that is written, is scale · sigmoid(rate).
-    decay, rate: [..., value heads]. speed, shift: [value heads]. scale: the largest β (static);
-    None: 1.
+    decay, rate: [..., value heads]. speed, shift: [value heads]. With a decay for each key channel,
+        decay is [..., value heads, K], and shift [value heads, K]. scale: the largest β (static);
+        None: 1.
     """
 
     decay: Any
@@ -33,10 +34,15 @@ class DeltaGates:
     shift: Any
     scale: float | None = None
 
-    def read(self, operation: str, shape: tuple[int, ...]) -> DeltaGates:
-        """The gates as arrays. Raises ValueError unless decay and rate have this shape."""
+    def read(self, operation: str, shape: tuple[int, ...], channels: int) -> DeltaGates:
+        """The gates as arrays. Raises ValueError unless decay and rate have this shape.
+
+        channels: the number of decays of a head where each key channel has one.
+        """
+        [offsets] = as_arrays(operation, shift=self.shift)
+        own = (channels,) if offsets.ndim == 2 else ()
         arrays = {name: getattr(self, name) for name in ("decay", "rate", "speed", "shift")}
-        shapes = shape, shape, *[shape[-1:]] * 2
+        shapes = (*shape, *own), shape, shape[-1:], (*shape[-1:], *own)
         decay, rate, speed, shift = read_arrays(operation, arrays, shapes)
         scale = static_number(f"{operation}: scale", self.scale, float, "a positive number")
         return DeltaGates(decay, rate, speed, shift, scale)
@@ -44,6 +50,8 @@ class DeltaGates:
     def applied(self) -> tuple[jax.Array, jax.Array]:
         """The log-decays and β, in float32."""
         decay, rate, speed, shift = wide(self.decay, self.rate, self.speed, self.shift)
+        if shift.ndim == 2:
+            speed = speed[:, None]
         speed, shift = (jax.lax.broadcast_to_rank(x, decay.ndim) for x in (speed, shift))
         return -jnp.exp(speed) * jax.nn.softplus(decay + shift), self.scaled(jax.nn.sigmoid(rate))
 

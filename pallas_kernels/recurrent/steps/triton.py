@@ -192,12 +192,12 @@ def _delta(operands: _Operands, before: Any, outputs: Any, states: Any, *, part:
         for begin in (0, keys)
     )
     value = load(operands.x.at[row, 2 * keys + head * width + v], mask=v < width, other=0)
-    factor, rate = _delta_gates(operands.parameters, row, head)
+    factor, rate = _delta_gates(operands.parameters, row, head, k < size)
     query = query * size**-0.5
-    known = (state * key[:, None]).sum(0)
-    asked = (state * query[:, None]).sum(0)
-    error = rate * (value.astype(jnp.float32) - factor * known)
-    output = factor * asked + (query * key).sum() * error
+    known = (state * (factor * key)[:, None]).sum(0)
+    asked = (state * (factor * query)[:, None]).sum(0)
+    error = rate * (value.astype(jnp.float32) - known)
+    output = asked + (query * key).sum() * error
     after = factor[:, None] * state + key[:, None] * error[None, :]
     store(states.at[where], after, mask=inside & place.has_token)
     store(outputs.at[row, head, v], output, mask=v < width)
@@ -209,11 +209,23 @@ def _normal(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).sum() + EPSILON)
 
 
-def _delta_gates(gates: Any, row: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The decay factor of a head's state, and β, float32 [1]."""
-    one = head + jnp.arange(1)
-    decay, rate = (load(x.at[row, one]).astype(jnp.float32) for x in (gates.decay, gates.rate))
-    speed, shift = (load(x.at[one]).astype(jnp.float32) for x in (gates.speed, gates.shift))
+def _delta_gates(
+    gates: Any, row: jax.Array, head: jax.Array, inside: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The decay factors of a head's state, float32 [1] or [K], and β, float32 [1].
+
+    inside: bool [K's next power of two], whether there is such a key channel.
+    """
+    one, channel = head + jnp.arange(1), jnp.arange(len(inside))
+    rate, speed = (
+        load(ref).astype(jnp.float32) for ref in (gates.rate.at[row, one], gates.speed.at[one])
+    )
+    if len(gates.shift.shape) == 1:
+        raw = [load(gates.decay.at[row, one]), load(gates.shift.at[one])]
+    else:
+        places = gates.decay.at[row, head, channel], gates.shift.at[head, channel]
+        raw = [load(place, mask=inside, other=0) for place in places]
+    decay, shift = (x.astype(jnp.float32) for x in raw)
     return jnp.exp(-jnp.exp(speed) * _softplus(decay + shift)), gates.scaled(_sigmoid(rate))
 
 

@@ -54,6 +54,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoHybridForCausalLM",
         {**DELTA, "rms_norm_eps": 1e-3},
     ),
+    "KimiLinear": (
+        "KimiLinearForCausalLM",
+        {
+            **{"layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 3},
+            **{"num_attention_heads": 4, "num_key_value_heads": 4, "linear_head_dim": 8},
+            **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+            **{"v_head_dim": 12, "num_local_experts": 8, "n_group": 2, "topk_group": 1},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 48, "rms_norm_eps": 1e-3},
+        },
+    ),
     "Qwen3Next": ("Qwen3NextForCausalLM", {**EXPERTS, **DELTA, "mlp_only_layers": [1]}),
     "Qwen3_5Text": ("Qwen3_5ForCausalLM", DELTA),
     "Qwen3_5MoeText": ("Qwen3_5MoeForCausalLM", {**EXPERTS, **DELTA}),
@@ -92,6 +102,7 @@ VALUES: dict[str, list[Any]] = {
     **{"full_attention_interval": [1], "attn_output_gate": [False]},
     **{"output_gate_type": ["sigmoid"], "mamba_ssm_dtype": ["bfloat16"]},
     "linear_allow_neg_eigval": [False],
+    **{"linear_num_heads": [2], "linear_head_dim": [4]},
 }
 IRRELEVANT: dict[str, Any] = {
     **{"mamba_chunk_size": 128, "num_logits_to_keep": 3, "use_mamba_kernels": False},
@@ -104,6 +115,15 @@ IRRELEVANT: dict[str, Any] = {
 }
 TOGETHER: dict[str, list[dict[str, Any]]] = {
     "FalconH1": [{"mamba_d_ssm": None, "mamba_expand": 1}],
+    "KimiLinear": [
+        {
+            "linear_attn_config": {
+                **{"head_dim": 4, "num_heads": 2, "short_conv_kernel_size": 3},
+                **{"full_attn_layers": [1], "kda_layers": [2]},
+            },
+            "layer_types": None,
+        }
+    ],
     "NemotronH": [{"layers_block_type": None, "hybrid_override_pattern": "-M*"}],
 }
 OWN: dict[tuple[str, str], list[Any]] = {
@@ -134,7 +154,22 @@ OWN["OlmoHybrid", "rope_parameters"] = [
     {"rope_type": "default", "rope_theta": 100.0},
     {"rope_type": "default", "rope_theta": None},
 ]
+OWN |= {
+    ("KimiLinear", "layer_types"): [["full_attention", "linear_attention"]],
+    ("KimiLinear", "tie_word_embeddings"): [],  # which transformers does not follow
+    ("KimiLinear", "q_lora_rank"): [24],
+    ("KimiLinear", "v_head_dim"): [16],
+    ("KimiLinear", "qk_nope_head_dim"): [12],
+    ("KimiLinear", "topk_group"): [2],
+    **{("KimiLinear", key): [] for key in ("rope_scaling", "rope_theta")},
+}
 _OF_DELTA = ("full_attention_interval", "partial_rotary_factor", *OF_GATES)
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "KimiLinear": {
+        "num_key_value_heads": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+}
 # Keys that are not fields of the classes, which they read all the same.
 READ: dict[str, tuple[str, ...]] = {
     **{"Lfm2": ("tie_embedding", "block_ff_dim"), "Lfm2Moe": ("tie_embedding",)},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -344,6 +345,7 @@ REFUSED_BY = {
     **{name: (*REFUSED, *hybrid_keys.OF_GATES) for name in MODELS if name.startswith("Qwen3_5")},
     "Qwen3Next": (*REFUSED, *hybrid_keys.OF_GATES),
     "Phimoe": (*REFUSED, "num_experts_per_tok"),
+    "KimiLinear": (*REFUSED, "attention_bias"),
     "DeepseekV2": (*REFUSED, *latent_keys.REFUSED),
     "DeepseekV32": (*REFUSED, "mlp_bias"),
 }
@@ -424,7 +426,8 @@ def changes_of(name: str) -> list[dict[str, Any]]:
     known = dict.fromkeys([*fields, *READ.get(name, MORE)])
     own = {key for family, key in OWN if family == name}
     found = [{key: value for key, value in IRRELEVANT.items() if key in known and key not in own}]
-    found.append(OTHER_SIZES | latent_keys.OTHER_SIZES.get(name, {}))
+    sizes = (keys.OTHER_SIZES.get(name, {}) for keys in (latent_keys, hybrid_keys))
+    found.append(functools.reduce(operator.or_, sizes, OTHER_SIZES))
     for key in known:
         if key in (*IRRELEVANT, *OTHER_SIZES, *ELSEWHERE) and key not in own:
             continue

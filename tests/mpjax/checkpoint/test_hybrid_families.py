@@ -136,10 +136,21 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            **{"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+            **{"num_attention_heads": 3, "num_key_value_heads": 3, "linear_num_heads": 3},
+            **{"linear_head_dim": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8},
+            **{"qk_nope_head_dim": 24, "v_head_dim": 32, "num_local_experts": 8, "n_group": 4},
+            **{"topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "qwen3.5-moe": ("Qwen3_5Moe", {**DELTA, **EXPERTS}),
 }
 # Those that also run in an engine, and in 4 bits.
-ENGINES = ("lfm2", "qwen3.5", "qwen3-next", "olmo-hybrid", "falcon-h1", "nemotron-h")
+ENGINES = ("lfm2", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear", "falcon-h1", "nemotron-h")
 LENGTHS, NEW = np.array([21, 13]), 60
 OPTIONS = {"max_new_tokens": NEW, "sampling": {"stop_ids": ()}}
 
@@ -152,7 +163,7 @@ def build(family: str, changes: dict):
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("linear_attn.A_log"):
+            if name.endswith(("linear_attn.A_log", "forget_gate.A_log")):
                 # The chunks of transformers subtract sums of decays: their error grows with these.
                 parameter.uniform_(-4, 0.5)
             elif name.endswith("bias"):

@@ -16,15 +16,24 @@ def recurrence(inputs: DeltaInputs, state: np.ndarray) -> tuple[np.ndarray, np.n
     query, key = (np.repeat(x, group, 1) for x in (query / size**0.5, key))
     state, outputs = np.array(state, np.float64), np.zeros(value.shape)
     for t in range(len(value)):
-        state *= np.exp(decay[t])[:, None, None]
+        state *= np.exp(decay[t]).reshape(len(state), -1, 1)
         error = rate[t][:, None] * (value[t] - np.einsum("hk,hkv->hv", key[t], state))
         state += key[t][:, :, None] * error[:, None]
         outputs[t] = np.einsum("hk,hkv->hv", query[t], state)
     return outputs, state
 
 
-def draw(rng: np.random.Generator, tokens: int, sizes=(2, 6, 16, 8), gates="usual") -> DeltaInputs:
+def draw(
+    rng: np.random.Generator,
+    tokens: int,
+    sizes=(2, 6, 16, 8),
+    gates="usual",
+    *,
+    by_channel: bool = False,
+) -> DeltaInputs:
     """Random inputs [tokens, ...] for sizes (key heads, value heads, K, V).
+
+    by_channel: whether each key channel has a decay.
 
     gates: `usual`; `kept` and `forgotten`, with decays near 1 and near 0; or `mixed`, in which some
     tokens forget all, keys repeat, and rates are 0 or 1.
@@ -32,7 +41,7 @@ def draw(rng: np.random.Generator, tokens: int, sizes=(2, 6, 16, 8), gates="usua
     key_heads, heads, size, width = sizes
     query, key = rng.normal(size=(2, tokens, key_heads, size))
     value = rng.normal(size=(tokens, heads, width))
-    decay = -rng.exponential(size=(tokens, heads))
+    decay = -rng.exponential(size=(tokens, heads, size) if by_channel else (tokens, heads))
     rate = rng.uniform(size=(tokens, heads))
     if gates == "kept":
         decay *= 1e-4

@@ -21,10 +21,11 @@ def close(found, expected, tolerance=2e-6):
     assert error <= tolerance * max(np.abs(expected).max(initial=0.0), 1e-3)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("gates", ["usual", "kept", "forgotten", "mixed"])
-def test_long_prompts_are_those_of_the_recurrence(gates):
+def test_long_prompts_are_those_of_the_recurrence(gates, by_channel):
     rng = np.random.default_rng(0)
-    inputs = draw(rng, 1500, (1, 2, 16, 8), gates)
+    inputs = draw(rng, 1500, (1, 2, 16, 8), gates, by_channel=by_channel)
     state = rng.normal(size=(2, 16, 8)).astype(np.float32)
     expected, last = recurrence(inputs, state)
     found, after = run(jax.tree.map(lambda x: x[None], inputs), state[None])
@@ -127,11 +128,14 @@ def gradients(rule):
 RULES = [gradients(rule) for rule in (by_steps, run, varlen)]
 
 
-@pytest.mark.parametrize("gates", ["usual", "mixed"])
-def test_gradients_are_those_of_the_recurrence(gates, monkeypatch):
+@pytest.mark.parametrize(
+    ("gates", "by_channel"), [("usual", False), ("mixed", False), ("mixed", True)]
+)
+def test_gradients_are_those_of_the_recurrence(gates, by_channel, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 4)
     rng = np.random.default_rng(3)
-    inputs = jax.tree.map(lambda *x: np.stack(x), *(draw(rng, 11, gates=gates) for _ in range(2)))
+    rows = (draw(rng, 11, gates=gates, by_channel=by_channel) for _ in range(2))
+    inputs = jax.tree.map(lambda *x: np.stack(x), *rows)
     state, factors = (
         rng.normal(size=shape).astype(np.float32) for shape in ((2, 6, 16, 8), inputs.value.shape)
     )

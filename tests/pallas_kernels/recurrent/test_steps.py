@@ -18,6 +18,7 @@ from mpjax.kernels.recurrent.steps import reference, triton
 SMALL = (
     RecurrentShape("delta.parts", "delta", 2, 6, 100, 72, (1, 1, 1)),
     RecurrentShape("delta.whole", "delta", 3, 3, 16, 6, (1, 1, 1)),
+    RecurrentShape("delta.channels", "delta", 2, 4, 40, 24, (1, 1, 1), by_channel=True),
     RecurrentShape("scan.parts", "scan", 2, 4, 136, 40, (1, 1, 1)),
     RecurrentShape("scan.whole", "scan", 1, 3, 12, 6, (1, 1, 1)),
 )
@@ -27,7 +28,7 @@ ROWS = StateRows(SLOTS, jnp.array([False, False, True, False]))
 
 def draw_step(shape: RecurrentShape, rows: int, slots: int):
     """The arguments of a step but its rows."""
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+    keys = iter(jax.random.split(jax.random.key(0), 10))
 
     def draw(*sizes: int) -> jax.Array:
         return jax.random.normal(next(keys), sizes)
@@ -36,6 +37,10 @@ def draw_step(shape: RecurrentShape, rows: int, slots: int):
     channels, states = draw(rows, width).astype(jnp.bfloat16), draw(slots, *shape.state)
     each = draw(rows, shape.heads), draw(rows, shape.heads)
     parameters = [draw(shape.heads) for _ in range(3)]
+    if shape.by_channel:
+        decays = draw(rows, shape.heads, shape.keys), each[1]
+        shift = draw(shape.heads, shape.keys)
+        return channels, DeltaGates(*decays, parameters[0], shift), states
     if shape.kind == "delta":
         return channels, DeltaGates(*each, *parameters[:2], scale=2.0), states
     return channels, ScanGates(each[0], *parameters, least=0.1, most=2.0), states
@@ -133,7 +138,7 @@ def test_the_convolution_on_a_gpu(dtype):
     require_alike(found, expected, states, 2e-6 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("shape", SMALL[1::2], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", SMALL[1:3] + SMALL[-1:], ids=lambda shape: shape.name)
 def test_gradients_are_those_of_plain_jnp(shape, monkeypatch):
     name, (*given, states) = step_of(shape), draw_step(shape, 4, 5)
     run = functools.partial(getattr(triton, name), interpret=True)

@@ -136,6 +136,8 @@ def _hint(source: Source, hf: Mapping[str, Any]) -> str:
             parts = settle(split_experts(checkpoint, decoder), decoder, config, written)
             make_plan(parts[0], decoder, parts[1], source.read_policy(hf), None)
             found.append(name)
+    if not found and not {"vocab_size", "text_config"} & {*hf} and hf:
+        return "; it has no vocab_size, so that it is no language model: one of images or sounds?"
     if not found:
         return ""
     return (

@@ -204,9 +204,24 @@ MIXTURES: Mapping[str, Architecture] = {
 }
 
 
+# Values of general.type and general.architecture of files that are no language models.
+NO_MODELS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("mmproj", "clip"),
+        "the encoder of a model's images or sounds: expected the file of its language model, which "
+        "is usually in the same repository",
+    ),
+    "adapter": "an adapter: expected a model; take the adapter in PEFT's format, beside its base",
+    "imatrix": "an importance matrix, for quantising: expected a model",
+}
+
+
 def of(metadata: Metadata) -> Architecture:
     """The architecture of a file. Raises CheckpointError for an unsupported one."""
+    kind = metadata.text("general.type", "model")
     name = metadata.text("general.architecture")
+    if (what := NO_MODELS.get(kind) or NO_MODELS.get(name)) is not None:
+        raise CheckpointError(f"{metadata.path} is {what}")
     known = MIXTURES if metadata.whole(f"{name}.expert_count", 0) else ARCHITECTURES
     if name not in known:
         expected = ", ".join(dict.fromkeys([*ARCHITECTURES, *MIXTURES]))

@@ -479,3 +479,7 @@ def test_keys(name, tmp_path):
         if found != wanted:
             faults.append(f"{changes}: {found[:200]}, not {wanted}")
     assert not faults, "\n".join(faults)
+
+
+def test_every_family_is_here():
+    assert {FAMILIES[architecture] for architecture, _ in MODELS.values()} == {*FAMILIES.values()}

@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors_numpy
 from typer.testing import CliRunner
 
 import mpjax
@@ -158,6 +159,26 @@ def test_what_can_not_run_is_described(tmp_path):
     found = json.loads(run(folder, "--json").stdout)
     assert found["can_run"] is False
     assert "unsupported architecture" in found["in_the_way"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"architectures": ["SiglipVisionModel"]},
+            "it has no vocab_size, so that it is no language",
+        ),
+        ({"architectures": ["LlamaForCausalLM"], "hidden_size": 64}, "has no 'num_hidden_layers'"),
+        (None, "config.json is missing: fetch it into the same folder"),
+    ],
+)
+def test_folders_without_a_language_model_are_described(config, message, tmp_path):
+    safetensors_numpy.save_file({"a.weight": np.zeros((8, 8), "f4")}, tmp_path / "a.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(tmp_path)
+    assert (result.exit_code, "1 in float32" in result.stdout) == (1, True)
+    assert message in result.stderr
 
 
 def test_a_gguf_file_and_what_is_rounded(tmp_path, rng):

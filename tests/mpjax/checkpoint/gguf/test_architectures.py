@@ -188,6 +188,9 @@ def test_phi():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"general.type": "mmproj"}, "is the encoder of a model's images or sounds: expected"),
+        ({"general.architecture": "clip"}, "is the encoder of a model's images or sounds"),
+        ({"general.type": "adapter"}, "is an adapter: expected a model; take"),
         ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7': expected one of"),
         ({"llama.expert_count": 8}, "has no 'llama.expert_used_count': expected a whole number"),
         ({"llama.rope.dimension_count": 3}, "llama.rope.dimension_count is 3: expected "),

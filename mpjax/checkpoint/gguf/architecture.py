@@ -41,6 +41,8 @@ class Architecture:
         of `read_config`.
     numbers: a function from metadata to arrays that Hugging Face's files have as tensors; or None.
     joins: whether gate and up projections are one map in Hugging Face's files.
+    alternates: whether the outputs of such a map alternate between gate and up, and 16-bit weights
+        of experts are transposed, as in gpt-oss.
     delta: of linear layers, how files order value heads: `tiled`, or `joint` for Hugging Face's
         order with rates and decays in one map; None for architectures without such layers.
     """
@@ -62,6 +64,7 @@ class Architecture:
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
     numbers: Callable[[Metadata], Mapping[str, np.ndarray]] | None = None
     joins: bool = False
+    alternates: bool = False
     delta: Literal["tiled", "joint"] | None = None
 
     def translate(self, name: str) -> str:

@@ -128,6 +128,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
+GPT_OSS_NAMES = {**names.SEED_NAMES, **names.GPT_OSS_EXPERTS}
 QWEN3_MOE = Architecture(
     *("Qwen3MoeForCausalLM", "qwen3_moe", {**NAMES, **names.QWEN_EXPERTS}),
     more=mixtures.qwen_keys,
@@ -170,6 +171,13 @@ MIXTURES: Mapping[str, Architecture] = {
         interleaved=True,
         more=mixtures.granite_keys,
         joins=True,
+    ),
+    "gpt-oss": Architecture(
+        *("GptOssForCausalLM", "gpt_oss", GPT_OSS_NAMES),
+        arrays={"attn_sinks.weight": "self_attn.sinks"},
+        more=mixtures.gpt_oss_keys,
+        joins=True,
+        alternates=True,
     ),
     "minimax-m2": Architecture(
         *("MiniMaxM2ForCausalLM", "minimax_m2", {**NAMES, **names.MIXTRAL_EXPERTS}),

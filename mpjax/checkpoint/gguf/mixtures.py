@@ -15,7 +15,7 @@ from typing import Any
 
 from mpjax.checkpoint.fused_experts import MOST_EXPERTS
 from mpjax.checkpoint.gguf import hybrids
-from mpjax.checkpoint.gguf.dense import biases, granite, partial_rotation, qwen_text
+from mpjax.checkpoint.gguf.dense import biases, granite, partial_rotation, qwen_text, windows
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -29,8 +29,9 @@ def correction(name: str) -> dict[str, str]:
     return {CORRECTION: name}
 
 
-# Least bytes of an expert's map, so that names of experts never take more memory than the file.
-LEAST_BYTES = 1024
+# Least bytes of an expert's map, and numbers of its biases, so that names of experts never take
+# more memory than the file.
+LEAST_BYTES, LEAST_BIASES = 1024, 16
 _OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
 _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
 _GATE_UP = "ffn_gate_up_exps"  # fused: each expert's gate, then its up
@@ -66,6 +67,12 @@ def _split(name: str, tensor: Tensor) -> Iterator[Tensor]:
             own, end = f"{part}.{index}.{all_of[2]}", begin + size
             yield tensor._replace(name=own, shape=tuple(shape), begin=begin, end=end)
             begin = end
+    elif all_of is not None and _is_list_of_biases(tensor):
+        size = (tensor.end - tensor.begin) // tensor.shape[0]
+        for index in range(tensor.shape[0]):
+            begin = tensor.begin + index * size
+            own = f"{all_of[1]}.{index}.{all_of[2]}"
+            yield tensor._replace(name=own, shape=tensor.shape[1:], begin=begin, end=begin + size)
     elif one := _OF_ONE.fullmatch(name):
         yield tensor._replace(name=f"{one[1]}_exps.{one[2]}.{one[3]}")
     elif name.endswith(_VECTOR) and len(tensor.shape) == 1:
@@ -81,6 +88,13 @@ def _is_stack(tensor: Tensor) -> bool:
     if len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MOST_EXPERTS:
         return False
     return tensor.end - tensor.begin >= tensor.shape[0] * LEAST_BYTES
+
+
+def _is_list_of_biases(tensor: Tensor) -> bool:
+    """Whether a tensor has a row of biases for each of up to MOST_EXPERTS experts."""
+    if len(tensor.shape) != 2 or not tensor.name.endswith(".bias") or tensor.type.dtype is None:
+        return False
+    return 0 < tensor.shape[0] <= MOST_EXPERTS and tensor.shape[1] >= LEAST_BIASES
 
 
 def mixtral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -187,6 +201,17 @@ def granite_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
         return found
     kind = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
     return found | kind | {"shared_intermediate_size": shared}
+
+
+def gpt_oss_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of gpt-oss' config.json."""
+    return windows(metadata, 2) | {
+        "num_local_experts": metadata.whole("gpt-oss.expert_count"),
+        "num_experts_per_tok": metadata.whole("gpt-oss.expert_used_count"),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        # Its default is YaRN; a file's scaling is in rope_scaling.
+        "rope_parameters": {"rope_type": "default"},
+    }
 
 
 def minimax_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -84,4 +84,8 @@ QWEN_EXPERTS: Mapping[str, str] = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 MIXTRAL_EXPERTS: Mapping[str, str] = expert_names("block_sparse_moe", ("w1", "w3", "w2"))
+GPT_OSS_EXPERTS: Mapping[str, str] = {
+    **expert_names(maps=("gate_up_proj", "gate_up_proj", "down_proj"), router="router"),
+    "post_attention_norm": "post_attention_layernorm",
+}
 HUNYUAN_EXPERTS: Mapping[str, str] = expert_names(router="gate.wg", shared="shared_mlp")

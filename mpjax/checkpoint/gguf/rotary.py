@@ -63,6 +63,8 @@ def read(
         "original_max_position_embeddings": context,
         "attention_factor": None if attention == 1 else attention * yarn_attention_factor(factor),
         **(turns if kind == "yarn" else {}),
+        # gpt-oss blends from fractions of channels on, which files don't say.
+        "truncate": False if kind == "yarn" and name == "gpt-oss" else None,
     }
     scaling |= {key: value for key, value in optional.items() if value is not None}
     return found | {"rope_scaling": scaling}

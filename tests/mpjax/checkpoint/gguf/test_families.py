@@ -30,6 +30,10 @@ YARN = {
     **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
     **{"original_max_position_embeddings": 64, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
+OF_GPT_OSS = {
+    **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "truncate": False},
+    **{"original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0},
+}
 FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
 # GGUF's architecture: the class in transformers, and changed keys of its config.json.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-moe": ("HunYuanMoEV1", {}),
     "granitemoe": ("GraniteMoeShared", {"head_dim": 16}),
     "minimax-m2": ("MiniMaxM2", {}),
+    "gpt-oss": ("GptOss", {"sliding_window": 12, "rope_parameters": OF_GPT_OSS}),
     "deepseek2": ("DeepseekV3", {"rope_parameters": YARN, "norm_topk_prob": True}),
     "deepseek2-lite": ("DeepseekV2", {"rope_parameters": YARN, "norm_topk_prob": False, **FOUR}),
     "deepseek2-flash": ("Glm4MoeLite", {"norm_topk_prob": True}),
@@ -136,6 +141,9 @@ def write_rotation(writer: Any, name: str, rope: dict[str, Any], unit: float) ->
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if rope.get("attention_factor") is not None:
             writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if rope.get("beta_fast") is not None:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
         if (growth := rope.get("mscale_all_dim")) is not None:
             writer.add_rope_scaling_yarn_log_mul(growth * unit)
         if name in ("mistral3", "mistral4"):
@@ -180,6 +188,15 @@ def converted(
         return {f"{block}gate.weight": gate, f"{block}up.weight": up}
     if name in ROTATED_IN_PAIRS and re.search(r"self_attn\.[qk]_proj", path):
         return {path: rotated_in_pairs(hf, array)}
+    if path.endswith("sinks"):
+        return {f"{path}.weight": array}
+    if name == "gpt-oss" and ".experts." in path:
+        block, is_bias = path.partition(".experts.")[0] + ".experts", path.endswith("_bias")
+        turned, suffix = (array, "bias") if is_bias else (array.swapaxes(1, 2), "weight")
+        if "down_proj" in path:
+            return {f"{block}.down_proj.{suffix}": turned}
+        halves = {"gate": turned[:, ::2], "up": turned[:, 1::2]}
+        return {f"{block}.{half}_proj.{suffix}": own for half, own in halves.items()}
     if name == "mistral4" and path.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {f"{path}.weight": array}
     return {path: array}
@@ -231,7 +248,13 @@ def write(
             elif "correction_bias" in own:
                 found = f"blk.{layer}.exp_probs_b.bias"
             assert found is not None, own
-            if kind is None or array.ndim < 2 or array.shape[-1] % 32 or "norm" in found:
+            if (
+                kind is None
+                or array.ndim < 2
+                or suffix == "bias"
+                or array.shape[-1] % 32
+                or "norm" in found
+            ):
                 writer.add_tensor(found, np.ascontiguousarray(array, np.float32))
             else:
                 blocks = gguf.quants.quantize(np.ascontiguousarray(array, np.float32), kind)
@@ -298,6 +321,22 @@ def test_maps_of_latents_are_dequantised(is_joint, tmp_path):
     lm = mpjax.load(tmp_path / "m.gguf", progress=False)
     assert lm.summary()["linear_maps"]["attention.expand"] == {"W16": 2}
     assert lm.summary()["linear_maps"]["attention.output"] == {"W8g32sym": 2}
+
+
+def test_codes_of_experts_with_alternating_outputs_are_kept(tmp_path):
+    model, kind = written("gpt-oss", tmp_path), gguf.GGMLQuantizationType.MXFP4
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    write(tmp_path / "m.gguf", "gpt-oss", model.config.to_dict(), tensors, kind)
+    lm = mpjax.load(tmp_path / "m.gguf", dtype="float32", progress=False)
+    assert lm.summary()["linear_maps"]["mlp.experts.gate_up"] == {"WMXFP4": 2}
+    for name in ("gate_up", "down"):
+        weight = tensors[f"model.layers.1.mlp.experts.{name}_proj"].swapaxes(1, 2)
+        blocks = gguf.quants.quantize(np.ascontiguousarray(weight), kind)
+        rounded = gguf.quants.dequantize(blocks, kind)
+        if name == "gate_up":  # behind each other on the device
+            rounded = np.concatenate([rounded[:, ::2], rounded[:, 1::2]], axis=1)
+        kernel = getattr(lm.model.layers[1].mlp.experts, name).kernel.get_value()
+        np.testing.assert_array_equal(kernel.dequantize(), rounded.swapaxes(1, 2))
 
 
 def test_a_layer_that_predicts_a_second_token_is_left_out(tmp_path):

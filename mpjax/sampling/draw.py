@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.thresholds.api import threshold
+from mpjax.kernels.thresholds.keys import LEAST, key_of
 from mpjax.sampling.greedy import likeliest
 from mpjax.sampling.processors import Attachment, draw_own
 from mpjax.sampling.random_keys import gumbel_noise, row_keys, step_keys
@@ -154,7 +155,7 @@ def _filtered(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax
         return keep(logits)
     is_filtered = settings.top_k < UNLIMITED
     is_filtered |= (settings.top_p < 1) | (settings.min_p > 0)
-    # The condition makes the device wait for the host, but filters read all logits many times.
+    # Filters read all logits many times.
     is_used = (is_filtered & (settings.temperature > 0)).any()
     kept: jax.Array = jax.lax.cond(is_used, keep, lambda x: x, logits)
     return kept
@@ -215,7 +216,8 @@ def top_logprobs(logits: jax.Array, wanted: jax.Array, always: int = 0) -> Top:
     logits = logits.astype(jnp.float32)
 
     def all_(logits: jax.Array) -> Top:
-        best, ids = jax.lax.top_k(logits, number)
+        ids = _largest(logits, number)
+        best = jnp.take_along_axis(logits, ids, axis=1)
         return ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def few(logits: jax.Array) -> Top:
@@ -226,6 +228,20 @@ def top_logprobs(logits: jax.Array, wanted: jax.Array, always: int = 0) -> Top:
         return ids.at[:, 0].set(first), found.at[:, 0].set(logprobs(logits, first))
 
     return jax.lax.cond((wanted > always).any(), all_, few, logits)
+
+
+def _largest(logits: jax.Array, number: int) -> jax.Array:
+    """The ids of the largest logits, int32 [rows, number], largest first, equal ones by id.
+
+    They are those of `jax.lax.top_k`, whose sort XLA can't put into a CUDA graph: the device would
+    wait for the host at the condition around it.
+    """
+    keys, found = key_of(logits), []
+    columns = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    for _ in range(number):
+        found.append(jnp.argmax(keys, axis=1, keepdims=True).astype(jnp.int32))
+        keys = jnp.where(columns == found[-1], LEAST, keys)
+    return jnp.concatenate(found, axis=1)
 
 
 def no_top_logprobs(shape: tuple[int, ...], vocabulary: int) -> Top:

@@ -303,12 +303,13 @@ def test_rows_end_for_three_reasons():
 
 def test_top_logprobs_are_computed_where_a_row_wants_some():
     logits = random_logits(6, 40)
+    logits[1, ::3], logits[2, 5:] = logits[1, 0], -np.inf  # equal logits, and few finite ones
     own, counts = RowSettings.of([Sampling()], 6).filled(8), np.zeros(6, np.int32)
     assert compiled(logits, own.likeliest, counts).top_logprobs is None
     assert not compiled(logits, own, counts).top_logprobs[0].any()
     own.top_logprobs[2] = 3
     ids, found = compiled(logits, own, counts).top_logprobs
-    order = np.argsort(-logits, axis=1)[:, :TOP_LOGPROBS]
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :TOP_LOGPROBS]
     np.testing.assert_array_equal(ids, order)
     expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), order, 1)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -149,8 +149,8 @@ class Programs:
     adapters: the adapters that rows may have. Batches without adapters run the base model's
     programs.
 
-    A decoding program has `steps` steps if all rows are greedy and no request waits, otherwise one.
-    There are at most 16 programs, including those for scoring, clearing, copies and proposers, and
+    A decoding program has `steps` steps, or one while a request waits or a row is constrained.
+    There are at most 18 programs, including those for scoring, clearing, copies and proposers, and
     at most 7 more with logits processors. With fine sizes there are more, most of them rarely used.
     """
 
@@ -176,10 +176,11 @@ class Programs:
             (True, steps): limits.row_sizes(
                 slots, {1, min(FEW_ROWS, slots), *(n for n in parts if n > FEW_ROWS)}
             ),
-            (False, 1): limits.row_sizes(slots, {min(2 * FEW_ROWS, slots), slots}),
+            **dict.fromkeys(
+                [(False, steps), (False, 1)],
+                limits.row_sizes(slots, {min(2 * FEW_ROWS, slots), slots}),
+            ),
         }
-        if limits.single:  # no request waits for sampled tokens
-            self.decoding_sizes[False, steps] = [slots]
         self.decoding_sizes.setdefault((True, 1), limits.row_sizes(slots, {slots}))
         self.piece_sizes = limits.piece_sizes()
         self.used: set[tuple[Any, ...]] = set()  # keys of the compiled programs

@@ -19,7 +19,8 @@ from mpjax.engine.sizes import LEAST_TOKENS, Sizes, middle_chunk
 from mpjax.engine.snapshots import Prefix
 
 PIECES = 64  # another prompt's piece is added only if 1/PIECES of a chunk is left for it
-HEADROOM = 16  # when a row is admitted, up to 1/HEADROOM of the pages stays free for running rows
+# When a row is admitted, up to 1/HEADROOM of the pages stays free for running rows that may grow.
+HEADROOM = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +328,8 @@ class Planner:
             return False
         row.set_rotary_length()
         shared = self._find_shared(row)
-        headroom = min(len(self.running), min(self.sizes.pages, default=0) // HEADROOM)
+        growing = sum(map(self._can_grow, self.running))
+        headroom = min(growing, min(self.sizes.pages, default=0) // HEADROOM)
         if (pages := self.groups.begin(shared.pages, len(row.tokens), headroom)) is None:
             return False
         self._take_from_waiting(row)
@@ -344,6 +346,11 @@ class Planner:
         if row.runs == 1:
             row.shared = row.length
         return True
+
+    def _can_grow(self, row: Row) -> bool:
+        """Whether a running row may need more pages before it ends."""
+        most = self.sizes.pages_for(row.prompt + row.most - 1)
+        return bool(row.pages) and len(row.pages[0]) < most
 
     def _take_from_waiting(self, row: Row) -> None:
         index = bisect.bisect_left(self.waiting, row.order, key=lambda row: row.order)
@@ -389,14 +396,12 @@ class Planner:
     def _plan_decode(self) -> Decode | None:
         candidates = self._decoding()
         greedy = all(row.is_greedy for row in candidates)
-        # A single step if other rows wait for prefill, or if a row samples, since programs for
-        # sampled rows have one step.
+        # A single step if other rows wait for prefill, if during the program a row could reach the
+        # length after which it must be prefilled again, or if a row is constrained.
         waits = self._has_more
-        # A single step, too, if during the program a row could reach the length after which it must
-        # be prefilled again, or if a row is constrained.
         most = self.sizes.most_drawn(self.sizes.steps)
         waits |= any(row.space < most or row.is_constrained for row in candidates)
-        steps = self.sizes.steps if (greedy or self.sizes.single) and not waits else 1
+        steps = 1 if waits else self.sizes.steps
         return self._step(candidates, steps, greedy, most=self.sizes.most_drawn(steps))
 
     def _step(

@@ -22,7 +22,7 @@ def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, proposed, tin
     decoding = sum(map(len, found.decoding_sizes.values()))
     reading = sum(map(len, found.reading_sizes.values()))
     # Scores, clearing and what proposers read have one program each.
-    assert decoding + reading + 2 + bool(proposed) <= 15
+    assert decoding + reading + 2 + bool(proposed) <= 17
     assert found.reading_sizes[True][0] == small_chunk(chunk)
     for greedy in (True, False):
         for size in (chunk, middle_chunk(chunk)):
@@ -50,7 +50,7 @@ def test_calls_without_rows_are_all_that_there_can_be(tiny):
         {call.name for call in found._calls(state, greedy_only=only)} for only in (False, True)
     )
     assert few < every
-    assert len(every) <= 15 - 1  # and one clears pages
+    assert len(every) <= 17 - 1  # and one clears pages
     assert few == {name for name in every if name[2 if name[0] is extend else 3]}  # greedy rows
 
 

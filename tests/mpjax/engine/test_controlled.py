@@ -162,7 +162,7 @@ def test_a_processor_that_allows_no_token_ends_its_request_alone(drafts, tiny):
         assert len(good.result().tokens) == NEW
         with pytest.raises(mpjax.errors.NotFiniteError, match="processors allow no token"):
             bad.result()
-        assert len(bad.tokens) == (1 if drafts else 2)  # of programs before that one
+        assert len(bad.tokens) == 1  # of programs before that one
 
 
 def test_processors_that_the_engine_does_not_know_are_refused(tiny):

@@ -139,7 +139,7 @@ def test_pages_of_forgotten_tokens_are_not_found(engine, others):
 def test_draws_at_random_go_on_by_their_numbers(engine):
     """Held for no new weights, a request draws what it would have drawn."""
     expected = engine.submit(PROMPT, max_new_tokens=NEW, sampling=HOT, seed=5).result().tokens
-    handle = begun(engine, 8, sampling=HOT, seed=5)
+    handle = begun(engine, sampling=HOT, seed=5)
     engine.hold()
     list(engine)  # the events of what was under way
     assert not engine.has_work

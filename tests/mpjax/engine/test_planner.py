@@ -196,7 +196,7 @@ def test_a_row_that_waits_or_runs_can_be_removed():
     assert planner.groups.available == 8
 
 
-def test_random_rows_take_single_steps():
+def test_programs_with_a_sampled_row_have_several_steps():
     device = Device(dataclasses.replace(SMALL, pages=(40,)))
     device.planner.submit(row(0, prompt=3, most=20))
     device.planner.submit(row(1, prompt=3, most=3, text=9, greedy_from=None))
@@ -206,9 +206,9 @@ def test_random_rows_take_single_steps():
         plan = device.step()
         if isinstance(plan, Decode):
             plans.append((plan.greedy, plan.steps))
-    assert plans[0] == (False, 1)
+    assert plans[0] == (False, 4)
     assert plans[-1] == (True, 4)
-    assert set(plans) == {(False, 1), (True, 4)}
+    assert set(plans) == {(False, 4), (True, 4)}
 
 
 def test_pages_are_there_for_all_that_is_proposed():
@@ -317,3 +317,12 @@ def run_trace(sizes, requests):
         if one.most > 0:
             assert one.tokens == device.text(one)[: one.prompt + device.most(one)]
     assert device.planner.groups.available == device.planner.groups.pages
+
+
+def test_rows_whose_pages_suffice_need_no_headroom():
+    sizes = {"slots": 32, "pages": (33,), "page_size": 8, "sequences": 32, "chunk": 128}
+    device = Device(dataclasses.replace(SMALL, **sizes))
+    for number in range(32):
+        device.planner.submit(row(number, prompt=3, most=5, text=number))
+    device.step()
+    assert len(device.planner.running) == 32

@@ -123,6 +123,25 @@ def no_control(lm: LanguageModel, processors: Sequence[Processor]) -> Control:
     return _control(lm, Sampling(), processors, [False] * len(processors))
 
 
+class OnDevice:
+    """Puts the arrays of a Control on the device, without another copy of neutral ones."""
+
+    def __init__(self, lm: LanguageModel, processors: Sequence[Processor]) -> None:
+        self._host = no_control(lm, processors)
+        self._none: Control = jax.device_put(self._host)
+
+    def __call__(self, control: Control | None) -> Control:
+        """The Control with its arrays on the device; of a request without processors for None."""
+        if control is None:
+            return self._none
+
+        def put(own: Any, none: Any, there: jax.Array) -> jax.Array:
+            return there if own is none or np.array_equal(own, none) else jax.device_put(own)
+
+        found: Control = jax.tree.map(put, control, self._host, self._none)
+        return found
+
+
 def read_control(
     lm: LanguageModel,
     sampling: Sampling,
@@ -163,7 +182,7 @@ def _control(
 def _kind(processor: Processor) -> Any:
     """The pytree structure, shapes and dtypes that interchangeable processors have in common."""
     leaves, structure = jax.tree.flatten(processor)
-    return structure, [(np.shape(leaf), jnp.asarray(leaf).dtype) for leaf in leaves]
+    return structure, [(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
 def begin_control(

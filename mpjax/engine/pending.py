@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from mpjax.engine.choosing import Forwarded
@@ -39,6 +40,12 @@ class Pending:
         """The drawn tokens."""
         assert self.drawn is not None, "the second program has not been started"
         return self.drawn
+
+    def fetch(self) -> None:
+        """Begins to copy the results to the host, so that reading them later waits only once."""
+        wanted = self.results.arrays, self.results.speculated, self.scores
+        for array in jax.tree.leaves(wanted):
+            array.copy_to_host_async()
 
 
 def run_of(pending: Pending, begin: float, seconds: float) -> ProgramRun:

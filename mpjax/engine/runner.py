@@ -15,7 +15,7 @@ from mpjax.engine import filling
 from mpjax.engine.choosing import Forwarded
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
-from mpjax.engine.controlled import Control, constraint_places, create_control, no_control
+from mpjax.engine.controlled import Control, OnDevice, constraint_places, create_control
 from mpjax.engine.forcing import look_ahead, take_forced
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pending import Pending, run_of, steps_of
@@ -101,13 +101,17 @@ class Runner:
             "programs": len(self.programs.used),
         }
 
+    @functools.cached_property
+    def _on_device(self) -> OnDevice:
+        return OnDevice(self._lm, self.processors)
+
     def compile(self, *, greedy_only: bool) -> None:
         """Compiles all programs; no other thread may run one meanwhile."""
         self.take_weights()
         self._state = self.programs.compile(self._state, greedy_only=greedy_only)
         if not greedy_only:
-            none = no_control(self._lm, self.processors)
-            self._keep(self.programs.compile(self._with_control(), greedy_only=False, control=none))
+            none, state = self._on_device(None), self._with_control()
+            self._keep(self.programs.compile(state, greedy_only=False, control=none))
             if not self._controlled:
                 self._attached = ()
         if self.has_work:
@@ -177,6 +181,8 @@ class Runner:
         self._copy(self.planner.take_copies())
         pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
         pending.weights = self.planner.version
+        if pending.drawn is not None:
+            pending.fetch()
         if len(self.programs.used) > known:
             self.clock.skip()
             pending.is_measured = False
@@ -281,6 +287,7 @@ class Runner:
         begin = self._begin()
         drawn, forwarded = None, None
         if any(row.is_constrained for row in plan.rows):
+            stepping = jax.device_put(stepping)  # for both programs
             state, found = self.programs.forward(self._with_control(), stepping, plan)
             forwarded = stepping, found
         else:
@@ -304,6 +311,9 @@ class Runner:
         masks = filling.fill_masks(masks, plan.rows, drafts)
         state = self._with_control()
         state, pending.drawn = self.programs.choose(state, stepping, plan, forwarded, masks)
+        # Freed now, the logits' memory is that of the next ones, and CUDA graphs stay as they are.
+        pending.forwarded = None
+        pending.fetch()
         self._keep(state)
 
     def _begin_rows(self, rows: Sequence[Row]) -> None:
@@ -316,7 +326,7 @@ class Runner:
                 tokens = filling.history(row, room)
                 self._state = self.programs.begin_history(self._state, slot, tokens, count)
             if row.is_controlled or row.slot in self._controlled:
-                control = row.owner.settings.control or no_control(self._lm, self.processors)
+                control = self._on_device(row.owner.settings.control)
                 self._begin_control(row, control, row.prompt)
                 self._controlled -= {row.slot}
                 self._controlled |= {row.slot} if row.is_controlled else set()

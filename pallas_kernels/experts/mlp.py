@@ -99,7 +99,7 @@ def expert_mlp_terms(
         if implementation is None and (found := _routed(x, mlp, experts)) is not None:
             inner, chosen, weights = found
             return grouped_matmul_terms(
-                *(mlp.mixed(inner), mlp.down, chosen, weights),
+                *(mlp.mixed(inner), mlp.down, chosen, experts.gained(chosen, weights)),
                 bias=mlp.down_bias,
                 activations=activations,
             )

@@ -40,7 +40,8 @@ def routed_products(
     if config is None:
         return None
     tokens, per_token = x.shape[:-1], logits.routing.per_token
-    flat = dataclasses.replace(logits, logits=logits.logits.reshape(-1, logits.logits.shape[-1]))
+    rows = logits.logits.reshape(-1, logits.logits.shape[-1])
+    flat = dataclasses.replace(logits, logits=rows, gain=None)  # the caller applies the gains
 
     def by_kernel(x: jax.Array, weight: Any, logits: RouterLogits, bias: Any) -> Any:
         rows, weight = in_packed_order(x, weight, None, None)

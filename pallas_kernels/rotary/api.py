@@ -42,7 +42,7 @@ def rotate_and_append(
 
     terms: [splits, batch, tokens, (query heads + 2 · KV heads) · head dim], or varlen [splits,
         tokens, …]. Their sum over splits is the concatenated product of the query, key and value
-        projections.
+        projections. With Rotation.keys_as_values there are no values.
     pages, span: as for `append`.
     rotation: of queries and keys, with cosines and sines for the tokens' positions.
     dtype: of the queries, and of keys and values before they are encoded.
@@ -135,12 +135,13 @@ def _require_fitting(terms: jax.Array, pages: KVPages, rotation: Rotation) -> No
     """Raises ValueError for shapes that don't fit the pages or one another."""
     cosines, sines = rotation.cosines, rotation.sines
     heads, norms = rotation.heads, rotation.norms
-    width = (heads[0] + 2 * heads[1]) * pages.head_dim
+    width = rotation.total * pages.head_dim
+    alone = ", with keys_as_values" if rotation.keys_as_values else ""
     if terms.shape[-1:] != (width,) or heads[1] != pages.keys.shape[1]:
         raise ValueError(
             f"rotate_and_append: terms have shape {terms.shape}, and the pages "
             f"{pages.keys.shape[1]} heads of {pages.head_dim}; {heads[0]} query and {heads[1]} KV "
-            f"heads take {width} channels"
+            f"heads take {width} channels{alone}"
         )
     half = pages.head_dim // 2
     if terms.ndim not in (3, 4) or {cosines.shape, sines.shape} != {(*terms.shape[1:-1], half)}:

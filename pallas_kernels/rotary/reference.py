@@ -10,7 +10,7 @@ from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.optimized_once import optimized_once
-from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
+from mpjax.kernels.rotary.rotation import Rotation
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.rowwise.reference import rms_norm
 
@@ -27,21 +27,22 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     return narrow(turned.reshape(x.shape), x.dtype)
 
 
-def split_heads(
-    product: jax.Array, heads: tuple[int, int], norms: HeadNorms | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def split_heads(product: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values [batch, tokens, heads, head dim], normalised, before rotation.
 
-    product: [batch, tokens, (query heads + 2 · KV heads) · head dim].
-    heads: query heads and KV heads.
+    product: [batch, tokens, heads · head dim], of all heads that the rotation's terms have.
     """
-    queries, keys = heads
-    total = queries + 2 * keys
+    (queries, keys), norms, total = rotation.heads, rotation.norms, rotation.total
     parts = product.reshape(*product.shape[:2], total, product.shape[-1] // total)
-    query, key, value = jnp.split(parts, [queries, queries + keys], axis=2)
+    query, key, *rest = jnp.split(parts, [*range(queries, total, keys)], axis=2)
+    value = rest[0] if rest else key
     if norms is not None:
-        query = narrow(rms_norm(query, norms.query, norms.epsilon), product.dtype)
-        key = narrow(rms_norm(key, norms.key, norms.epsilon), product.dtype)
+
+        def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return narrow(rms_norm(x, weight, norms.epsilon), product.dtype)
+
+        query, key = normed(query, norms.query), normed(key, norms.key)
+        value = normed(value, jnp.ones_like(norms.key)) if norms.values else value
     return query, key, value
 
 
@@ -62,6 +63,6 @@ def _rotated_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries and keys, normalised and rotated, and values, [batch, tokens, heads, head dim]."""
     product = narrow(terms.astype(jnp.float32).sum(0), dtype)
-    query, key, value = split_heads(product, rotation.heads, rotation.norms)
+    query, key, value = split_heads(product, rotation)
     query, key = (rotate(x, rotation.cosines, rotation.sines) for x in (query, key))
     return query, key, value

@@ -21,24 +21,28 @@ from mpjax.kernels.checks import (
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["query", "key"], meta_fields=["epsilon"]
+    jax.tree_util.register_dataclass,
+    data_fields=["query", "key"],
+    meta_fields=["epsilon", "values"],
 )
 @dataclasses.dataclass(frozen=True)
 class HeadNorms:
     """QK-norm: RMSNorms of queries and keys, each over the head dimension (Qwen3).
 
     epsilon: added to the mean square; a Python number, since kernels are compiled for it (static).
+    values: whether values are normalised, too, without a weight (Gemma 4; static).
     """
 
     query: jax.Array  # [head dim], the norm's weight
     key: jax.Array  # [head dim]
     epsilon: float
+    values: bool = False
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["cosines", "sines", "norms"],
-    meta_fields=["heads", "transform_queries"],
+    meta_fields=["heads", "transform_queries", "keys_as_values"],
 )
 @dataclasses.dataclass(frozen=True)
 class Rotation:
@@ -51,6 +55,8 @@ class Rotation:
     transform_queries: whether queries are transformed like the pages' keys, if the pages' format
         has a Hadamard transform (static). Such queries are for
         `paged_attention(..., transformed=True)`.
+    keys_as_values: whether there are no values: they are the keys before norms and rotation
+        (static).
 
     Raises ValueError unless heads are a pair of positive whole numbers. Arrays are checked by the
     operation that takes the rotation (`read`).
@@ -61,12 +67,21 @@ class Rotation:
     heads: tuple[int, int]
     norms: HeadNorms | None = None
     transform_queries: bool = False
+    keys_as_values: bool = False
 
     def __post_init__(self) -> None:
         # Arrays are not checked here: the leaves of a pytree may be any object.
-        require_type("Rotation: transform_queries", self.transform_queries, bool, np.bool)
-        object.__setattr__(self, "transform_queries", bool(self.transform_queries))
+        for name in ("transform_queries", "keys_as_values"):
+            value = getattr(self, name)
+            require_type(f"Rotation: {name}", value, bool, np.bool)
+            object.__setattr__(self, name, bool(value))
         object.__setattr__(self, "heads", _heads(self.heads))
+
+    @property
+    def total(self) -> int:
+        """The number of heads that terms have."""
+        queries, keys = self.heads
+        return queries + keys * (1 if self.keys_as_values else 2)
 
     def read(self, operation: str) -> Rotation:
         """The rotation with lists and NumPy arrays converted to JAX arrays.
@@ -100,4 +115,6 @@ def _heads(heads: Any) -> tuple[int, int]:
 def _norms(name: str, norms: Any) -> HeadNorms:
     require_type(name, norms, HeadNorms, hint=", or None")
     query, key = as_arrays(name, query=norms.query, key=norms.key)
-    return HeadNorms(query, key, norm_epsilon(f"{name}: epsilon", norms.epsilon))
+    require_type(f"{name}: values", norms.values, bool, np.bool)
+    epsilon = norm_epsilon(f"{name}: epsilon", norms.epsilon)
+    return HeadNorms(query, key, epsilon, bool(norms.values))

@@ -52,8 +52,8 @@ def rotate_and_append(
     """
     splits, batch, tokens, _ = terms.shape
     heads = rotation.heads
-    total = heads[0] + 2 * heads[1]
-    operands = _Operands(span, terms.reshape(splits, batch, tokens, total, -1), rotation)
+    read, total = rotation.total, heads[0] + 2 * heads[1]
+    operands = _Operands(span, terms.reshape(splits, batch, tokens, read, -1), rotation)
     first = len(jax.tree.leaves(operands))
     queries = jax.ShapeDtypeStruct((batch, tokens, heads[0], pages.head_dim), dtype)
     return launch(
@@ -101,10 +101,12 @@ def _rotate(
     lane = lanes(width)
     target, is_real = targets(width)
 
+    source = jnp.where(is_value, head - heads[1], head) if rotation.keys_as_values else head
+
     def load_piece(piece: int) -> jax.Array:
         total = jnp.zeros(len(lane), jnp.float32)
         for split in range(operands.terms.shape[0]):
-            at = operands.terms.at[split, batch, token, head, piece * width + lane]
+            at = operands.terms.at[split, batch, token, source, piece * width + lane]
             total += load(at).astype(jnp.float32)
         return rounded(total)
 
@@ -116,10 +118,11 @@ def _rotate(
         def normalise(piece: int) -> jax.Array:
             channel = piece * width + lane
             query, key = norms.query.at[channel], norms.key.at[channel]
-            weight = jnp.where(is_query, load(query), load(key))
-            return jnp.where(
-                is_value, x[piece], rounded(x[piece] * inverse * weight.astype(jnp.float32))
-            )
+            weight = jnp.where(is_query, load(query), load(key)).astype(jnp.float32)
+            if norms.values:
+                weight = jnp.where(is_value, 1.0, weight)
+            normed = rounded(x[piece] * inverse * weight)
+            return normed if norms.values else jnp.where(is_value, x[piece], normed)
 
         x = [normalise(piece) for piece in range(pieces)]
 

@@ -63,9 +63,10 @@ def masked(operation):
     return call
 
 
-def rotated(cosines, sines, heads, norms, transform_queries, **others):
+def rotated(cosines, sines, heads, norms, transform_queries, keys_as_values, **others):
     """`rotate_and_append`, given the fields of its rotation apart."""
-    rotation = kernels.Rotation(cosines, sines, heads, norms, transform_queries)
+    own = cosines, sines, heads, norms, transform_queries, keys_as_values
+    rotation = kernels.Rotation(*own)
     return kernels.rotate_and_append(rotation=rotation, **others)
 
 
@@ -106,7 +107,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rotate_and_append with the fields of a rotation": (
         rotated,
         {"terms": jnp.ones((1, 2, 8, 256)), "pages": CACHE.layers[0], "span": SPAN, **ANGLES}
-        | {"dtype": "float32", "heads": (4, 2), "norms": NORMS, "transform_queries": False},
+        | {"dtype": "float32", "heads": (4, 2), "norms": NORMS, "transform_queries": False}
+        | {"keys_as_values": False},
     ),
     "rotate": (kernels.rotate, {"x": HEADS, **ANGLES}),
     "matmul": (
@@ -144,14 +146,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "RouterLogits": (
         lambda **fields: kernels.RouterLogits(**fields).route(),
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}
-        | {"bias": jnp.ones(8)},
+        | {"bias": jnp.ones(8), "gain": jnp.ones(8)},
     ),
     "Routing": (
         kernels.Routing,
         {"per_token": 2, "scoring": "softmax", "renormalize": True, "scale": 1.0}
         | {"groups": 4, "groups_per_token": 2, "group_score": "max"},
     ),
-    "Gate": (kernels.Gate, {"limit": 7.0, "alpha": 1.0}),
+    "Gate": (kernels.Gate, {"limit": 7.0, "alpha": 1.0, "activation": "silu"}),
     "quantize": (
         kernels.quantize,
         {"weight": WEIGHT, "format": "table2:g32", "table": [0, 1, 2, 3]},

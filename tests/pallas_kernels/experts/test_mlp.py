@@ -261,3 +261,30 @@ def test_routed_products_on_the_gpu(text, rng):
         x.astype(jnp.float32), weight, chosen[0], gate=Gate(), implementation="reference"
     )
     assert relative_error(inner, wide(whole)) < GATES["bfloat16"]
+
+
+def test_gelu_and_gains_of_experts(rng):
+    """The weights of the experts that are chosen, times their gains."""
+    x, gate_up, down = (
+        random_array(rng, shape, "float32")
+        for shape in ((TOKENS, 16), (EXPERTS, 16, 24), (EXPERTS, 12, 8))
+    )
+    scores = random_array(rng, (TOKENS, EXPERTS), "float32")
+    gain = random_array(rng, (EXPERTS,), "float32")
+    mlp = ExpertMLP(gate_up, down, Gate(activation="gelu"))
+    plain = RouterLogits(scores, Routing(2))
+    found = expert_mlp_terms(x, mlp, dataclasses.replace(plain, gain=gain)).sum(0)
+    experts, weights = plain.route()
+    expected = np.zeros(found.shape)
+    for token, (chosen, own) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True)):
+        for expert, weight in zip(chosen, own, strict=True):
+            inner = np.asarray(x[token]) @ np.asarray(gate_up[expert])
+            gated = np.asarray(jax.nn.gelu(inner[:12])) * inner[12:]
+            expected[token] += weight * float(gain[expert]) * (gated @ np.asarray(down[expert]))
+    np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
+    with pytest.raises(ValueError, match=r"gain is .*: expected shape \(\d+,\)"):
+        dataclasses.replace(plain, gain=gain[:2]).route()
+    with pytest.raises(ValueError, match="activation is 'relu': expected silu or gelu"):
+        Gate(activation="relu")
+    with pytest.raises(ValueError, match="activation is 'gelu': expected no limit"):
+        Gate(7.0, activation="gelu")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 from tests.pallas_kernels.rotary.heads import (
     CODING,
+    EPSILON,
     ROUNDING,
     Scene,
     head_error,
@@ -73,6 +75,28 @@ def test_without_norms_by_quarter_turns(
 def test_with_norms_by_any_angle(bits, dtype, heads, head_dim, tokens, splits, rng):
     sizes = {"heads": heads, "head_dim": head_dim, "tokens": tokens, "splits": splits}
     check(scene(rng, bits, dtype, normed=True, **sizes), interpret=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_keys_as_values_and_a_norm_of_values(tokens, rng):
+    """Values are the keys before their norm and the rotation, and have a norm of their own."""
+    test = scene(rng, 16, "bfloat16", tokens=tokens, splits=3, normed=True)
+    terms, pages, span, rotation = test.arguments
+    norms = dataclasses.replace(rotation.norms, values=True)  # type: ignore[type-var]
+    rotation = dataclasses.replace(rotation, norms=norms, keys_as_values=True)
+    plain = wide(test.places.keys)
+    root = np.sqrt((plain * plain).mean(-1, keepdims=True) + EPSILON)
+    values = (plain / root).astype(test.places.keys.dtype)
+    keys = test.turned(test.places.keys, 1)
+    expected = dataclasses.replace(test.places, keys=keys, values=values).oracle(pages)
+    mask, half = test.written(), NUMPY_DTYPES["bfloat16"]
+    for module in (reference, functools.partial(triton.rotate_and_append, interpret=True)):
+        run = getattr(module, "rotate_and_append", module)
+        channels = terms.shape[-1] // 8 * 6  # of four query heads and two of keys
+        queries, found = test.run(run, terms[..., :channels], pages, span, rotation)
+        assert head_error(wide(queries), wide(test.turned(test.queries, 0))) < ROUNDING["bfloat16"]
+        for one, other in zip(*(stored(p, mask, half) for p in (found, expected)), strict=True):
+            assert head_error(one, other) < ROUNDING["bfloat16"]
 
 
 @pytest.mark.one_of(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from mpjax.kernels import (
     HeadNorms,
     KVPages,
     Masks,
-    QuantizedActivations,
     Rotation,
     append,
     paged_attention,
@@ -39,37 +38,9 @@ from mpjax.models.layers import (
     as_activations,
 )
 from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.mixer import gated, joined_heads, means_of_squares
 from mpjax.models.share import Cut, HeadShares, Share
-from mpjax.models.state import StepContext
-
-
-class Mixer(Protocol):
-    """Interface that a DecoderLayer uses of the module that a MixerSpec builds.
-
-    A mixer passes information between tokens. Only the mixer knows the contents of its state.
-    """
-
-    @property
-    def activations(self) -> Rounding:
-        """How the input of the first map is rounded."""
-
-    def mix(self, x: Activations, context: StepContext, state: Any) -> tuple[Activations, Any]:
-        """The mixer without its last linear map.
-
-        x: [batch, tokens, hidden], or varlen [tokens, hidden]. state: of the earlier tokens, as
-        created by the spec's `state`; None without a cache.
-
-        Returns the input of the last map, [..., channels], and the state with these tokens.
-        """
-
-    def terms(self, mixed: Activations, context: StepContext) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the output of the last map for `mixed`."""
-
-    def inputs(self, x: jax.Array, mixed: Any) -> dict[str, jax.Array]:
-        """The input of each linear map, by its path, from the arguments of `mix` and `terms`."""
-
-    def divide_norms(self, axis: str, heads: HeadShares) -> None:
-        """Makes joint norms cover the heads of all devices of a mesh axis."""
+from mpjax.models.state import SequenceState, StateSpec, StepContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +65,12 @@ class GroupedQuerySpec(AttentionSpec):
     gate_map: whether that gate has a map of its own instead (Muse Glimmer).
     norm_weights: whether QK-norm has weights.
     chunked: whether tokens attend to their own chunk of `window` positions; see Masks.
+    heads, kv_heads, head_dim: the layer's own numbers of query heads, of KV heads and of channels
+        of a head (Gemma 4); None: the configuration's. heads and kv_heads come together.
+    keys_as_values: whether there is no value map: values are the outputs of the key map.
+    value_norm: whether an RMSNorm without weight is applied to each value head, beside QK-norm.
+    reads_back: how many layers earlier the layer is whose keys and values this layer reads, without
+        maps to its own; None: it has its own.
     """
 
     kind: ClassVar[str] = "grouped_query"
@@ -115,21 +92,45 @@ class GroupedQuerySpec(AttentionSpec):
     norm_weights: bool = True
     chunked: bool = False
     growth_from_one: bool = False
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
+    reads_back: int | None = None
+
+    def sizes(self, config: DecoderConfig) -> tuple[int, int, int]:
+        """The numbers of query heads, of KV heads, and of channels of a head."""
+        heads, kv_heads = self.heads or config.num_heads, self.kv_heads or config.num_kv_heads
+        return heads, kv_heads, self.rotary_channels(config)
+
+    def rotary_channels(self, config: DecoderConfig) -> int:
+        """See MixerSpec."""
+        return self.head_dim or config.head_dim
+
+    @property
+    def maps(self) -> int:
+        """The number of maps of the input to queries, and mostly to keys and to values."""
+        return 1 if self.reads_back is not None else 3 - self.keys_as_values
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
         """An Attention module with random weights."""
         return Attention(config, self, rngs)
 
-    def state(self, config: DecoderConfig) -> KVState:
-        """The keys and values of tokens, in pages."""
-        return KVState(config.num_kv_heads, config.head_dim, config.dtype, self.window)
+    def state(self, config: DecoderConfig) -> StateSpec:
+        """The keys and values of tokens, in pages; nothing if they are another layer's."""
+        if self.reads_back is not None:
+            return SequenceState(())
+        _, heads, dim = self.sizes(config)
+        return KVState(heads, dim, config.dtype, self.window)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
         """Two products: query, key and value together (`qkv`), and `output`."""
         hidden = config.hidden_size
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        asked = query * (1 + self.output_gate)
-        sizes = asked, key, key, *[query] * self.gate_map
+        heads, kv_heads, dim = self.sizes(config)
+        query, key = heads * dim, kv_heads * dim
+        asked = query * (1 + self.output_gate), key, key
+        sizes = *asked[: self.maps], *[query] * self.gate_map
         return (
             LinearMaps(
                 "qkv",
@@ -145,19 +146,20 @@ class GroupedQuerySpec(AttentionSpec):
         found: dict[str, tuple[int, ...]] = {}
         if self.qk_norm and self.norm_weights:
             query, key = self.norm_sizes(config)
-            found |= {"query_norm.weight": (query,), "key_norm.weight": (key,)}
-        return found | ({"sinks": (config.num_heads,)} if self.sinks else {})
+            norms = {"query_norm.weight": (query,), "key_norm.weight": (key,)}
+            found |= dict([*norms.items()][: self.maps])
+        return found | ({"sinks": (self.sizes(config)[0],)} if self.sinks else {})
 
     def norm_sizes(self, config: DecoderConfig) -> tuple[int, int]:
         """The number of channels that one query norm, and one key norm, normalises."""
-        dim = config.head_dim
-        if self.joint_norm:
-            return config.num_heads * dim, config.num_kv_heads * dim
-        return dim, dim
+        heads, kv_heads, dim = self.sizes(config)
+        return (heads * dim, kv_heads * dim) if self.joint_norm else (dim, dim)
 
     def why_unsound(self) -> str | None:
         """The reason why the fields don't fit together, or None if they do."""
         gated = self.output_gate or self.gate_map
+        is_plain = self.qk_norm and self.norm_weights and not (self.joint_norm or self.norm_after)
+        reads = self.reads_back is not None
         for are_set, names in (
             (self.output_gate and self.joint_norm, "output_gate and joint_norm are true"),
             (self.output_gate and self.gate_map, "output_gate and gate_map are true"),
@@ -166,35 +168,54 @@ class GroupedQuerySpec(AttentionSpec):
             (gated and bool(self.factors), "factors are set, and there is a gate"),
             (self.bidirectional and (self.sinks or self.chunked), "bidirectional is true"),
             (self.chunked and self.window is None, "chunked is true and window None"),
+            (self.value_norm and not is_plain, "value_norm is true without a norm of each head"),
+            (reads and (gated or self.growth or not is_plain), "reads_back is set"),
+            (
+                self.keys_as_values and (self.joint_norm or self.interleaved),
+                "keys_as_values is true",
+            ),
+            (self.maps < 3 and (self.gate_map or bool(self.factors)), "values have no map"),
         ):
             if are_set:
                 return f"{names}: no such attention is implemented"
+        if (self.heads is None) != (self.kv_heads is None):
+            return f"heads is {self.heads} and kv_heads {self.kv_heads}: expected both, or neither"
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            return f"heads is {self.heads}: expected a multiple of the {self.kv_heads} kv_heads"
+        if self.head_dim is not None and self.head_dim % 2:
+            return f"head_dim is {self.head_dim}: expected an even number"
         if len(self.factors) in (0, 3):
             return None
         return f"factors is {self.factors!r:.80}: expected three, of queries, keys and values"
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
-        """The fold of values and output map: attention averages each value channel over tokens."""
-        copies = config.num_heads // config.num_kv_heads
-        heads = config.num_kv_heads, copies, config.head_dim
-        return (
-            Fold("output", "qkv", 2, heads, is_mixable=not (self.output_gate or self.gate_map)),
-        )
+        """The fold of values and output map: attention averages each value channel over tokens.
+
+        There is none if values are normalised, or are keys or another layer's.
+        """
+        if self.value_norm or self.maps < 3:
+            return ()
+        heads, kv_heads, dim = self.sizes(config)
+        each, gated = (kv_heads, heads // kv_heads, dim), self.output_gate or self.gate_map
+        return (Fold("output", "qkv", 2, each, is_mixable=not gated),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
-        """The same spec: the numbers of heads are in the configuration."""
-        return self
+        """The spec with a share of the layer's own heads; others are in the configuration."""
+        if self.heads is None or self.kv_heads is None:
+            return self
+        heads, kv_heads = HeadShares(self.heads, self.kv_heads, count).local
+        return dataclasses.replace(self, heads=heads, kv_heads=kv_heads)
 
     def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
         """The outputs and sinks of a share's heads, and the matching inputs of the output map.
 
         A joint norm is cut to the weights of the share's heads.
         """
-        heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
-        own = heads.runs(share.number)
-        query, key = (run.times(config.head_dim) for run in own)
-        asked = query.times(1 + self.output_gate)
-        outputs = asked, key, key, *[query] * self.gate_map
+        heads, kv_heads, dim = self.sizes(config)
+        own = HeadShares(heads, kv_heads, share.count).runs(share.number)
+        query, key = (run.times(dim) for run in own)
+        asked = query.times(1 + self.output_gate), key, key
+        outputs = *asked[: self.maps], *[query] * self.gate_map
         found = {"qkv": Cut(outputs=outputs), "output": Cut(inputs=query)}
         if self.qk_norm and self.joint_norm:
             found["query_norm.weight"] = Cut(outputs=(query,))
@@ -214,17 +235,20 @@ class Attention(nnx.Module):
         query, key = spec.norm_sizes(config)
         has_weights = spec.qk_norm and spec.norm_weights
         self.query_norm = RMSNorm.of(config, query) if has_weights else None
-        self.key_norm = RMSNorm.of(config, key) if has_weights else None
+        self.is_reader = spec.reads_back is not None  # of another layer's keys and values
+        has_keys = has_weights and not self.is_reader
+        self.key_norm = RMSNorm.of(config, key) if has_keys else None
         self.plain_norm = config.rms_norm_eps if spec.qk_norm and not has_weights else None
         self.joint_norm = spec.qk_norm and spec.joint_norm
         self.output_gate, self.gate_map = spec.output_gate, spec.gate_map
         self.joint_axis: str | None = None  # mesh axis that divides the heads
         self.joint_channels = query, key  # that a joint norm covers, on all devices
-        self.heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
+        *heads, self.head_dim = spec.sizes(config)
+        self.heads = heads[0], heads[1]
+        self.keys_as_values, self.value_norm = spec.keys_as_values, spec.value_norm
         self.masks = Masks(spec.scale, spec.window, spec.softcap, chunked=spec.chunked)
         self.rope, self.group = spec.rope, config.page_groups.index(spec.window)
-        self.rotary_dim = config.rotary_dim or config.head_dim
+        self.rotary_dim = config.rotary_dim or self.head_dim
         # A norm after RoPE removes any factor of queries and keys.
         factor = rotary.attention_factor(config, spec.rope)
         self.attention_factor = 1.0 if spec.qk_norm and spec.norm_after else factor
@@ -233,7 +257,7 @@ class Attention(nnx.Module):
         self.bidirectional = spec.bidirectional
         order = rotary.channel_order(self.rotary_dim, self.head_dim, spec.interleaved)
         self.order = None if order is None else tuple(order.tolist())  # arrays are not hashable
-        zeros = jnp.zeros(config.num_heads, config.dtype) if spec.sinks else None
+        zeros = jnp.zeros(self.heads[0], config.dtype) if spec.sinks else None
         self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
 
     def __call__(
@@ -269,13 +293,14 @@ class Attention(nnx.Module):
         return {"qkv": x, "output": mixed}
 
     def mix(
-        self, x: Activations, context: StepContext, state: KVPages | None = None
-    ) -> tuple[Activations, KVPages | None]:
+        self, x: Activations, context: StepContext, state: Any = None
+    ) -> tuple[Activations, Any]:
         """Attends without the output map; returns [..., heads · head dim] and the state.
 
         x: [batch, tokens, hidden], or varlen [tokens, hidden]. With earlier tokens in the cache,
         the result is rounded to the output map's activation blocks, if that map has any and no
-        permutation of its input channels.
+        permutation of its input channels. state: KVPages, or None without a cache; for a layer that
+        reads another layer's keys and values, the other layer's next state, as in `_read`.
         """
         require_type("Attention: context", context, StepContext)
         x = as_activations("Attention: x", x)
@@ -283,6 +308,8 @@ class Attention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks.get_value()
         masks = dataclasses.replace(self.masks, sinks=sinks)
         turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
+        if self.is_reader:
+            return self._read(x, context, state, masks, turn), state
         span = None
         if state is not None:
             span = context.span(self.group, has_blocks=state.format.block is not None)
@@ -291,11 +318,11 @@ class Attention(nnx.Module):
             terms = self._ordered(terms)
             # With norms after RoPE, `_scaled` multiplies queries that are not yet transformed.
             now = not self.norm_after
-            rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=now)
+            rotation = Rotation(*turn, self.heads, self._norms(), now, self.keys_as_values)
             query, state = rotate_and_append(terms, state, span, rotation, dtype=x.dtype)
             query = self._scaled(query, context)
             found = paged_attention(query, state, span, masks, transformed=now, blocks=self._blocks)
-            return _gated(_joined_heads(found), gate), state
+            return gated(joined_heads(found), gate), state
         batch, tokens, _ = x.shape
         query, key, value, *own = self._projections(x, context)
         query, gate = (query, own[0]) if own else self._without_gate(query)
@@ -305,12 +332,14 @@ class Attention(nnx.Module):
         )  # [batch, tokens, heads, head dim]
         query, key = self._ordered(query), self._ordered(key)
         if (norms := self._norms()) is not None:
-            query, key = (
-                rms_norm(each, weight, norms.epsilon).astype(each.dtype)
-                for each, weight in ((query, norms.query), (key, norms.key))
+            ones = jnp.ones_like(norms.key) if norms.values else None
+            query, key, value = (
+                each if weight is None else rms_norm(each, weight, norms.epsilon).astype(x.dtype)
+                for each, weight in ((query, norms.query), (key, norms.key), (value, ones))
             )
         query, key = rotate(query, *turn), rotate(key, *turn)
         query = self._scaled(query, context)
+        kept = (key, value) if context.keeps else None
         if state is not None and span is not None:
             state = append(state, key, value, span)
         if self.bidirectional:
@@ -320,7 +349,27 @@ class Attention(nnx.Module):
         else:
             attended = prefill_attention(query, key, value, masks)
         mixed = attended.reshape(batch, tokens, self.heads[0] * self.head_dim)
-        return _gated(mixed, None if gate is None else gate[None]), state
+        return gated(mixed, None if gate is None else gate[None]), kept if state is None else state
+
+    def _read(
+        self, x: Activations, context: StepContext, state: Any, masks: Masks, turn: Any
+    ) -> Activations:
+        """Attends to another layer's keys and values; the result is that of `mix`.
+
+        state: the other layer's pages with these tokens, or without a cache its keys and values.
+        turn: cosines and sines [..., head dim / 2].
+        """
+        assert self.query_norm is not None
+        [query] = self.qkv(x, context)
+        heads = self._ordered(query.reshape(*query.shape[:-1], *self.heads[:1], self.head_dim))
+        weight = self._ordered(self.query_norm.weight.get_value())
+        heads = rms_norm(heads, weight, self.query_norm.epsilon).astype(query.dtype)
+        heads = rotary.rotate(heads, *turn)
+        if not isinstance(state, KVPages):
+            key, value = state
+            return joined_heads(prefill_attention(heads, key, value, masks))
+        span = context.span(self.group, has_blocks=state.format.block is not None)
+        return joined_heads(paged_attention(heads, state, span, masks, blocks=self._blocks))
 
     @property
     def _blocks(self) -> ActivationBlocks | None:
@@ -337,13 +386,14 @@ class Attention(nnx.Module):
 
         With gate_map, the gates follow.
         """
-        query, key, value, *own = self.qkv(x, context)
+        query, key, *own = self.qkv(x, context)
+        value = key if self.keys_as_values else own.pop(0)
         if self.joint_norm:
             assert self.query_norm is not None
             assert self.key_norm is not None
             if self.joint_axis is None:
                 return [self.query_norm(query), self.key_norm(key), value]
-            means = _means_of_squares((query, key), self.joint_channels, self.joint_axis)
+            means = means_of_squares((query, key), self.joint_channels, self.joint_axis)
             query = self.query_norm.scaled(query, means[0])
             key = self.key_norm.scaled(key, means[1])
         return [query, key, value, *own]
@@ -401,7 +451,7 @@ class Attention(nnx.Module):
         query, key = (self._ordered(weight) for weight in weights)
         if self.norm_after:
             query, key = jnp.ones_like(query), jnp.ones_like(key)
-        return HeadNorms(query, key, self.query_norm.epsilon)
+        return HeadNorms(query, key, self.query_norm.epsilon, self.value_norm)
 
     def _scaled(self, query: jax.Array, context: StepContext) -> jax.Array:
         """Rotated queries [..., heads, head dim] times the factors of their scores.
@@ -421,30 +471,3 @@ class Attention(nnx.Module):
             positions = context.positions(query.shape[:-2])
             found *= (1 + rate * jnp.log1p((positions + offset) // length))[..., None, None]
         return found.astype(query.dtype)
-
-
-def _means_of_squares(
-    parts: tuple[jax.Array, ...], channels: tuple[int, ...], axis: str
-) -> list[jax.Array]:
-    """The mean squares, float32 [..., 1], of arrays whose channels are divided among devices.
-
-    parts: [..., this device's channels]. channels: the number of channels on all devices.
-    """
-    sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in parts]
-    return [total / count for total, count in zip(jax.lax.psum(sums, axis), channels, strict=True)]
-
-
-def _gated(x: Activations, gate: jax.Array | None) -> Activations:
-    """Outputs [..., channels] times the sigmoid of the sum of a gate's terms [splits, ...]."""
-    if gate is None:
-        return x
-    assert isinstance(x, jax.Array)
-    factor = jax.nn.sigmoid(gate.astype(jnp.float32).sum(0))
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
-def _joined_heads(x: Activations) -> Activations:
-    """Concatenates heads [..., heads, head dim]; quantised outputs are concatenated already."""
-    if isinstance(x, QuantizedActivations):
-        return x
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

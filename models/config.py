@@ -35,7 +35,8 @@ class RopeScaling:
     blends between the channels that turn `fast_turns` and `slow_turns` times within the original
     context, which are rounded outwards with `whole_channels`; `longrope` divides each frequency by
     its factor in short_factors, or in long_factors if the rotary length is above original_context;
-    `dynamic` raises theta with the rotary length.
+    `dynamic` raises theta with the rotary length; `proportional` divides every frequency by
+    `factor`, and only the first `rotated_share` of a head's pairs turn (Gemma 4).
 
     The rotary length of a token is the number of tokens in its sequence up to it, or the length of
     the prompt if that is more, since a prompt is rotated as a whole. LongRoPE has the same factors
@@ -56,6 +57,7 @@ class RopeScaling:
     whole_channels: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    rotated_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("short_factors", "long_factors"):  # tuples are hashable
@@ -94,6 +96,11 @@ class SublayerSpec(abc.ABC):
     """
 
     kind: ClassVar[str]
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether the module reads the residual stream itself, and no norm of it by the layer."""
+        return False
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -176,6 +183,10 @@ class MixerSpec(SublayerSpec):
         """The kinds of rotary embedding that the module uses."""
         return ()
 
+    def rotary_channels(self, config: DecoderConfig) -> int:
+        """The number of channels of a head; a rotary embedding has half as many angles."""
+        return config.head_dim
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
@@ -245,16 +256,20 @@ class LayerSpec:
     norms: where the norms are: `pre`, before each sublayer; `post`, after each sublayer and before
         its output is added to the residual stream (OLMo 2); `both` (Gemma 2); or `shared`, one norm
         before two parallel sublayers (Cohere).
+    scaled: whether the residual stream is multiplied by a learned number after the layer (Gemma 4).
+    per_layer: a third sublayer, of per-layer embeddings (PerLayerSpec), or None.
     """
 
     attention: MixerSpec | None
     mlp: MLPSpec | None
     norms: str = "pre"
+    scaled: bool = False
+    per_layer: SublayerSpec | None = None
 
     @property
     def halves(self) -> dict[str, SublayerSpec]:
-        """The specs of the layer's sublayers, by name (`attention`, `mlp`)."""
-        both = {"attention": self.attention, "mlp": self.mlp}
+        """The specs of the layer's sublayers, by name (`attention`, `mlp`, `per_layer`)."""
+        both = {"attention": self.attention, "mlp": self.mlp, "per_layer": self.per_layer}
         return {half: spec for half, spec in both.items() if spec is not None}
 
     @property
@@ -268,7 +283,11 @@ class LayerSpec:
         if self.norms == "post":
             return {}
         shared = self.norms == "shared"
-        return {half: "attention_norm" if shared else f"{half}_norm" for half in self.halves}
+        return {
+            half: "attention_norm" if shared else f"{half}_norm"
+            for half, spec in self.halves.items()
+            if not spec.reads_stream
+        }
 
     def linear_paths(self, config: DecoderConfig) -> tuple[str, ...]:
         """The paths of all linear maps in the layer, in the order of computation."""
@@ -294,7 +313,7 @@ class LayerSpec:
         for half, spec in self.halves.items():
             norm = self.pre_norms.get(half)
             if norm == f"{half}_norm":
-                alike = [each for each in self.halves if self.pre_norms[each] == norm]
+                alike = [each for each, name in self.pre_norms.items() if name == norm]
                 readers = [f"{each}.{path}" for each in alike for path in read[each]]
                 if all(read[each] for each in alike):
                     found.append(Fold(readers[0], norm, others=tuple(readers[1:])))
@@ -306,7 +325,7 @@ class LayerSpec:
 class DecoderConfig:
     """Everything that a decoder's computation depends on besides its weights; static, hashable.
 
-    num_heads, num_kv_heads, head_dim: the same in all layers, since a cache has one shape.
+    num_heads, num_kv_heads, head_dim: of all layers whose mixers have no numbers of their own.
     layers: a spec for each layer.
     max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
         parameter's shape depends on it.
@@ -327,6 +346,7 @@ class DecoderConfig:
         packed kernel [hidden size, vocabulary] instead of arrays [vocabulary, hidden size]. A tied
         table is `embedding`.
     stop_ids: token ids that end a text; the model itself does not use them.
+    per_layer_vocab: the rows of the table of per-layer embeddings; None: the vocabulary's.
     """
 
     vocab_size: int
@@ -355,6 +375,7 @@ class DecoderConfig:
     predicts: bool = True
     labels: int | None = None
     head_bias: bool = False
+    per_layer_vocab: int | None = None
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -382,6 +403,17 @@ class DecoderConfig:
     def depth(self) -> int:
         """Number of layers that compute the hidden states: all but a layer that drafts."""
         return sum(not (it.attention and it.attention.drafts) for it in self.layers)
+
+    @property
+    def sources(self) -> tuple[int | None, ...]:
+        """The layer whose keys and values each layer reads; None for layers with their own."""
+        back = [getattr(layer.attention, "reads_back", None) for layer in self.layers]
+        return tuple(None if each is None else i - each for i, each in enumerate(back))
+
+    @property
+    def per_layer_size(self) -> int | None:
+        """The channels of a layer's input of each token; None without per-layer embeddings."""
+        return next((getattr(layer.per_layer, "size", None) for layer in self.layers), None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -414,6 +446,18 @@ class DecoderConfig:
         """The index of each layer's group in page_groups; None for layers without pages."""
         places = {window: place for place, window in enumerate(self.page_groups)}
         return tuple(places[it.window] if it.is_paged else None for it in self.states)
+
+    @property
+    def ropes(self) -> tuple[str, ...]:
+        """The kinds of rotary embedding that the layers have."""
+        mixers = (layer.attention for layer in self.layers if layer.attention)
+        return tuple(dict.fromkeys(rope for mixer in mixers for rope in mixer.ropes))
+
+    def head_dim_of(self, rope: str) -> int:
+        """The channels of a head in the layers with this kind of rotary embedding."""
+        mixers = (layer.attention for layer in self.layers)
+        sizes = (it.rotary_channels(self) for it in mixers if it and rope in it.ropes)
+        return next(sizes, self.head_dim)
 
     @property
     def scaling_by_length(self) -> RopeScaling | None:

@@ -28,7 +28,7 @@ from mpjax.models.config import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 ROPES = ("global", "local", "none")
 NORMS = ("pre", "post", "both", "shared")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
@@ -120,6 +120,7 @@ def require_sound(
         refuse(where, name("head_dim"), config.head_dim, "a positive, even number")
     if (rotated := config.rotary_dim) is not None and (rotated % 2 or rotated > config.head_dim):
         refuse(where, name("rotary_dim"), rotated, f"an even number up to {config.head_dim}")
+    _check_heads(config, where, names)
     choice(where, "dtype", config.dtype, DTYPES)
     if not all(table in config.tables for table in config.packed_tables):
         expected = f"some of {', '.join(config.tables)}"
@@ -127,6 +128,40 @@ def require_sound(
     for kind in ("", "local_"):
         _check_scaling(config, kind, where, names)
     _check_lengths(config, where, names)
+
+
+def _check_heads(config: DecoderConfig, where: str, names: Mapping[str, str]) -> None:
+    """Checks that layers with one kind of rotary embedding, and so one set of angles, fit it.
+
+    So must layers that read another one's keys and values, and those with per-layer embeddings.
+    """
+    name = names.get("head_dim", "head_dim")
+    if len({getattr(layer.per_layer, "size", None) for layer in config.layers}) > 1:
+        refuse(where, "per_layer of the layers", "of several sizes", "one size in all layers")
+    if (rows := config.per_layer_vocab or config.vocab_size) < config.vocab_size:
+        refuse(
+            where,
+            names.get("per_layer_vocab", "per_layer_vocab"),
+            rows,
+            f"at least {config.vocab_size} tokens",
+        )
+    for index, source in enumerate(config.sources):
+        if source is None:
+            continue
+        specs: list[Any] = [config.layers[i].attention for i in (index, max(source, 0))]
+        alike = [(each.window, each.sizes(config)) for each in specs if hasattr(each, "sizes")]
+        if source < 0 or config.sources[source] is not None or len({*alike}) != 1 or len(alike) < 2:
+            expected = "the distance of a layer with keys and values, and equal window and heads"
+            refuse(where, f"layers[{index}]: reads_back", index - source, expected)
+    for index, spec in enumerate(layer.attention for layer in config.layers):
+        for rope in spec.ropes if spec else ():
+            assert spec is not None
+            dim, usual = spec.rotary_channels(config), config.head_dim_of(rope)
+            if dim != usual:
+                expected = f"{usual}, as in the other layers whose rope is {rope!r}"
+                refuse(where, f"layers[{index}]: {name}", dim, expected)
+            if dim != config.head_dim and config.rotary_dim is not None:
+                refuse(where, f"layers[{index}]: {name}", dim, "no rotary_dim beside it")
 
 
 def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[str, str]) -> None:
@@ -142,7 +177,7 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
         refuse(where, name(f"{kind}rope_scaling"), scaling, "a RopeScaling, or None")
     if scaling.kind == "yarn" and theta == 1:  # all pairs would have one frequency
         refuse(where, name(f"{kind}rope_theta"), theta, "another number than 1 with YaRN")
-    rotated = config.rotary_dim or config.head_dim
+    rotated = config.rotary_dim or config.head_dim_of("local" if kind else "global")
     if scaling.kind == "dynamic" and rotated == 2:  # a single pair doesn't depend on theta
         field = "rotary_dim" if config.rotary_dim else "head_dim"
         refuse(where, name(field), rotated, "4 or more with dynamic scaling")
@@ -176,7 +211,11 @@ def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
     if not isinstance(layer, LayerSpec):
         refuse(where, name, layer, "a LayerSpec")
     choice(where, f"{name}.norms", layer.norms, NORMS)
-    kinds = ("attention", MixerSpec, "a MixerSpec"), ("mlp", MLPSpec, "an MLPSpec")
+    switch(where, f"{name}.scaled", layer.scaled)
+    kinds: tuple[tuple[str, Any, str], ...] = (
+        *(("attention", MixerSpec, "a MixerSpec"), ("mlp", MLPSpec, "an MLPSpec")),
+        ("per_layer", SublayerSpec, "a PerLayerSpec"),
+    )
     if len(layer.halves) < (2 if layer.norms == "shared" else 1):
         refuse(where, name, layer, "an attention, an mlp, or both, which share a norm if they must")
     for half, kind, expected in kinds:

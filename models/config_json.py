@@ -42,6 +42,8 @@ NAMES = {
     "long_factors": "long_factor",
     "rotary_dim": "partial_rotary_factor (times head_dim)",
     "whole_channels": "truncate",
+    "rotated_share": "partial_rotary_factor",
+    "per_layer_vocab": "vocab_size_per_layer_input",
 }
 
 
@@ -79,7 +81,7 @@ def common_fields(
         "num_heads": heads,
         "num_kv_heads": integer(hf, "num_key_value_heads", heads),
         "head_dim": head_dim,
-        "rotary_dim": _rotary_dim(hf, head_dim, is_allowed=partial_rotary),
+        "rotary_dim": _rotary_dim(hf, head_dim, rope_scaling, is_allowed=partial_rotary),
         "max_position_embeddings": _positions(hf, rope_scaling),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
@@ -312,7 +314,13 @@ def _scaling(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScalin
     kind = SCALINGS[written]
     if kind == "longrope":
         return _longrope(hf, parameters)
-    factor = float(number(parameters, "factor", where=ROTARY))
+    usual = 1.0 if kind == "proportional" else None
+    factor = float(number(parameters, "factor", usual, where=ROTARY))
+    if kind == "proportional":
+        share = float(number(parameters, "partial_rotary_factor", 1.0, where=ROTARY))
+        if share > 1:
+            config_checks.refuse(ROTARY, "partial_rotary_factor", share, "at most 1")
+        return RopeScaling(kind, factor, rotated_share=share)
     if kind == "linear":
         return RopeScaling(kind, factor)
     if kind == "llama3":
@@ -360,8 +368,15 @@ def _factors(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
     return tuple(float(config_checks.positive(ROTARY, key, factor)) for factor in found)
 
 
-def _rotary_dim(hf: Mapping[str, Any], head_dim: int, *, is_allowed: bool) -> int | None:
-    """The number of rotated channels of a head (partial RoPE); None for all of them."""
+def _rotary_dim(
+    hf: Mapping[str, Any], head_dim: int, scaling: RopeScaling | None, *, is_allowed: bool
+) -> int | None:
+    """The number of rotated channels of a head (partial RoPE); None for all of them.
+
+    With `proportional` scaling, the share belongs to the scaling.
+    """
+    if scaling is not None and scaling.kind == "proportional":
+        return None
     key = "partial_rotary_factor"
     given = [places[key] for places in _rotary_places(hf) if places.get(key) is not None]
     if not is_allowed and (found := [share for share in given if share != 1]):

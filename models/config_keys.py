@@ -48,13 +48,14 @@ def complete(
 
     defaults: of the family, which override DEFAULTS. A default of `eos_token_id` counts only if the
         vocabulary has that token.
-    neutral: by key, the only values that the family's decoder supports.
+    neutral: by key, the only values that the family's decoder supports; () if the family reads the
+        key itself.
     aliases: alternative key → the key that it replaces, over which it has precedence.
 
     Raises ConfigError for a key whose value is not among its neutral ones.
     """
     for key, supported in {**NEUTRAL, **neutral}.items():
-        if (value := hf.get(key)) not in supported:
+        if supported and (value := hf.get(key)) not in supported:
             expected = " or ".join(json.dumps(one) for one in supported)
             config_checks.refuse(WHERE, key, value, f"{expected}, since no other is supported")
     hf = {**hf, **{name: hf[key] for key, name in aliases.items() if hf.get(key) is not None}}

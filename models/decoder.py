@@ -32,6 +32,7 @@ from mpjax.models.layer import DecoderLayer, apply, stream_of
 from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.low_rank import LowRank, read_numbers
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
+from mpjax.models.per_layer import PerLayerInputs, contexts
 from mpjax.models.specs import SPECS
 from mpjax.models.state import WHOLE, DecoderCache, StepContext
 from mpjax.models.vocabulary import Vocabulary
@@ -69,6 +70,7 @@ class Decoder(Drafts):
     whole.
     axis: in one device's share of a divided model, the mesh axis of the devices; else None.
     embedding_adapter, head_adapter: adapters' changes of the tables; None without.
+    per_layer: the layers' inputs, with per-layer embeddings; None without.
     """
 
     embedding_adapter: LowRank | None = None
@@ -92,6 +94,9 @@ class Decoder(Drafts):
         self.axis: str | None = None
         self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
+        self.per_layer: PerLayerInputs | None = nnx.data(None)
+        if (size := config.per_layer_size) is not None:
+            self.per_layer = PerLayerInputs(config, size, rngs)
         self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm.of(config, config.hidden_size)
         tied, labels = config.tie_word_embeddings, (config.labels or 0, config.hidden_size)
@@ -388,12 +393,7 @@ class Decoder(Drafts):
         self, positions: jax.Array, lengths: jax.Array | None = None
     ) -> dict[str, jax.Array]:
         """The angles of each kind of rotary embedding that the layers have; see `angles`."""
-        ropes = dict.fromkeys(
-            rope
-            for layer in self.config.layers
-            for rope in (layer.attention.ropes if layer.attention else ())
-        )
-        return {rope: self.angles(positions, rope, lengths) for rope in ropes}
+        return {rope: self.angles(positions, rope, lengths) for rope in self.config.ropes}
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream before the first layer, [batch, tokens, hidden].
@@ -449,22 +449,20 @@ class Decoder(Drafts):
         # Before the first layer, the embedding is the only term, and there is no residual stream.
         watch, context = context.watch, dataclasses.replace(context, watch=None)
         terms = self._look_up(tokens, context)[None]
-        residual = None
-        written = []
-        depth = self.config.depth
+        residual, written, depth = None, list[Any](), self.config.depth
+        inputs = None if self.per_layer is None else self.per_layer(tokens, terms[0])
+        own, sources = contexts(self.config, context, inputs), self.config.sources
         for index, layer in enumerate(self.layers[:depth]):
             with jax.named_scope(f"layer_{index}"):
                 state = states[index] if states else None
+                state = state if (source := sources[index]) is None else written[source]
                 if watch is not None and watch.touches(index):
                     stream = watch.see("residual", index, stream_of(terms, residual))
-                    found = layer.watched(index, stream, context, state, watch)
-                    terms, residual, state = found
-                    written.append(state)
-                    continue
-                terms, residual, state = apply(
-                    plan_conditions(), layer, terms, residual, context, state
-                )
-                written.append(state)
+                    found = layer.watched(index, stream, own[index], state, watch)
+                else:
+                    found = apply(plan_conditions(), layer, terms, residual, own[index], state)
+                terms, residual, state = found
+                written.append(state if source is None else ())
         if watch is not None and watch.touches(depth):
             stream = watch.see("residual", depth, stream_of(terms, residual))
             terms, residual = stream[None], None

@@ -287,9 +287,10 @@ class Division:
 
     def _cut(self, path: str, number: int) -> Cut | None:
         """The cut of a parameter in a layer; None for a parameter that is whole on every device."""
-        if not path.startswith("layers."):
+        _, *found = path.split(".", 3)
+        if not path.startswith("layers.") or len(found) < 3:
             return None
-        _, layer, half, inner = path.split(".", 3)
+        layer, half, inner = found
         return _cuts(self, int(layer), half, number).get(inner)
 
     def _inputs(self, path: str) -> list[Run]:

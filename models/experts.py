@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationFormat,
     ExpertMLP,
     Gate,
     LocalExperts,
@@ -25,8 +26,10 @@ from mpjax.kernels import (
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.experts.plans import MOST_TILE_ROWS, Problem, runs_by_warpgroups
 from mpjax.kernels.rowwise.projection import project
+from mpjax.models import expert_norms
 from mpjax.models.config import DecoderConfig, MLPSpec
-from mpjax.models.layers import Activations, Linear, Projected, Projection
+from mpjax.models.expert_norms import ExpertNorms
+from mpjax.models.layers import Activations, Linear, Projected, Projection, Rounding
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.mlp import (
     ACTIVATIONS,
@@ -59,6 +62,9 @@ class ExpertsSpec(MLPSpec):
         UngatedMLPSpec; None: they have gates.
     shared_size: intermediate channels of the shared expert; None without one.
     shared_gate: whether the shared expert's output is multiplied by the sigmoid of a linear map.
+    activation: of experts and shared expert that have gates, as in GatedMLPSpec.
+    own_norms: whether experts, shared expert and router read the residual stream through norms of
+        their own, and gains multiply the routing weights; see ExpertNorms.
     """
 
     kind: ClassVar[str] = "experts"
@@ -82,6 +88,8 @@ class ExpertsSpec(MLPSpec):
     jitter: float | None = None
     transposed_files: bool = False
     weighs_inputs: bool = False
+    activation: str = "silu"
+    own_norms: bool = False
 
     @property
     def routing(self) -> Routing:
@@ -91,16 +99,24 @@ class ExpertsSpec(MLPSpec):
         return Routing(self.experts_per_token, **values)
 
     @property
+    def reads_stream(self) -> bool:
+        """See SublayerSpec."""
+        return self.own_norms
+
+    @property
     def gate(self) -> Gate:
         """The gated activation inside experts."""
-        return Gate(self.gate_limit, self.gate_alpha)
+        return Gate(self.gate_limit, self.gate_alpha, self.activation)
 
     def why_unsound(self) -> str | None:
         """The reason why the activation, the routing or the transform is invalid, or None."""
         known = [name for name, (_, learned) in ACTIVATIONS.items() if not learned]
         if self.ungated not in (None, *known):
             return f"ungated is {self.ungated!r:.80}: expected {' or '.join(known)}, or None"
+        if self.own_norms and (self.shared_size is None or self.shared_gate):
+            return "own_norms is true: expected a shared expert without a gate"
         try:
+            _ = self.gate
             return self.routing.why_not(self.num_experts) or self.why_unmixable()
         except ValueError as error:
             return str(error)
@@ -112,7 +128,7 @@ class ExpertsSpec(MLPSpec):
             return None
         if self.ungated is not None:
             return UngatedMLPSpec(size, activation=self.ungated, hadamard=self.hadamard)
-        return GatedMLPSpec(size, hadamard=self.hadamard)
+        return GatedMLPSpec(size, activation=self.activation, hadamard=self.hadamard)
 
     def mixers(self) -> dict[str, int]:
         """The channels before `down` of the stack of experts, and of the shared expert."""
@@ -141,7 +157,12 @@ class ExpertsSpec(MLPSpec):
         return tuple(maps)
 
     def readers(self, config: DecoderConfig) -> tuple[str, ...]:
-        """The experts' `gate_up`, the router, and the shared expert's readers and gate."""
+        """The experts' `gate_up`, the router, and the shared expert's readers and gate.
+
+        None with own norms.
+        """
+        if self.own_norms:
+            return ()
         found = ["experts.gate_up", "router"]
         if self.shared is not None:
             read = [f"shared.{path}" for path in self.shared.readers(config)]
@@ -245,7 +266,8 @@ class ExpertsSpec(MLPSpec):
             found["router_correction"] = (self.num_experts,)
         if self.shared_size is not None and self.shared_gate:
             found["shared_gate"] = (1, config.hidden_size)
-        return found
+        own = expert_norms.shapes(config.hidden_size, self.num_experts) if self.own_norms else {}
+        return found | {f"norms.{path}": shape for path, shape in own.items()}
 
     def wide_arrays(self, config: DecoderConfig) -> tuple[str, ...]:
         """The router's selection bias: in 16 bits it would choose other experts."""
@@ -401,12 +423,15 @@ class Experts(nnx.Module):
         if spec.shared is not None:
             self.shared = spec.shared.build(config, rngs)
         self.shared_gate = create("shared_gate")
+        self.norms: ExpertNorms | None = nnx.data(None)
+        if spec.own_norms:
+            self.norms = ExpertNorms(config, spec.num_experts)
         self.routing = spec.routing
 
     @property
-    def activations(self) -> Projection:
+    def activations(self) -> Rounding | Projection:
         """The router, by which a norm also multiplies its result; experts round x themselves."""
-        return Projection(self.router.get_value())
+        return ActivationFormat() if self.norms else Projection(self.router.get_value())
 
     def runs_by_warpgroups(self, tokens: int) -> bool:
         """Whether experts of so many tokens are planned for warpgroups on the default device."""
@@ -416,13 +441,16 @@ class Experts(nnx.Module):
     def read(self, x: Activations | Projected) -> tuple[jax.Array, RouterLogits]:
         """The array x [..., hidden], and its router logits, computed unless a norm has done so."""
         if not isinstance(x, Projected):
-            x = as_array("Experts: x", x)
-            x = Projected(x, project(x, self.router.get_value()))
-        correction, bias = (
-            None if each is None else each.get_value()
-            for each in (self.router_correction, self.router_bias)
-        )
-        return x.values, RouterLogits(x.products, self.routing, correction, bias)
+            x, router = as_array("Experts: x", x), self.router.get_value()
+            x = (
+                self.norms.routed_input(x, router)
+                if self.norms is not None
+                else Projected(x, project(x, router))
+            )
+        gain = None if self.norms is None else self.norms.gain
+        given = self.router_correction, self.router_bias, gain
+        arrays = (None if each is None else each.get_value() for each in given)
+        return x.values, RouterLogits(x.products, self.routing, *arrays)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
@@ -434,10 +462,15 @@ class Experts(nnx.Module):
         There is a term for each of a token's experts, and the shared expert's terms. x is an array,
         or Projected with the router's products.
         """
-        x, logits = self.read(x)
+        stream, (x, logits) = x, self.read(x)
         terms = self.experts.terms(x, logits, context)
         if self.shared is None:
             return terms
+        if self.norms is not None:
+            assert isinstance(stream, jax.Array)
+            format: Any = self.shared.activations if context.is_cached else None
+            shared = self.shared.terms(self.norms.shared_input(stream, format), context)
+            return self.norms.outputs(terms, shared)
         shared = self.shared.terms(x, context).astype(jnp.float32)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(project(x, self.shared_gate.get_value()))[None]
@@ -449,7 +482,8 @@ class Experts(nnx.Module):
 
     def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
-        experts, weights = self.route(x)
+        stream, (x, logits) = x, self.read(x)
+        experts, weights = logits.route()
         own, _ = self.experts.weighted(x, weights)
         count = len(self.router.get_value())
         found: Inputs = {
@@ -457,6 +491,7 @@ class Experts(nnx.Module):
             "experts.down": RoutedInputs(self.experts.gated(own, experts), experts, count),
         }
         if self.shared is not None:
+            x = x if self.norms is None else self.norms.shared_norm(stream)
             found |= {f"shared.{path}": read for path, read in self.shared.inputs(x).items()}
         return found
 

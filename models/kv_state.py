@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from mpjax.kernels import KVLayout, KVPages
 from mpjax.kernels.kv_cache.cache import create_pages
 from mpjax.kernels.kv_cache.reference import gather
+from mpjax.models.config import DecoderConfig
 from mpjax.models.state import Room
 
 
@@ -80,3 +81,11 @@ class KVState:
             keys, values = (cleared(name, slots, rest) for name in ("keys", "values"))
             changed["residual"] = dataclasses.replace(rest, keys=keys, values=values)
         return dataclasses.replace(state, **changed)
+
+
+def has_equal_heads(config: DecoderConfig) -> bool:
+    """Whether all layers have keys and values with the same numbers of heads and channels."""
+    usual = config.num_kv_heads, config.head_dim
+    sizes = (getattr(layer.attention, "sizes", None) for layer in config.layers)
+    alike = all(each(config)[1:] == usual for each in sizes if each is not None)
+    return alike and not any(source is not None for source in config.sources)

@@ -26,7 +26,6 @@ from mpjax.kernels import (
     latent_format,
     paged_attention,
     prefill_attention,
-    rotate,
 )
 from mpjax.kernels.checks import as_dtype, require_type
 from mpjax.kernels.cutting import Run
@@ -286,7 +285,7 @@ class LatentAttention(nnx.Module):
 
         def turned(heads: jax.Array) -> jax.Array:
             heads = heads if order is None else jnp.take(heads, np.asarray(order), axis=-1)
-            return _rotate(heads, *turn)
+            return rotary.rotate(heads, *turn)
 
         keys, rotated = self._grown(keys, context), self._grown(turned(rotated), context)
         return keys, rotated, self.latent_norm(latents), turned(part[..., None, :])[..., 0, :]
@@ -364,10 +363,3 @@ def _einsum(axes: str, x: jax.Array, maps: jax.Array) -> jax.Array:
 def _padded(x: jax.Array, channels: int) -> jax.Array:
     """Heads [..., channels] padded with zeros."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, channels - x.shape[-1])])
-
-
-def _rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """`rotate` for x [batch, tokens, heads, channels], or varlen [tokens, heads, channels]."""
-    if x.ndim == 4:
-        return rotate(x, cosines, sines)
-    return rotate(x[None], cosines[None], sines[None])[0]

@@ -13,10 +13,11 @@ from flax import nnx
 from mpjax.kernels import ActivationFormat
 from mpjax.kernels.optimized_once import optimized_once
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models.attention import Mixer
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.layers import Projection, RMSNorm, Rounding, rounded
+from mpjax.models.mixer import Mixer
 from mpjax.models.mlp import MLP, Inputs
+from mpjax.models.per_layer import PerLayer
 from mpjax.models.state import StepContext
 from mpjax.models.watch import Watch
 
@@ -24,7 +25,9 @@ from mpjax.models.watch import Watch
 class DecoderLayer(nnx.Module):
     """A mixer and an MLP, each added to the residual stream, with norms before or after them.
 
-    attention: the mixer, or None. mlp: the MLP, or None.
+    attention: the mixer, or None. mlp: the MLP, or None. per_layer: the sublayer of per-layer
+    embeddings, or None. scale: [1], by which the layer multiplies
+    the residual stream, or None.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
@@ -38,6 +41,11 @@ class DecoderLayer(nnx.Module):
         self.mlp = halves["mlp"].build(config, rngs) if spec.mlp else None
         self.attention_post_norm = norm() if "attention" in post else None
         self.mlp_post_norm = norm() if "mlp" in post else None
+        self.per_layer: PerLayer | None = nnx.data(None)
+        if spec.per_layer is not None:
+            self.per_layer = halves["per_layer"].build(config, rngs)
+        self.per_layer_post_norm = norm() if "per_layer" in post else None
+        self.scale = nnx.data(nnx.Param(jnp.ones(1, config.dtype)) if spec.scaled else None)
 
     def __call__(
         self, terms: jax.Array, residual: jax.Array | None, context: StepContext, state: Any
@@ -91,7 +99,7 @@ class DecoderLayer(nnx.Module):
             terms = mixer.terms(mixed, context)
             terms = output("attention", self.attention_post_norm, terms)
         if mlp is None:
-            return terms, stream, state
+            return *_finished(self, terms, stream, context), state
         before = terms
         if not self.shares_norm:
             reading = mlp.activations if context.is_cached else None
@@ -99,7 +107,8 @@ class DecoderLayer(nnx.Module):
         if watch.captures("router", number):
             watch.see("router", number, mlp.route(x)[0])  # type: ignore[attr-defined]
         found = output("mlp", self.mlp_post_norm, mlp.terms(x, context))
-        return (jnp.concatenate([before, found]) if self.shares_norm else found), stream, state
+        terms = jnp.concatenate([before, found]) if self.shares_norm else found
+        return *_finished(self, terms, stream, context), state
 
     def inputs(self, hidden: jax.Array, angles: dict[str, jax.Array]) -> tuple[jax.Array, Inputs]:
         """The next residual stream, and the input of each linear map, by path.
@@ -117,12 +126,29 @@ class DecoderLayer(nnx.Module):
             terms = _written(self.attention_post_norm, mixer.terms(mixed, context))
             hidden = hidden + terms.sum(0).astype(hidden.dtype)
         if mlp is None:
-            return hidden, found
+            return _times(hidden, self.scale), found
         if not self.shares_norm:
             x = hidden if self.mlp_norm is None else self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
         terms = _written(self.mlp_post_norm, mlp.terms(x, context))
-        return hidden + terms.sum(0).astype(hidden.dtype), found
+        return _times(hidden + terms.sum(0).astype(hidden.dtype), self.scale), found
+
+
+def _times(x: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
+    """X times a layer's scale [1], if it has one, in the dtype of x."""
+    if scale is None:
+        return x
+    return (x.astype(jnp.float32) * scale.get_value().astype(jnp.float32)[0]).astype(x.dtype)
+
+
+def _finished(
+    layer: DecoderLayer, terms: jax.Array, residual: jax.Array, context: StepContext
+) -> tuple[jax.Array, jax.Array]:
+    """The next terms and stream after mixer and MLP: with the third sublayer and the scale."""
+    if layer.per_layer is not None:
+        residual = stream_of(terms, residual)
+        terms = _written(layer.per_layer_post_norm, layer.per_layer.terms(residual, context))
+    return _times(terms, layer.scale), _times(residual, layer.scale)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -192,12 +218,14 @@ def _after_mixer(
         assert mixer is not None
         assert mlp is not None
         halves = mixer.terms(mixed, context), mlp.terms(shared, context)
-        return jnp.concatenate([half.astype(jnp.float32) for half in halves]), residual
+        terms = jnp.concatenate([half.astype(jnp.float32) for half in halves])
+        return _finished(layer, terms, residual, context)
     terms = mixed
     if mixer is not None:
         terms = _written(layer.attention_post_norm, mixer.terms(mixed, context))
     if mlp is None:
-        return terms, residual
+        return _finished(layer, terms, residual, context)
     reading = mlp.activations if context.is_cached else None
     residual, x = _read(layer.mlp_norm, terms, residual, reading)
-    return _written(layer.mlp_post_norm, mlp.terms(x, context)), residual
+    terms = _written(layer.mlp_post_norm, mlp.terms(x, context))
+    return _finished(layer, terms, residual, context)

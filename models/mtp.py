@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels.kv_cache.varlen import tokens_of
-from mpjax.models.attention import Mixer
 from mpjax.models.config import ConfigError, DecoderConfig, LayerSpec, MixerSpec
 from mpjax.models.layers import Activations, RMSNorm, Rounding
 from mpjax.models.maps import Fold
+from mpjax.models.mixer import Mixer
 from mpjax.models.parallel import JointSpec, JointState
 from mpjax.models.parameters import Names
 from mpjax.models.recurrent import RecurrentMixer

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.models.attention import Mixer
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.layers import Activations, Rounding, shared
 from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.mixer import Mixer
 from mpjax.models.recurrent import RecurrentMixer
 from mpjax.models.share import Cut, HeadShares, Share
 from mpjax.models.state import Room, StateSpec, StepContext

@@ -15,6 +15,7 @@ from mpjax.models.config import DecoderConfig
 from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
 from mpjax.models.maps import LinearMaps
+from mpjax.models.per_layer import array_shapes
 from mpjax.models.stack import alternating, halves_of, stack, unstack
 from mpjax.models.window import Window
 
@@ -261,6 +262,9 @@ def array_places(
     plain = [path for path in config.tables if path not in config.packed_tables]
     tables = [ArrayPlace(path, name_of(names, path), table) for path in plain]
     places = [place for place in tables if place.path == EMBEDDING]
+    if (size := config.per_layer_size) is not None:
+        given = {f"per_layer.{path}": shape for path, shape in array_shapes(config, size).items()}
+        places += [ArrayPlace(path, name_of(names, path), shape) for path, shape in given.items()]
     for number, layer in enumerate(config.layers):
         shapes: dict[str, tuple[int, ...]] = {}
         wide: list[str] = []
@@ -271,6 +275,7 @@ def array_places(
             wide += [f"{half}.{path}" for path in spec.wide_arrays(config)]
             if layer.has_post_norms:
                 shapes[f"{half}_post_norm.weight"] = hidden
+        shapes |= {"scale": (1,)} if layer.scaled else {}
         own = draft_names if number >= config.depth else names
         places += [
             ArrayPlace(
@@ -294,6 +299,17 @@ def array_places(
         name = f"{name_of(names, HEAD).removesuffix('.weight')}.bias"
         places.append(ArrayPlace(HEAD_BIAS, name, (config.vocab_size,)))
     return places
+
+
+def unread_names(config: DecoderConfig, names: Names) -> tuple[str, ...]:
+    """Prefixes of tensors that files may have of layers that read another layer's keys."""
+    readers = (number for number, source in enumerate(config.sources) if source is not None)
+    return tuple(
+        f"{name.removesuffix('.weight')}."
+        for number in readers
+        for path, first in (("attention.qkv", 1), ("attention.key_norm.weight", 0))
+        for name in names_of(names, path, number)[first:]
+    )
 
 
 def _with_bias(place: ArrayPlace) -> list[ArrayPlace]:
@@ -338,7 +354,8 @@ def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlac
     of_maps, at = names_of(names, path, number), f"layers.{number}.{path}"
     if len(of_maps) == 1:  # files store all maps as one tensor
         of_maps *= len(maps.shapes)
-    pairs = zip(of_maps, maps.shapes, strict=True)
+    # Some layers have only the first maps, as those whose keys are their values.
+    pairs = zip(of_maps[: len(maps.shapes)], maps.shapes, strict=True)
     alike = [[*each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])]
     found = tuple(each[0][0] for each in alike)
     shapes = tuple((maps.shapes[0][0], sum(outputs for _, (_, outputs) in each)) for each in alike)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.kernels import rotate as rotate_padded
 from mpjax.models.config import DecoderConfig, RopeScaling
 from mpjax.models.config_checks import ROPE_SCALINGS
 
@@ -25,15 +26,16 @@ def frequencies(
     lengths of tokens, int [...]; unused without `scaling_by_length`.
     """
     if rope == "none":
-        return jnp.zeros(config.head_dim // 2, jnp.float32)
-    rotated = config.rotary_dim or config.head_dim
+        return jnp.zeros(config.head_dim_of(rope) // 2, jnp.float32)
+    head_dim = config.head_dim_of(rope)
+    rotated = config.rotary_dim or head_dim
     theta, scaling = config.rope_theta, config.rope_scaling
     if rope == "local":
         theta, scaling = config.local_rope_theta or theta, config.local_rope_scaling
     if config.scaling_by_length is None:
         lengths = 0
     found = scaled_frequencies(rotated, theta, scaling, lengths)
-    rest = (config.head_dim - rotated) // 2
+    rest = (head_dim - rotated) // 2
     return jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, rest)]) if rest else found
 
 
@@ -49,6 +51,9 @@ def scaled_frequencies(
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "proportional":
+        turning = int(scaling.rotated_share * dim // 2)
+        return jnp.where(jnp.arange(dim // 2) < turning, plain / scaling.factor, 0.0)
     if scaling.kind == "llama3":
         return _llama3(plain, scaling)
     if scaling.kind == "yarn":
@@ -127,6 +132,16 @@ def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Arra
     factors[: rotated // 2] = factor
     each = jax.lax.broadcast_to_rank(jnp.asarray(factors), angles.ndim)
     return cosines * each, sines * each
+
+
+def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
+    """RoPE of x [batch, tokens, heads, channels], or varlen [tokens, heads, channels].
+
+    cosines, sines: [..., channels / 2], as `turn` returns them.
+    """
+    if x.ndim == 4:
+        return rotate_padded(x, cosines, sines)
+    return rotate_padded(x[None], cosines[None], sines[None])[0]
 
 
 def channel_order(rotated: int, whole: int, interleaved: bool = False) -> np.ndarray | None:

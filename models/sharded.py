@@ -41,7 +41,7 @@ from mpjax.models.symmetry import formats_of_all, with_symmetry
 from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
-PARTS = ("layers", "embedding", "head", "head_bias", "norm", "cache_scales")
+PARTS = ("layers", "embedding", "head", "head_bias", "norm", "cache_scales", "per_layer")
 WHOLE = PartitionSpec()  # the spec of arrays that every device has whole
 
 

@@ -4,5 +4,9 @@ from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import SublayerSpec
 from mpjax.models.experts import ExpertsSpec
 from mpjax.models.mlp import GatedMLPSpec, UngatedMLPSpec
+from mpjax.models.per_layer import PerLayerSpec
 
-SPECS: tuple[type[SublayerSpec], ...] = GroupedQuerySpec, GatedMLPSpec, UngatedMLPSpec, ExpertsSpec
+SPECS: tuple[type[SublayerSpec], ...] = (
+    *(GroupedQuerySpec, GatedMLPSpec, UngatedMLPSpec),
+    *(ExpertsSpec, PerLayerSpec),
+)

@@ -216,8 +216,11 @@ class DecoderCache:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["angles", "starts", "counts", "tables", "slots", "encoded", "adapters"],
-    meta_fields=["fresh", "tentative", "watch"],
+    data_fields=[
+        *("angles", "starts", "counts", "tables", "slots", "encoded", "adapters"),
+        "layer_input",
+    ],
+    meta_fields=["fresh", "tentative", "watch", "keeps"],
 )
 @dataclasses.dataclass(frozen=True)
 class StepContext:
@@ -237,6 +240,10 @@ class StepContext:
     tentative: whether tokens may be removed again, so that fixed-size states are not updated until
         `Decoder.settle` (static).
     watch: the step's captures and changes; None for none, and inside layers.
+    layer_input: inside layers, the layer's input of each token, [..., size], with per-layer
+        embeddings; else None.
+    keeps: inside layers, whether attention without a cache returns keys and values as its state,
+        since later layers read them (static).
     """
 
     angles: dict[str, jax.Array]
@@ -249,6 +256,8 @@ class StepContext:
     adapters: jax.Array | None = None
     tentative: bool = False
     watch: Watch | None = None
+    layer_input: jax.Array | None = None
+    keeps: bool = False
 
     @classmethod
     def of(

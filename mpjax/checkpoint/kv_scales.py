@@ -22,6 +22,7 @@ from mpjax.checkpoint.schemes.policy import Policy
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat
 from mpjax.models import Decoder, DecoderConfig
+from mpjax.models.kv_state import has_equal_heads
 from mpjax.models.parameters import names_of
 
 SUFFIXES = (".k_scale", ".v_scale")
@@ -51,6 +52,11 @@ def of(
     found = [name if name in tensors else _of_map(name) for name in usual]
     if not any(name in tensors for name in found):
         return () if policy.may_lack_cache_scales else tuple(usual)
+    if not has_equal_heads(config):
+        raise CheckpointError(
+            f"the files have scales for an FP8 cache, such as {found[0]}, and the model's layers "
+            "have heads of different sizes, for which such scales are not read"
+        )
     return tuple(found)
 
 

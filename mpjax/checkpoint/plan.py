@@ -25,7 +25,7 @@ from mpjax.checkpoint.transfer import PIECE_BYTES
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.models import ArrayPlace, Decoder, DecoderConfig, ExpertPlace, LinearPlace
-from mpjax.models.parameters import name_of
+from mpjax.models.parameters import name_of, unread_names
 from mpjax.models.window import Window
 
 SHOWN_NAMES = 5
@@ -212,7 +212,12 @@ def make_plan(
     expected |= set(cache_scales)
     if config.tie_word_embeddings:  # `settle` has checked that head and embedding are equal
         expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
-    expected |= {name for name in checkpoint.tensors if is_spare(name, decoder, config)}
+    unread = unread_names(config, decoder.names)
+    expected |= {
+        name
+        for name in checkpoint.tensors
+        if is_spare(name, decoder, config) or name.startswith(unread)
+    }
     _check_names(checkpoint, expected, ignored)
     return Plan(
         config,

@@ -24,9 +24,13 @@ TOLD_ELSEWHERE = ("packed_tables",)
 RARE: Mapping[type, tuple[str, ...]] = {
     DecoderConfig: (
         *("local_rope_scaling", "centered_norms", "norm_bias", "predicts", "labels"),
-        "head_bias",
+        *("head_bias", "per_layer_vocab"),
     ),
+    RopeScaling: ("rotated_share",),
+    LayerSpec: ("scaled", "per_layer"),
     GroupedQuerySpec: (
+        *("heads", "kv_heads", "head_dim", "keys_as_values", "value_norm"),
+        "reads_back",
         "interleaved",
         "norm_after",
         "growth",
@@ -37,7 +41,10 @@ RARE: Mapping[type, tuple[str, ...]] = {
         *("gate_map", "norm_weights", "chunked", "growth_from_one"),
     ),
     GatedMLPSpec: ("factors",),
-    ExpertsSpec: ("ungated", "jitter", "transposed_files", "weighs_inputs"),
+    ExpertsSpec: (
+        *("ungated", "jitter", "transposed_files", "weighs_inputs"),
+        *("activation", "own_norms"),
+    ),
     MLPSpec: ("hadamard",),
 }
 SCALINGS = ("rope_scaling", "local_rope_scaling")
@@ -61,11 +68,10 @@ ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
 
 def to_json(config: DecoderConfig) -> dict[str, Any]:
     """The configuration as JSON values: dictionaries, lists, numbers, booleans and strings."""
-    layers = [
-        {half: _spec(getattr(layer, half)) for half in HALVES} | {"norms": layer.norms}
-        for layer in config.layers
-    ]
+    layers = [_fields(layer) for layer in config.layers]
+    scalings = {name: getattr(config, name) for name in SCALINGS if getattr(config, name)}
     written = _fields(config) | {"layers": layers}
+    written |= {name: _fields(scaling) for name, scaling in scalings.items()}
     return {name: value for name, value in written.items() if name not in TOLD_ELSEWHERE}
 
 
@@ -159,7 +165,7 @@ def _spec(spec: SublayerSpec | None) -> dict[str, Any] | None:
     return None if spec is None else {"kind": spec.kind} | _fields(spec)
 
 
-def _fields(spec: DecoderConfig | SublayerSpec) -> dict[str, Any]:
+def _fields(spec: DecoderConfig | SublayerSpec | LayerSpec | RopeScaling) -> dict[str, Any]:
     values = dataclasses.asdict(spec)
     for field in dataclasses.fields(spec):
         if isinstance(part := getattr(spec, field.name), SublayerSpec):
@@ -181,10 +187,11 @@ def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpe
     _require_fields(where, written, LayerSpec)
     halves: dict[str, Any] = {
         half: _parse_spec(f"{where}.{half}", get(written, half, dict), kinds)
-        for half in HALVES
-        if written[half] is not None
+        for half in (*HALVES, "per_layer")
+        if written.get(half) is not None
     }
-    return LayerSpec(**dict.fromkeys(HALVES) | halves, norms=get(written, "norms", str))
+    norms = {"norms": get(written, "norms", str)}
+    return LayerSpec(**dict(written) | dict.fromkeys(HALVES) | halves | norms)
 
 
 def _parse_spec(

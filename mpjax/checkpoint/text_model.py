@@ -37,6 +37,12 @@ TEXT_MODELS = {
         ),
     ),
     "Llama4ForConditionalGeneration": (TextModel("Llama4ForCausalLM", "llama4_text", {}),),
+    "Gemma4ForConditionalGeneration": (
+        TextModel(
+            *("Gemma4ForCausalLM", "gemma4_text"),
+            {"vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4},
+        ),
+    ),
     "Mistral3ForConditionalGeneration": (
         TextModel("MistralForCausalLM", "mistral", {}),
         TextModel("Ministral3ForCausalLM", "ministral3", {}),
@@ -71,7 +77,8 @@ OF_THE_WHOLE = (
     "tie_word_embeddings",
 )
 _NAME = re.compile(r"language_model\.(model\.|lm_head\.)|model\.language_model\.")
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.")
+_OTHERS = "vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_(vision|audio)"
+_OF_IMAGES = re.compile(rf"(model\.)?({_OTHERS})\.")  # and of sounds
 PATTERNS = (_NAME, _OF_IMAGES)
 
 

@@ -19,7 +19,7 @@ from mpjax.kernels import KVFormat, cache_scales
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
-from mpjax.models.attention import KVState
+from mpjax.models.kv_state import KVState, has_equal_heads
 from mpjax.models.parallel import JointState
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.state import StateSpec
@@ -59,6 +59,11 @@ def calibrate_cache(
         raise ValueError(
             "no layer of the model has keys and values, so that there are no scales to calibrate: "
             "load it with KV16"
+        )
+    if not has_equal_heads(lm.config):
+        raise ValueError(
+            "the model's layers have heads of different sizes, for which no scales are calibrated: "
+            "load it with KV16, KV8 or KV4"
         )
     tokenizer = lm.require_tokenizer()
     window = DEFAULT_WINDOW if window is None else window

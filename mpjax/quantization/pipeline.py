@@ -53,7 +53,11 @@ class Stream:
 
     @classmethod
     def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
-        """The hidden states before the first layer: the token embeddings."""
+        """The hidden states before the first layer: the token embeddings.
+
+        Raises ValueError for a model whose layers read more than these.
+        """
+        require_chain(model.config)
         states = [np.asarray(model.embed(jnp.asarray(windows.tokens))) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
         angles = model.angles_by_rope(positions)
@@ -91,6 +95,16 @@ class Stream:
                     "instead of float16, or look whether the checkpoint is damaged"
                 )
             self.states[index] = np.asarray(states)
+
+
+def require_chain(config: DecoderConfig) -> None:
+    """Raises ValueError unless each layer reads only the hidden states after its predecessor."""
+    if config.per_layer_size is not None or any(source is not None for source in config.sources):
+        raise ValueError(
+            "the model's layers read per-layer embeddings or another layer's keys and values, with "
+            "which no calibration text can run layer by layer: round to nearest instead, without "
+            "methods that need text"
+        )
 
 
 def quantize_layer(

@@ -64,6 +64,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "GemmaForCausalLM": {"tie_word_embeddings": True},
+    "Gemma4ForCausalLM": {
+        **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"tie_word_embeddings": True, "sliding_window": 12, "global_head_dim": 64},
+        **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2},
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+        **{"moe_intermediate_size": 64, "hidden_size_per_layer_input": 16},
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
     "GraniteForCausalLM": {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.5,
@@ -165,6 +173,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 CALLED = (
     "GptOssForCausalLM",
     "Gemma2ForCausalLM",
+    "Gemma4ForCausalLM",
     "GraniteForCausalLM",
     "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",

@@ -17,7 +17,7 @@ from mpjax.kernels import (
     quantize_activations,
 )
 from mpjax.models import Attention, DecoderConfig, Packed
-from mpjax.models.attention import _means_of_squares
+from mpjax.models.mixer import means_of_squares
 from mpjax.models.state import WHOLE, Room, StepContext
 from tests.models.small import CONFIG, small_config
 from tests.pallas_kernels.oracles import random_array
@@ -156,13 +156,13 @@ def test_a_layer_gets_the_terms_and_the_inputs_of_the_maps(rng):
     assert attention.activations == attention.qkv.activations
 
 
-def test_means_of_squares_are_those_of_all_devices(rng):
+def testmeans_of_squares_are_those_of_all_devices(rng):
     """Of three, each of which has a third of the channels."""
     queries, keys = rng.standard_normal((3, 2, 8)), rng.standard_normal((3, 2, 4))
     parts = tuple(jnp.asarray(x, jnp.float32) for x in (queries, keys))
 
     def means(*parts):
-        return _means_of_squares(parts, (24, 12), "model")
+        return means_of_squares(parts, (24, 12), "model")
 
     found = jax.vmap(means, axis_name="model")(*parts)
     for mean, x in zip(found, (queries, keys), strict=True):

@@ -30,6 +30,7 @@ NEEDED_BY = {
         for name in ("DeepseekV3", "DeepseekV32", "Glm4MoeLite")
     },
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 300_000},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # Keys by which others count.
@@ -59,10 +60,16 @@ def needed(architecture: str) -> dict:
 def test_defaults_are_those_of_transformers(architecture):
     name = architecture.removesuffix("ForCausalLM")
     kind: Any = getattr(transformers, f"{name}Config")
-    if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):  # whose text models have classes of their own
+    if name in (
+        "Gemma3",
+        "Gemma4",
+        "Qwen3_5",
+        "Qwen3_5Moe",
+    ):  # whose text models have classes of their own
         kind = getattr(transformers, f"{name}TextConfig")
     family = FAMILIES[architecture]
-    for switches in SWITCHES:
+    # transformers reads no rope_scaling of Gemma 4, and fails to check it.
+    for switches in SWITCHES[: 2 if name == "Gemma4" else None]:
         bare = needed(architecture) | switches
         full = kind(**bare).to_dict()
         assert family.config_from_hf(bare) == family.config_from_hf(full), switches

@@ -32,6 +32,7 @@ from mpjax.quantization.learning.learned_linear import (
     why_not,
 )
 from mpjax.quantization.learning.teacher import Teacher, ends_of, token_losses
+from mpjax.quantization.pipeline import require_chain
 from mpjax.quantization.text import DEFAULT_CALIBRATION, Calibration, Windows
 
 DEFAULT_LEARNING = Learning()
@@ -77,6 +78,7 @@ def learn_scales(
     if rechoose and not isinstance(reference, LanguageModel):
         raise ValueError("rechoose needs the 16-bit model: pass a LanguageModel as reference")
     _check_experts(lm.model)
+    require_chain(lm.config)
     model = nnx.clone(lm.model)
     batches = calibration.windows(list(documents), lm.require_tokenizer(), model.config)
     teacher = None

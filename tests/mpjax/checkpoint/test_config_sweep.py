@@ -23,7 +23,7 @@ from flax import nnx
 from mpjax.loading import load
 from mpjax.models import FAMILIES, ConfigError, Decoder
 from mpjax.models.config_keys import NEUTRAL
-from tests.mpjax.checkpoint import hybrid_keys, latent_keys, saved_models
+from tests.mpjax.checkpoint import gemma_keys, hybrid_keys, latent_keys, saved_models
 from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
@@ -326,7 +326,7 @@ OWN: dict[tuple[str, str], list[Any]] = {
     ("Phimoe", "router_jitter_noise"): [0.1],
     **dict.fromkeys([(name, "layer_types") for name in ("SmolLM3", "Qwen2", "Qwen3")], KINDS[1:]),
 }
-for keys in (hybrid_keys, latent_keys):
+for keys in (hybrid_keys, latent_keys, gemma_keys):
     for common, own in (
         (MODELS, keys.MODELS),
         (VALUES, keys.VALUES),
@@ -348,6 +348,7 @@ REFUSED_BY = {
     "KimiLinear": (*REFUSED, "attention_bias"),
     "DeepseekV2": (*REFUSED, *latent_keys.REFUSED),
     "DeepseekV32": (*REFUSED, "mlp_bias"),
+    "Gemma4Text": (*REFUSED, *gemma_keys.REFUSED),
 }
 
 
@@ -368,7 +369,8 @@ def build(name: str, hf: dict[str, Any]) -> Any:
     config = getattr(transformers, f"{name}Config")(**written)
     model = getattr(transformers, architecture)(config).to(torch.float32).eval()
     with torch.no_grad():
-        biases = [each for each in model.named_buffers() if each[0].endswith("bias")]
+        ends = "bias", "layer_scalar"
+        biases = [each for each in model.named_buffers() if each[0].endswith(ends)]
         for path, parameter in [*model.named_parameters(), *biases]:
             rng = np.random.default_rng(zlib.crc32(path.encode()))
             noise = rng.standard_normal(parameter.shape) * (0.3 if parameter.ndim > 1 else 0.2)
@@ -426,7 +428,7 @@ def changes_of(name: str) -> list[dict[str, Any]]:
     known = dict.fromkeys([*fields, *READ.get(name, MORE)])
     own = {key for family, key in OWN if family == name}
     found = [{key: value for key, value in IRRELEVANT.items() if key in known and key not in own}]
-    sizes = (keys.OTHER_SIZES.get(name, {}) for keys in (latent_keys, hybrid_keys))
+    sizes = (keys.OTHER_SIZES.get(name, {}) for keys in (latent_keys, hybrid_keys, gemma_keys))
     found.append(functools.reduce(operator.or_, sizes, OTHER_SIZES))
     for key in known:
         if key in (*IRRELEVANT, *OTHER_SIZES, *ELSEWHERE) and key not in own:

@@ -1,0 +1,122 @@
+"""Gemma 4, whose layers have heads of two sizes, against transformers in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.generation.decoding import generate_tokens
+from mpjax.quantization.pipeline import Stream
+from tests.mpjax.checkpoint.test_huggingface_parity import SIZES, VOCABULARY, transformers
+from tests.mpjax.checkpoint.test_hybrid_families import (
+    LENGTHS,
+    OPTIONS,
+    build,
+    check_engine,
+    prompts,
+)
+from tests.mpjax.checkpoint.test_latent_families import logits
+
+torch = pytest.importorskip("torch")
+
+# Sizes that no two parts share.
+GEMMA = {
+    **{"num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1},
+    **{"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    **{"rms_norm_eps": 0.01, "hidden_size_per_layer_input": 0},
+}
+FAMILIES: dict[str, dict] = {
+    "31b": {**GEMMA, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
+    "26b-a4b": {
+        **{**GEMMA, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3},
+        **{"moe_intermediate_size": 32, "tie_word_embeddings": False},
+    },
+    "e2b": {
+        **{**GEMMA, "num_hidden_layers": 5, "num_kv_shared_layers": 3, "attention_bias": True},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+        **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY + 4},
+        "use_double_wide_mlp": True,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A model of transformers, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = build("Gemma4", FAMILIES[request.param])
+    model.save_pretrained(folder)
+    return request.param, model, folder
+
+
+def test_logits_greedy_tokens_and_an_engine(family):
+    name, model, folder = family
+    lm = dataclasses.replace(
+        mpjax.load(folder, dtype="float32", precision="W32A32KV16"), page_size=16
+    )
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 40)).astype(np.int32)
+    expected = logits(model, tokens)
+    assert abs(expected).max() > 1
+    error = np.abs(np.asarray(lm.model(tokens)) - expected).max()
+    assert error < 1e-5 * abs(expected).max()
+    padded = prompts()
+    found = generate_tokens(lm.model, padded, LENGTHS, **OPTIONS).tokens
+    rows = [row[:length] for row, length in zip(padded, LENGTHS, strict=True)]
+    for row, new in zip(rows, found, strict=True):
+        likeliest = logits(model, np.concatenate([row, new])[None])[0].argmax(-1)
+        np.testing.assert_array_equal(new, likeliest[len(row) - 1 : -1])
+    assert len(np.unique(found)) > 3
+    if name == "e2b":  # which has all kinds of states
+        check_engine(lm, [*rows, rows[0][3:]], found.tolist())
+
+
+def test_it_is_quantised_saved_and_restored(family, tmp_path):
+    _, model, folder = family
+    lm = mpjax.load(folder, dtype="float32", precision="W4g32A16KV8")
+    tokens = prompts()
+    expected, found = logits(model, tokens), np.asarray(lm.model(tokens))
+    assert 0 < abs(found - expected).mean() < 0.75 * abs(expected).mean()
+    cache = lm.model.create_cache(2, 64, lm.kv_format, 16)
+    _, cache = lm.model.step(tokens[:, :9], np.full(2, 9), cache)
+    in_8_bits, _ = lm.model.step(tokens[:, 9:], np.full(2, tokens.shape[1] - 9), cache)
+    assert 0 < abs(np.asarray(in_8_bits) - found[:, -1]).mean() < 0.1 * abs(found).mean()
+    mpjax.save(lm, tmp_path / "saved")
+    again = mpjax.load(tmp_path / "saved")
+    assert again.config == lm.config
+    np.testing.assert_array_equal(again.model(tokens), found)
+
+
+def test_calibration_is_refused_by_the_part_that_it_lacks(family):
+    name, _, folder = family
+    lm = mpjax.load(folder, dtype="float32", precision="W32A32KV8s")
+    with pytest.raises(ValueError, match="heads of different sizes"):
+        mpjax.calibrate_cache(lm, ["some text"])
+    if name == "e2b":
+        with pytest.raises(ValueError, match="per-layer embeddings"):
+            Stream.of(lm.model, [])
+
+
+def test_a_text_model_beside_those_of_images(family, tmp_path):
+    name, _, _ = family
+    if name == "31b":
+        pytest.skip("as the others")
+    text = {key: value for key, value in SIZES.items() if key != "attn_implementation"}
+    text["pad_token_id"] = 0
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4}
+    whole = transformers.Gemma4Config(
+        text_config=text | FAMILIES[name], vision_config=vision, audio_config=None
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForConditionalGeneration(whole).to(torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 90, (2, 20))
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    lm = mpjax.load(tmp_path, dtype="float32", precision="W32A32KV16")
+    error = abs(np.asarray(lm.model(tokens.astype(np.int32))) - expected).max()
+    assert error < 1e-5 * abs(expected).max()

@@ -40,6 +40,16 @@ def abstract(tree: Any) -> Any:
     return _replace(tree, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
 
 
+def on_host_of_cpu(tree: Any) -> Any:
+    """Arrays on a CPU as NumPy arrays, which share memory and are sliced without compilation."""
+
+    def convert(array: Any) -> Any:
+        on_cpu = {device.platform for device in array.devices()} == {"cpu"}
+        return np.asarray(array) if on_cpu else array
+
+    return jax.tree.map(convert, tree)
+
+
 def whole_shape(
     kernel: Any, shape: tuple[int, ...], format: WeightFormat | None
 ) -> jax.ShapeDtypeStruct | QuantizedTensor:

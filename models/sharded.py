@@ -28,7 +28,7 @@ from mpjax.models.cache_scales import CacheScales
 from mpjax.models.decoder import Decoder
 from mpjax.models.division import Division, Part
 from mpjax.models.expert_shares import ExpertShares
-from mpjax.models.gathered import Gathered, bias_shape, whole_shape
+from mpjax.models.gathered import Gathered, bias_shape, on_host_of_cpu, whole_shape
 from mpjax.models.layers import Linear
 from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
@@ -134,7 +134,7 @@ class ShardedDecoder(Decoder):
 
     def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
         """Gives each device its share of an array. rows: the window that `array` is of a table."""
-        array, begin = _on_host_of_cpu(array), rows.begin if rows else 0
+        array, begin = on_host_of_cpu(array), rows.begin if rows else 0
         cut = functools.partial(self.division.cut_array, place, array, begin=begin)
         place.assign(self.share, self._distribute(cut))
 
@@ -146,7 +146,7 @@ class ShardedDecoder(Decoder):
         if windows is not None:
             formats = formats_of_all(formats)
         held = [
-            _on_host_of_cpu(Part(with_symmetry(part.kernel, format), part.bias))
+            on_host_of_cpu(Part(with_symmetry(part.kernel, format), part.bias))
             for part, format in zip(map(_part, parts), formats, strict=True)
         ]
         cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
@@ -166,7 +166,7 @@ class ShardedDecoder(Decoder):
         """
         shares = ExpertShares(self.division, place, self._own_devices, windows)
         for linear in stacks:
-            shares.put(_on_host_of_cpu(_part(linear)))
+            shares.put(on_host_of_cpu(_part(linear)))
             del linear  # frees it before the next stack is loaded
         [format] = [shares.format] if windows is None else formats_of_all([shares.format])
         found = self._distribute(lambda number: shares.part(number, format))
@@ -471,16 +471,6 @@ def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
 def _part(linear: Linear) -> Part:
     bias = None if linear.bias is None else linear.bias.get_value()
     return Part(linear.kernel.get_value(), bias)
-
-
-def _on_host_of_cpu(tree: Any) -> Any:
-    """Arrays on a CPU as NumPy arrays, which share memory and are sliced without compilation."""
-
-    def convert(array: Any) -> Any:
-        on_cpu = {device.platform for device in array.devices()} == {"cpu"}
-        return np.asarray(array) if on_cpu else array
-
-    return jax.tree.map(convert, tree)
 
 
 def _every_position(share: Decoder, *arguments: Any) -> Any:

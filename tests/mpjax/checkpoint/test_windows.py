@@ -8,7 +8,7 @@ import pytest
 
 from mpjax.checkpoint import convert, huggingface
 from mpjax.models.division import Division
-from mpjax.models.sharded import _on_host_of_cpu, _part
+from mpjax.models.sharded import _part, on_host_of_cpu
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -43,7 +43,7 @@ class Shares:
             self.found[place.path, number] = cut
 
     def put_linears(self, place, parts, windows):
-        held = [_on_host_of_cpu(_part(part)) for part in parts]
+        held = [on_host_of_cpu(_part(part)) for part in parts]
         for number in self.numbers:
             cut = self.division.cut_linears(place, held, number, windows)
             self.found[place.path, number] = cut

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from mpjax.quantization.recipe import Recipe
     from mpjax.quantization.text import Calibration
     from mpjax.rollouts.logprobs import Mismatch, importance_weights, mismatch, token_logprobs
+    from mpjax.rollouts.naming import Rule, by_file_names
     from mpjax.rollouts.update import update
     from mpjax.sampling.processors import Processor
     from mpjax.sampling.settings import Sampling
@@ -89,10 +90,12 @@ __all__ = [
     "PromptLogprobs",
     "Recipe",
     "Regex",
+    "Rule",
     "Sampling",
     "SpeculationReport",
     "TextPiece",
     "bundled_model",
+    "by_file_names",
     "calibrate_cache",
     "compare",
     "embed",
@@ -150,10 +153,12 @@ _MODULES = {
     "PromptLogprobs": "engine.handle",
     "Recipe": "quantization.recipe",
     "Regex": "constraints.kinds",
+    "Rule": "rollouts.naming",
     "Sampling": "sampling.settings",
     "SpeculationReport": "generation.speculation.report",
     "TextPiece": "engine.generate",
     "bundled_model": "loading",
+    "by_file_names": "rollouts.naming",
     "calibrate_cache": "quantization.calibration",
     "compare": "evaluation.comparison",
     "embed": "embedding.api",

@@ -84,7 +84,7 @@ def read_tree(model: Decoder, tree: Any) -> Sources:
     Raises ValueError, which names the array, for one that the model has no place for, or whose
     shape or dtype is not the place's.
     """
-    named = dict(_flat(tree))
+    named = dict(flat(tree))
     if not named:
         raise ValueError(f"the tree of weights is {shown(tree)}: {EXPECTED}")
     is_of_files = any("." in key for key in _keys(tree))
@@ -113,13 +113,13 @@ def read_tree(model: Decoder, tree: Any) -> Sources:
     return found
 
 
-def _flat(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+def flat(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The arrays of a tree by their paths, with dots between the parts."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree)
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _flat(value, (*path, key))
+            yield from flat(value, (*path, key))
     elif isinstance(tree, nnx.Variable):
         yield ".".join(map(str, path)), tree.get_value()
     elif path:

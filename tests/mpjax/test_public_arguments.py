@@ -50,6 +50,10 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     own = dataclasses.replace(lm, model=nnx.merge(graph, jax.tree.map(jnp.copy, state)))
     new = {"tree": {"model.norm.weight": np.ones(128, np.float32)}, "scales": "new"}
     return {
+        "by_file_names": (
+            mpjax.by_file_names,
+            {"tree": {"final_norm": {"w": np.ones(128)}}, "names": "tunix"},
+        ),
         "update": (mpjax.update, {"lm": own, "version": None} | new),
         "Engine.update_weights": (
             mpjax.Engine(own, slots=1, max_tokens=64).update_weights,
@@ -119,7 +123,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
         *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
-        *("Ngram", "Draft", "update", "Engine.update_weights"),
+        *("Ngram", "Draft", "by_file_names", "update", "Engine.update_weights"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

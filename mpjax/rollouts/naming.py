@@ -1,0 +1,191 @@
+"""Trees of other JAX libraries, with the names and shapes of Hugging Face's files.
+
+A rule is the path of an array in such a tree, the name of the tensor that it is in files, and the
+meaning of its axes: `i` input channels, `o` output channels (or any axis of what is no linear map),
+`l` the layers of a stack, and a digit for the one index of an axis that counts. The tensor of a
+file is [out, in], with several axes of a kind joined in their order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpjax.kernels.checks import did_you_mean, nearest, shown
+from mpjax.rollouts.sources import flat
+
+
+class Rule(NamedTuple):
+    """An array of a tree.
+
+    path, name: with `{}` for the number of a layer. axes: as above. change: of the values, before
+    axes are joined: takes and returns an array of all axes but `l` and digits.
+    """
+
+    path: str
+    name: str
+    axes: str
+    change: Callable[[Any], Any] | None = None
+
+
+LAYER = "model.layers.{}."
+
+# Llama 3, Qwen2 and Qwen3 of `tunix.models`.
+TUNIX = (
+    Rule("embedder.input_embedding", "model.embed_tokens.weight", "oi"),
+    Rule("lm_head.w", "lm_head.weight", "io"),
+    Rule("final_norm.w", "model.norm.weight", "o"),
+    Rule("layers.{}.input_layernorm.w", LAYER + "input_layernorm.weight", "o"),
+    Rule("layers.{}.post_attention_layernorm.w", LAYER + "post_attention_layernorm.weight", "o"),
+    *(
+        Rule(f"layers.{{}}.attn.{one}_proj.w", f"{LAYER}self_attn.{one}_proj.weight", axes)
+        for one, axes in (("q", "ioo"), ("k", "ioo"), ("v", "ioo"), ("o", "iio"))
+    ),
+    *(
+        Rule(f"layers.{{}}.attn.{one}_bias", f"{LAYER}self_attn.{one}_proj.bias", "o")
+        for one in "qkv"
+    ),
+    *(
+        Rule(f"layers.{{}}.attn.{one}_norm.w", f"{LAYER}self_attn.{one}_norm.weight", "o")
+        for one in "qk"
+    ),
+    *(
+        Rule(f"layers.{{}}.mlp.{one}_proj.kernel", f"{LAYER}mlp.{one}_proj.weight", "io")
+        for one in ("gate", "up", "down")
+    ),
+)
+
+
+def _halves(array: Any) -> Any:
+    """Channels [..., C] that rotate in neighbouring pairs, as two halves [..., C]."""
+    pairs = array.reshape(*array.shape[:-1], -1, 2)
+    return pairs.swapaxes(-1, -2).reshape(array.shape)
+
+
+def _query_halves(array: Any) -> Any:
+    """As `_halves`, times √C, by which MaxText divides the query's weights and no scores."""
+    return _halves(array) * math.sqrt(array.shape[-1])
+
+
+def _maxtext(
+    query: Callable[[Any], Any] | None = None, key: Callable[[Any], Any] | None = None
+) -> tuple[Rule, ...]:
+    """The rules of a MaxText model, with its layers in one stack along axis 1, or apart.
+
+    query, key: changes of the maps of queries and keys.
+    """
+    of_layer = (
+        Rule("pre_self_attention_layer_norm.scale", "input_layernorm.weight", "o"),
+        Rule("post_self_attention_layer_norm.scale", "post_attention_layernorm.weight", "o"),
+        Rule("self_attention.query.kernel", "self_attn.q_proj.weight", "ioo", query),
+        Rule("self_attention.key.kernel", "self_attn.k_proj.weight", "ioo", key),
+        Rule("self_attention.value.kernel", "self_attn.v_proj.weight", "ioo"),
+        Rule("self_attention.out.kernel", "self_attn.o_proj.weight", "iio"),
+        Rule("self_attention.query.bias", "self_attn.q_proj.bias", "oo"),
+        Rule("self_attention.key.bias", "self_attn.k_proj.bias", "oo"),
+        Rule("self_attention.value.bias", "self_attn.v_proj.bias", "oo"),
+        Rule("self_attention.query_norm.scale", "self_attn.q_norm.weight", "o"),
+        Rule("self_attention.key_norm.scale", "self_attn.k_norm.weight", "o"),
+        Rule("mlp.wi_0.kernel", "mlp.gate_proj.weight", "io"),
+        Rule("mlp.wi_1.kernel", "mlp.up_proj.weight", "io"),
+        Rule("mlp.wo.kernel", "mlp.down_proj.weight", "io"),
+    )
+    stacked = [f"{rule.axes[0]}l{rule.axes[1:]}" for rule in of_layer]
+    return (
+        Rule("token_embedder.embedding", "model.embed_tokens.weight", "oi"),
+        Rule("decoder.decoder_norm.scale", "model.norm.weight", "o"),
+        Rule("decoder.logits_dense.kernel", "lm_head.weight", "io"),
+        *(
+            Rule(f"decoder.{layers}.{rule.path}", LAYER + rule.name, axes, rule.change)
+            for layers, each in (
+                ("layers", stacked),
+                ("layers_{}", [rule.axes for rule in of_layer]),
+            )
+            for rule, axes in zip(of_layer, each, strict=True)
+        ),
+    )
+
+
+# Source: `checkpoint_conversion/utils/param_mapping.py` of maxtext 0.2.5, and `models/*/params.py`
+# of google-tunix 0.1.7.
+NAMINGS: Mapping[str, Sequence[Rule]] = {
+    "tunix": TUNIX,
+    "maxtext-qwen": _maxtext(),
+    "maxtext-llama": _maxtext(_query_halves, _halves),
+}
+
+
+def by_file_names(tree: Any, names: str | Sequence[Rule]) -> dict[str, Any]:
+    """The arrays of a tree by the names of tensors in Hugging Face's files, with their shapes.
+
+        mpjax.update(lm, mpjax.by_file_names(trainer, "tunix"))
+
+    tree: a module, an nnx.State, or nested mappings, such as an Orbax checkpoint that was restored.
+    names: `tunix`, for Llama 3, Qwen2 and Qwen3 of `tunix.models`; `maxtext-qwen` for Qwen2 and
+        Qwen3, and `maxtext-llama` for Llama 3 of MaxText, without experts; or rules of your own.
+
+    Arrays that have to be transposed are copied. The prefix `params` of paths is left out.
+
+    Raises ValueError for an array that no rule names, or that has other axes than its rule.
+    """
+    rules = _read(names)
+    patterns = [re.compile(re.escape(rule.path).replace(r"\{\}", r"(\d+)")) for rule in rules]
+    found: dict[str, Any] = {}
+    for path, array in flat(tree):
+        path = re.sub(r"^(params\.)+", "", path.removesuffix(".value"))
+        matches = [pattern.fullmatch(path) for pattern in patterns]
+        if not any(matches):
+            hint = did_you_mean(nearest(path, [rule.path for rule in rules]))
+            raise ValueError(f"the tree of weights has {path!r}, which no rule names{hint}")
+        for rule, match in zip(rules, matches, strict=True):
+            if match:
+                found.update(_tensors(path, array, rule, match.groups()))
+    if not found:
+        raise ValueError(f"the tree of weights is {shown(tree)}: expected arrays by their paths")
+    return found
+
+
+def _read(names: Any) -> Sequence[Rule]:
+    """The rules. Raises ValueError for anything else."""
+    if isinstance(names, str) and names in NAMINGS:
+        return NAMINGS[names]
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or not names or not all(isinstance(rule, Rule) for rule in names):
+        known = ", ".join(map(repr, NAMINGS))
+        raise ValueError(f"names is {shown(names)}: expected {known}, or a list of rules")
+    for rule in names:
+        if not re.fullmatch("[io0-9]*l?[io0-9]*", rule.axes) or not set(rule.axes) & {"i", "o"}:
+            raise ValueError(f"{rule}: expected axes of i, o, digits and at most one l")
+    return names
+
+
+def _tensors(path: str, array: Any, rule: Rule, layer: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The tensors that a rule makes of an array, each with its name."""
+    if getattr(array, "ndim", None) != len(rule.axes):
+        raise ValueError(
+            f"the tree of weights has {path} = {shown(array)}: expected {len(rule.axes)} axes, "
+            f"which are {rule.axes}"
+        )
+    if "l" not in rule.axes:
+        yield rule.name.format(*layer), _tensor(array, rule.axes, rule.change)
+        return
+    axis = rule.axes.index("l")
+    for number in range(array.shape[axis]):
+        one = array[(slice(None),) * axis + (number,)]
+        yield rule.name.format(number), _tensor(one, rule.axes.replace("l", ""), rule.change)
+
+
+def _tensor(array: Any, axes: str, change: Callable[[Any], Any] | None) -> Any:
+    """The tensor [out, in] or [...] of an array with these axes."""
+    array = array[tuple(int(axis) if axis.isdigit() else slice(None) for axis in axes)]
+    array = array if change is None else change(array)
+    axes = "".join(axis for axis in axes if not axis.isdigit())
+    order = [number for kind in "oi" for number, axis in enumerate(axes) if axis == kind]
+    sizes = [
+        math.prod(array.shape[number] for number, axis in enumerate(axes) if axis == kind)
+        for kind in "oi"
+        if kind in axes
+    ]
+    return array.transpose(order).reshape(sizes)

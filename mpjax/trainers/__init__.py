@@ -1,0 +1,1 @@
+"""Engines for the learners of trainers' libraries, each of which imports its library."""

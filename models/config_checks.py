@@ -191,8 +191,8 @@ def _check_scaling(config: DecoderConfig, kind: str, where: str, names: Mapping[
             refuse(where, name(field), factors, f"a list of {pairs} numbers, one for each pair")
         for factor in factors:
             positive(where, name(field), factor)
-    if not scaling.high_frequency_factor > scaling.low_frequency_factor:
-        least = f"more than {name('low_frequency_factor')}, {scaling.low_frequency_factor}"
+    if not scaling.high_frequency_factor >= scaling.low_frequency_factor:
+        least = f"at least {name('low_frequency_factor')}, {scaling.low_frequency_factor}"
         refuse(where, name("high_frequency_factor"), scaling.high_frequency_factor, least)
 
 

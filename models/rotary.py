@@ -75,10 +75,12 @@ def scaled_frequencies(
 
 
 def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
-    # Weight of the original frequency: 1 above the high-frequency bound, 0 below the low one.
+    # Weight of the original frequency: 1 above the high-frequency bound, 0 below the low one. In
+    # Llama 4 Scout both are equal, and nothing is between them.
     turns = scaling.original_context * plain / (2 * jnp.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    above = (turns > high).astype(jnp.float32)
+    share = above if low == high else jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return plain * (share + (1 - share) / scaling.factor)
 
 

@@ -65,7 +65,7 @@ def swapped(layer: Any) -> Any:
             "rope_scaling: kind is 'ntk': expected linear",
         ),
         ({"rope_scaling": RopeScaling("linear", -2.0)}, "rope_scaling: factor is -2.0"),
-        ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "high_frequency_factor is 4.0"),
+        ({"rope_scaling": RopeScaling("llama3", 2.0, 5.0, 4.0)}, "high_frequency_factor is 4.0"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, original_context=0)}, "original_context is 0"),
         (
             {"rope_scaling": RopeScaling("yarn", 2.0), "rope_theta": 1.0},

@@ -286,10 +286,10 @@ def test_rotary_numbers_are_positive_and_finite(key, value):
             common_fields(HF | {"rope_scaling": {"type": "linear", key: value}})
 
 
-@pytest.mark.parametrize("low", [4.0, 5.0])
-def test_the_high_frequency_is_above_the_low_one(low):
+@pytest.mark.parametrize("low", [5.0, 6.0])
+def test_the_high_frequency_is_not_below_the_low_one(low):
     scaling = LLAMA3 | {"rope_type": "llama3", "low_freq_factor": low}
-    message = "^config.json, rotary scaling: high_freq_factor is 4.0: expected more than "
+    message = "^config.json, rotary scaling: high_freq_factor is 4.0: expected at least "
     with pytest.raises(ConfigError, match=f"{message}low_freq_factor, {low}$"):
         Llama.config_from_hf(HF | {"rope_scaling": scaling})
 

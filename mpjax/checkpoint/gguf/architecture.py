@@ -41,8 +41,8 @@ class Architecture:
         of `read_config`.
     numbers: a function from metadata to arrays that Hugging Face's files have as tensors; or None.
     joins: whether gate and up projections are one map in Hugging Face's files.
-    alternates: whether the outputs of such a map alternate between gate and up, and 16-bit weights
-        of experts are transposed, as in gpt-oss.
+    turns: whether Hugging Face's files have the transpose of experts' 16-bit weights. alternates:
+        whether the outputs of gate and up alternate, if they are one map.
     delta: of linear layers, how files order value heads: `tiled`, or `joint` for Hugging Face's
         order with rates and decays in one map; None for architectures without such layers.
     """
@@ -64,6 +64,7 @@ class Architecture:
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
     numbers: Callable[[Metadata], Mapping[str, np.ndarray]] | None = None
     joins: bool = False
+    turns: bool = False
     alternates: bool = False
     delta: Literal["tiled", "joint"] | None = None
 

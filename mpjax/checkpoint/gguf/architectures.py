@@ -177,7 +177,14 @@ MIXTURES: Mapping[str, Architecture] = {
         arrays={"attn_sinks.weight": "self_attn.sinks"},
         more=mixtures.gpt_oss_keys,
         joins=True,
+        turns=True,
         alternates=True,
+    ),
+    "llama4": Architecture(
+        *("Llama4ForCausalLM", "llama4_text", {**NAMES, **names.LLAMA4_EXPERTS}),
+        more=mixtures.llama4_keys,
+        joins=True,
+        turns=True,
     ),
     "minimax-m2": Architecture(
         *("MiniMaxM2ForCausalLM", "minimax_m2", {**NAMES, **names.MIXTRAL_EXPERTS}),

@@ -20,6 +20,7 @@ from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
 
+MAVERICK_EXPERTS = 128  # of Llama 4 Maverick, which has no QK-norm
 # GGUF's tensor of a router's selection biases.
 CORRECTION = "exp_probs_b.bias"
 
@@ -211,6 +212,28 @@ def gpt_oss_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         # Its default is YaRN; a file's scaling is in rope_scaling.
         "rope_parameters": {"rope_type": "default"},
+    }
+
+
+def llama4_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of the config.json of Llama 4's text model; some are constants in llama.cpp.
+
+    A window of 0 stands for no chunks, and RoPE in all layers.
+    """
+    count = metadata.whole("llama4.expert_count")
+    has_chunks = metadata.whole("llama4.attention.sliding_window", 1) != 0
+    return {
+        "intermediate_size": metadata.whole("llama4.expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata.whole("llama4.feed_forward_length"),
+        "num_local_experts": count,
+        "num_experts_per_tok": metadata.whole("llama4.expert_used_count"),
+        "interleave_moe_layer_step": metadata.whole("llama4.interleave_moe_layer_step"),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": count != MAVERICK_EXPERTS,
+        "attention_chunk_size": 8192 if has_chunks else None,
+        "attn_temperature_tuning": has_chunks,
+        **{"floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4},
+        "no_rope_layers": None if has_chunks else [1] * metadata.whole("llama4.block_count"),
     }
 
 

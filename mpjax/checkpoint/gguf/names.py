@@ -88,4 +88,9 @@ GPT_OSS_EXPERTS: Mapping[str, str] = {
     **expert_names(maps=("gate_up_proj", "gate_up_proj", "down_proj"), router="router"),
     "post_attention_norm": "post_attention_layernorm",
 }
+LLAMA4_EXPERTS: Mapping[str, str] = {
+    **expert_names("feed_forward", router="router", shared="shared_expert"),
+    **{f"ffn_{half}": f"feed_forward.{half}_proj" for half in ("gate", "up", "down")},
+    **{f"ffn_{half}_exps": "feed_forward.experts.{expert}.gate_up_proj" for half in ("gate", "up")},
+}
 HUNYUAN_EXPERTS: Mapping[str, str] = expert_names(router="gate.wg", shared="shared_mlp")

@@ -92,7 +92,7 @@ class Renaming:
         change = architecture.change(tensor.name if own else module, self.config)
         if change is not None:
             self.changes[name] = change
-        if architecture.alternates and "ffn_down_exps" in module and _is_turned(found):
+        if "ffn_down_exps" in module and self._is_turned(found):
             self.tensors[name] = dataclasses.replace(found, shape=found.shape[::-1])
             self.sources[name], self.changes[name] = (found,), np.transpose
         if architecture.delta == "joint" and module.endswith(("ssm_beta", "ssm_alpha")):
@@ -110,11 +110,15 @@ class Renaming:
         pair = found, self.tensors[name]
         self.sources[name] = pair if "ffn_gate" in tensor.name else pair[::-1]
         joint = _joined(*pair)
-        if self.architecture.alternates:
-            turned = _is_turned(found)
-            self.joins[name] = functools.partial(_alternate, turned=turned)
+        if self.architecture.turns and ".experts." in name:
+            turned, alternate = self._is_turned(found), self.architecture.alternates
+            self.joins[name] = functools.partial(_gate_up, alternate=alternate, turned=turned)
             joint = dataclasses.replace(joint, shape=joint.shape[:: -1 if turned else 1])
         self.tensors[name] = joint
+
+    def _is_turned(self, found: TensorInfo) -> bool:
+        """Whether Hugging Face's file has the transpose of an expert's tensor: of plain weights."""
+        return self.architecture.turns and len(found.shape) == 2
 
     def add_halves(self, layer: str, keys: Tensor, values: Tensor) -> None:
         """Adds the joint map of latents of a layer, such as `blk.3`."""
@@ -144,14 +148,9 @@ def info(tensor: Tensor, name: str, files: Sequence[Path]) -> TensorInfo:
     return TensorInfo(name, dtype, shape, files[tensor.part], tensor.begin, tensor.end)
 
 
-def _is_turned(info: TensorInfo) -> bool:
-    """Whether Hugging Face's file has the transpose of a weight, in gpt-oss: of plain matrices."""
-    return len(info.shape) == 2
-
-
-def _alternate(halves: Sequence[np.ndarray], turned: bool) -> np.ndarray:
-    """Gate's and up's rows in turn, and transposed."""
-    rows = np.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:])
+def _gate_up(halves: Sequence[np.ndarray], alternate: bool, turned: bool) -> np.ndarray:
+    """Gate's and up's rows in turn, or one after the other; transposed."""
+    rows = np.stack(halves, axis=int(alternate)).reshape(-1, *halves[0].shape[1:])
     return rows.T if turned else rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from mpjax.models.rotary import yarn_attention_factor
 
 # Settings of Llama 3.1 and later. Files hold only the resulting divisors of frequencies.
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
-LLAMA3_CONTEXT, LOW, HIGH = 8192, 1.0, 4.0
+LLAMA3_CONTEXT, LOW, HIGH = 8192, 1.0, (4.0, 1.0)  # 1 in Llama 4 Scout
 
 LLAMA3 = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -174,14 +175,15 @@ def _llama3(metadata: Metadata, theta: float, given: Mapping[str, np.ndarray]) -
     dim = 2 * len(factors)
     frequencies = theta ** -(np.arange(0, dim, 2) / dim)
     turns = LLAMA3_CONTEXT * frequencies / (2 * np.pi)
-    share = np.clip((turns - LOW) / (HIGH - LOW), 0, 1)
-    for factor in LLAMA3_FACTORS:
+    for factor, high in itertools.product(LLAMA3_FACTORS, HIGH):
+        with np.errstate(divide="ignore"):  # with equal bounds, frequencies are divided or not
+            share = np.clip((turns - LOW) / (high - LOW), 0, 1)
         if np.allclose(factors, 1 / (share + (1 - share) / factor), rtol=1e-3):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
                 "low_freq_factor": LOW,
-                "high_freq_factor": HIGH,
+                "high_freq_factor": high,
                 "original_max_position_embeddings": LLAMA3_CONTEXT,
             }
     raise CheckpointError(

@@ -139,6 +139,7 @@ SCALINGS: list[dict[str, Any]] = [
     LINEAR | {"rope_theta": 100.0},
     LLAMA3,
     LLAMA3 | {ORIGINAL: 16},
+    LLAMA3 | {ORIGINAL: 16, "high_freq_factor": 1.0},
     YARN,
     YARN | {"beta_fast": 4.0, "beta_slow": 2.0, "rope_theta": 100.0},
     YARN | {"truncate": False},

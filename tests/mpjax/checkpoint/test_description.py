@@ -189,7 +189,7 @@ def test_layers_that_no_model_has(half, key, value, message, saved):
     [
         ("kind", "ntk", "config, rope_scaling: kind is 'ntk': expected linear or llama3 or yarn"),
         ("factor", "8", "factor is '8': expected a positive number"),
-        ("low_frequency_factor", 4.0, "high_frequency_factor is 4.0: expected more than low_f"),
+        ("low_frequency_factor", 5.0, "high_frequency_factor is 4.0: expected at least low_f"),
     ],
 )
 def test_scalings_that_no_model_has(key, value, message, saved):

@@ -66,6 +66,7 @@ OF_EXPERTS: dict[str, dict] = {
     "dots1": {"expert_gating_func": 2, "leading_dense_block_count": 1},
     "minimax-m2": {"expert_gating_func": 2},
     "gpt-oss": {"attention.sliding_window": 8},
+    "llama4": {"interleave_moe_layer_step": 2},
     "ernie4_5-moe": {"interleave_moe_layer_step": 1, "leading_dense_block_count": 1},
     "granitemoe": {
         key: 2.0 for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")

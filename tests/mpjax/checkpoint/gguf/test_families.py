@@ -60,6 +60,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoeShared", {"head_dim": 16}),
     "minimax-m2": ("MiniMaxM2", {}),
     "gpt-oss": ("GptOss", {"sliding_window": 12, "rope_parameters": OF_GPT_OSS}),
+    # With the sizes of chunks and steps that llama.cpp has, of which a test has no tokens.
+    "llama4": (
+        "Llama4",
+        {
+            **{"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": None},
+            **{"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
+            "attn_scale": 0.1,
+        },
+    ),
     "deepseek2": ("DeepseekV3", {"rope_parameters": YARN, "norm_topk_prob": True}),
     "deepseek2-lite": ("DeepseekV2", {"rope_parameters": YARN, "norm_topk_prob": False, **FOUR}),
     "deepseek2-flash": ("Glm4MoeLite", {"norm_topk_prob": True}),
@@ -100,6 +109,10 @@ KEYS: dict[str, str] = {
 def write_metadata(writer: Any, name: str, hf: dict[str, Any]) -> None:
     """The header, by the converter's rules."""
     is_latent = "kv_lora_rank" in hf
+    if name == "llama4":
+        writer.add_interleave_moe_layer_step(hf["interleave_moe_layer_step"])
+        writer.add_expert_feed_forward_length(hf["intermediate_size"])
+        hf = hf | {"intermediate_size": hf["intermediate_size_mlp"]}
     for key, method in KEYS.items():
         if (value := hf.get(key)) is not None:
             getattr(writer, f"add_{method}")(value)
@@ -190,12 +203,15 @@ def converted(
         return {path: rotated_in_pairs(hf, array)}
     if path.endswith("sinks"):
         return {f"{path}.weight": array}
-    if name == "gpt-oss" and ".experts." in path:
+    if name in ("gpt-oss", "llama4") and ".experts." in path:
         block, is_bias = path.partition(".experts.")[0] + ".experts", path.endswith("_bias")
         turned, suffix = (array, "bias") if is_bias else (array.swapaxes(1, 2), "weight")
         if "down_proj" in path:
             return {f"{block}.down_proj.{suffix}": turned}
-        halves = {"gate": turned[:, ::2], "up": turned[:, 1::2]}
+        gate, up = np.split(turned, 2, axis=1)
+        if name == "gpt-oss":
+            gate, up = turned[:, ::2], turned[:, 1::2]
+        halves = {"gate": gate, "up": up}
         return {f"{block}.{half}_proj.{suffix}": own for half, own in halves.items()}
     if name == "mistral4" and path.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {f"{path}.weight": array}

@@ -96,6 +96,9 @@ OF_ONE: dict[str, dict] = {
         **{"logit_scale": 3.0, "expert_shared_feed_forward_length": 48},
     },
     "minimax-m2": {**USED, "rope.dimension_count": 8},
+    "llama4": {
+        **{**EXPERTS, "interleave_moe_layer_step": 1, "attention.sliding_window": None},
+    },
     "gpt-oss": {**USED, "attention.sliding_window": 4},
     "deepseek2": GROUPED | LATENT,
     "mistral4": GROUPED | LATENT | YARN,

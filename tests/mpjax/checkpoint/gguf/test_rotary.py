@@ -127,12 +127,13 @@ def test_factors_that_are_combined():
             read(values, **given)
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_factors_of_llama_3(factor):
+@pytest.mark.parametrize(("factor", "high"), [(8.0, 4.0), (32.0, 4.0), (16.0, 1.0)])
+def test_factors_of_llama_3(factor, high):
     plain = scaled_frequencies(128, 5e5, None)
-    factors = plain / scaled_frequencies(128, 5e5, RopeScaling("llama3", factor))
+    factors = plain / scaled_frequencies(128, 5e5, RopeScaling("llama3", factor, 1.0, high))
     found = read({"freq_base": 5e5}, np.asarray(factors))["rope_scaling"]
     assert (found["rope_type"], found["factor"]) == ("llama3", factor)
+    assert found["high_freq_factor"] == high
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight divides .* by 1\.5 to 1\.5, as"):
         read({"freq_base": 5e5}, np.full(64, 1.5, np.float32))
 

@@ -135,6 +135,20 @@ def test_logits_of_proposals():
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
 
 
+def test_a_proposal_leaves_no_trace():
+    """Not even behind a full block of a format with blocks, which its first token encodes."""
+    model, token = mtp_model(), np.array([7])
+    drafts, one = np.array([DRAFTS]), np.ones(1, int)
+    whole = np.resize(TOKENS, (1, 128))
+    cache = prefill(model, whole, np.array([128]), model.create_cache(1, 256, "KV4c", 128))
+    _, after = propose(model, token, drafts, cache)
+    found = []
+    for begun in (after, cache):
+        read = prefill(model, token[:, None], one, begun)
+        found.append(propose(model, token, drafts, read)[0])
+    np.testing.assert_array_equal(*found)
+
+
 def test_the_models_own_logits_are_those_without_a_head():
     model, tokens = mtp_model(), jnp.asarray(TOKENS[None])
     found, whole = logits_of(model, tokens), prefill

@@ -86,7 +86,9 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
     return jax.jit(
         run,
         static_argnums=0,
-        static_argnames=("scored", "steps", "most", "greedy", "waits", "width", "vocabulary"),
+        static_argnames=(
+            *("scored", "steps", "most", "greedy", "waits", "width", "vocabulary", "advances"),
+        ),
         donate_argnums=2,
         compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
     )
@@ -233,7 +235,10 @@ class Programs:
             calls = [call for call in calls if not call.how.get("greedy")]
             nothing, tokens = np.int32(0), self._row_tokens(state)
             slot = np.int32(len(state.counts))
-            calls.append(self._control_call(slot, control, tokens, (nothing, nothing)))
+            calls += [
+                self._control_call(slot, control, tokens, (nothing, np.int32(count)))
+                for count in (0, 1)
+            ]
         lowered = [
             call.run.lower(*call.modules, state, *call.arguments, **call.how) for call in calls
         ]
@@ -367,8 +372,10 @@ class Programs:
         return _Call((begin_history,), _JITTED[_begin, False], self._alone, row, {})
 
     def _control_call(self, *row: Any) -> _Call:
-        how = {"vocabulary": self._columns}
-        return _Call((begin_control,), _JITTED[begin_control, False], self._none, row, how)
+        begin, count = row[-1]
+        how = {"vocabulary": self._columns, "advances": bool(begin < count)}
+        name = begin_control, row[1] is None, how["advances"]
+        return _Call(name, _JITTED[begin_control, False], self._none, row, how)
 
     def _clear_call(self, pages: Any, slot: Any) -> _Call:
         return _Call((clear,), _JITTED[clear, False], self._model, (pages, slot), {})

@@ -193,17 +193,22 @@ def begin_control(
     ends: tuple[jax.Array, jax.Array],
     *,
     vocabulary: int,
+    advances: bool,
 ) -> State:
     """The state with a new row's processors in its slot, advanced over the row's tokens.
 
     slot: int32 scalar; an index out of range changes nothing. control: None for the processors in
     the slot, which are advanced alone. tokens: int32 [tokens], the row's prompt and its new tokens,
     padded. ends: int32 scalars, the number of the tokens that were read, of a new row the prompt's,
-    and of all tokens. vocabulary: the number of logits (static).
+    and of all tokens. vocabulary: the number of logits (static). advances: whether there are tokens
+    behind those that were read (static); a loop over none would wait for the device.
     """
     begin, count = ends
 
     def advanced(one: Any) -> Any:
+        if not advances:
+            return one
+
         def advance(place: jax.Array, memory: Any) -> Any:
             return one.processor.advance(memory, tokens[place], jnp.bool_(True))
 

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import as_dtype, shown
 from mpjax.kernels.rowwise.hadamard import expected_block
 from mpjax.models.maps import Fold, LinearMaps
+from mpjax.models.plain_fields import make_plain
 from mpjax.models.share import Cut, Share
 from mpjax.models.state import SequenceState, StateSpec
 
@@ -103,7 +103,7 @@ class SublayerSpec(abc.ABC):
         return False
 
     def __post_init__(self) -> None:
-        _make_plain(self)
+        make_plain(self)
 
     @abc.abstractmethod
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Any:
@@ -339,6 +339,8 @@ class DecoderConfig:
     centered_norms: whether norms subtract the mean of the channels (LayerNorm). norm_bias: whether
         LayerNorm has a bias.
     embedding_scale, logit_scale: factors of the embedded tokens and of the logits; None: 1.
+    embedding_norm: whether embedded tokens are normalised, without weights (Muse Glimmer).
+    post_norm_eps: the epsilon of the norms after sublayers; None for rms_norm_eps.
     head_bias: whether the logits have a bias, which is added before their factor (PhiMoE).
     logit_softcap: a logit l becomes softcap · tanh(l / softcap) (Gemma 2); None: no cap.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
@@ -376,9 +378,11 @@ class DecoderConfig:
     labels: int | None = None
     head_bias: bool = False
     per_layer_vocab: int | None = None
+    embedding_norm: bool = False
+    post_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        _make_plain(self)
+        make_plain(self)
         try:
             object.__setattr__(self, "dtype", as_dtype("DecoderConfig: dtype", self.dtype).name)
         except ValueError as error:
@@ -487,13 +491,3 @@ class DecoderConfig:
     def intermediate_size(self) -> int:
         """The largest intermediate_size of the layers' MLPs."""
         return max((layer.mlp.intermediate_size for layer in self.layers if layer.mlp), default=0)
-
-
-def _make_plain(config: DecoderConfig | SublayerSpec) -> None:
-    """Replaces NumPy scalars by Python numbers, which JSON can hold, and lists by tuples."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, np.generic):
-            object.__setattr__(config, field.name, value.item())
-        elif isinstance(value, list):
-            object.__setattr__(config, field.name, tuple(value))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import WeightFormat, rms_norm
 from mpjax.kernels.checks import (
     as_array,
     is_known,
@@ -408,6 +408,9 @@ class Decoder(Drafts):
         if self.embedding_adapter is not None:
             change = self.embedding_adapter.look_up(tokens, context)
             found = (found.astype(jnp.float32) + change).astype(found.dtype)
+        if self.config.embedding_norm:
+            ones = jnp.ones(self.config.hidden_size)
+            found = rms_norm(found, ones, self.config.rms_norm_eps).astype(found.dtype)
         return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:

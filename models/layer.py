@@ -39,8 +39,9 @@ class DecoderLayer(nnx.Module):
         self.attention = halves["attention"].build(config, rngs) if spec.attention else None
         self.mlp_norm = norm() if "mlp_norm" in pre else None
         self.mlp = halves["mlp"].build(config, rngs) if spec.mlp else None
-        self.attention_post_norm = norm() if "attention" in post else None
-        self.mlp_post_norm = norm() if "mlp" in post else None
+        epsilon = config.post_norm_eps
+        self.attention_post_norm = norm(epsilon) if "attention" in post else None
+        self.mlp_post_norm = norm(epsilon) if "mlp" in post else None
         self.per_layer: PerLayer | None = nnx.data(None)
         if spec.per_layer is not None:
             self.per_layer = halves["per_layer"].build(config, rngs)

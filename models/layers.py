@@ -280,12 +280,15 @@ class RMSNorm(nnx.Module):
         self.epsilon = norm_epsilon("RMSNorm: epsilon", epsilon)
 
     @classmethod
-    def of(cls, config: DecoderConfig, size: int) -> RMSNorm:
-        """A norm over `size` channels, of the kind that the model has."""
+    def of(cls, config: DecoderConfig, size: int, epsilon: float | None = None) -> RMSNorm:
+        """A norm over `size` channels, of the kind that the model has.
+
+        epsilon: None for the model's.
+        """
+        epsilon = config.rms_norm_eps if epsilon is None else epsilon
         if config.centered_norms:
-            return LayerNorm(size, config.rms_norm_eps, config.dtype, has_bias=config.norm_bias)
-        offset = config.offset_norms
-        return cls(size, config.rms_norm_eps, config.dtype, is_offset=offset)
+            return LayerNorm(size, epsilon, config.dtype, has_bias=config.norm_bias)
+        return cls(size, epsilon, config.dtype, is_offset=config.offset_norms)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x over its last axis; the same shape and dtype."""

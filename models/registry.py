@@ -34,6 +34,7 @@ from mpjax.models.llama4 import Llama4
 from mpjax.models.minimax import MiniMaxM2
 from mpjax.models.mistral import Ministral3, Mistral
 from mpjax.models.mixtral import Mixtral
+from mpjax.models.muse import MuseGlimmer
 from mpjax.models.nemotron import NemotronH
 from mpjax.models.olmo import Olmo2, Olmo3, OlmoHybrid
 from mpjax.models.phi import Phi3, PhiMoE
@@ -58,6 +59,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2MoE,
+    "MuseGlimmerForCausalLM": MuseGlimmer,
     "NemotronHForCausalLM": NemotronH,
     "Olmo2ForCausalLM": Olmo2,
     "Phi3ForCausalLM": Phi3,

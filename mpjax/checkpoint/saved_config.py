@@ -24,7 +24,7 @@ TOLD_ELSEWHERE = ("packed_tables",)
 RARE: Mapping[type, tuple[str, ...]] = {
     DecoderConfig: (
         *("local_rope_scaling", "centered_norms", "norm_bias", "predicts", "labels"),
-        *("head_bias", "per_layer_vocab"),
+        *("head_bias", "per_layer_vocab", "embedding_norm", "post_norm_eps"),
     ),
     RopeScaling: ("rotated_share",),
     LayerSpec: ("scaled", "per_layer"),

@@ -48,6 +48,9 @@ TEXT_MODELS = {
         TextModel("Ministral3ForCausalLM", "ministral3", {}),
         TextModel("Mistral4ForCausalLM", "mistral4", {}),
     ),
+    "MuseGlimmerForConditionalGeneration": (
+        TextModel("MuseGlimmerForCausalLM", "muse_glimmer_text", {}),
+    ),
     "Qwen2VLForConditionalGeneration": (
         TextModel("Qwen2ForCausalLM", "qwen2_vl_text", _QWEN_VL | {"num_key_value_heads": 8}),
     ),
@@ -77,7 +80,7 @@ OF_THE_WHOLE = (
     "tie_word_embeddings",
 )
 _NAME = re.compile(r"language_model\.(model\.|lm_head\.)|model\.language_model\.")
-_OTHERS = "vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_(vision|audio)"
+_OTHERS = "vision_[a-z]+|multi_modal_projector|visual|audio_tower|embed_(vision|audio)"
 _OF_IMAGES = re.compile(rf"(model\.)?({_OTHERS})\.")  # and of sounds
 PATTERNS = (_NAME, _OF_IMAGES)
 

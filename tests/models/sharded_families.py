@@ -145,6 +145,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{**LATENT, "q_lora_rank": None, "layer_types": ["linear_attention", "full_attention"]},
         **{"linear_num_heads": 3, "linear_head_dim": 32},
     },
+    "MuseGlimmerForCausalLM": {**TWO_LAYERS, "sliding_window": 12, "qk_scale_factor": 2.0},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
     "Olmo3ForCausalLM": {
         **TWO_LAYERS,
@@ -191,6 +192,7 @@ CALLED = (
     "PhimoeForCausalLM",
     "Llama4ForCausalLM",
     "KimiLinearForCausalLM",
+    "MuseGlimmerForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )

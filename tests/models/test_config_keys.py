@@ -33,6 +33,8 @@ NEEDED_BY = {
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 300_000},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
+# Families whose text models have classes of their own.
+OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe", "Llama4", "MuseGlimmer")
 # Keys by which others count.
 SWITCHES: list[dict] = [
     {},
@@ -46,6 +48,7 @@ SWITCHES: list[dict] = [
             "long_factor": [2] * 32,
             "original_max_position_embeddings": 1024,
             "llama_4_scaling_beta": 0.1,  # which Ministral 3 asks for
+            **{"short_mscale": 1.2, "long_mscale": 1.2},  # and PhiMoE for these
         },
     },
 ]
@@ -58,14 +61,9 @@ def needed(architecture: str) -> dict:
 @pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_defaults_are_those_of_transformers(architecture):
-    name = architecture.removesuffix("ForCausalLM")
+    name = architecture.removesuffix("ForCausalLM").replace("PhiMoE", "Phimoe")
     kind: Any = getattr(transformers, f"{name}Config")
-    if name in (
-        "Gemma3",
-        "Gemma4",
-        "Qwen3_5",
-        "Qwen3_5Moe",
-    ):  # whose text models have classes of their own
+    if name in OF_TEXT:
         kind = getattr(transformers, f"{name}TextConfig")
     family = FAMILIES[architecture]
     # transformers reads no rope_scaling of Gemma 4, and fails to check it.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpjax.checkpoint.adapters.merging import merge
     from mpjax.checkpoint.adapters.writing import save_adapter
     from mpjax.checkpoint.exporting import export
+    from mpjax.checkpoint.naming import Rule, by_file_names
     from mpjax.checkpoint.saving import save
     from mpjax.constraints.automaton import Automaton
     from mpjax.constraints.kinds import Choice, Grammar, JsonObject, JsonSchema, Regex
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from mpjax.quantization.recipe import Recipe
     from mpjax.quantization.text import Calibration
     from mpjax.rollouts.logprobs import Mismatch, importance_weights, mismatch, token_logprobs
-    from mpjax.rollouts.naming import Rule, by_file_names
     from mpjax.rollouts.update import update
     from mpjax.sampling.processors import Processor
     from mpjax.sampling.settings import Sampling
@@ -153,12 +153,12 @@ _MODULES = {
     "PromptLogprobs": "engine.handle",
     "Recipe": "quantization.recipe",
     "Regex": "constraints.kinds",
-    "Rule": "rollouts.naming",
+    "Rule": "checkpoint.naming",
     "Sampling": "sampling.settings",
     "SpeculationReport": "generation.speculation.report",
     "TextPiece": "engine.generate",
     "bundled_model": "loading",
-    "by_file_names": "rollouts.naming",
+    "by_file_names": "checkpoint.naming",
     "calibrate_cache": "quantization.calibration",
     "compare": "evaluation.comparison",
     "embed": "embedding.api",

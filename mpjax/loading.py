@@ -27,6 +27,7 @@ from mpjax.checkpoint.gguf.header import is_gguf
 from mpjax.checkpoint.gguf.parts import part_names
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.source import Source
+from mpjax.checkpoint.trees import Names, TreeFolder
 from mpjax.devices import Devices, read_devices, read_experts
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import require_type, shown
@@ -50,6 +51,8 @@ class Reading(TypedDict, total=False):
     progress: bool | None
     adapters: Mapping[str, str | os.PathLike[str]]
     mtp: bool
+    weights: str | os.PathLike[str]
+    names: Names
 
 
 def load(
@@ -101,6 +104,9 @@ def load(
         see docs/speculation.md. A saved model has the head that it was saved with.
     adapters: folders or hub ids of LoRA adapters, by the names for requests; see
         `LanguageModel.add_adapter`, and docs/adapters.md.
+    weights, names: an Orbax checkpoint of another library, which is read instead of the folder's
+        tensors, and the names of its arrays, as for `mpjax.by_file_names`. Arrays with all layers
+        are kept on the host while the model is loaded.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded; ValueError for a precision
     or dtype that the checkpoint doesn't have, max_positions below 1, an invalid page size, missing
@@ -122,8 +128,11 @@ def load(
     folder = find_folder(path_or_id).resolve()
     family = reading.get("family")
     if is_saved(folder):
-        if family is not None:
-            raise ValueError(f"family is {family!r:.80}: a saved model has its own, leave it out")
+        for name in ("family", "weights"):
+            if (given := reading.get(name)) is not None:
+                raise ValueError(
+                    f"{name} is {given!r:.80}: a saved model has its own, leave it out"
+                )
         verify = reading.get("verify", True)
         lm = restoring.restore(
             folder,
@@ -140,7 +149,7 @@ def load(
                 "checkpoint with mtp=True, and save it again"
             )
         return _finished(lm, max_positions, page_size, folders)
-    source = dataclasses.replace(_open(folder), family=family, mtp=mtp)
+    source = dataclasses.replace(_open(folder, reading), family=family, mtp=mtp)
     tokenizer = source.read_tokenizer()
     model = huggingface.load(
         source, precision=precision, dtype=dtype, progress=progress, mesh=mesh, experts=experts
@@ -201,14 +210,26 @@ def _outline(
     return model
 
 
-def _open(folder: Path) -> Source:
-    """The source of a folder or GGUF file. Raises CheckpointError if it has no model."""
+def _open(folder: Path, reading: Reading | None = None) -> Source:
+    """The source of a folder or GGUF file. Raises CheckpointError if it has no model.
+
+    reading: may have the weights of an Orbax checkpoint, with the names of its arrays.
+    """
     if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
         raise CheckpointError(
             f"{folder} has neither {CONFIG_NAME} nor {DESCRIPTION_NAME}: "
             f"expected a Hugging Face checkpoint, or one that mpjax saved{foreign.describe(folder)}"
         )
-    return locate(folder)
+    reading = Reading() if reading is None else reading
+    weights, names = reading.get("weights"), reading.get("names")
+    if weights is None and names is None:
+        return locate(folder)
+    if not isinstance(weights, str | os.PathLike) or names is None:
+        raise ValueError(
+            f"weights is {shown(weights)} and names is {shown(names)}: expected the folder of an "
+            "Orbax checkpoint, and the names of its arrays, such as 'maxtext-llama'"
+        )
+    return TreeFolder(folder, weights=_parse_path(weights), names=names)
 
 
 def _find_adapters(adapters: Any) -> dict[str, Path]:

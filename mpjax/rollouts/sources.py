@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.checkpoint.fused_experts import name_of_all
+from mpjax.checkpoint.naming import flat
 from mpjax.checkpoint.plan import is_spare
 from mpjax.kernels import QuantizedTensor
 from mpjax.kernels.checks import did_you_mean, nearest, shown
@@ -111,19 +112,6 @@ def read_tree(model: Decoder, tree: Any) -> Sources:
     for path, (place, pieces) in found.linears.items():
         found.linears[path] = place, _gathered(pieces)
     return found
-
-
-def flat(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The arrays of a tree by their paths, with dots between the parts."""
-    if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree)
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from flat(value, (*path, key))
-    elif isinstance(tree, nnx.Variable):
-        yield ".".join(map(str, path)), tree.get_value()
-    elif path:
-        yield ".".join(map(str, path)), tree
 
 
 def _keys(tree: Any) -> list[str]:

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpjax.checkpoint.naming import Rule, by_file_names
 from mpjax.engine.engine import Engine
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.rollouts.logprobs import token_logprobs
-from mpjax.rollouts.naming import Rule, by_file_names
 from mpjax.sampling.settings import Sampling
 
 try:

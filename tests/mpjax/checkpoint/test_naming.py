@@ -63,10 +63,8 @@ def interleaved(array):
     return np.stack(np.split(array, 2, -1), -1).reshape(array.shape)
 
 
-@pytest.mark.parametrize("is_stacked", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_maxtext(family, is_stacked, tensors):
-    """A tree as MaxText restores it becomes the tensors of the file."""
+def maxtext_tree(tensors, family, is_stacked):
+    """The tensors as MaxText's Llama or Qwen has them."""
     layers = []
     for layer in tree_of_tunix(tensors)["layers"].values():
         own = {name.removesuffix("_proj"): one["w"] for name, one in layer["attn"].items()}
@@ -74,25 +72,48 @@ def test_maxtext(family, is_stacked, tensors):
             own |= {"q": interleaved(own["q"]) / np.float32(8), "k": interleaved(own["k"])}
         gate, up, down = (layer["mlp"][f"{one}_proj"]["kernel"] for one in GATED)
         attention = zip(("query", "key", "value", "out"), "qkvo", strict=True)
+        before, behind = (layer[f"{one}_layernorm"]["w"] for one in ("input", "post_attention"))
         layers.append(
             {
                 "self_attention": {name: {"kernel": own[one]} for name, one in attention},
                 "mlp": {"wi_0": {"kernel": gate}, "wi_1": {"kernel": up}, "wo": {"kernel": down}},
-                "pre_self_attention_layer_norm": {"scale": layer["input_layernorm"]["w"]},
-                "post_self_attention_layer_norm": {"scale": layer["post_attention_layernorm"]["w"]},
+                "pre_self_attention_layer_norm": {"scale": before},
+                "post_self_attention_layer_norm": {"scale": behind},
             }
         )
-    stack = jax.tree.map(lambda *arrays: np.stack(arrays, 1), *layers)
+    stack = {"layers": jax.tree.map(lambda *arrays: np.stack(arrays, 1), *layers)}
     apart = {f"layers_{number}": layer for number, layer in enumerate(layers)}
-    decoder = {"decoder_norm": {"scale": tensors["model.norm.weight"]}}
-    tree = {
-        "decoder": decoder | ({"layers": stack} if is_stacked else apart),
+    norm = {"decoder_norm": {"scale": tensors["model.norm.weight"]}}
+    return {
+        "decoder": norm | (stack if is_stacked else apart),
         "token_embedder": {"embedding": tensors["model.embed_tokens.weight"]},
     }
-    found = mpjax.by_file_names({"params": {"params": tree}}, f"maxtext-{family}")
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_maxtext(family, is_stacked, tensors):
+    """A tree as MaxText restores it becomes the tensors of the file."""
+    tree = {"params": {"params": maxtext_tree(tensors, family, is_stacked)}}
+    found = mpjax.by_file_names(tree, f"maxtext-{family}")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(found[name], tensor)
+
+
+def test_gemma_of_tunix(rng):
+    """Heads come before inputs there, and keys and values are one array."""
+    query = rng.normal(size=(4, 8, 2))  # heads, inputs, channels
+    both = rng.normal(size=(2, 3, 8, 2))
+    attention = {"q_einsum": {"w": query}, "kv_einsum": {"w": both}}
+    tree = {"layers": {1: {"attn": attention, "pre_ffw_norm": {"scale": np.ones(8)}}}}
+    found = mpjax.by_file_names(tree, "tunix-gemma")
+    prefix = "model.layers.1."
+    assert len(found) == 4
+    assert found[f"{prefix}pre_feedforward_layernorm.weight"].shape == (8,)
+    for name, heads in (("q", query), ("k", both[0]), ("v", both[1])):
+        expected = np.concatenate([head.T for head in heads])
+        np.testing.assert_array_equal(found[f"{prefix}self_attn.{name}_proj.weight"], expected)
 
 
 def test_stacks_and_joint_arrays(rng):

@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from mpjax.kernels.checks import did_you_mean, nearest, shown
-from mpjax.rollouts.sources import flat
 
 
 class Rule(NamedTuple):
@@ -51,6 +52,35 @@ TUNIX = (
         Rule(f"layers.{{}}.attn.{one}_norm.w", f"{LAYER}self_attn.{one}_norm.weight", "o")
         for one in "qk"
     ),
+    *(
+        Rule(f"layers.{{}}.mlp.{one}_proj.kernel", f"{LAYER}mlp.{one}_proj.weight", "io")
+        for one in ("gate", "up", "down")
+    ),
+)
+# Gemma 2 and Gemma 3 of `tunix.models`, without images.
+TUNIX_GEMMA = (
+    Rule("embedder.input_embedding", "model.embed_tokens.weight", "oi"),
+    Rule("final_norm.scale", "model.norm.weight", "o"),
+    *(
+        Rule(f"layers.{{}}.{path}.scale", f"{LAYER}{name}.weight", "o")
+        for path, name in (
+            ("pre_attention_norm", "input_layernorm"),
+            ("post_attention_norm", "post_attention_layernorm"),  # of Gemma 3
+            ("post_attn_norm", "post_attention_layernorm"),  # of Gemma 2
+            ("pre_ffw_norm", "pre_feedforward_layernorm"),
+            ("post_ffw_norm", "post_feedforward_layernorm"),
+            ("attn._query_norm", "self_attn.q_norm"),
+            ("attn._key_norm", "self_attn.k_norm"),
+        )
+    ),
+    Rule("layers.{}.attn.q_einsum.w", LAYER + "self_attn.q_proj.weight", "oio"),
+    Rule("layers.{}.attn.kv_einsum.w", LAYER + "self_attn.k_proj.weight", "0oio"),
+    Rule("layers.{}.attn.kv_einsum.w", LAYER + "self_attn.v_proj.weight", "1oio"),
+    *(
+        Rule("layers.{}.attn.qkv_einsum.w", f"{LAYER}self_attn.{one}_proj.weight", f"{index}oio")
+        for index, one in enumerate("qkv")
+    ),
+    Rule("layers.{}.attn.attn_vec_einsum.w", LAYER + "self_attn.o_proj.weight", "iio"),
     *(
         Rule(f"layers.{{}}.mlp.{one}_proj.kernel", f"{LAYER}mlp.{one}_proj.weight", "io")
         for one in ("gate", "up", "down")
@@ -112,6 +142,7 @@ def _maxtext(
 # of google-tunix 0.1.7.
 NAMINGS: Mapping[str, Sequence[Rule]] = {
     "tunix": TUNIX,
+    "tunix-gemma": TUNIX_GEMMA,
     "maxtext-qwen": _maxtext(),
     "maxtext-llama": _maxtext(_query_halves, _halves),
 }
@@ -123,8 +154,9 @@ def by_file_names(tree: Any, names: str | Sequence[Rule]) -> dict[str, Any]:
         mpjax.update(lm, mpjax.by_file_names(trainer, "tunix"))
 
     tree: a module, an nnx.State, or nested mappings, such as an Orbax checkpoint that was restored.
-    names: `tunix`, for Llama 3, Qwen2 and Qwen3 of `tunix.models`; `maxtext-qwen` for Qwen2 and
-        Qwen3, and `maxtext-llama` for Llama 3 of MaxText, without experts; or rules of your own.
+    names: `tunix`, for Llama 3, Qwen2 and Qwen3 of `tunix.models`, and `tunix-gemma` for its Gemma
+        2 and 3, without images; `maxtext-qwen` for Qwen2 and Qwen3 of MaxText, and `maxtext-llama`
+        for its Llama 3, without experts; or rules of your own.
 
     Arrays that have to be transposed are copied. The prefix `params` of paths is left out.
 
@@ -145,6 +177,19 @@ def by_file_names(tree: Any, names: str | Sequence[Rule]) -> dict[str, Any]:
     if not found:
         raise ValueError(f"the tree of weights is {shown(tree)}: expected arrays by their paths")
     return found
+
+
+def flat(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree by their paths, with dots between the parts."""
+    if isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from flat(value, (*path, key))
+    elif isinstance(tree, nnx.Variable):
+        yield ".".join(map(str, path)), tree.get_value()
+    elif path:
+        yield ".".join(map(str, path)), tree
 
 
 def _read(names: Any) -> Sequence[Rule]:

@@ -12,18 +12,18 @@ from safetensors.numpy import load_file, save_file
 import mpjax
 from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor
-from tests.mpjax.checkpoint.test_huggingface_parity import SIZES
-from tests.mpjax.checkpoint.test_hybrid_families import FAMILIES, build
+from tests.mpjax.checkpoint.test_huggingface_parity import SIZES, edit_config
+from tests.mpjax.checkpoint.test_hybrid_families import DELTA, FAMILIES, build
+from tests.mpjax.checkpoint.write_checkpoint import FP8, pack_module_fp8
 
 PROMPT, OPTIONS = [5, 3, 9, 2, 7], {"max_new_tokens": 12, "sampling": {"temperature": 0}}
 
 
-def head_tensors(name: str) -> dict[str, np.ndarray]:
+def head_tensors(changes: dict) -> dict[str, np.ndarray]:
     """The head's tensors as Qwen's files name them, small; those of experts are fused."""
-    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
-    heads, kv_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
-    changes = FAMILIES[name][1]
-    dim = changes["head_dim"]
+    sizes = SIZES | changes
+    hidden, inner, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     shapes = {
         "fc": (hidden, 2 * hidden),
         **dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (hidden,)),
@@ -66,8 +66,9 @@ def head_tensors(name: str) -> dict[str, np.ndarray]:
 def checkpoint(request, tmp_path_factory):
     """A folder with a head, and the head's tensors."""
     pytest.importorskip("torch")
-    folder, tensors = tmp_path_factory.mktemp(request.param), head_tensors(request.param)
-    build(*FAMILIES[request.param]).save_pretrained(folder)
+    family, changes = FAMILIES[request.param]
+    folder, tensors = tmp_path_factory.mktemp(request.param), head_tensors(changes)
+    build(family, changes).save_pretrained(folder)
     whole = load_file(folder / "model.safetensors") | tensors
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
     return folder, tensors
@@ -113,6 +114,28 @@ def test_it_is_read_quantised_saved_and_restored(checkpoint, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, *both)
     with pytest.raises(ValueError, match="quantising a model with its multi-token-prediction head"):
         mpjax.quantize(lm, "W4A16KV16")
+
+
+def test_a_head_in_fp8_beside_its_map_in_16_bits(tmp_path):
+    """As in Qwen's own files."""
+    pytest.importorskip("torch")
+    changes = {**DELTA, "hidden_size": 128}
+    build("Qwen3_5", changes).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | head_tensors(changes)
+    kept, expected = ["lm_head", "mtp.fc"], tensors["mtp.fc.weight"]
+    packed = ("_proj", "in_proj_qkv", "in_proj_z")
+    modules = [name.removesuffix(".weight") for name in tensors]
+    values = {
+        name: pack_module_fp8(tensors, FP8, name) for name in modules if name.endswith(packed)
+    }
+    kept += [name for name in modules if name.endswith(("in_proj_a", "in_proj_b"))]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_config(tmp_path, quantization_config=FP8 | {"modules_to_not_convert": kept})
+    lm = mpjax.load(tmp_path, dtype="float32", precision="WFP8A16KV16", mtp=True)
+    layer = lm.model.layers[-1]
+    np.testing.assert_array_equal(layer.attention.joint.get_value(), expected)
+    found = layer.mlp.down.kernel.get_value().dequantize(jnp.float32)
+    np.testing.assert_allclose(found, values["mtp.layers.0.mlp.down_proj"], rtol=1e-6)
 
 
 def test_files_and_families_without_it_are_refused(checkpoint, tmp_path):

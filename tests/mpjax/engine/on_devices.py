@@ -18,7 +18,9 @@ from mpjax.models import Decoder
 from tests.models import sharded_decoders
 from tests.models.sharded_decoders import divide, quantize_all
 from tests.models.sharded_families import build
+from tests.models.small import mtp_model
 from tests.mpjax.engine.conftest import make_engine, resize
+from tests.mpjax.generation.speculation.test_mtp import agreeing
 
 NEW = (8, 60, 60, 8)  # rows that grow take the pages of younger ones
 DRAWN, GREEDY = {"temperature": 0.8, "top_p": 0.9, "stop_ids": ()}, {"stop_ids": ()}
@@ -77,4 +79,7 @@ if __name__ == "__main__":
     assert served(divide(mixture, 4), GREEDY) == expected
     assert served(whole, GREEDY, speculate=mpjax.Ngram(k=3, n=1)) == expected
     assert batch(whole, GREEDY, speculate=mpjax.Ngram(k=3, n=1)) == expected
+    headed = agreeing(mtp_model(), 0.3)
+    expected = batch(headed, GREEDY)
+    assert batch(divide(headed, 2), GREEDY, speculate="mtp") == expected
     print("served")

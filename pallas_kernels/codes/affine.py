@@ -63,14 +63,6 @@ class Affine(CodeKind):
         assert parameters.zeros is not None
         return parameters.scales.astype(jnp.float32), parameters.zeros.astype(jnp.float32)
 
-    def pack(self, planes: jax.Array) -> jax.Array:
-        """Packs plane j to the bits of a word from j · bits on."""
-        return bit_planes.pack_planes(planes, self.bits)[..., None, :]
-
-    def unpack(self, words: jax.Array) -> jax.Array:
-        """The inverse of `pack`."""
-        return bit_planes.unpack_planes(words[..., 0, :], self.bits)
-
     def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
         """The inverse of `pack_parameters`: scales and minima."""
         return bit_planes.unpack_pair(words, scale_dtype, scale_dtype)

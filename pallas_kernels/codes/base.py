@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
+from mpjax.kernels.bits import multiply, pack_pair, pack_planes, unpack_pair, unpack_planes
 from mpjax.kernels.checks import is_known
 
 if TYPE_CHECKING:
@@ -125,13 +125,14 @@ class CodeKind(abc.ABC):
     def pack(self, planes: jax.Array) -> jax.Array:
         """Packs codes uint8 [..., planes, width] to words [..., columns, width].
 
-        Raises NotImplementedError for a kind whose codes are words (flat formats).
+        By default one column of uint16, in which plane j has the bits from j · bits on. Kinds whose
+        codes are words (flat formats) are not packed.
         """
-        raise NotImplementedError(f"{type(self).__name__}: its codes are words already")
+        return pack_planes(planes, self.bits)[..., None, :]
 
     def unpack(self, words: jax.Array) -> jax.Array:
         """The inverse of `pack`."""
-        raise NotImplementedError(f"{type(self).__name__}: its words are codes already")
+        return unpack_planes(words[..., 0, :], self.bits)
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
         """Packs the parameters of groups to words uint32 [..., words, N].

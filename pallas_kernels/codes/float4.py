@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import bits as bit_planes
 from mpjax.kernels.checks import is_known
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters, Spelling
 from mpjax.kernels.target import current_target
@@ -107,14 +106,6 @@ class Float4(CodeKind):
                     f"scales of float4 are {float(given[~is_kept][0]):.4g}, among others: expected "
                     "powers of two, of which the exponent is kept"
                 )
-
-    def pack(self, planes: jax.Array) -> jax.Array:
-        """Packs plane j to the bits of a word from 4 · j on."""
-        return bit_planes.pack_planes(planes, 4)[..., None, :]
-
-    def unpack(self, words: jax.Array) -> jax.Array:
-        """The inverse of `pack`."""
-        return bit_planes.unpack_planes(words[..., 0, :], 4)
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
         """Packs the exponents of four groups to a word, the first group's in its lowest byte.

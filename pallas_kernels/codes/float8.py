@@ -65,17 +65,6 @@ class Float8(CodeKind):
         """e4m3(code) · scale."""
         return codes.astype(jnp.float32) * parameters.scales
 
-    def pack(self, planes: jax.Array) -> jax.Array:
-        """Packs plane 0 to the low byte of a word, and plane 1 to the high byte."""
-        low, high = (planes[..., plane, :].astype(jnp.uint16) for plane in (0, 1))
-        return (low | (high << jnp.uint16(8)))[..., None, :]
-
-    def unpack(self, words: jax.Array) -> jax.Array:
-        """The inverse of `pack`."""
-        words = words[..., 0, :]
-        planes = jnp.stack([words & jnp.uint16(0xFF), words >> jnp.uint16(8)], -2)
-        return planes.astype(jnp.uint8)
-
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:

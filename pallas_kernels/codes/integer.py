@@ -71,14 +71,6 @@ class Integer(CodeKind):
             return jnp.full_like(parameters.scales, self.zero_point, jnp.float32)
         return parameters.zeros.astype(jnp.float32)
 
-    def pack(self, planes: jax.Array) -> jax.Array:
-        """Packs plane j to the bits of a word from j · bits on."""
-        return bit_planes.pack_planes(planes, self.bits)[..., None, :]
-
-    def unpack(self, words: jax.Array) -> jax.Array:
-        """The inverse of `pack`."""
-        return bit_planes.unpack_planes(words[..., 0, :], self.bits)
-
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:

@@ -40,12 +40,6 @@ class Power(CodeKind):
         values = jnp.asarray([sign * 2.0 ** (e - 7) for sign in (1, -1) for e in range(8)])
         return values[codes] * parameters.scales.astype(jnp.float32)
 
-    def pack(self, planes):
-        return bit_planes.pack_planes(planes, 4)[..., None, :]
-
-    def unpack(self, words):
-        return bit_planes.unpack_planes(words[..., 0, :], 4)
-
     def load(self, parameters, scale_dtype, operand, width):
         scale, _ = bit_planes.widen_pair(parameters, scale_dtype)
         return Group(current_target().column(scale, width))

@@ -13,9 +13,9 @@ import safetensors.numpy
 import mpjax
 from mpjax.checkpoint import exporting, shards
 from mpjax.files.disk import DiskSpaceError
-from mpjax.kernels import KVFormat, QuantizedTensor, quantize
+from mpjax.kernels import QuantizedTensor, quantize
 from mpjax.models import CacheScales, Linear
-from tests.models.small import dequantize_kernels, logits_of
+from tests.models.small import dequantize_kernels
 from tests.mpjax.checkpoint import saved_models
 from tests.mpjax.checkpoint.saved_models import files, require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import (
@@ -29,8 +29,6 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     write_checkpoint,
 )
 from tests.sweeps import in_sweep
-
-TOKENS = np.random.default_rng(0).integers(0, 96, (2, 9)).astype(np.int32)
 
 
 def load_as(lm, folder):
@@ -217,15 +215,6 @@ def test_scales_of_an_fp8_cache(heads, source, tmp_path, rng):
     assert mpjax.load(tmp_path / "plain").model.cache_scales is None
 
 
-def test_scales_of_an_fp8_cache_beside_integers(source, tmp_path):
-    for precision in ("W4symA16KVfp8", "W8A8KVfp8"):
-        lm = mpjax.load(source, precision=precision)
-        scales = jnp.ones((lm.config.num_layers, 2, lm.config.num_kv_heads), jnp.float32) / 3
-        lm.model.cache_scales = CacheScales(scales)
-        mpjax.export(lm, tmp_path / precision)
-        require_same_bits(lm, load_as(lm, tmp_path / precision))
-
-
 @pytest.mark.parametrize("written", [FP8, compressed_fp8("tensor", "token")], ids=["fp8", "one"])
 def test_fp8_checkpoints_of_others(written, rng, tmp_path):
     hf = CONFIGS["llama"] | FP8_SIZES | {"quantization_config": written}
@@ -247,13 +236,6 @@ def test_shards(source, tmp_path, monkeypatch):
     assert found[0] == f"model-00001-of-{len(found):05}.safetensors"
     assert len(found) > 2
     require_same_bits(lm, load_as(lm, tmp_path))
-
-
-def test_a_saved_model_is_exported(source, tmp_path):
-    mpjax.save(mpjax.load(source, precision="W4g32A16KV8"), tmp_path / "saved")
-    lm = mpjax.load(tmp_path / "saved")
-    mpjax.export(lm, tmp_path / "out")
-    require_same_bits(lm, load_as(lm, tmp_path / "out"))
 
 
 def test_only_exports_are_replaced(source, tmp_path):
@@ -311,20 +293,3 @@ def test_models_that_are_more_than_a_checkpoint_holds(source, tmp_path):
     with pytest.raises(ValueError, match="the tokenizer's files are no longer in"):
         mpjax.export(lm, tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-def test_progress_counts_all_bytes(source, tmp_path, capsys):
-    lm = mpjax.load(source, precision="W4symA16KV8")
-    mpjax.export(lm, tmp_path / "quiet")
-    assert capsys.readouterr().err == ""
-    mpjax.export(lm, tmp_path / "shown", progress=True)
-    assert "Exporting shown" in capsys.readouterr().err
-
-
-def test_logits_are_equal_before_and_after(source, tmp_path):
-    lm = mpjax.load(source, precision="W4g32A16KV8")
-    logits = np.asarray(logits_of(lm.model, TOKENS))
-    mpjax.export(lm, tmp_path)
-    np.testing.assert_array_equal(logits_of(lm.model, TOKENS), logits)
-    np.testing.assert_array_equal(logits_of(mpjax.load(tmp_path).model, TOKENS), logits)
-    assert lm.kv_format == KVFormat.parse("KV8")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.memory import DeviceMemoryError
-from mpjax.models import FAMILIES, RopeScaling, llama_layers
+from mpjax.models import FAMILIES
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -28,7 +27,6 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
-from tests.mpjax.checkpoint.write_mixture import write_mixture
 
 dequantize = jax.jit(lambda kernel: kernel.dequantize())  # one program, not one for each step
 
@@ -79,17 +77,6 @@ def test_plain_checkpoints(name, shards, tmp_path, rng):
     require_weights(model, tensors, {})
     assert (model.head is None) == ("tied" in name)
     assert all(len(place.parts(model)) == 1 for place in model.linear_places(model.config))
-
-
-def test_configurations(tmp_path, rng):
-    def config(name):
-        write_checkpoint(tmp_path, CONFIGS[name], random_tensors(CONFIGS[name], rng))
-        return huggingface.load(tmp_path).config
-
-    assert config("llama-tied").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
-    assert config("mistral").windows == (8, 8)
-    assert config("qwen2").layers == llama_layers((None, None), 128, qkv_bias=True)
-    assert config("qwen3").layers == llama_layers((None, None), 128, qk_norm=True)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -235,21 +222,6 @@ def test_planned_bytes_are_what_the_model_takes(written, tmp_path, rng):
     assert plan.device_bytes - shared == nbytes(model)
 
 
-@pytest.mark.parametrize("precision", [None, "W4g32A16KV16"])
-def test_a_mixture_that_does_not_fit_is_refused_with_its_bytes(
-    precision, tmp_path, rng, monkeypatch
-):
-    """Before a tensor is read."""
-    write_mixture(tmp_path, rng, vocab_size=64, num_local_experts=64, intermediate_size=512)
-    wanted = None if precision is None else Precision.parse(precision)
-    needed = nbytes(huggingface.load(tmp_path, precision=wanted))
-    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: needed // 2)
-    monkeypatch.setattr(Checkpoint, "read", None)
-    said = f"needs {needed / 1e9:.2f} GB on .* has {needed / 2e9:.2f} GB"
-    with pytest.raises(DeviceMemoryError, match=said):
-        huggingface.load(tmp_path, precision=wanted)
-
-
 def test_weights_do_not_share_memory_with_the_file(tmp_path, rng):
     tensors = random_tensors(LLAMA, rng, np.float32)
     write_checkpoint(tmp_path, LLAMA, tensors)
@@ -260,35 +232,11 @@ def test_weights_do_not_share_memory_with_the_file(tmp_path, rng):
     require_weights(model, tensors, {})
 
 
-def test_progress(tmp_path, rng, capfd):
-    write_checkpoint(tmp_path / "tiny-llama", LLAMA, random_tensors(LLAMA, rng))
-    for progress, shown in ((None, False), (False, False), (True, True)):
-        huggingface.load(tmp_path / "tiny-llama", progress=progress)
-        captured = capfd.readouterr()
-        assert captured.out == ""
-        assert ("tiny-llama" in captured.err) == shown
-    assert "345.3/345.3 kB" in captured.err
-
-
 def read_error(folder, **keywords):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (callers check the message)
         huggingface.load(folder, **keywords)
     assert "\n" not in str(caught.value)
     return caught
-
-
-def test_other_dtypes_are_refused(tmp_path, rng):
-    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
-    message = "dtype is int8: expected one of bfloat16, float16, float32"
-    assert message in str(read_error(tmp_path, dtype="int8").value)
-
-
-def test_precision_and_dtype_leave_the_rest_of_the_config_alone(tmp_path, rng):
-    hf = LLAMA | SQUARE
-    write_checkpoint(tmp_path, hf, random_tensors(hf, rng))
-    plain = huggingface.load(tmp_path).config
-    other = huggingface.load(tmp_path, precision=Precision.parse("W4g32A16KV8"), dtype="float16")
-    assert other.config == dataclasses.replace(plain, dtype="float16")
 
 
 def test_a_precision_has_16_bit_activations_unless_a_dtype_is_asked_for(tmp_path, rng):

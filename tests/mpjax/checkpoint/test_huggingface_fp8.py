@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -116,17 +115,6 @@ def test_scales_of_the_cache_must_be_there_and_positive(tmp_path, rng):
             write_checkpoint(folder, hf, tensors)
         with pytest.raises(CheckpointError, match=message):
             mpjax.load(folder)
-
-
-def test_modules_that_were_left_in_16_bits(tmp_path, rng):
-    plain = ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj")
-    folder, tensors, weights = write(tmp_path, FP8, rng, plain=plain)
-    lm = mpjax.load(folder)
-    require_weights(lm.model, tensors, weights)
-    assert lm.precision == "W16A16+WFP8g128AFP8KV16"
-    assert info.inspect(folder).describe() == lm.describe()
-    logits = jax.eval_shape(lambda tokens: lm.model(tokens), jnp.ones((1, 5), jnp.int32))
-    assert logits.shape == (1, 5, 96)
 
 
 def test_weights_agree_with_a_precision_and_activations_follow_it(tmp_path, rng):

@@ -79,7 +79,6 @@ DEEP = '{"id": ' + "[" * 99_999 + "]" * 99_999 + ', "prompt": "a"}'
     ("line", "message"),
     [
         ("def f", "is not valid JSON"),
-        ('{"prompt": "a"', "is not valid JSON"),
         ('{"prompt": "a", "id": NaN}', "NaN is not a number in JSON"),
         (DEEP, "is nested too deeply"),
         ('"a"', 'holds "a": expected a JSON object'),
@@ -89,20 +88,14 @@ DEEP = '{"id": ' + "[" * 99_999 + "]" * 99_999 + ', "prompt": "a"}'
         ),
         ('{"id": 1}', 'has neither a "prompt" nor "messages"'),
         ('{"prompt": "a", "messages": []}', 'has both a "prompt" and "messages"'),
-        ('{"prompt": null}', '"prompt" is null, not a text'),
         ('{"messages": []}', r'"messages" is \[\], not a list of objects'),
-        ('{"messages": ["a"]}', r'"messages" is \["a"\], not a list of objects'),
         (
             '{"messages": [{"role": null}]}',
             r'is \[\{"role": null\}\], not a list of objects with a',
         ),
         ('{"messages": [{"role": "user", "content": 5}]}', "not a list of objects with a role and"),
-        ('{"messages": "a"}', '"messages" is "a", not a list of objects'),
         ('{"prompt": "a", "seed": -1}', '"seed" is -1: expected a whole number from 0 to'),
-        ('{"prompt": "a", "seed": 4294967296}', '"seed" is 4294967296: expected'),
         ('{"prompt": "a", "max_new_tokens": 0}', "is 0: expected a whole number of 1 or more"),
-        ('{"prompt": "a", "max_new_tokens": true}', "is true: expected a whole number"),
-        ('{"prompt": "a", "max_new_tokens": 1.0}', r"is 1\.0: expected a whole number"),
     ],
     ids=lambda text: text[:40],
 )

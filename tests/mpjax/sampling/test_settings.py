@@ -35,36 +35,28 @@ def test_sampling_is_a_pytree_that_rebuilds_without_validation():
     ("fields", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1: expected a number that is finite"),
-        ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": [1.0, -1.0]}, "temperature is"),
         ({"temperature": np.ones((2, 2))}, r"temperature has shape \(2, 2\)"),
         (
             {"temperature": 1.0, "top_p": 0.0},
             "top_p is 0.0: expected a number above 0 and at most 1",
         ),
-        ({"temperature": 1.0, "top_p": 1.1}, "top_p is 1.1"),
         ({"temperature": 1.0, "top_k": 0}, "top_k is 0: expected a number of 1 or above"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5: expected a whole number"),
-        ({"temperature": 1.0, "top_k": np.inf}, "top_k is inf: expected a whole number"),
         ({"temperature": 1.0, "top_k": jnp.asarray([1.5])}, "expected a whole number"),
         (
             {"temperature": 1.0, "min_p": 1.0},
             "min_p is 1.0: expected a number of 0 or above and below 1",
         ),
-        ({"temperature": 1.0, "min_p": -0.5}, "min_p is -0.5"),
         (
             {"repetition_penalty": 0},
             "repetition_penalty is 0.0: expected a number that is finite and",
         ),
         ({"top_p": 0.9}, "top_p is set but temperature is not"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1: expected a number of 0 or above"),
-        ({"min_new_tokens": [3, -1]}, "min_new_tokens is .*: expected a number of 0"),
         ({"min_new_tokens": 0.5}, r"min_new_tokens is 0\.5: expected a whole number"),
         ({"stop_ids": [3, -1]}, r"stop_ids are \[3, -1\]: expected each from 0"),
-        ({"stop_ids": [0.5]}, r"stop_ids are \[0\.5\]: expected a list of token ids"),
         ({"stop_ids": 7}, "stop_ids are 7: expected a list of token ids"),
-        ({"stop_ids": [2**70]}, r"stop_ids are \[1180591620717411303424\]: expected a list"),
-        ({"stop_ids": "</s>"}, "stop_ids are '</s>': expected a list of token ids"),
     ],
 )
 def test_fields_out_of_range_are_errors(fields, message):
@@ -117,21 +109,15 @@ def test_its_text_is_in_words():
     ("given", "message"),
     [
         (0.7, r"sampling is 0\.7: expected a Sampling, or a mapping such as {'temperature': 0\.7}"),
-        ("greedy", "sampling is 'greedy': expected a Sampling"),
         ([("temperature", 1)], r"sampling is \[\('temperature', 1\)\]: expected a Sampling"),
         ({"temprature": 1}, r"has 'temprature' \(did you mean 'temperature'\?\): expected temp"),
         (
             {"do_sample": True},
             "sampling has 'do_sample': expected temperature, top_k, top_p, min_p",
         ),
-        ({1: 2}, "sampling has 1: expected temperature"),
         ({"temperature": "hot"}, "temperature is 'hot': expected a number or an array"),
-        ({"temperature": 1, "top_k": "5"}, "top_k is '5': expected a number or an array"),
         ({"temperature": [[1]]}, r"temperature has shape \(1, 1\)"),
-        ({"temperature": [1, [2]]}, r"temperature is \[1, \[2\]\]: expected a number"),
-        ({"temperature": {}}, "temperature is {}: expected a number"),
         ({"temperature": 10**400}, r"temperature is 1000.*: expected a number"),
-        ({"temperature": -1}, r"temperature is -1\.0: expected a number that is finite"),
     ],
 )
 def test_what_is_no_sampling_is_refused(given, message):

@@ -136,7 +136,6 @@ def test_tojson_does_not_escape_for_html():
     [
         ("hello", "messages is str: expected a list like"),
         ([], "messages is empty"),
-        (["hello"], "message 0 is 'hello': expected a dict with a role"),
         ([{"content": "hello"}], "message 0 is {'content': 'hello'}: expected a dict with a role"),
         (
             [{"role": "user", "content": object()}],
@@ -147,11 +146,8 @@ def test_tojson_does_not_escape_for_html():
             [{"role": "user", "content": "x"}, {"role": "user"}],
             "message 1 has no content: expected",
         ),
-        ([{"role": "user", "content": None, "x": []}], "message 0 has no content: expected a text"),
         ([{"role": "user", "content": 3}], "the content of message 0 is 3: expected a text, as"),
-        ([{"role": "user", "content": True}], "the content of message 0 is True: expected a text"),
         ([{"role": "user", "x": [1]}], "can't render these messages: UndefinedError"),
-        ([{"role": "user", "content": {}, "x": [1]}], "can't render these messages: TypeError"),
     ],
 )
 def test_messages_that_cannot_be_rendered(llama_folder, messages, message):

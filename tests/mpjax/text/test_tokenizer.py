@@ -245,11 +245,6 @@ def test_text_has_no_halves_of_surrogate_pairs():
         tokenizer.encode_chat([{"role": "user", "content": "a\udcff"}])
 
 
-def test_encode_takes_a_text():
-    with pytest.raises(ValueError, match="text is list: expected a str"):
-        Tokenizer(sentencepiece()).encode(["a"])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("part", "message"),
     [

@@ -8,12 +8,10 @@ import pytest
 from mpjax.checkpoint.schemes.words import (
     pack_words,
     packing,
-    refuse_packing,
     uniform_format,
     unpack_words,
     usual_format,
 )
-from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 
 
@@ -37,32 +35,6 @@ def specs(rows, columns):
 )
 def test_packing_by_shapes(tensors, method):
     assert packing(tensors) == method
-
-
-@pytest.mark.parametrize(
-    ("tensors", "method", "message"),
-    [
-        (specs(4096, 512), None, "config.json has no quantization_config, but.* packed as AWQ"),
-        (specs(512, 4096), None, "no quantization_config, but.* packed as GPTQ"),
-        (specs(512, 4096), "fp8", "says quant_method 'fp8', but.* packed as GPTQ"),
-        (specs(4096, 100), None, "neither AWQ gemm"),
-        (
-            specs(4096, 512),
-            "awq",
-            "says quant_method 'awq' with another version, but the tensors are packed as AWQ gemm "
-            r'.*, with "version": "gemm"$',
-        ),
-        (
-            {**specs(4096, 512), "scales": jax.ShapeDtypeStruct((4096, 32), jnp.float16)}
-            | {"qzeros": jax.ShapeDtypeStruct((4096, 4), jnp.int32)},
-            "awq",
-            '\'awq\' with another version, .* packed as AWQ gemv .*, with "version": "gemv"$',
-        ),
-    ],
-)
-def test_refuse_packing(tensors, method, message):
-    with pytest.raises(CheckpointError, match=message):
-        refuse_packing("mlp.up_proj", tensors, method)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

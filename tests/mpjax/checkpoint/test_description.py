@@ -126,26 +126,18 @@ def test_keys_of_another_type(key, value, saved):
 
 WRONG_CONFIG = [
     ("rms_norm_eps", "0.1", "config: rms_norm_eps is '0.1': expected a positive number"),
-    ("rms_norm_eps", 0, "config: rms_norm_eps is 0: expected a positive number"),
     ("rope_theta", float("nan"), "config: rope_theta is nan: expected a positive number"),
-    ("rope_theta", float("inf"), "config: rope_theta is inf: expected a positive number"),
     ("hidden_size", 64.0, "config: hidden_size is 64.0: expected a positive integer"),
-    ("hidden_size", True, "config: hidden_size is True: expected a positive integer"),
-    ("vocab_size", -1, "config: vocab_size is -1: expected a positive integer"),
     ("max_position_embeddings", 2**31, "max_position_embeddings is 2147483648: expected at most"),
     ("num_kv_heads", 3, "config: num_heads is 4 and num_kv_heads 3: expected a multiple of it"),
     ("head_dim", 17, "config: head_dim is 17: expected a positive, even number"),
-    ("tie_word_embeddings", 1, "config: tie_word_embeddings is 1: expected true or false"),
     ("tie_word_embeddings", True, "there is an array 'head', which such a model does not have"),
     ("dtype", "int8", "DecoderConfig: dtype is 'int8': expected a dtype, such as bfloat16"),
     ("layers", [], "config: layers is empty: expected one or more"),
-    ("layers", "nonsense", "layers is 'nonsense': expected a JSON list"),
     ("layers", [3], r"layers\[0\] is 3: expected a JSON object"),
     ("stop_ids", [1 << 20], r"config: stop_ids is \(1048576,\): expected token ids from 0 to"),
-    ("stop_ids", ["</s>"], r"config: stop_ids is \('</s>',\): expected token ids from 0 to"),
     ("vocab_size", 512, r"the array embedding is bfloat16 \[\d+, 64\]: expected .* \[512, 64\]"),
     ("rope_scaling", {}, "rope_scaling has no 'attention_factor'"),
-    ("rope_scaling", [3], r"rope_scaling is \[3\]: expected a JSON object"),
     ("speed", 3, "config has an unknown key 'speed'"),
 ]
 
@@ -168,15 +160,11 @@ ATTENTION = r"config, layers\[1\]\.attention: "
     ("half", "key", "value", "message"),
     [
         ("attention", "window", 0, f"{ATTENTION}window is 0: expected a positive integer"),
-        ("attention", "window", [1], rf"{ATTENTION}window is \(1,\): expected a positive integer"),
-        ("attention", "qkv_bias", 1, f"{ATTENTION}qkv_bias is 1: expected true or false"),
         ("attention", "qkv_bias", True, "the array layers.1.attention.qkv.0.bias is missing"),
         ("attention", "kind", "linear", r"layers\[1\].attention: kind is 'linear': expected one"),
-        ("attention", "kind", [], r"layers\[1\].attention: kind is \[\]: expected one of"),
         ("attention", "kind", "gated", r"layers\[1\].attention has no 'activation'"),
         ("attention", "speed", 3, r"layers\[1\].attention has an unknown key 'speed'"),
         ("mlp", "intermediate_size", 96, r"the array layers.1.mlp.*: expected"),
-        ("mlp", "intermediate_size", "x", r"layers\[1\].mlp: intermediate_size is 'x': expected a"),
     ],
 )
 def test_layers_that_no_model_has(half, key, value, message, saved):
@@ -203,16 +191,12 @@ DOWN = "layers.1.mlp.down"
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (3, f"{DOWN} is 3: expected a JSON list"),
         ([], f"{DOWN} has 0 parts: expected 1 or 1"),
         ([None], f"the array {DOWN}.0.kernel is missing"),
-        (["uint4"], f"{DOWN} is 'uint4': expected a JSON object"),
-        ([{"scale_dtype": "float16"}], "the key 'format' is missing"),
         ([{"format": "uint4:g32"}], "the key 'scale_dtype' is missing"),
         ([{"format": "uint5", "scale_dtype": "float16"}], "unknown weight format 'uint5'"),
         ([{"format": "bfloat16", "scale_dtype": "float16"}], "bfloat16 is not packed"),
         ([{"format": "uint4:g32", "scale_dtype": "float64"}], "scale_dtype is 'float64': expected"),
-        ([{"format": "uint8:g32", "scale_dtype": "float16"}], rf"the array {DOWN}.0.words is"),
         ([{"format": "table4:g32", "scale_dtype": "float16"}], f"the array {DOWN}.0.table is"),
     ],
 )
@@ -224,20 +208,17 @@ def test_parts_that_no_map_has(parts, message, saved):
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (None, "norm.weight is None: expected a JSON object"),
         ({"dtype": "complex128"}, "norm.weight has the dtype 'complex128'"),
         ({"dtype": "int32"}, r"norm.weight is int32 \[64\]: expected bfloat16 or float16 or float"),
         ({"shape": [-64]}, r"norm.weight has the shape \[-64\]"),
-        ({"shape": [64.0]}, r"norm.weight has the shape \[64.0\]"),
         ({"shape": 64}, "shape is 64: expected a JSON list"),
         ({"crc32": "abc"}, "crc32 is 'abc': expected a JSON integer"),
-        ({"crc32": None}, "crc32 is None: expected a JSON integer"),
     ],
 )
 def test_arrays_that_no_model_has(array, message, saved):
     def damage(description):
         whole = description["arrays"]["norm.weight"]
-        description["arrays"]["norm.weight"] = array and whole | array
+        description["arrays"]["norm.weight"] = whole | array
 
     change(saved, damage)
     expect(message, saved)

@@ -158,20 +158,6 @@ def test_unknown_tensor(tmp_path):
         Checkpoint.open(tmp_path).read("weigth")
 
 
-def test_folder_without_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="nothing is not a folder"):
-        Checkpoint.open(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):
-        Checkpoint.open(tmp_path)
-    (tmp_path / "model-Q8_0.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"file, and found model-Q8_0.gguf; load that file"):
-        Checkpoint.open(tmp_path)
-    (tmp_path / "a.safetensors").touch()
-    (tmp_path / "b.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"2 safetensors files \(a.*, b.*\) and neither"):
-        Checkpoint.open(tmp_path)
-
-
 def test_files_that_a_file_system_keeps_about_others_are_none(tmp_path):
     safetensors.numpy.save_file(TENSORS, tmp_path / "gptq_model-4bit-128g.safetensors")
     (tmp_path / "._gptq_model-4bit-128g.safetensors").write_bytes(b"Mac OS X")

@@ -87,11 +87,11 @@ def score(lm: LanguageModel, texts: Prompts, seconds: Sequence[str] | None = Non
 
 
 def pooling_of(lm: LanguageModel) -> Pooling:
-    """The pooling that the model's folder configures; for a GGUF file, the last token, normalised.
+    """The pooling that the model's folder or GGUF file configures.
 
     Raises CheckpointError for files that can't be read.
     """
-    return Pooling() if is_gguf(lm.source) else Pooling.of(lm.source)
+    return Pooling.of_gguf(lm.source) if is_gguf(lm.source) else Pooling.of(lm.source)
 
 
 def encoded(lm: LanguageModel, texts: Prompts, before: str) -> list[list[int]]:

@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.checkpoint.gguf.source import GGUFSource
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.errors import CheckpointError
 from mpjax.kernels import files
 
 Kind = Literal["last", "mean", "first"]
 MODES: Mapping[str, Kind] = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "first"}
+# By llama.cpp's numbers, of which 0 is none.
+OF_GGUF: Mapping[int, Kind] = {0: "last", 1: "mean", 2: "first", 3: "last"}
 IDENTITY = "torch.nn.modules.linear.Identity"
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 
@@ -74,6 +77,19 @@ class Pooling:
         for step in steps:
             found = _with(found, folder, path, step)
         return found
+
+    @classmethod
+    def of_gguf(cls, path: Path) -> Pooling:
+        """The pooling that a GGUF file names; the last token, normalised, if it names none.
+
+        Raises CheckpointError for files of rerankers, whose scores are not read.
+        """
+        metadata = GGUFSource(path).metadata
+        key = f"{metadata.text('general.architecture')}.pooling_type"
+        if (number := metadata.whole(key, 0)) not in OF_GGUF:
+            expected = " or ".join(map(str, OF_GGUF))
+            raise CheckpointError(f"{path}: {key} is {number}: expected {expected}")
+        return cls(OF_GGUF[number])
 
     def before(self, name: str | None) -> str:
         """The text of a prompt; name: None for the default prompt.

@@ -9,10 +9,12 @@ import pytest
 import safetensors.numpy
 
 import mpjax
+from mpjax.embedding.pooling import Pooling
 from mpjax.errors import CheckpointError
 from mpjax.models.registry import causal
 from tests.models.sharded_families import keys
 from tests.mpjax import tokenizer_folders
+from tests.mpjax.checkpoint.gguf.write_gguf import gguf, llama_metadata, random_tensors
 from tests.mpjax.checkpoint.test_every_family import build
 
 torch = pytest.importorskip("torch")
@@ -151,3 +153,15 @@ def test_a_model_that_predicts_tokens_is_no_classifier():
     assert mpjax.embed(lm, ["a", "b"]).shape == (2, lm.config.hidden_size)
     with pytest.raises(ValueError, match="dimensions is 100000: expected at most"):
         mpjax.embed(lm, "a", dimensions=100000)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(None, "last"), (1, "mean"), (2, "first"), (4, None)])
+def test_a_gguf_file_names_its_pooling(number, kind, tmp_path, rng):
+    more = {} if number is None else {"llama.pooling_type": number}
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(llama_metadata() | more, random_tensors({}, rng)))
+    if kind is None:
+        with pytest.raises(CheckpointError, match="pooling_type is 4: expected 0 or 1 or 2 or 3"):
+            Pooling.of_gguf(path)
+    else:
+        assert Pooling.of_gguf(path) == Pooling(kind)

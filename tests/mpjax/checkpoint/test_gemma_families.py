@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 import mpjax
 from mpjax.generation.decoding import generate_tokens
 from mpjax.quantization.pipeline import Stream
+from tests.models.small import logits_of
 from tests.mpjax.checkpoint.test_huggingface_parity import SIZES, VOCABULARY, transformers
 from tests.mpjax.checkpoint.test_hybrid_families import (
     LENGTHS,
@@ -36,8 +38,8 @@ FAMILIES: dict[str, dict] = {
         **{"moe_intermediate_size": 32, "tie_word_embeddings": False},
     },
     "e2b": {
-        **{**GEMMA, "num_hidden_layers": 5, "num_kv_shared_layers": 3, "attention_bias": True},
-        **{"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+        **{**GEMMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "attention_bias": True},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2},
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY + 4},
         "use_double_wide_mlp": True,
     },
@@ -61,7 +63,7 @@ def test_logits_greedy_tokens_and_an_engine(family):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 40)).astype(np.int32)
     expected = logits(model, tokens)
     assert abs(expected).max() > 1
-    error = np.abs(np.asarray(lm.model(tokens)) - expected).max()
+    error = np.abs(np.asarray(logits_of(lm.model, tokens)) - expected).max()
     assert error < 1e-5 * abs(expected).max()
     padded = prompts()
     found = generate_tokens(lm.model, padded, LENGTHS, **OPTIONS).tokens
@@ -75,19 +77,22 @@ def test_logits_greedy_tokens_and_an_engine(family):
 
 
 def test_it_is_quantised_saved_and_restored(family, tmp_path):
-    _, model, folder = family
+    name, model, folder = family
+    if name != "e2b":
+        pytest.skip("as it")
     lm = mpjax.load(folder, dtype="float32", precision="W4g32A16KV8")
     tokens = prompts()
-    expected, found = logits(model, tokens), np.asarray(lm.model(tokens))
+    expected, found = logits(model, tokens), np.asarray(logits_of(lm.model, tokens))
     assert 0 < abs(found - expected).mean() < 0.75 * abs(expected).mean()
+    step = jax.jit(lambda model, *given: model.step(*given))
     cache = lm.model.create_cache(2, 64, lm.kv_format, 16)
-    _, cache = lm.model.step(tokens[:, :9], np.full(2, 9), cache)
-    in_8_bits, _ = lm.model.step(tokens[:, 9:], np.full(2, tokens.shape[1] - 9), cache)
+    _, cache = step(lm.model, tokens[:, :9], np.full(2, 9), cache)
+    in_8_bits, _ = step(lm.model, tokens[:, 9:], np.full(2, tokens.shape[1] - 9), cache)
     assert 0 < abs(np.asarray(in_8_bits) - found[:, -1]).mean() < 0.1 * abs(found).mean()
     mpjax.save(lm, tmp_path / "saved")
     again = mpjax.load(tmp_path / "saved")
     assert again.config == lm.config
-    np.testing.assert_array_equal(again.model(tokens), found)
+    np.testing.assert_array_equal(logits_of(again.model, tokens), found)
 
 
 def test_calibration_is_refused_by_the_part_that_it_lacks(family):
@@ -102,8 +107,8 @@ def test_calibration_is_refused_by_the_part_that_it_lacks(family):
 
 def test_a_text_model_beside_those_of_images(family, tmp_path):
     name, _, _ = family
-    if name == "31b":
-        pytest.skip("as the others")
+    if name != "26b-a4b":
+        pytest.skip("as it")
     text = {key: value for key, value in SIZES.items() if key != "attn_implementation"}
     text["pad_token_id"] = 0
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
@@ -118,5 +123,5 @@ def test_a_text_model_beside_those_of_images(family, tmp_path):
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
     lm = mpjax.load(tmp_path, dtype="float32", precision="W32A32KV16")
-    error = abs(np.asarray(lm.model(tokens.astype(np.int32))) - expected).max()
+    error = abs(np.asarray(logits_of(lm.model, tokens.astype(np.int32))) - expected).max()
     assert error < 1e-5 * abs(expected).max()

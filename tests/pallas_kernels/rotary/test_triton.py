@@ -77,10 +77,10 @@ def test_with_norms_by_any_angle(bits, dtype, heads, head_dim, tokens, splits, r
     check(scene(rng, bits, dtype, normed=True, **sizes), interpret=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_keys_as_values_and_a_norm_of_values(tokens, rng):
+def check_keys_as_values(rng, tokens, head_dim, **keywords):
     """Values are the keys before their norm and the rotation, and have a norm of their own."""
-    test = scene(rng, 16, "bfloat16", tokens=tokens, splits=3, normed=True)
+    sizes = {"tokens": tokens, "head_dim": head_dim, "splits": 3}
+    test = scene(rng, 16, "bfloat16", normed=True, **sizes)
     terms, pages, span, rotation = test.arguments
     norms = dataclasses.replace(rotation.norms, values=True)  # type: ignore[type-var]
     rotation = dataclasses.replace(rotation, norms=norms, keys_as_values=True)
@@ -90,13 +90,24 @@ def test_keys_as_values_and_a_norm_of_values(tokens, rng):
     keys = test.turned(test.places.keys, 1)
     expected = dataclasses.replace(test.places, keys=keys, values=values).oracle(pages)
     mask, half = test.written(), NUMPY_DTYPES["bfloat16"]
-    for module in (reference, functools.partial(triton.rotate_and_append, interpret=True)):
-        run = getattr(module, "rotate_and_append", module)
+    kernel = functools.partial(triton.rotate_and_append, **keywords)
+    for run in (reference.rotate_and_append, kernel):
         channels = terms.shape[-1] // 8 * 6  # of four query heads and two of keys
         queries, found = test.run(run, terms[..., :channels], pages, span, rotation)
         assert head_error(wide(queries), wide(test.turned(test.queries, 0))) < ROUNDING["bfloat16"]
         for one, other in zip(*(stored(p, mask, half) for p in (found, expected)), strict=True):
             assert head_error(one, other) < ROUNDING["bfloat16"]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_keys_as_values_and_a_norm_of_values(tokens, rng):
+    check_keys_as_values(rng, tokens, 64, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_keys_as_values_on_the_gpu(tokens, rng):
+    check_keys_as_values(rng, tokens, 512)
 
 
 @pytest.mark.one_of(3)

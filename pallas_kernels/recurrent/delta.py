@@ -80,11 +80,24 @@ def _plain(
 def _by_kernels(
     inputs: DeltaInputs, state: jax.Array, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The rule by kernels."""
-    places = inputs.rate.shape[:-1]
+    """The rule by kernels, for heads padded with zero channels to powers of two."""
+    places, channels, width = inputs.rate.shape[:-1], *inputs.state_shape[1:]
+    sizes = delta_chunks.padded_sizes(inputs)
+    decay = _padded(inputs.decay, sizes[0]) if inputs.decays_by_channel else inputs.decay
+    query, key = (_padded(x, sizes[0]) for x in (inputs.query, inputs.key))
+    padded = DeltaInputs(query, key, _padded(inputs.value, sizes[1]), decay, inputs.rate)
     read = functools.partial(delta_chunks.read, longest=places[-1])
-    after, outputs = read_flat(read, state, inputs, counts, places)
-    return outputs, after
+    grown = _padded(_padded(state, sizes[1]).swapaxes(-1, -2), sizes[0]).swapaxes(-1, -2)
+    after, outputs = read_flat(read, grown, padded, counts, places)
+    if sizes[0] != channels:  # the kernels divide queries by the root of the padded size
+        outputs *= (sizes[0] / channels) ** 0.5
+    return outputs[..., :width], after[..., :channels, :width]
+
+
+def _padded(x: jax.Array, size: int) -> jax.Array:
+    """The array with zeros up to this size of its last axis."""
+    missing = size - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def _read_state(state: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -86,19 +86,21 @@ class _Solved(NamedTuple):
 
 def why_not(inputs: DeltaInputs) -> str | None:
     """The reason why the kernels can't process these inputs, or None if they can."""
-    sizes = inputs.key.shape[-1], inputs.value.shape[-1]
     if inputs.query.dtype != jnp.bfloat16 or inputs.key.dtype != jnp.bfloat16:
         return (
             f"query and key are {inputs.query.dtype} and {inputs.key.dtype}, and the kernels need "
             "bfloat16"
         )
-    are_powers = all(size >= LEAST and not size & size - 1 for size in sizes)
-    if not are_powers or sizes[0] > MOST_CHANNELS:
-        return (
-            f"heads have {sizes[0]} and {sizes[1]} channels, and the kernels need powers of two "
-            f"from {LEAST}, and {MOST_CHANNELS} of keys at most"
-        )
+    if (channels := inputs.key.shape[-1]) > MOST_CHANNELS:
+        return f"keys have {channels} channels, and the kernels read {MOST_CHANNELS} at most"
     return None
+
+
+def padded_sizes(inputs: DeltaInputs) -> tuple[int, int]:
+    """The sizes of keys and of values, padded to powers of two, which the kernels need."""
+    sizes = inputs.key.shape[-1], inputs.value.shape[-1]
+    keys, values = (max(LEAST, pl.next_power_of_2(size)) for size in sizes)
+    return keys, values
 
 
 def read(

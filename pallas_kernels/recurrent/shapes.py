@@ -36,6 +36,7 @@ class RecurrentShape:
 PUBLISHED = (
     RecurrentShape("qwen3.6-27b", "delta", 16, 48, 128, 128, (24, 4, 256)),
     RecurrentShape("qwen3.6-35b-a3b", "delta", 16, 32, 128, 128, (16, 2, 256)),
+    RecurrentShape("olmo-hybrid-7b", "delta", 30, 30, 96, 192, (30, 30, 128)),
     RecurrentShape("kimi-linear-48b-a3b", "delta", 32, 32, 128, 128, (32, 32, 128), True),
     RecurrentShape("granite-4.0-h-small", "scan", 1, 128, 128, 64, (32, 8, 128)),
     RecurrentShape("nemotron-h-8b", "scan", 8, 128, 128, 64, (32, 8, 128)),

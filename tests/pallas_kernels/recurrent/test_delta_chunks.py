@@ -38,12 +38,16 @@ def interpreted(monkeypatch):
     return jax.jit(functools.partial(gated_delta_rule, implementation="triton"))
 
 
+ODD = (2, 4, 24, 40)  # which the kernels pad
+
+
 @pytest.mark.parametrize(
-    ("gates", "by_channel"), [("mixed", False), ("kept", False), ("mixed", True)]
+    ("gates", "sizes", "by_channel"),
+    [("mixed", SIZES, False), ("kept", ODD, False), ("mixed", SIZES, True), ("kept", ODD, True)],
 )
-def test_varlen_prompts_are_those_of_a_recurrence(gates, by_channel, interpreted):
-    inputs = inputs_of(COUNTS.sum() + 5, gates, by_channel=by_channel)
-    state = np.random.default_rng(1).normal(size=(4, 4, 32, 64)).astype(np.float32)
+def test_varlen_prompts_are_those_of_a_recurrence(gates, sizes, by_channel, interpreted):
+    inputs = inputs_of(COUNTS.sum() + 5, gates, sizes, by_channel=by_channel)
+    state = np.random.default_rng(1).normal(size=(4, *sizes[1:])).astype(np.float32)
     outputs, after = interpreted(inputs, state, jnp.asarray(COUNTS))
     assert np.isfinite(outputs).all()
     for row, (end, count) in enumerate(zip(np.cumsum(COUNTS), COUNTS, strict=True)):
@@ -90,20 +94,23 @@ def test_a_gpu_runs_both_kernels(form, by_channel, lower_for_cuda):
 def test_inputs_that_the_kernels_cannot_read_are_told(interpreted):
     with pytest.raises(UnsupportedError, match="query and key are float32 and float32"):
         interpreted(draw(np.random.default_rng(0), 9), None, jnp.array([9]))
-    with pytest.raises(UnsupportedError, match="heads have 24 and 16 channels"):
-        interpreted(inputs_of(9, "usual", (1, 1, 24, 16)), None, jnp.array([9]))
+    with pytest.raises(UnsupportedError, match="keys have 136 channels, and the kernels read 128"):
+        interpreted(inputs_of(9, "usual", (1, 1, 136, 16)), None, jnp.array([9]))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "by_channel"),
+    [((2, 6, 128, 128), False), ((2, 6, 128, 128), True), ((6, 6, 96, 192), False)],
+)
 @pytest.mark.parametrize("gates", ["usual", "kept", "forgotten", "mixed"])
-def test_long_prompts_on_a_gpu(gates, by_channel):
-    inputs = inputs_of(4000, gates, (2, 6, 128, 128), by_channel=by_channel)
+def test_long_prompts_on_a_gpu(gates, sizes, by_channel):
+    inputs = inputs_of(4000, gates, sizes, by_channel=by_channel)
     counts = jnp.array([3000, 1, 999])
     found = jax.jit(gated_delta_rule)(inputs, None, counts)
     outputs, after = (np.asarray(x, np.float64) for x in found)
     for row, (begin, end) in enumerate(((0, 3000), (3000, 3001), (3001, 4000))):
         own = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], inputs)
-        expected, last = recurrence(own, np.zeros((6, 128, 128)))
+        expected, last = recurrence(own, np.zeros(sizes[1:]))
         require_alike(outputs[begin:end], expected, np.abs(expected).max(), 5e-6)
         require_alike(after[row], last, np.abs(last).max(), 5e-6)

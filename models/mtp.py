@@ -79,11 +79,17 @@ def with_mtp(config: DecoderConfig, names: Names) -> DecoderConfig:
 
     The layer is like the last one with attention. names: `Decoder.draft_names` of the family.
 
-    Raises ConfigError for a family whose head is not implemented.
+    Raises ConfigError for a family whose head is not implemented, and for layers without attention.
     """
     if not names:
         raise ConfigError("mtp: no MTP head of this family is implemented: load it without mtp")
-    like = next(it for it in reversed(config.layers) if it.attention and it.attention.ropes)
+    mixed = [it for it in config.layers if it.attention is not None and it.attention.ropes]
+    if not mixed:
+        raise ConfigError(
+            f"mtp: none of the {config.num_layers} layers has attention: expected one or more, "
+            "which the layer of an MTP head is like"
+        )
+    like = mixed[-1]
     assert like.attention is not None
     layer = LayerSpec(MTPSpec(like.attention), like.mlp, like.norms)
     return dataclasses.replace(config, layers=(*config.layers, layer))

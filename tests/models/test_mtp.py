@@ -11,6 +11,7 @@ import pytest
 
 from mpjax.models import ConfigError, Llama
 from mpjax.models.mtp import with_mtp
+from mpjax.models.qwen_hybrid import Qwen35
 from tests.models.small import CONFIG, logits_of, mtp_model
 
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 30)
@@ -159,6 +160,9 @@ def test_the_models_own_logits_are_those_without_a_head():
     np.testing.assert_array_equal(found, logits_of(model, tokens))
 
 
-def test_families_without_a_head_are_refused():
+def test_models_without_a_head_are_refused():
     with pytest.raises(ConfigError, match="no MTP head of this family is implemented"):
         with_mtp(CONFIG, Llama.draft_names)
+    config = mtp_model().config
+    with pytest.raises(ConfigError, match="none of the 1 layers has attention"):
+        with_mtp(dataclasses.replace(config, layers=config.layers[:1]), Qwen35.draft_names)

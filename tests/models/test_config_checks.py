@@ -8,6 +8,7 @@ import pytest
 from mpjax.models import (
     ConfigError,
     DecoderConfig,
+    GroupedQuerySpec,
     LayerSpec,
     RopeScaling,
     config_checks,
@@ -15,6 +16,7 @@ from mpjax.models import (
     presets,
 )
 from mpjax.models.config_checks import require_sound
+from mpjax.models.per_layer import PerLayerSpec
 
 LAYERS = llama_layers((None, 32), 128)
 SOUND = DecoderConfig(100, 64, 4, 2, 16, LAYERS, 512, stop_ids=(0, 99))
@@ -137,3 +139,43 @@ def test_values_that_are_checked_are_given_back():
     ):
         with pytest.raises(ConfigError, match=f"^a: b is {value!r}: expected {expected}$"):
             check("a", "b", value)
+
+
+NORMED = GroupedQuerySpec(qk_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([{"heads": 4}], "heads is 4 and kv_heads None: expected both, or neither"),
+        ([{"heads": 5, "kv_heads": 2}], "heads is 5: expected a multiple of the 2 kv_heads"),
+        ([{"head_dim": 15}], "head_dim is 15: expected an even number"),
+        ([{"head_dim": 8}, {}], r"layers\[1\]: head_dim is 16: expected 8, as in the other layers"),
+        (
+            [{"keys_as_values": True, "interleaved": True}],
+            r"keys_as_values is .*: no such",
+        ),
+        ([{"value_norm": True, "norm_after": True}], r"value_norm is .*: no such"),
+        ([{"reads_back": 1}], r"layers\[0\]: reads_back is 1: expected the distance of a layer"),
+        ([{}, {"reads_back": 1, "window": 8}], r"layers\[1\]: reads_back is 1: expected the dist"),
+        ([{}, {"reads_back": 1}, {"reads_back": 1}], r"layers\[2\]: reads_back is 1: expect"),
+        ([{}, {"reads_back": 1, "growth": 0.5}], "reads_back is set: no such attention"),
+    ],
+)
+def test_layers_that_do_not_fit_together(layers, message):
+    """Such as those with heads of their own, and readers of another layer's keys and values."""
+    specs = [dataclasses.replace(NORMED, **changes) for changes in layers]
+    own = tuple(dataclasses.replace(LAYERS[0], attention=spec) for spec in specs)
+    with pytest.raises(ConfigError, match=message):
+        require_sound(dataclasses.replace(SOUND, layers=own))
+
+
+def test_per_layer_embeddings_have_one_size_and_rows_for_all_tokens():
+    sizes = (PerLayerSpec(8), PerLayerSpec(16))
+    layers = tuple(dataclasses.replace(LAYERS[0], per_layer=spec) for spec in sizes)
+    with pytest.raises(ConfigError, match=r"per_layer of the layers is .*: expected one size"):
+        require_sound(dataclasses.replace(SOUND, layers=layers))
+    few = dataclasses.replace(SOUND, layers=layers[:1], per_layer_vocab=99)
+    with pytest.raises(ConfigError, match="per_layer_vocab is 99: expected at least 100 tokens"):
+        require_sound(few)
+    require_sound(dataclasses.replace(few, per_layer_vocab=100))

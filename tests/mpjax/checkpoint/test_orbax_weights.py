@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -143,6 +144,49 @@ def test_a_killed_save_leaves_the_old_model(original, master, tmp_path):
     require_same_bits(original, restore(folder))
     save(original, folder, format="orbax", overwrite=True)
     assert not list(tmp_path.glob(".saved.saving-*"))
+
+
+OF_TWO_PROCESSES = """
+import sys
+import jax, mpjax, numpy as np
+address, number, folder = sys.argv[1:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, int(number))
+lm = mpjax.load(mpjax.bundled_model(), precision="W4A16KV8", devices=4, progress=False)
+for wait in (False, True):
+    mpjax.save(lm, folder, format="orbax", overwrite=True, wait=wait).wait()
+found = mpjax.load(folder, devices=4, progress=False).model
+for a, b in zip(jax.tree.leaves(lm.model), jax.tree.leaves(found), strict=True):
+    for own, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+        assert np.asarray(own.data).tobytes() == np.asarray(other.data).tobytes()
+"""
+
+
+@pytest.mark.sweep
+def test_two_processes(tmp_path):
+    """Each writes and reads the shares of its own two devices; one process joins them all."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_TWO_PROCESSES, address, str(number), str(tmp_path / "saved")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], done
+    lm = mpjax.load(mpjax.bundled_model(), precision="W4A16KV8", progress=False)
+    require_same_bits(lm, restore(tmp_path / "saved"))
 
 
 def test_a_failure_leaves_nothing_behind(original, tmp_path, monkeypatch):

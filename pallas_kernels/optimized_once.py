@@ -20,7 +20,8 @@ def optimized_once(*static: str) -> Callable[[Callable[..., Any]], Any]:
 
     XLA's passes then process one function for all calls with arguments of the same shapes. A call
     copies arguments that it returns changed, so a cache should not be an argument. Arguments are
-    pytrees of arrays, or `static`. On a GPU, and with JAX before 0.12, the function is inlined.
+    pytrees of arrays, or `static`. On a GPU, and with JAX before 0.12, the function is inlined, and
+    under `shard_map`, too: XLA refuses the index of a device in a function that is called.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -30,7 +31,8 @@ def optimized_once(*static: str) -> Callable[[Callable[..., Any]], Any]:
 
         @functools.wraps(function)
         def run(*arguments: Any, **named: Any) -> Any:
-            return (function if device.on_gpu() else called)(*arguments, **named)
+            inlines = device.on_gpu() or jax.sharding.get_abstract_mesh().manual_axes
+            return (function if inlines else called)(*arguments, **named)
 
         return run
 

@@ -291,7 +291,7 @@ class Programs:
                     yield (first := self._forward_call(stepping, plan))
                     forwarded = _shapes(first, state)[1]
                     arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), forwarded)
-                    arrays = committed(arrays)
+                    arrays = committed(arrays, self._mesh)
                     yield self._choose_call(stepping, plan, arrays, self.no_masks(rows))
         if not greedy_only:
             for pieces in self.piece_sizes:

@@ -68,7 +68,7 @@ class Runner:
             create_state,
             *(lm, sizes.slots, sizes.pages, max_tokens, proposer, sizes.stop_ids, sizes.snapshots),
         )
-        self._state = committed(self._create_state())
+        self._state = committed(self._create_state(), self._lm.model.mesh)
         self._layout = filling.Layout.of(self._state)
         self._pending: Pending | None = None
 
@@ -156,7 +156,7 @@ class Runner:
     def wake(self) -> None:
         """Makes the cache again, and takes the model's arrays."""
         if self.is_asleep:
-            self._state = committed(self._create_state())
+            self._state = committed(self._create_state(), self._lm.model.mesh)
             self.programs.renew(self._lm.for_device)
 
     def step(self) -> list[Event]:
@@ -231,7 +231,8 @@ class Runner:
         """The state with the processors of all slots."""
         if not self._attached:
             slots = self.planner.sizes.slots
-            self._attached = committed(create_control(self._lm, slots, self.processors))
+            created = create_control(self._lm, slots, self.processors)
+            self._attached = committed(created, self._lm.model.mesh)
         return dataclasses.replace(self._state, processors=self._attached)
 
     def _state_of(self, rows: Sequence[Row]) -> State:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpjax.engine.histories import create_histories
 from mpjax.engine.sizes import MOST_STOP_IDS
@@ -56,15 +57,18 @@ def create_state(
     )
 
 
-def committed(tree: Any) -> Any:
+def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     """The arrays of a tree on the devices that they have, for good; nothing is copied.
+
+    mesh: of a divided model, whose devices each get arrays whole that are not on several yet.
 
     A program is compiled for arguments that may be anywhere, or for those that may not, and results
     of the latter may not. A trainer's arrays may not be elsewhere. So no engine's may, and new
     weights compile nothing again.
     """
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(
-        lambda array: array if array.committed else jax.device_put(array, array.sharding), tree
+        lambda x: x if x.committed else jax.device_put(x, whole or x.sharding), tree
     )
 
 

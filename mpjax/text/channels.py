@@ -13,7 +13,8 @@ import dataclasses
 import re
 from collections.abc import Collection, Container, Mapping
 
-from mpjax.text.tool_calls import Marker, Part, merged
+from mpjax.text.symbols import Marker
+from mpjax.text.tool_calls import Part, merged
 
 FOR_USERS = ("final", "commentary")  # the channels whose messages are for the user
 FUNCTIONS = "functions."  # begins the recipient of a message that calls a tool

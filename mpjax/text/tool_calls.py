@@ -6,31 +6,41 @@ If a marker is a token of the vocabulary, the same characters from other tokens 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mpjax.text.tool_formats import AsJson, AsParameters, InObject, Quoted, ToolFormat
+from mpjax.text.symbols import (
+    BrokenError,
+    EndedError,
+    Marker,
+    Reading,
+    Run,
+    Say,
+    SymbolReader,
+    any_of,
+)
+from mpjax.text.tool_formats import (
+    AsJson,
+    AsParameters,
+    InObject,
+    Pythonic,
+    Quoted,
+    ToolFormat,
+)
 from mpjax.text.tool_schemas import PYTHONIC, as_json, is_text, no_json, property_of
 
 NAME = re.compile(r"[A-Za-z0-9_.-]")  # a character of a tool's name
 LETTER = re.compile(r"[A-Za-z0-9]")
 QUOTES = re.compile(r'["\\]')
+KEY = re.compile(r"[^\s=,()]")  # a character of an argument's name in a call of Python
+WORD = re.compile(r"[^\s,()\[\]{}:=]")  # a character of a number or a constant of Python
+# Python's escapes: characters, and the number of hexadecimal digits.
+ESCAPES = dict(zip("\\'\"abfnrtv/", "\\'\"\a\b\f\n\r\t\v/", strict=True))
+DIGITS = {"x": 2, "u": 4, "U": 8}
 DEPTH = 64  # of nested values, since Python parses them by recursion
-
-# A parser as a coroutine: each `yield` waits for the next symbol, or None at the end.
-Reading = Generator[None, str | None, Any]
-Say = Callable[[str], None]
-
-
-class Marker(str):
-    """A marker that the model wrote as a single token."""
-
-    __slots__ = ()
 
 
 class Part(NamedTuple):
@@ -61,28 +71,7 @@ def merged(parts: Iterable[Part]) -> list[Part]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """A fast path: characters before the next match of `stops` go to `say` in one piece."""
-
-    stops: re.Pattern[str]
-    say: Say
-
-
-class _BrokenError(Exception):
-    """The symbols are not a tool call."""
-
-
-class _EndedError(Exception):
-    """The answer has ended."""
-
-
-@functools.lru_cache(maxsize=256)
-def _any_of(characters: frozenset[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(characters))) or "(?!)")
-
-
-class CallReader:
+class CallReader(SymbolReader):
     """Splits the text of an answer into text for the user and tool calls.
 
     tools: the schema of each tool's arguments, by its name; calls of other tools stay text.
@@ -93,17 +82,14 @@ class CallReader:
         self, format: ToolFormat, tools: Mapping[str, Mapping[str, Any]], tokens: Collection[str]
     ) -> None:
         self._format, self._tools = format, tools
-        self._tokens = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        super().__init__(tokens)
         self._parts: list[Part] = []
-        self._read: list[str] = []  # symbols that are not in parts yet
-        self._again: list[str] = []  # symbols to read again, in reverse order
         self._space = ""  # white space that is text only if more text follows
         self._is_new = True  # whether the answer is only white space so far
         self._has_calls = self._is_inside = False
         self._has_begun = False  # whether a part `call` was added for the current call
         self._arguments: list[str] = []  # of the current call
         self._number = -1  # of the current call
-        self._run: _Run | None = None
         self._machine: Reading = self._answer()
         next(self._machine)
 
@@ -143,9 +129,9 @@ class CallReader:
                 yield from self._text()
                 try:
                     yield from self._section()
-                except _BrokenError:
+                except BrokenError:
                     self._give_up()
-        except _EndedError:
+        except EndedError:
             self._give_up()
             for symbol in reversed(self._again):
                 self._say(symbol)
@@ -177,9 +163,10 @@ class CallReader:
             openers = [format.begin.rstrip()]
             if not format.begin or format.opens_alone or self._is_inside:
                 openers.append(format.open)
-            bare = ["{"] if format.is_bare else []
+            first = "[" if isinstance(format.arguments, Pythonic) else "{"
+            bare = [first] if format.is_bare else []
             openers = list(filter(None, openers))
-            yield from self._next(_Run(self._begins(openers + bare), self._say))
+            yield from self._next(Run(self._begins(openers + bare), self._say))
             self._back(1)
             if self._is_new:
                 openers += bare
@@ -195,12 +182,15 @@ class CallReader:
         format = self._format
         self._is_inside |= yield from self._accepts(format.begin.rstrip())
         style = format.arguments
+        if isinstance(style, Pythonic):
+            yield from self._lines(style)
+            return
         in_object = isinstance(style, InObject)
         opener, marks = ("{", ",;]") if in_object else (format.open, [format.close])
         if in_object:
             yield from self._accepts("[")
         if not (yield from self._accepts(opener)):
-            raise _BrokenError
+            raise BrokenError
         while True:
             yield from self._object(style) if isinstance(style, InObject) else self._call()
             for mark in marks:
@@ -217,99 +207,13 @@ class CallReader:
             self._read.clear()
         return found
 
-    def _next(self, run: _Run | None = None) -> Reading:
-        """The next symbol. run: the fast path for the characters before it."""
-        symbol: str | None
-        if self._again:
-            symbol = self._again.pop()
-        else:
-            self._run = run
-            symbol = yield
-            self._run = None
-        if symbol is None:
-            raise _EndedError
-        self._read.append(symbol)
-        return symbol
-
-    def _visible(self) -> Reading:
-        """The next symbol that is not white space."""
-        while (symbol := (yield from self._next())).isspace():
-            pass
-        return symbol
-
-    def _back(self, count: int) -> None:
-        """Puts the last `count` symbols back, to be read again."""
-        at = len(self._read) - count
-        self._again += reversed(self._read[at:])
-        del self._read[at:]
-
-    def _accepts(self, literal: str, spaced: bool = True) -> Reading:
-        """Whether a literal text comes next; if so, reads it. Its spaces may be missing.
-
-        spaced: whether white space may precede it.
-        """
-        begin = len(self._read)
-        symbol = (yield from self._visible() if spaced else self._next()) if literal else None
-        for expected in self._symbols(literal):
-            if symbol is None:
-                symbol = yield from self._next()
-            if symbol == expected:
-                symbol = None
-            elif not expected.isspace():
-                self._back(len(self._read) - begin)
-                return False
-        if symbol is not None:
-            self._back(1)
-        return bool(literal)
-
-    def _begins(self, literals: Iterable[str]) -> re.Pattern[str]:
-        """Matches a first symbol of any literal text; leading spaces may be missing."""
-        found = set()
-        for literal in literals:
-            for symbol in self._symbols(literal):
-                found.add(symbol)
-                if not symbol.isspace():
-                    break
-        return _any_of(frozenset(symbol for symbol in found if not isinstance(symbol, Marker)))
-
-    def _passed(self, say: Say) -> Say:
-        """`say` for characters within a call: they also count as read."""
-
-        def passed(text: str) -> None:
-            self._read.append(text)
-            say(text)
-
-        return passed
-
-    @functools.lru_cache(maxsize=32)  # noqa: B019 (a reader ends with its answer)
-    def _symbols(self, literal: str) -> list[str]:
-        """A literal text as symbols: characters and Markers."""
-        found: list[str] = []
-        at = 0
-        for match in self._tokens.finditer(literal):
-            found += [*literal[at : match.start()], Marker(match.group())]
-            at = match.end()
-        return [*found, *literal[at:]]
-
-    def _require(self, literal: str) -> Reading:
-        if literal and not (yield from self._accepts(literal)):
-            raise _BrokenError
-
-    def _word(self, pattern: re.Pattern[str]) -> Reading:
-        """The longest run of next symbols of which each matches the pattern."""
-        found = ""
-        while pattern.fullmatch(symbol := (yield from self._next())):
-            found += symbol
-        self._back(1)
-        return found
-
     def _add(self, kind: str, text: str, id: str = "") -> None:
         self._parts.append(Part(kind, text, id, self._number))
 
     def _begin(self, name: str, number: str = "") -> None:
         """Adds the part that begins a call. number: the call's id as the model wrote it, or ""."""
         if name not in self._tools:
-            raise _BrokenError
+            raise BrokenError
         format = self._format
         random = secrets.token_hex(format.id_size)[: format.id_size]
         written = (format.identity or "{number}").format(name=name, number=number)
@@ -327,12 +231,32 @@ class CallReader:
         try:
             found = json.loads("".join(self._arguments), parse_constant=no_json)
         except (ValueError, RecursionError) as error:
-            raise _BrokenError from error
+            raise BrokenError from error
         if not isinstance(found, dict):
-            raise _BrokenError
+            raise BrokenError
         self._add("end", "")
         self._read.clear()
         self._has_begun, self._has_calls, self._is_new = False, True, False
+
+    def _lines(self, style: Pythonic) -> Reading:
+        """Parses calls of Python, in a list or on lines, behind the format's `begin`."""
+        format = self._format
+        if style.listed:
+            yield from self._require("[")
+        while True:
+            yield from self._visible()
+            self._back(1)
+            name = yield from self._word(NAME)
+            yield from self._require("(")
+            self._begin(name)
+            yield from self._pairs(")", "=", DEPTH)
+            self._end()
+            if style.listed:
+                yield from self._drops(",")
+            if (yield from self._drops("]" if style.listed else format.end)):
+                break
+        if not style.listed or (yield from self._drops(format.end)):
+            self._is_inside = False
 
     def _call(self) -> Reading:
         """Parses a call behind its opening marker."""
@@ -369,7 +293,7 @@ class CallReader:
             if (end := (yield from self._visible())) == ",":
                 end = yield from self._visible()
             elif end != "}":
-                raise _BrokenError
+                raise BrokenError
         if not self._has_begun:
             self._begin(texts["name"], texts["id"])
             self._argue("".join(held) or "{}")
@@ -378,19 +302,19 @@ class CallReader:
     def _string(self, quote: str) -> Reading:
         """The value of a JSON string. quote: its first symbol, already read."""
         if quote != '"':
-            raise _BrokenError
+            raise BrokenError
         found: list[str] = ['"']
         yield from self._string_to(found.append)
         try:
             text: str = json.loads("".join(found), strict=False)
             text.encode()  # a lone surrogate is not valid text
         except ValueError as error:
-            raise _BrokenError from error
+            raise BrokenError from error
         return text
 
     def _string_to(self, say: Say) -> Reading:
         """Passes a JSON string to `say`, behind its opening quote; Markers in it count as text."""
-        run = _Run(QUOTES, self._passed(say))
+        run = Run(QUOTES, self._passed(say))
         while (symbol := (yield from self._next(run))) != '"':
             say(symbol)
             if symbol == "\\":
@@ -403,7 +327,7 @@ class CallReader:
         depth = 0
         while True:
             if isinstance(symbol, Marker):
-                raise _BrokenError
+                raise BrokenError
             depth += (symbol in "{[") - (symbol in "}]")
             if symbol == '"':
                 yield from self._string_to(say)
@@ -433,16 +357,6 @@ class CallReader:
                 self._argue(as_json("".join(written), expected))
         self._argue("{}" if before == "{" else "}")
 
-    def _until(self, literal: str, say: Say) -> Reading:
-        """Passes symbols to `say` up to a literal text, and reads that text."""
-        run = _Run(self._begins([literal]), self._passed(say))
-        while True:
-            yield from self._next(run)
-            self._back(1)
-            if (yield from self._accepts(literal, spaced=False)):
-                return
-            say((yield from self._next()))
-
     def _text_until(self, literal: str) -> Reading:
         """Adds the text before a literal to the arguments, as a JSON string."""
         self._argue('"')
@@ -468,10 +382,86 @@ class CallReader:
             yield from self._quoted(quote, depth - 1)
         self._argue("{}" if before == "{" else "}")
 
+    def _pairs(self, end: str, mark: str, depth: int) -> Reading:
+        """Parses `key=value, ...` of a call, or `"key": value, ...` of a dictionary.
+
+        end: the text behind all pairs. mark: between key and value.
+        """
+        before = "{"
+        while not (yield from self._accepts(end)):
+            if before != "{":
+                yield from self._require(",")
+                if (yield from self._accepts(end)):
+                    break
+            self._argue(before)
+            yield from self._visible()
+            self._back(1)
+            if mark == "=":
+                self._argue(json.dumps((yield from self._word(KEY)), ensure_ascii=False))
+            else:
+                yield from self._python_string()
+            yield from self._require(mark)
+            self._argue(": ")
+            before = ", "
+            yield from self._python(depth - 1)
+        self._argue("{}" if before == "{" else "}")
+
+    def _python(self, depth: int) -> Reading:
+        """Parses a literal of Python, or of JSON."""
+        if not depth:
+            raise BrokenError
+        if (yield from self._accepts("{")):
+            yield from self._pairs("}", ":", depth)
+        elif (yield from self._accepts("[")):
+            before = "["
+            while not (yield from self._accepts("]")):
+                if before != "[":
+                    yield from self._require(",")
+                self._argue(before)
+                yield from self._python(depth - 1)
+                before = ", "
+            self._argue("[]" if before == "[" else "]")
+        elif (yield from self._visible()) in ("'", '"'):
+            self._back(1)
+            yield from self._python_string()
+        else:
+            self._back(1)
+            word = yield from self._word(WORD)
+            self._argue(json.dumps(PYTHONIC[word]) if word in PYTHONIC else word)
+
+    def _python_string(self) -> Reading:
+        """Adds a string of Python to the arguments, as a JSON string."""
+
+        def say(text: str) -> None:
+            self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
+
+        if (quote := (yield from self._visible())) not in ("'", '"'):
+            raise BrokenError
+        run = Run(any_of(frozenset(f"{quote}\\\n")), self._passed(say))
+        self._argue('"')
+        while (symbol := (yield from self._next(run))) != quote:
+            if symbol == "\n":  # no literal of Python goes on
+                raise BrokenError
+            if symbol != "\\":
+                say(symbol)
+            elif (kind := (yield from self._next())) in DIGITS:
+                digits = ""
+                for _ in range(DIGITS[kind]):
+                    digits += yield from self._next()
+                if not re.fullmatch("[0-9a-fA-F]+", digits):
+                    raise BrokenError
+                if kind == "U":
+                    say(chr(min(int(digits, 16), 0x10FFFF)))
+                else:  # as JSON, where two surrogates are one character
+                    self._argue(f"\\u{digits.zfill(4)}")
+            else:
+                say(ESCAPES.get(kind, f"\\{kind}"))
+        self._argue('"')
+
     def _quoted(self, quote: str, depth: int) -> Reading:
         """Parses a value in Gemma's format."""
         if not depth:
-            raise _BrokenError
+            raise BrokenError
         if (yield from self._accepts(quote)):
             yield from self._text_until(quote)
         elif (yield from self._accepts("{")):

@@ -44,7 +44,17 @@ class Quoted:
     quote: str
 
 
-Arguments = InObject | AsJson | AsParameters | Quoted
+@dataclasses.dataclass(frozen=True)
+class Pythonic:
+    """A call is one of Python, `name(key=value, ...)`, whose values are literals.
+
+    listed: as in InObject; otherwise calls are on lines of their own.
+    """
+
+    listed: bool = True
+
+
+Arguments = InObject | AsJson | AsParameters | Quoted | Pythonic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +245,32 @@ LLAMA = ToolFormat(
     is_bare=True,
     is_single=True,
 )
+LLAMA_PYTHONIC = ToolFormat(
+    "Llama pythonic",
+    ("[func_name1(params_name1=params_value1",),
+    Pythonic(),
+    begin="<|python_start|>",
+    end="<|python_end|>",
+    wraps_each=False,
+    is_bare=True,
+)
+LFM_2 = dataclasses.replace(
+    LLAMA_PYTHONIC,
+    name="LFM2",
+    required=("<|tool_list_start|>",),
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    is_bare=False,
+)
+OLMO_3 = ToolFormat(
+    "OLMo 3",
+    ("<function_calls>",),
+    Pythonic(listed=False),
+    begin="<function_calls>",
+    end="</function_calls>",
+    between="\n",
+    wraps_each=False,
+)
 PHI = _listed("Phi-4-mini", ("<|tool|>", "'tools'"), "<|tool_call|>", "<|/tool_call|>")
 GRANITE = _listed("Granite 3", ("<|tool_call|>",), "<|tool_call|>")
 FUNCTOOLS = _listed("functools", ("functools",), "functools")
@@ -254,7 +290,10 @@ KNOWN = (
     MISTRAL_CALL_ID,
     MISTRAL_ARGS,
     MISTRAL,
+    LLAMA_PYTHONIC,
     LLAMA,
+    LFM_2,
+    OLMO_3,
     PHI,
     GRANITE,
     FUNCTOOLS,

@@ -13,8 +13,15 @@ from typing import Any
 
 from mpjax.text.answers import Style
 from mpjax.text.channels import HARMONY, Splitter
-from mpjax.text.tool_formats import AsJson, AsParameters, InObject, Quoted, ToolFormat
-from mpjax.text.tool_schemas import property_of, types
+from mpjax.text.tool_formats import (
+    AsJson,
+    AsParameters,
+    InObject,
+    Pythonic,
+    Quoted,
+    ToolFormat,
+)
+from mpjax.text.tool_schemas import PYTHONIC, property_of, types
 
 TEXT = "TEXT: /(.|\\n)*/"
 ANY = {"type": "object"}
@@ -135,8 +142,8 @@ class _Grammar:
         format = self._format
         begin, end = self.literal(format.begin), self.literal(format.end)
         if format.is_bare:
-            begin = ""
-        if isinstance(format.arguments, InObject) and format.arguments.listed:
+            begin = end = ""
+        if isinstance(format.arguments, InObject | Pythonic) and format.arguments.listed:
             begin, end, between = f'{begin} "["', f'"]" {end}', ", "
         else:
             between = format.between
@@ -151,7 +158,8 @@ class _Grammar:
         format = self._format
         calls = self.required()
         if format.is_bare:
-            return f"({calls} | /([^{{\\s](.|\\n)*)?/)"
+            first = "\\[" if isinstance(format.arguments, Pythonic) else "{"
+            return f"({calls} | /([^{first}\\s](.|\\n)*)?/)"
         if format.in_header:
             return f"({calls} | {self.final()} TEXT)"
         opener = self.literal(format.begin or format.open).strip()
@@ -173,6 +181,8 @@ class _Grammar:
             head = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", f'"{key}"', ":", " "]
             before = " ".join(map(self.literal, head))
             return self.rule(f"{before} {self.json(tool.schema)} {self.literal('}')}")
+        if isinstance(format.arguments, Pythonic):
+            return self.rule(f"{self.literal(f'{tool.name}(')} {self.pairs(tool.schema, ')', '=')}")
         open, middle = self.literal(format.open + tool.name), self.literal(format.middle)
         if format.number:
             middle = f"{self.literal(format.number)} /{format.number_pattern}/ {middle}"
@@ -224,15 +234,72 @@ class _Grammar:
         if not keys:
             pair = f'/[^:,{{}}]{{1,64}}/ ":" {self.quoted_any(style)}'
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
-        tail_first, tail_more = '"}"', '"}"'
-        for key, is_needed in reversed(keys):
-            value = self.quoted(style, property_of(schema, key), tool)
-            pair = f"{self.literal(key + ':')} {value}"
+        pairs = [
+            (
+                f"{self.literal(f'{key}:')} {self.quoted(style, property_of(schema, key), tool)}",
+                need,
+            )
+            for key, need in keys
+        ]
+        return f'"{{" {self.sequence(pairs, ",", "}")}'
+
+    def sequence(self, pairs: Sequence[tuple[str, bool]], comma: str, end: str) -> str:
+        """The expression of pairs in this order, of which some are required, and of the end."""
+        tail_first = tail_more = self.literal(end)
+        for pair, is_needed in reversed(pairs):
             skip_first = "" if is_needed else f" | {tail_first}"
             skip_more = "" if is_needed else f" | {tail_more}"
             tail_first = self.rule(f"{pair} {tail_more}{skip_first}")
-            tail_more = self.rule(f'"," {pair} {tail_more}{skip_more}')
-        return f'"{{" {tail_first}'
+            tail_more = self.rule(f"{self.literal(comma)} {pair} {tail_more}{skip_more}")
+        return tail_first
+
+    def pairs(self, schema: Mapping[str, Any], end: str, mark: str) -> str:
+        """The expression of the arguments of a call of Python, or of a dictionary, and their end.
+
+        mark: "=" between an argument's name and its value, or ": " behind a quoted key.
+        """
+        keys = list(_keys(schema))
+        if not keys:
+            name = "/[A-Za-z_][A-Za-z0-9_]{0,63}/" if mark == "=" else self.python_string({})
+            pair = f"{name} {self.literal(mark)} {self.python({})}"
+            return f'({pair} (", " {pair})*)? {self.literal(end)}'
+        found = []
+        for key, is_needed in keys:
+            name = self.literal(key if mark == "=" else json.dumps(key, ensure_ascii=False))
+            value = self.python(property_of(schema, key))
+            found.append((f"{name} {self.literal(mark)} {value}", is_needed))
+        return self.sequence(found, ", ", end)
+
+    def python(self, schema: Mapping[str, Any]) -> str:
+        """The expression of a literal of Python that matches a schema."""
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            return f"({' | '.join(self.literal(repr(value)) for value in values)})"
+        if not (allowed := types(schema)):
+            if not any(rule.startswith("python:") for rule in self.rules):
+                every = {"type": ["string", "number", "boolean", "null", "array", "object"]}
+                self.rules.append("python: ")  # which is part of itself
+                self.rules[self.rules.index("python: ")] += self.python(every)
+            return "python"
+        found = [f'"{word}"' for word, value in PYTHONIC.items() if _kind_of(value) in allowed]
+        if numbers := sorted(allowed & {"integer", "number"}):
+            found.append(self.json({**schema, "type": numbers}))
+        if "string" in allowed:
+            found.append(self.python_string(schema))
+        if "array" in allowed:
+            items = schema.get("items")
+            one = self.python(items if isinstance(items, Mapping) else {})
+            found.append(f'"[" ({one} (", " {one})*)? "]"')
+        if "object" in allowed:
+            found.append(f'"{{" {self.pairs(schema, "}", ": ")}')
+        return f"({' | '.join(found)})"
+
+    def python_string(self, schema: Mapping[str, Any]) -> str:
+        """The expression of a string of Python; one in single quotes has no schema to match."""
+        whole = self.json({**schema, "type": "string"})
+        if any(key in schema for key in UNENFORCED):
+            return whole
+        return f"({whole} | /'([^'\\\\\\n]|\\\\[^\\n])*'/)"
 
     def quoted(self, style: Quoted, schema: Mapping[str, Any], tool: Called) -> str:
         """The expression of a value in Gemma's format that matches a schema."""
@@ -261,6 +328,11 @@ class _Grammar:
                 f' | "[" (any ("," any)*)? "]" | "{{" ({pair} ("," {pair})*)? "}}"'
             )
         return "any"
+
+
+def _kind_of(value: bool | None) -> str:
+    """The JSON type of one of Python's constants."""
+    return "null" if value is None else "boolean"
 
 
 def _may_be_text(schema: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Python's literals, which templates render and models learn.
+# Python's constants, which templates render and models learn.
 PYTHONIC = {"True": True, "False": False, "None": None}
 DEPTH = 16  # limit of nested references, which may be circular
 

@@ -29,6 +29,7 @@ ARGUMENTS = {
     "deep": {"a": [1, 2.5, True, None, {}, []], "b": "x,y"},
     "flag": False,
 }
+BARE = ("Llama 3", "Llama pythonic", "harmony")  # text before a call is no call's
 USER = [{"role": "user", "content": "Hi"}]
 
 
@@ -82,7 +83,7 @@ def test_the_calls_of_a_template_are_read_again(name, has_tokens):
     assert (cut.calls, cut.reasoning) == ([], "")
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("Llama 3", "harmony")])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in BARE])
 def test_text_comes_before_calls_and_may_come_behind_them(name):
     style = style_of(name)
     calls = [("get_weather", {"city": "x"})]
@@ -128,6 +129,11 @@ def test_arguments_come_as_they_are_written():
         ("Llama 3", '{"answer": 5}', '{"answer": 5}'),
         ("Llama 3", 'So: {"name": "now", "parameters": {}}', None),
         ("Qwen3-Coder", "<tool_call>\n<function=now>\nwhat", None),
+        ("Llama pythonic", "[1](now)", None),
+        ("Llama pythonic", "So: [now()]", None),
+        ("Llama pythonic", "[now('x')]", None),
+        ("Llama pythonic", "[now(city=x)]", None),
+        ("LFM2", "<|tool_call_start|>[now(days=1+1)]<|tool_call_end|>", None),
         ("Gemma 4", "<|tool_call>call:now{a:<tool_call|>", None),
         ("Kimi K2", "<|tool_calls_section_begin|> none", None),
     ],
@@ -171,6 +177,10 @@ def test_a_broken_call_does_not_hide_the_next_one():
         ("GLM", "<tool_call>now<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>"),
         ("Llama 3", '<|python_tag|>{"name": "now", "parameters": {"city": "x"}}'),
         ("Llama 3", '\n\n{"name": "now", "parameters": {"city": "x"}}'),
+        ("Llama pythonic", "<|python_start|>[now(city='x')]<|python_end|>"),
+        ("Llama pythonic", "[ now( city = 'x', ), ]"),
+        ("LFM2", """<|tool_call_start|>[now(city='\\x78')]<|tool_call_end|>"""),
+        ("OLMo 3", '<function_calls>now(city="x")</function_calls>'),
         (
             "Kimi K2",
             "<|tool_calls_section_begin|> <|tool_call_begin|>functions.now:12"
@@ -282,6 +292,18 @@ def test_a_value_has_the_type_of_its_schema():
     }
 
 
+def test_literals_of_python_are_read():
+    text = r"""[f(a='it\'s\n"\u00e9"', b=None, """
+    text += r"""c={'k': [True, -2.5, {}], "\ud83d\ude00": null}, d="\q")]"""
+    [(_, found)] = called(read(style_of("Llama pythonic"), text, tools={"f": {}}))[1]
+    assert found == {
+        "a": 'it\'s\n"é"',
+        "b": None,
+        "c": {"k": [True, -2.5, {}], "😀": None},
+        "d": "\\q",
+    }
+
+
 FRAGMENTS = [
     *' \n{}[],:"5a<',
     "now",
@@ -290,6 +312,9 @@ FRAGMENTS = [
     "call:",
     "functions.",
     "function<",
+    "now(",
+    "city='x'",
+    ")]",
     "```",
 ]
 

@@ -153,3 +153,31 @@ def test_json_has_few_spaces_in_a_row():
     head, tail = '<tool_call>\n{"name": "get_weather", "arguments": ', "}\n</tool_call>"
     assert model.accepts(made, head + call + tail)
     assert not model.accepts(made, head + call.replace("    ", " " * 99) + tail)
+
+
+def test_values_of_python_match_their_schemas():
+    model = Model("Llama pythonic")
+    properties = {
+        "one": {"enum": ["a b", 2, None, True]},
+        "text": {"type": "string"},
+        "name": {"type": "string", "pattern": "^[a-z]{3}$"},
+        "deep": {"type": "object", "properties": {"k": {"type": "array", "items": SCHEMA}}},
+    }
+    made = grammar(model.style, [Called("f", {"type": "object", "properties": properties})])
+    for arguments, is_right in (
+        ("", True),
+        ("one='a b', text='it\\'s'", True),
+        ('one=None, text="x", name="abc", deep={}', True),
+        ("""deep={"k": [{"city": 'x', "flag": False}, {}]}""", True),
+        ("one='c'", False),
+        ("one=true", False),
+        ("name='abc'", False),
+        ('name="abcd"', False),
+        ("text=5", False),
+        ("""deep={"k": [{"flag": None}]}""", False),
+    ):
+        assert model.accepts(made, f"[f({arguments})]") == is_right, arguments
+    free = grammar(model.style, TOOLS, is_required=False)
+    assert model.accepts(free, "Hi [1]")
+    assert model.accepts(free, "[now()]")
+    assert not model.accepts(free, "[launch()]")

@@ -142,6 +142,34 @@ TEMPLATES = {
         ),
     ),
 }
+PYTHON = """{%- macro value(v) -%}
+{%- if v is string %}{{ v | tojson }}{% elif v is none %}None{% elif v is boolean %}{{ v }}
+{%- elif v is mapping %}{ {{- fields(v, '"', '": ') -}} }
+{%- elif v is sequence %}[{% for one in v %}{{ value(one) }}{{ ', ' if not loop.last }}{% endfor %}]
+{%- else %}{{ v }}{% endif %}{%- endmacro -%}
+{%- macro fields(o, open, close) -%}
+{%- for k, v in o.items() %}{{ open }}{{ k }}{{ close }}{{ value(v) }}{{ ', ' if not loop.last }}
+{%- endfor %}{%- endmacro -%}"""
+
+
+def pythonic(markers, begin, between, end):
+    call = "{{ f.name }}({{ fields(f.arguments, '', '=') }}){{ '' if loop.last else BETWEEN }}"
+    calls = begin + each(call.replace("BETWEEN", f"'{between}'")) + end
+    return template(calls, markers, PYTHON)
+
+
+TEMPLATES["Llama pythonic"] = (
+    pythonic("[func_name1(params_name1=params_value1, ...)]", "[", ", ", "]"),
+    ("<|python_start|>", "<|python_end|>"),
+)
+TEMPLATES["LFM2"] = (
+    pythonic("<|tool_list_start|>", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    ("<|tool_call_start|>", "<|tool_call_end|>"),
+)
+TEMPLATES["OLMo 3"] = (
+    pythonic("", "<function_calls>", "\\n", "</function_calls>"),
+    ("<function_calls>", "</function_calls>"),
+)
 SOURCE, MARKERS = TEMPLATES["GLM"]
 TEMPLATES["GLM-4.7"] = (
     SOURCE.replace("{{ f.name }}\n", "{{ f.name }}")

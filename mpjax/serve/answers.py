@@ -41,7 +41,7 @@ class Answer:
         The choices of a prompt share it, so its tokens count once. Cached tokens are those of the
         first choice only: later choices hit pages that the first one wrote.
         """
-        first = handles[:: self.asked.choices]
+        first = handles[:: self.asked.requests]
         prompt = sum(len(handle.prompt) for handle in first)
         is_generated = self.asked.max_new_tokens != 0
         new = sum(len(handle.tokens) for handle in handles if is_generated)
@@ -51,6 +51,15 @@ class Answer:
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": sum(h.shared_tokens for h in first)},
         }
+
+    def best(self, handles: Sequence[Handle]) -> list[Handle]:
+        """Each prompt's choices, by log-probability per token if they are the best of more."""
+        several, kept = self.asked.requests, self.asked.choices
+        if several == kept:
+            return list(handles)
+        batches = [handles[at : at + several] for at in range(0, len(handles), several)]
+        ranked = (sorted(batch, key=_logprob_per_token, reverse=True) for batch in batches)
+        return [handle for batch in ranked for handle in batch[:kept]]
 
     def frame(self, kind: str, prefix: str, choices: list[Any]) -> dict[str, Any]:
         """The object that encloses choices. kind: its `object`. prefix: of its id."""
@@ -205,12 +214,17 @@ def finish_reason(handle: Handle, parts: Sequence[Part]) -> str | None:
     return "tool_calls" if has_calls(parts, is_cut=reason == "length") else reason
 
 
+def _logprob_per_token(handle: Handle) -> float:
+    return sum(handle.logprobs) / len(handle.logprobs) if handle.logprobs else 0.0
+
+
 class Completions(_Chunked):
     """The answers of /v1/completions."""
 
     def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
         """The answer, when all requests have ended."""
-        choices = [self._choice(answer, index, handle) for index, handle in enumerate(handles)]
+        best = answer.best(handles)
+        choices = [self._choice(answer, index, handle) for index, handle in enumerate(best)]
         return answer.frame("text_completion", "cmpl", choices) | {"usage": answer.usage(handles)}
 
     def _choice(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any]:

@@ -277,7 +277,7 @@ class _Server:
 
     def _submit(self, asked: Asked, adapter: str | None) -> list[Handle]:
         """Submits a request for each choice of each prompt: all, or none if one is refused."""
-        count = len(asked.prompts) * asked.choices
+        count = len(asked.prompts) * asked.requests
         if count > self.limits.waiting:
             raise RequestError(
                 f"prompt and n ask for {count} answers, and at most {self.limits.waiting} requests "
@@ -292,7 +292,7 @@ class _Server:
         handles: list[Handle] = []
         try:
             for number in range(count):
-                ids = asked.prompts[number // asked.choices]
+                ids = asked.prompts[number // asked.requests]
                 most = self.engine.max_tokens - len(ids) + 1  # the last token is never fed back
                 wanted = max(1, most if asked.max_new_tokens is None else asked.max_new_tokens)
                 handles.append(

@@ -65,7 +65,8 @@ class Asked:
     sampling, stop, priority: as for Engine.submit. seed: of the first choice; each further choice
         has the next integer.
     model: the `model` of the request, or None.
-    choices: the number of answers to each prompt. stream: whether the text is streamed. with_usage:
+    choices: the number of answers to each prompt. generated: of how many they are the best; 0 for
+        just as many. stream: whether the text is streamed. with_usage:
         whether a stream ends with the usage.
     echoes: the texts of the prompts, if the answers repeat them. logprobs: whether
         log-probabilities are requested. top: the number of likeliest tokens given beside each.
@@ -82,6 +83,7 @@ class Asked:
     key: str = "prompt"
     model: str | None = None
     choices: int = 1
+    generated: int = 0
     stream: bool = False
     with_usage: bool = False
     echoes: list[str] | None = None
@@ -93,6 +95,11 @@ class Asked:
     namespaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
     constraint: Constraint | None = None
     constraint_key: str = "response_format"
+
+    @property
+    def requests(self) -> int:
+        """The number of requests for each prompt."""
+        return self.generated or self.choices
 
     @property
     def candidates(self) -> int:
@@ -108,13 +115,10 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
     ignore_unknown: whether unknown keys are ignored. Raises RequestError, which names the key.
     """
     values = read_keys(require_object(body), COMPLETION, ignore_unknown)
-    if values["best_of"] not in (None, values["n"]):
-        raise RequestError(
-            f"best_of is {values['best_of']} and n {values['n']}, and this server does not offer "
-            "to choose among answers: leave best_of out",
-            "best_of",
-            code=NOT_OFFERED,
-        )
+    of, choices = values["best_of"] or values["n"], values["n"]
+    if of < choices or (of > choices and values["stream"]):
+        wanted = "no stream, since the best are known at the end" if of > choices else "n or more"
+        raise RequestError(f"best_of is {of} and n {choices}: expected {wanted}", "best_of")
     texts, prompts = _prompts(lm, values["prompt"])
     wanted, maximum, echo = values["logprobs"], values["max_tokens"], values["echo"]
     if maximum == 0 and not echo:
@@ -125,6 +129,7 @@ def read_completion(lm: LanguageModel, body: Any, ignore_unknown: bool = False) 
         lm,
         values,
         prompts,
+        generated=of,
         max_new_tokens=maximum,
         echoes=texts if echo else None,
         logprobs=wanted is not None,
@@ -294,7 +299,7 @@ def _sampling(values: Mapping[str, Any], lm: LanguageModel) -> dict[str, Any]:
     sampling |= {name: values[name] for name in names if values[name] is not None}
     # A temperature or top_p of 0 is greedy decoding.
     if not sampling.get("temperature") or sampling.get("top_p") == 0:
-        names = (*PENALTIES, *LISTS, "min_new_tokens")
+        names = (*PENALTIES, *LISTS, "min_new_tokens", "rules")
         kept = {name: sampling[name] for name in names if name in sampling}
         sampling = {"temperature": 0.0} | kept
     elif sampling.get("top_k") in (0, -1):  # other servers' values for "no top_k"

@@ -135,6 +135,30 @@ def test_the_model_health_and_metrics(client, server):
     assert "mpjax_new_tokens_total" in client.get("/metrics").text
 
 
+def test_the_best_of_several_answers_come(client):
+    """By log-probability per token, for each prompt."""
+    body = {"prompt": ["x", "y"], "temperature": 1.5, "seed": 3, "max_tokens": 6, "logprobs": 0}
+
+    def asked(**more):
+        found = client.post("/v1/completions", json=body | more).json()
+        ranked = [np.mean(one["logprobs"]["token_logprobs"]) for one in found["choices"]]
+        texts = [one["text"] for one in found["choices"]]
+        assert [one["index"] for one in found["choices"]] == [*range(len(texts))]
+        return texts, ranked, found["usage"]
+
+    texts, ranked, usage = asked(n=4)
+    best, _, used = asked(n=2, best_of=4)
+    expected = [
+        texts[i] for at in (0, 4) for i in sorted(range(at, at + 4), key=lambda i: -ranked[i])[:2]
+    ]
+    assert best == expected
+    assert len(set(expected)) > 1
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -142,7 +166,7 @@ def test_the_model_health_and_metrics(client, server):
         ({"prompt": "x", "max_tokens": 5000}, 400, "the 256 tokens of a request"),
         ({"prompt": "x", "max_tokens": 5000}, 400, "maximum context length is 256 tokens"),
         ({"prompt": "x", "min_tokens": 20}, 400, "min_tokens is 20 and max_tokens 16"),
-        ({"prompt": "x", "best_of": 3}, 400, "does not offer to choose among answers"),
+        ({"prompt": "x", "best_of": 3, "stream": True}, 400, "expected no stream, since the best"),
         ({"prompt": "x" * 30_000}, 413, "longer than 20000 bytes"),
         ({"prompt": "x", "n": 41}, 400, "ask for 41 answers, and at most 40 requests may wait"),
     ],

@@ -124,7 +124,7 @@ def test_penalties_and_lists_of_tokens_become_a_sampling(tiny):
         ({"prompt": [{"role": "user"}]}, r'prompt is \[\{"role": "user"\}\]: expected', "prompt"),
         ({"prompt": [99999]}, "token id 99999", "prompt"),
         ({"max_token": 5}, r'"max_token" is no key of this request \(did you mean', "max_token"),
-        ({"best_of": 4}, "best_of is 4 and n 1, and this server does not offer to", "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of is 1 and n 2: expected n or more", "best_of"),
         ({"logprobs": 21}, "logprobs is 21: expected a whole number from 0 to 20", "logprobs"),
         ({"max_tokens": 0}, "which leaves only the prompt", "max_tokens"),
         ({"temperature": "hot"}, 'temperature is "hot": expected a number of 0', "temperature"),

@@ -57,7 +57,7 @@ class JsonSchema(Constraint):
         return schema_pattern(self._read(), self.spaces)
 
     def _read(self) -> Any:
-        """The schema, parsed if it is a string. Raises ValueError if it is not JSON."""
+        """The schema as an object, parsed if it is a string. Raises ValueError if there is none."""
         schema = self.schema
         if isinstance(schema, str):
             try:
@@ -66,8 +66,10 @@ class JsonSchema(Constraint):
                 raise ValueError(f"the JSON schema is no JSON: {error}") from None
         if not isinstance(schema, Mapping | bool):
             raise ValueError(f"the JSON schema is {shown(schema)}: expected a mapping, or its text")
+        if schema is False:
+            raise ValueError("the JSON schema is false, which no value matches")
         try:
-            text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
+            text = json.dumps({} if schema is True else dict(schema))
         except (TypeError, ValueError) as error:
             raise ValueError(f"the JSON schema has a value that JSON lacks: {error}") from None
         return json.loads(text)

@@ -115,6 +115,7 @@ def test_a_text_ends_with_the_rows_own_stop_ids(tiny):
         (mpjax.JsonSchema({"not": {}}), r'JsonSchema can\'t be enforced: .*"not"'),
         (mpjax.JsonSchema({"enum": []}), "Unsatisfiable schema"),
         (mpjax.JsonSchema("{"), "the JSON schema is no JSON"),
+        (mpjax.JsonSchema(False), "the JSON schema is false, which no value matches"),
         (mpjax.JsonSchema(5), "the JSON schema is 5: expected a mapping"),
         (mpjax.JsonSchema({"const": {1, 2}}), "has a value that JSON lacks"),
         (mpjax.JsonSchema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
@@ -134,6 +135,7 @@ def test_what_can_not_be_enforced_is_refused_by_name(constraint, message, tiny):
 
 
 def test_constraints_are_for_all_prompts_or_each():
+    assert mpjax.JsonSchema(True).grammar() == mpjax.JsonSchema({}).grammar()
     assert read_constraints(DATE, 2) == [DATE, DATE]
     assert read_constraints([DATE, None], 2) == [DATE, None]
     for wrong in ("x", [DATE], [DATE, "x"]):

@@ -23,6 +23,7 @@ from mpjax.generation.state import State
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.controls import changes_logits, controls
 from mpjax.sampling.processors import Attached, Attachment, Processor, attach
+from mpjax.sampling.rules import Rule
 from mpjax.sampling.settings import Sampling
 
 
@@ -87,6 +88,22 @@ def constraint_places(lm: LanguageModel, sizes: Sizes) -> tuple[Processor, ...]:
     """The processors for constraints: masks by the host and, if enabled, tables on the device."""
     states, masked = sizes.table_states, Masked(1 + sizes.proposed)
     return (masked, SmallTable.place(lm.model.columns, states)) if states else (masked,)
+
+
+def rule_places(
+    lm: LanguageModel, processors: Sequence[Processor], max_tokens: int
+) -> tuple[Processor, ...]:
+    """An engine's processors, with the rules of the model's own sampling that are not among them.
+
+    max_tokens: as for Engine, for rules that remember tokens.
+    """
+    own = () if lm.sampling is None else lm.sampling.rules or ()
+    given = [one for one in processors if isinstance(one, Rule)]
+    every = (*(one for one in own if one not in given), *processors)
+    return tuple(
+        one.sized(max_tokens + 1) if isinstance(one, Rule) else one  # and the last token
+        for one in every
+    )
 
 
 def read_constraint(

@@ -219,6 +219,6 @@ class _Job:
             most,
             stop_ids=self.options.stop_ids,
             speculate=self.speculate,
-            processors=self.options.processors,
+            processors=self.options.places,
             constrained=any(self.options.constraints),
         )

@@ -22,6 +22,7 @@ from mpjax.sampling.controls import changes_logits
 from mpjax.sampling.processors import Processor, read_processors
 from mpjax.sampling.settings import RowSettings, Sampling, Samplings, read_samplings, rows_of
 from mpjax.sampling.token_lists import NO_ID
+from mpjax.sampling.rules import NoRepeat
 from mpjax.text.prompts import EXPECTED, encode, has_text, is_single
 from mpjax.text.row_text import RowText
 from mpjax.text.tokenizer import Tokenizer
@@ -155,6 +156,13 @@ class RowsOptions:
         """The most stop ids of a row: the padded width."""
         return int(self.rows.stop_ids.shape[1])
 
+    watches: Sequence[tuple[Any, Any]] = (({}, ()),)
+
+    @property
+    def places(self) -> tuple[Processor, ...]:
+        """The processors that an engine of these requests needs places for."""
+        rules = dict.fromkeys(rule for one in self.samplings for rule in one.rules or ())
+        return (*rules, *self.processors)
     def settings(self, row: int, stop_ids: int, top_logprobs: int = 0) -> Settings:
         """The settings of one request.
 
@@ -181,14 +189,20 @@ class RowsOptions:
         processors: the engine's own. Raises the ValueErrors of `read_control` and
         `read_constraint`.
         """
-        sampling, constraint, wanted = self.samplings[row], self.constraints[row], self.processors
+        sampling, constraint = self.samplings[row], self.constraints[row]
+        rooms = {one.size: one.room for one in processors if isinstance(one, NoRepeat)}
+        rules = tuple(
+            one.sized(rooms.get(one.size, 0)) if isinstance(one, NoRepeat) else one
+            for one in sampling.rules or ()
+        )
+        wanted = (*rules, *self.processors)
         if constraint is not None:
             ids = settings.row.stop_ids[0]
             ids = ids[ids != NO_ID].tolist()
             own, matcher = read_constraint(lm, constraint, ids, processors)
             # Without what may forbid the only token, which is an error, or draw another one.
             is_free = not wanted and sampling.allowed_ids is None and sampling.bad_words is None
-            is_free &= sampling.logit_bias is None
+            is_free &= sampling.logit_bias is None  # rules are in `wanted`
             settings = dataclasses.replace(settings, matcher=matcher, is_forcible=is_free)
             wanted = own, *wanted
         if not changes_logits(sampling) and not wanted:

@@ -15,7 +15,13 @@ from mpjax.engine import filling
 from mpjax.engine.choosing import Forwarded
 from mpjax.engine.clock import Clock
 from mpjax.engine.compiled import Programs
-from mpjax.engine.controlled import Control, OnDevice, constraint_places, create_control
+from mpjax.engine.controlled import (
+    Control,
+    OnDevice,
+    constraint_places,
+    create_control,
+    rule_places,
+)
 from mpjax.engine.forcing import look_ahead, take_forced
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pending import Pending, run_of, steps_of
@@ -57,7 +63,7 @@ class Runner:
         self._adapters = lm.adapters
         self.clock = Clock()
         self.observer: Callable[[ProgramRun], None] | None = None
-        self.processors = (*constraint_places(lm, sizes), *processors)
+        self.processors = (*constraint_places(lm, sizes), *rule_places(lm, processors, max_tokens))
         self._lm = lm
         # Processors of all slots, created with the first request that has any; and the slots in
         # use.

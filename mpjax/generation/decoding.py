@@ -36,6 +36,7 @@ from mpjax.models.state import DecoderCache
 from mpjax.models.watch import Capture, Captured, Steer
 from mpjax.sampling.controls import controls
 from mpjax.sampling.processors import Attachment, Processor, attach, read, read_processors
+from mpjax.sampling.rules import read_rows_rules
 from mpjax.sampling.settings import RowSettings, Samplings, read_samplings
 
 
@@ -253,9 +254,10 @@ def generate_tokens(
     batch, padded = tokens.shape
     samplings, proposer = read_samplings(sampling, batch), read_speculate(speculate)
     own = controls(samplings, batch, model.config.vocab_size, model.columns)
-    shared = (*read_constraint(constraint), *read_processors(processors))
     for one in samplings:
         max_new_tokens = most_new_tokens(max_new_tokens, one.min_new_tokens)
+    rules = read_rows_rules(samplings, padded + max_new_tokens)
+    shared = (*rules, *read_constraint(constraint), *read_processors(processors))
     _require_positions(model, lengths, max_new_tokens)
     if proposer is not None:
         longest = int(np.max(lengths)) if is_known(lengths) else padded

@@ -16,6 +16,7 @@ import numpy as np
 
 from mpjax.kernels.checks import is_known
 from mpjax.sampling.processors import Processor
+from mpjax.sampling.rules import require_rules
 from mpjax.sampling.settings import Sampling, by_row
 from mpjax.sampling.token_lists import (
     LONGEST_BAD_WORD,
@@ -184,6 +185,7 @@ def controls(
         require_known("allowed_ids", one.allowed_ids, vocabulary)
         require_known("bad_words", one.bad_words, vocabulary)
         require_known("logit_bias", one.logit_bias and one.logit_bias[0], vocabulary)
+        require_rules(one.rules, vocabulary)
     return tuple(
         kind.of(samplings, rows, columns)
         for kind in KINDS
@@ -194,7 +196,8 @@ def controls(
 def changes_logits(sampling: Sampling) -> bool:
     """Whether a Sampling without traced fields needs one of the processors in any row."""
     neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    values = ((name, getattr(sampling, name)) for kind in KINDS for name in kind.names)
+    names = ("rules", *(name for kind in KINDS for name in kind.names))
+    values = ((name, getattr(sampling, name)) for name in names)
     return any(
         value is not None and (name not in neutral or bool(np.any(value != neutral[name])))
         for name, value in values

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.errors import CheckpointError
+from mpjax.sampling.rules import KEYS, NEED_ENDS, Rule
 from mpjax.sampling.settings import FILTERS, Sampling
 from mpjax.sampling.token_lists import LONGEST_BAD_WORD, MOST_BAD_WORDS, MOST_BIASES, NO_ID
 
@@ -19,7 +20,7 @@ NAME = "generation_config.json"
 DRAWING = ("temperature", *FILTERS)
 LISTS = ("bad_words_ids", "suppress_tokens", "sequence_bias")
 PLAIN = ("repetition_penalty", "min_new_tokens")
-OBEYED = {*DRAWING, *LISTS, *PLAIN, "do_sample"}
+OBEYED = {*DRAWING, *LISTS, *PLAIN, *KEYS, "do_sample"}
 # Keys of transformers that don't change sampling without beam search: token ids (read elsewhere),
 # lengths (arguments here), outputs, caches, compilation, and assisted generation.
 IRRELEVANT = {
@@ -39,13 +40,11 @@ IRRELEVANT = {
 }
 # Neutral values of keys that mpjax doesn't support; null is neutral for all keys.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_length", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
     **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
-    **dict.fromkeys(("stop_strings", "begin_suppress_tokens"), ([],)),
-    **dict.fromkeys(("force_words_ids", "constraints"), ([],)),
+    **dict.fromkeys(("stop_strings", "force_words_ids", "constraints"), ([],)),
     **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "dola_layers"), ()),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
+    "watermarking_config": (),
     "token_healing": (False,),
 }
 
@@ -55,8 +54,8 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
 
     `do_sample` chooses between sampling and greedy. Without it, a temperature or a filter implies
     sampling, although transformers' own default is greedy. A `top_k` of 0 or -1 is off, and a
-    `top_p` of 0 keeps only the likeliest token. `suppress_tokens` become bad words of one token. As
-    in transformers, a bad word that is an end token alone is dropped.
+    `top_p` of 0 keeps only the likeliest token. `suppress_tokens` become bad words of one token, or
+    a rule if they are many. As in transformers, a bad word that is an end token alone is dropped.
 
     where: the file, for messages. Warns of unsupported keys with non-neutral values, of lists that
     are longer than a Sampling's, and of a `sequence_bias` of several tokens. Raises CheckpointError
@@ -77,6 +76,8 @@ def read_sampling(values: Mapping[str, Any], where: str) -> Sampling | None:
         if type(value) not in (int, float, type(None)):
             raise CheckpointError(f"{where}: {name} is {value!r:.80}: expected a number")
     fields |= _lists(given, where)
+    if rules := _rules(given, where):
+        fields["rules"] = rules
     if not fields and "do_sample" not in given:
         return None
     if fields.get("top_k") in (0, -1):
@@ -97,7 +98,8 @@ def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     ends = given.get("eos_token_id")
     ends = [[i] for i in (ends if isinstance(ends, list) else [ends])]
     words = [word for word in given.get("bad_words_ids", []) if word not in ends]
-    words += [[i] for i in given.get("suppress_tokens", [])]
+    if not _are_many(given):
+        words += [[i] for i in given.get("suppress_tokens", [])]
     biases = given.get("sequence_bias", [])
     pairs = [it for it in biases if isinstance(it, list) and len(it) == 2]
     single = [(ids[0], bias) for ids, bias in pairs if isinstance(ids, list) and len(ids) == 1]
@@ -110,18 +112,46 @@ def _lists(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _are_many(given: Mapping[str, Any]) -> bool:
+    """Whether `suppress_tokens` don't fit beside the bad words of a Sampling."""
+    names = ("bad_words_ids", "suppress_tokens")
+    lists = [it for name in names if isinstance(it := given.get(name, []), list)]
+    return sum(map(len, lists)) > MOST_BAD_WORDS
+
+
+def _rules(given: Mapping[str, Any], where: str) -> list[Rule]:
+    """The rules of the keys that have some. Raises CheckpointError."""
+    found, ends = [], _ends(given)
+    for name, (accepts, expected, read) in KEYS.items():
+        if not given.get(name) or (name == "suppress_tokens" and not _are_many(given)):
+            continue
+        if not accepts(given[name]):
+            raise CheckpointError(f"{where}: {name} is {given[name]!r:.80}: expected {expected}")
+        found.append(read(given[name], ends))
+    return found
+
+
+def _ends(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids of eos_token_id that are numbers."""
+    ends = given.get("eos_token_id")
+    return tuple(i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int)
+
+
 def _unfit_lists(given: Mapping[str, Any]) -> set[str]:
-    """The keys in LISTS whose lists a Sampling can't hold; malformed ones are left to `_lists`."""
-    lists = (given.get(name, []) for name in LISTS)
-    words, tokens, biases = (it if isinstance(it, list) else [] for it in lists)
+    """The keys that a Sampling can't follow; malformed ones are left to `_lists` and `_rules`.
+
+    Their lists are too long, or the file has no eos_token_id.
+    """
+    lists = (given.get(name, []) for name in ("bad_words_ids", "sequence_bias"))
+    words, biases = (it if isinstance(it, list) else [] for it in lists)
     long = (isinstance(word, list) and len(word) > LONGEST_BAD_WORD for word in words)
     several = (
         isinstance(it, list) and it and isinstance(it[0], list) and len(it[0]) > 1 for it in biases
     )
     is_unfit = {
         "bad_words_ids": len(words) > MOST_BAD_WORDS or any(long),
-        "suppress_tokens": len(words) + len(tokens) > MOST_BAD_WORDS,
         "sequence_bias": len(biases) > MOST_BIASES or any(several),
+        **dict.fromkeys(NEED_ENDS, not _ends(given)),
     }
     return {name for name, unfit in is_unfit.items() if unfit and given.get(name)}
 
@@ -138,8 +168,8 @@ def _warn_of_others(given: Mapping[str, Any], unfit: set[str], where: str) -> No
 
 
 def to_fields(sampling: Sampling) -> dict[str, Any]:
-    """The Sampling fields that generation_config.json supports, as JSON values."""
-    fields = {name: getattr(sampling, name) for name in (*DRAWING, *PLAIN)}
+    """The Sampling fields that generation_config.json supports, as JSON values, and its rules."""
+    fields = {name: getattr(sampling, name) for name in (*DRAWING, *PLAIN, "rules")}
     found = {name: value for name, value in fields.items() if value is not None}
     if sampling.bad_words is not None:
         rows = np.asarray(sampling.bad_words).tolist()
@@ -157,4 +187,6 @@ def to_keys(sampling: Sampling) -> dict[str, Any]:
         found["bad_words_ids"] = words
     if biases := found.pop("logit_bias", None):
         found["sequence_bias"] = [[[i], value] for i, value in biases.items()]
+    for rule in found.pop("rules", ()):
+        found |= rule.keys()
     return {"do_sample": not sampling.greedy, **found}

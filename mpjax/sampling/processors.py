@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.checks import shown
 from mpjax.sampling.random_keys import row_keys, step_keys
-from mpjax.sampling.settings import RowSettings
+
+if TYPE_CHECKING:
+    from mpjax.sampling.settings import RowSettings
 
 
 class Processor:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax.kernels.checks import did_you_mean, is_known, nearest, shown
 from mpjax.sampling.random_keys import key_words
+from mpjax.sampling.rules import Rule, read_rules
 from mpjax.sampling.token_lists import (
     NO_ID,
     read_allowed,
@@ -54,6 +55,8 @@ class Sampling:
       allowed_ids: ids of the only tokens that may be drawn.
       bad_words: sequences of token ids that are never completed by a new token, such as [[13], [5,
         7]]: up to 64, of up to 8 ids each. A sequence may begin in the prompt.
+      rules: what generation_config.json asks for beside these: `Suppress`, `MinLength`, `NoRepeat`
+        and `LengthDecay` of `mpjax.sampling.rules`.
       stop_ids: ids of the tokens that end a row, a list of any length; `None` for the tokenizer's
         stop ids or, without a tokenizer, those of config.json.
 
@@ -74,6 +77,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | Any = None
     allowed_ids: Sequence[int] | None = None
     bad_words: Sequence[Sequence[int]] | Any = None
+    rules: Sequence[Rule] | None = None
 
     def __post_init__(self) -> None:
         for name, read in _LISTS.items():
@@ -154,6 +158,7 @@ _LISTS: dict[str, Callable[[Any], Any]] = {
     "logit_bias": read_biases,
     "allowed_ids": read_allowed,
     "bad_words": read_bad_words,
+    "rules": read_rules,
 }
 _WHOLE = ("top_k", "min_new_tokens")
 _NAMES = (*_RANGES, *_LISTS)

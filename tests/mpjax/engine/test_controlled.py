@@ -12,6 +12,7 @@ import pytest
 
 import mpjax
 from mpjax.engine import compiled
+from mpjax.sampling.rules import NoRepeat, Suppress
 from tests.mpjax.engine.conftest import Knowing, make_engine
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -65,6 +66,7 @@ EVERYTHING = {
 CASES = [
     ({"frequency_penalty": 2.0, "stop_ids": ()}, ()),
     (EVERYTHING, (Dislike(np.float32(5)),)),
+    ({"rules": (NoRepeat(1), Suppress((5, 9), only_first=True)), "stop_ids": ()}, ()),
     ({"temperature": 1.0, "allowed_ids": list(range(30)), "stop_ids": ()}, (SecondBest(1),)),
 ]
 
@@ -88,7 +90,7 @@ def test_all_entry_points_give_the_same_tokens(sampling, processors, tiny):
     assert expected != of_tokens(tiny, {"stop_ids": (), **_kept(sampling)}, ())
     options = {"max_new_tokens": NEW, "sampling": sampling}
     assert mpjax.generate(tiny, PROMPTS, processors=processors, **options).tokens == expected
-    prototypes = jax.tree.map(np.zeros_like, processors)
+    prototypes = jax.tree.map(np.zeros_like, (*sampling.get("rules", ()), *processors))
     with make_engine(tiny, processors=prototypes, page_size=16) as engine:
         handles = []
         for _ in range(2):

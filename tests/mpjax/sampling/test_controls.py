@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mpjax.sampling.controls import changes_logits, controls
 from mpjax.sampling.processors import advance, attach, process, process_along, read
+from mpjax.sampling.rules import LengthDecay, MinLength, NoRepeat, Suppress, read_rows_rules
 from mpjax.sampling.settings import Sampling
 
 VOCABULARY = 40
@@ -23,6 +24,8 @@ def attached(samplings, prompts=PROMPTS, lengths=LENGTHS):
     """The processors of two rows behind their prompts."""
     own = controls(samplings, 2, VOCABULARY, VOCABULARY)
     begun = tuple(attach(one, 2, VOCABULARY, shared=False) for one in own)
+    rules = read_rows_rules(samplings, 8)
+    begun += tuple(attach(one, 2, VOCABULARY, shared=True) for one in rules)
     return read(begun, jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
@@ -62,6 +65,42 @@ def test_logits_equal_those_of_transformers(fields, logits):
             expected = chain(torch.tensor([text]), torch.from_numpy(logits[row : row + 1].copy()))
             np.testing.assert_allclose(found[row], expected.numpy()[0], rtol=1e-6)
         processors = told(processors, TEXT[:, number : number + 1])
+
+
+RULES = {  # a rule, and transformers' processor behind a prompt of some tokens
+    "NoRepeatNGram": (NoRepeat(2), lambda hf, prompt: hf.NoRepeatNGramLogitsProcessor(2)),
+    "repeat 3": (NoRepeat(3), lambda hf, prompt: hf.NoRepeatNGramLogitsProcessor(3)),
+    "repeat 1": (NoRepeat(1), lambda hf, prompt: hf.NoRepeatNGramLogitsProcessor(1)),
+    "suppress": (Suppress((3, 7)), lambda hf, prompt: hf.SuppressTokensLogitsProcessor([3, 7])),
+    "begin": (
+        Suppress((3, 7), only_first=True),
+        lambda hf, prompt: hf.SuppressTokensAtBeginLogitsProcessor([3, 7], prompt),
+    ),
+    "length": (MinLength(5, (1, 2)), lambda hf, prompt: hf.MinLengthLogitsProcessor(5, [1, 2])),
+    "decay": (
+        LengthDecay(1, 1.5, (1, 2)),
+        lambda hf, prompt: hf.ExponentialDecayLengthPenalty((1, 1.5), [1, 2], prompt),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_rules_are_those_of_transformers(kind, logits):
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as hf
+
+    rule, theirs = RULES[kind]
+    processors, differs = attached([Sampling(rules=[rule])]), False
+    for number in range(TEXT.shape[1]):
+        found = process(processors, jnp.asarray(logits), jnp.full(2, number))
+        for row in range(2):
+            text = [*PROMPTS[row, : LENGTHS[row]], *TEXT[row, :number]]
+            scores = torch.from_numpy(logits[row : row + 1].copy())
+            expected = theirs(hf, int(LENGTHS[row]))(torch.tensor([text]), scores).numpy()[0]
+            np.testing.assert_allclose(found[row], expected, rtol=1e-6)
+            differs |= not np.array_equal(expected, logits[row])
+        processors = told(processors, TEXT[:, number : number + 1])
+    assert differs
 
 
 def test_presence_and_frequency_are_openais_and_count_the_output_alone(logits):

@@ -17,6 +17,7 @@ from mpjax.sampling.generation_config import (
     read_sampling,
     to_keys,
 )
+from mpjax.sampling.rules import KEYS, LengthDecay, MinLength, NoRepeat, Suppress
 
 pytestmark = pytest.mark.any_version
 
@@ -68,6 +69,14 @@ def test_the_authors_sampling_is_read(written, expected):
         ({"bad_words_ids": [["a"]]}, r"file: bad_words are .*: expected a list of lists of token"),
         ({"sequence_bias": [[[], 3.0]]}, "expected pairs of a list with one token id"),
         ({"sequence_bias": {"1": 3.0}}, "file: sequence_bias is {'1': 3.0}: expected a list"),
+        (
+            {"no_repeat_ngram_size": 1.5},
+            "file: no_repeat_ngram_size is 1.5: expected a whole number",
+        ),
+        (
+            {"begin_suppress_tokens": ["a"]},
+            "begin_suppress_tokens is .*: expected a list of token ids",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(written, message):
@@ -85,14 +94,38 @@ def test_lists_are_read_and_written():
     assert to_keys(read_sampling(keys, "file")) == keys
 
 
+def test_rules_are_read_and_written():
+    written = {
+        "suppress_tokens": [*range(70)],  # more than the bad words of a Sampling
+        "begin_suppress_tokens": [220, 7],
+        "min_length": 12,
+        "no_repeat_ngram_size": 3,
+        "exponential_decay_length_penalty": [5, 1.5],
+    }
+    found = read_sampling(written | {"eos_token_id": [2, 3]}, "file")
+    assert found is not None
+    assert found.rules == (
+        Suppress(tuple(range(70))),
+        Suppress((220, 7), only_first=True),
+        MinLength(12, (2, 3)),
+        NoRepeat(3),
+        LengthDecay(5, 1.5, (2, 3)),
+    )
+    keys = json.loads(json.dumps(to_keys(found)))
+    assert keys == {"do_sample": False, "eos_token_id": [2, 3], **written}
+    assert read_sampling(keys, "file") == found
+    neutral = dict.fromkeys(written, 0) | {"begin_suppress_tokens": [], "suppress_tokens": []}
+    assert read_sampling(neutral | {"exponential_decay_length_penalty": None}, "file") is None
+
+
 @pytest.mark.parametrize(
     ("written", "named"),
     [
         (
-            {"no_repeat_ngram_size": 3, "chat_format": "chatml"},
-            "no_repeat_ngram_size 3, chat_format 'chatml'",
+            {"min_length": 3, "chat_format": "chatml"},  # without eos_token_id
+            "min_length 3, chat_format 'chatml'",
         ),
-        ({"suppress_tokens": [7] * 65, "bad_words_ids": []}, f"suppress_tokens {[7] * 65!r:.40}"),
+        ({"bad_words_ids": [[7]] * 65}, f"bad_words_ids {[[7]] * 65!r:.40}"),
         ({"bad_words_ids": [[7] * 9]}, f"bad_words_ids {[[7] * 9]}"),
         ({"sequence_bias": [[[1, 2], 3.0]]}, "sequence_bias [[[1, 2], 3.0]]"),
     ],
@@ -134,7 +167,8 @@ def test_logits_are_processed_as_by_transformers():
     end = int(logits.argmax())  # as a bad word, it is dropped
     lists = {"bad_words_ids": [[7, 20, 5], [11], [8, 4], [end]], "suppress_tokens": [2, 30]}
     written |= {"repetition_penalty": 1.3, **lists, "sequence_bias": [[[9], 2.5], [[1], -3.0]]}
-    assert {*written, "min_new_tokens"} == OBEYED
+    others = {*KEYS} - {"suppress_tokens"}  # rules; see test_controls.py
+    assert {*written, "min_new_tokens"} == OBEYED - others
     ids = torch.tensor([[3, 7, 7, 20]])
     sampling = read_sampling(written | {"eos_token_id": end}, "file")
     attached = tuple(attach(it, 1, 50, shared=False) for it in controls([sampling], 1, 50, 50))

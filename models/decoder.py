@@ -295,7 +295,7 @@ class Decoder(Drafts):
         context = watching(cache, context, tokens)
         logits, layers = self.forward(tokens, context, cache.layers, every_position=every_position)
         assert context.counts is not None
-        lengths, captured = cache.lengths + context.counts, put_captured(cache.captured, context)
+        lengths, captured = cache.lengths + context.counts, put_captured(cache, context)
         cache = dataclasses.replace(cache, layers=layers, lengths=lengths, captured=captured)
         return logits, cache
 

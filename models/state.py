@@ -131,7 +131,7 @@ class SequenceState:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("layers", "tables", "lengths", "slots", "rotary_lengths", "adapters"),
-        *("steer", "captured"),
+        *("steer", "captured", "captured_at"),
     ],
     meta_fields=["format", "page_size"],
 )
@@ -152,7 +152,9 @@ class DecoderCache:
     adapters: int32 [batch], the adapter of each sequence, on which its keys and values depend, as
         in StepContext; None if no sequence has one.
     steer: changes of activations, of type Steer. captured: activations [batch, positions, ...] by
-        point and layer; None without captures. See `Keeper.watch`.
+        point and layer; None without captures. See `Keeper.watch`. captured_at: int32 [2, batch],
+        the index of each sequence in `captured`, and the position of its first entry there; None if
+        entries are in the order of the batch, from position 0.
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
     cache reuses its buffers.
@@ -168,6 +170,7 @@ class DecoderCache:
     adapters: jax.Array | None = None
     steer: tuple[Steer, ...] = ()
     captured: Captured | None = None
+    captured_at: jax.Array | None = None
 
     def rows(self, sequences: jax.Array) -> DecoderCache:
         """The cache of some sequences, int32 [rows]; `layers` are those of all sequences."""

@@ -135,8 +135,9 @@ def watching(cache: DecoderCache, context: StepContext, tokens: jax.Array) -> St
     return dataclasses.replace(context, watch=watch)
 
 
-def put_captured(captured: Captured | None, context: StepContext) -> Captured | None:
-    """The captures [batch, positions, ...], with the step's activations at their positions."""
+def put_captured(cache: DecoderCache, context: StepContext) -> Captured | None:
+    """The cache's captures, with the step's activations in their places."""
+    captured, begins = cache.captured, cache.captured_at
     if not captured:
         return captured
     assert context.watch is not None
@@ -145,6 +146,9 @@ def put_captured(captured: Captured | None, context: StepContext) -> Captured | 
         shape = value.shape[:-1]
         sequence, is_real = context.places(shape)
         position = context.positions(shape).reshape(-1)
+        if begins is not None:
+            position = position - begins[1, sequence]
+            sequence = begins[0, sequence]
         place = jnp.where(is_real, position, target.shape[1])
         flat = value.reshape(-1, *target.shape[2:]).astype(target.dtype)
         return target.at[sequence, place].set(flat, mode="drop")

@@ -52,8 +52,8 @@ MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command l
 # Functions whose parameters are the options of a generation, which people write in a call.
 CALLS_WITH_OPTIONS = {
     "mpjax/generation/decoding.py": {"generate_tokens": 13},
-    "mpjax/engine/engine.py": {"__init__": 11, "submit": 12, "generate": 9},
-    "mpjax/engine/generate.py": {"generate": 11, "stream": 11, "stream_batch": 11},
+    "mpjax/engine/engine.py": {"__init__": 11, "submit": 14, "generate": 11},
+    "mpjax/engine/generate.py": {"generate": 13, "stream": 13, "stream_batch": 13},
 }
 
 

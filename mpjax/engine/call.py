@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mpjax.engine.handle import Handle, cancelled_on_error
 from mpjax.engine.request import RowsOptions
 from mpjax.errors import NotFiniteError
@@ -30,6 +32,7 @@ class Generation:
     prefill_seconds: wall time until the first token of all rows. decode_seconds: wall time after
         it. Both include compilation of programs that were not compiled before.
     speculation: how many tokens were proposed and accepted; None without `speculate`.
+    captured: for each prompt its captured activations, as in Handle; None without `capture`.
     """
 
     text: list[str]
@@ -40,6 +43,7 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     speculation: SpeculationReport | None = None
+    captured: list[dict[str, dict[int, np.ndarray]]] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,6 +98,7 @@ class Call:
         for _ in self:
             pass
         handles = self.handles
+        captured = [found for handle in handles if (found := handle.captured) is not None]
         return Generation(
             text=[handle.text for handle in handles],
             tokens=[handle.tokens for handle in handles],
@@ -103,6 +108,7 @@ class Call:
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             speculation=SpeculationReport.join([handle.speculation for handle in handles]),
+            captured=captured or None,
         )
 
     def _raise_errors(self) -> None:

@@ -22,10 +22,11 @@ from mpjax.generation.state import State
 from mpjax.generation.step import given, newest, step
 from mpjax.models import Decoder
 from mpjax.models.recurrent import join, part
+from mpjax.models.watch import Captured
 
-# (logits, proposal, inputs of the Tentative states). The inputs aren't kept in the State, which
-# programs donate to each other.
-Forwarded = tuple[jax.Array, Proposal | None, Any]
+# (logits, proposal, inputs of the Tentative states, captures). The inputs aren't kept in the State,
+# which programs donate to each other.
+Forwarded = tuple[jax.Array, Proposal | None, Any, Captured | None]
 
 
 def forward(
@@ -34,8 +35,8 @@ def forward(
     """Computes the logits after each row's newest token and after its proposed tokens.
 
     most: as for `speculate` (static). Returns the logits that `choose` draws from, float32 [rows,
-    vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, and the inputs
-    with which `choose` rolls recurrent states back.
+    vocabulary] or, with a proposer, [rows, positions, vocabulary], the proposal, the inputs with
+    which `choose` rolls recurrent states back, and the captures, as in Drawn.
     """
     before, proposal = state, None
     state, loop = _begin(model, proposer, state, stepping, most)
@@ -53,7 +54,8 @@ def forward(
     layers, rest = part(found.cache.layers)
     cache = dataclasses.replace(found.cache, layers=layers, lengths=rows.cache.lengths)
     rows = dataclasses.replace(rows, cache=cache)
-    return _end(proposer, before, state, stepping, rows), (found.logits, proposal, rest)
+    forwarded = found.logits, proposal, rest, found.cache.captured
+    return _end(proposer, before, state, stepping, rows), forwarded
 
 
 def choose(
@@ -71,7 +73,7 @@ def choose(
     masks: uint32 [rows, positions, words], bit masks of the tokens that a constraint allows at each
     position; all bits set for rows without a constraint. See `Matcher.masks`.
     """
-    before, (logits, proposal, rest) = state, forwarded
+    before, (logits, proposal, rest, _) = state, forwarded
     state, loop = _begin(model, proposer, state, stepping, most)
     rows = dataclasses.replace(loop.state, processors=with_masks(loop.state.processors, masks))
     cache = dataclasses.replace(rows.cache, layers=join(rows.cache.layers, rest))

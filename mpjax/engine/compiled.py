@@ -339,7 +339,8 @@ class Programs:
         columns = [table.shape[1] for table in reading.tables]
         modules = self._with_adapters(reading.adapters)
         with_adapters = None if reading.adapters is None else modules[0]
-        name = (extend, tokens, *how.values(), len(reading.slots), *columns, with_adapters)
+        kind = None if reading.watching is None else reading.watching.kind
+        name = (extend, tokens, *how.values(), len(reading.slots), *columns, with_adapters, kind)
         return _Call(name, run, modules, (reading,), how | {"width": self._limits.width})
 
     def _decode_call(self, stepping: Stepping, plan: Decode) -> _Call:
@@ -347,7 +348,8 @@ class Programs:
         proposer = () if self._proposer is None else (self._proposer,)
         modules = self._with_adapters(stepping.adapters, *proposer)
         with_adapters = None if stepping.adapters is None else modules[0]
-        name = rows, *how.values(), stepping.columns, with_adapters
+        kind = None if stepping.watching is None else stepping.watching.kind
+        name = rows, *how.values(), stepping.columns, with_adapters, kind
         if self._proposer is None:
             run = _JITTED[decode, self._is_in_turn(rows)]
             return _Call((decode, *name), run, modules, (stepping,), how | {"waits": self._waits})
@@ -365,7 +367,8 @@ class Programs:
         rows, columns = len(arguments[0].slots), arguments[0].columns
         modules = self._with_adapters(arguments[0].adapters, self._proposer)
         run = _JITTED[function, self._is_in_turn(rows * self.positions)]
-        name = function, rows, columns, modules[0]
+        watching = arguments[0].watching
+        name = function, rows, columns, modules[0], None if watching is None else watching.kind
         return _Call(name, run, modules, arguments, {"most": plan.most})
 
     def _begin_call(self, *row: Any) -> _Call:

@@ -6,6 +6,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,11 +26,14 @@ from mpjax.engine.runner import Runner
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import snapshot_bytes
 from mpjax.engine.turn import Turn
+from mpjax.engine.watching import Steers
 from mpjax.generation.speculation.argument import read_speculate
 from mpjax.generation.speculation.proposer import Proposer
 from mpjax.kernels import device
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
+from mpjax.models import Steer
+from mpjax.models.watch import Capture
 from mpjax.sampling.processors import Processor, read_processors
 from mpjax.sampling.random_keys import only_seed
 from mpjax.sampling.settings import Sampling, Samplings
@@ -203,6 +207,8 @@ class Engine(Managed):
         adapter: str | None = None,
         processors: Sequence[Processor] = (),
         constraint: Constraint | None = None,
+        capture: Capture = MappingProxyType({}),
+        steer: Steer | Sequence[Steer] = (),
     ) -> Handle:
         """Adds a request, which waits for its turn.
 
@@ -216,7 +222,9 @@ class Engine(Managed):
             log-probabilities. All running requests then decode one step at a time.
         adapter: the name of one of the model's loaded adapters, or None.
         processors: logits processors, each of the type and shapes of one of the engine's.
-            constraint: as for `generate`.
+        constraint: as for `generate`. capture, steer: as for `Decoder.inspect`; see
+            `Handle.captured`. A request that captures reads all its tokens itself; one with a
+            steer shares pages with those of an equal steer.
 
         Raises TooLongError for a request that exceeds the cache or the model's positions, and
         ValueError for invalid arguments and for a closed engine.
@@ -227,7 +235,8 @@ class Engine(Managed):
         self._require_open()
         ids = requests.encode_one(self.lm, prompt, chat_template)
         sampling, seed = Sampling.of(sampling, self.lm.sampling), only_seed(seed)
-        given = Options(max_new_tokens, sampling, stop, seed, adapter, processors, constraint)
+        control = processors, constraint, capture, [steer]
+        given = Options(max_new_tokens, sampling, stop, seed, adapter, *control)
         options, how = given.read(self.lm, 1, scores=prompt_logprobs), {"logprobs": logprobs}
         return self.submit_row(ids, options, priority=priority, scored=prompt_logprobs, **how)
 
@@ -259,19 +268,21 @@ class Engine(Managed):
             )
         if reason := self._runner.planner.why_never(len(read), most):
             raise checks.TooLongError(f"the prompt's {reason}")
+        watched = self._runner.watches.read(*options.watches[row])
         number = next(self._numbers)
         text = requests.row_text(self.lm, ids, settings)
         handle = Handle(self, number, list(ids), text, only_scores=only_scores)
         planned = Row(
             *(number, list(read), len(read), most),
             priority=priority,
-            shares=self._shares and not scored,
+            shares=self._shares and not scored and not (watched and watched.capture),
             scored=scored,
             behind=ids[len(read) :],
             greedy_from=settings.greedy_from,
             is_controlled=settings.control is not None,
             is_constrained=settings.masker is not None,
             scaling=self.lm.config.scaling_by_length,
+            watched=watched,
         )
         planned.owner = Request(handle, settings, planned)
         with self._door:
@@ -301,10 +312,13 @@ class Engine(Managed):
         adapter: AdapterNames = None,
         processors: Sequence[Processor] = (),
         constraint: Constraints = None,
+        capture: Capture = MappingProxyType({}),
+        steer: Steers = None,
     ) -> Generation:
         """Completes a batch of prompts; arguments, result and errors are those of `generate`."""
         encoded = requests.encode_batch(self.lm, prompts, chat_template)
-        given = Options(max_new_tokens, sampling, stop, seeds, adapter, processors, constraint)
+        control = processors, constraint, capture, steer
+        given = Options(max_new_tokens, sampling, stop, seeds, adapter, *control)
         return Call(self, encoded, given.read(self.lm, len(encoded))).result()
 
     # -- running

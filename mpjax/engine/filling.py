@@ -14,6 +14,7 @@ from mpjax.engine.programs import Reading, Stepping
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import MOST_STOP_IDS
 from mpjax.engine.state import default_settings
+from mpjax.engine.watching import Watching
 from mpjax.generation.state import State
 
 
@@ -77,6 +78,7 @@ def reading(
         ):
             target[index] = source[0]
     is_first, is_last = flags
+    read = [piece.row for piece in pieces]
     drawing = [piece.row if piece.is_last else None for piece in pieces]
     return Reading(
         *(ids, following, own, starts, counts, tables, encoded, drawn),
@@ -84,8 +86,9 @@ def reading(
         is_last=is_last,
         settings=settings,
         rotary_lengths=lengths if layout.by_length else None,
-        adapters=_adapters([piece.row for piece in pieces], rows),
+        adapters=_adapters(read, rows),
         masks=None if masks is None else fill_masks(masks(rows, 1), drawing),
+        watching=Watching.of([row.watched for row in read], rows),
     )
 
 
@@ -144,4 +147,5 @@ def stepping(
             for target, page in zip(pages, each, strict=True):
                 target[index] = page
     columns = entries if columns is None else columns
-    return Stepping(own, places, pages, columns, _adapters(plan.rows, rows))
+    watching = Watching.of([row.watched for row in plan.rows], rows)
+    return Stepping(own, places, pages, columns, _adapters(plan.rows, rows), watching)

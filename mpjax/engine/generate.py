@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mpjax.constraints.kinds import Constraints
@@ -14,10 +15,12 @@ from mpjax.engine.call import Call, Generation
 from mpjax.engine.engine import Engine
 from mpjax.engine.request import AdapterNames, Options, RowsOptions, encode_batch
 from mpjax.engine.temporary import temporary_engine
+from mpjax.engine.watching import Steers
 from mpjax.generation.speculation.argument import read_speculate
 from mpjax.generation.speculation.proposer import Proposer
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
+from mpjax.models.watch import Capture
 from mpjax.sampling.processors import Processor
 from mpjax.sampling.random_keys import only_seed
 from mpjax.sampling.settings import Samplings
@@ -51,6 +54,8 @@ def generate(
     adapter: AdapterNames = None,
     processors: Sequence[Processor] = (),
     constraint: Constraints = None,
+    capture: Capture = MappingProxyType({}),
+    steer: Steers = None,
 ) -> Generation:
     """Completes a batch of prompts.
 
@@ -81,6 +86,9 @@ def generate(
         `mpjax.Processor`.
     constraint: restricts the generated text, such as mpjax.JsonSchema(...): one for all prompts, or
         a list with one (or None) for each.
+    capture: activations to return for all prompts: layers by point, as for `Decoder.inspect`.
+    steer: changes of activations: a Steer, or a tuple that is applied in order, of all prompts; or
+        a list with one of these (or None) for each.
 
     A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens.
     To compile few of them, all three are rounded up: the batch to 1, 2, 4 or a multiple of 8, the
@@ -92,7 +100,8 @@ def generate(
     infinite logits; mpjax.memory.DeviceMemoryError, before anything is allocated, if the cache is
     too large.
     """
-    options = Options(max_new_tokens, sampling, stop, seeds, adapter, processors, constraint)
+    control = processors, constraint, capture, steer
+    options = Options(max_new_tokens, sampling, stop, seeds, adapter, *control)
     job = _Job.of(lm, prompts, options, chat_template, speculate)
     with job.engine() as engine:
         return Call(engine, job.encoded, job.options).result()
@@ -111,6 +120,8 @@ def stream(
     adapter: str | None = None,
     processors: Sequence[Processor] = (),
     constraint: Constraints = None,
+    capture: Capture = MappingProxyType({}),
+    steer: Steers = None,
 ) -> Generator[str, None, Generation]:
     """Completes one prompt and yields its text in pieces, as it is generated.
 
@@ -122,7 +133,7 @@ def stream(
         raise ValueError(
             f"prompt is not a single prompt: expected {EXPECTED}; stream_batch takes several"
         )
-    control = processors, constraint
+    control = processors, constraint, capture, steer
     options = Options(max_new_tokens, sampling, stop, only_seed(seed), adapter, *control)
     pieces = _pieces(_Job.of(lm, [prompt], options, chat_template, speculate))
     while True:
@@ -147,6 +158,8 @@ def stream_batch(
     adapter: AdapterNames = None,
     processors: Sequence[Processor] = (),
     constraint: Constraints = None,
+    capture: Capture = MappingProxyType({}),
+    steer: Steers = None,
 ) -> Generator[TextPiece, None, Generation]:
     """Completes a batch of prompts and yields the text of all rows in pieces, as it is generated.
 
@@ -158,7 +171,8 @@ def stream_batch(
     Arguments and errors are those of `generate`; errors are raised when the first piece is asked
     for.
     """
-    options = Options(max_new_tokens, sampling, stop, seeds, adapter, processors, constraint)
+    control = processors, constraint, capture, steer
+    options = Options(max_new_tokens, sampling, stop, seeds, adapter, *control)
     return (yield from _pieces(_Job.of(lm, prompts, options, chat_template, speculate)))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpjax.engine.watching import CapturedParts
 from mpjax.generation.speculation.report import SpeculationReport
 from mpjax.text.row_text import RowText
 
@@ -123,6 +124,9 @@ class Handle:
         request has ended.
       prompt_logprobs: a PromptLogprobs, with as many likeliest tokens as `logprobs` asked for, at
         least one. None until the prompt is prefilled, and if not asked for.
+      captured: activations on the host, by point and layer: NumPy arrays [tokens, ...] of the
+        prompt and the new tokens but the last, which the model doesn't read; until the request has
+        ended, of the tokens read so far. None without `capture`.
       only_scores: whether the prompt is scored and nothing is generated.
       shared_tokens: number of the prompt's tokens that were in the prefix cache.
       speculation: how many tokens were proposed and accepted so far; None without speculation.
@@ -156,11 +160,17 @@ class Handle:
         self.first_token_time: float | None = None
         self.shared_tokens = self.version = 0
         self.certain = ""  # the text that has been reported
+        self.parts = CapturedParts()
 
     @property
     def text(self) -> str:
         """The new text so far, without a stop string that has ended it."""
         return "" if self._row_text is None else self._row_text.text
+
+    @property
+    def captured(self) -> dict[str, dict[int, np.ndarray]] | None:
+        """See the attributes of the class."""
+        return self.parts.join(len(self.prompt) + len(self.tokens) - 1)
 
     @property
     def marker_places(self) -> Container[int]:
@@ -250,6 +260,7 @@ class Handle:
         for found in (self.tokens, self.logprobs, self.top_logprobs, self.weights):
             found.clear()
         self.prompt_logprobs, self.certain, self._taken = None, "", 0
+        self.parts = CapturedParts()
 
     @property
     def has_stopped(self) -> bool:

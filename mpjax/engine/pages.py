@@ -24,12 +24,14 @@ def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(before + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
-def first_key(rotary_length: int, adapter: bytes = b"") -> bytes:
+def first_key(rotary_length: int, adapter: bytes = b"", steer: bytes = b"") -> bytes:
     """The `before` of the key of a row's first page.
 
     rotary_length: of the row. adapter: the key of the row's adapter, 8 bytes; empty for none.
+    steer: the key of its changes of activations, 32 bytes; empty for none.
     """
-    return rotary_length.to_bytes(8) + adapter if rotary_length or adapter else b""
+    behind = adapter + steer  # each combination has another length
+    return rotary_length.to_bytes(8) + behind if rotary_length or behind else b""
 
 
 class PagePool:

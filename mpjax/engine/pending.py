@@ -43,7 +43,8 @@ class Pending:
 
     def fetch(self) -> None:
         """Begins to copy the results to the host, so that reading them later waits only once."""
-        wanted = self.results.arrays, self.results.speculated, self.scores
+        results = self.results
+        wanted = results.arrays, results.speculated, results.captured, self.scores
         for array in jax.tree.leaves(wanted):
             array.copy_to_host_async()
 
@@ -74,3 +75,26 @@ def steps_of(pending: Pending) -> int:
     assert isinstance(pending.plan, Decode)
     done = pending.results.speculated
     return pending.plan.steps if done is None else int(np.asarray(done.steps).max())
+
+
+def keep_captured(pending: Pending) -> None:
+    """Adds the activations that a program has captured, if any, to its requests.
+
+    Tokens that speculation has refused are behind those that count.
+    """
+    if (arrays := pending.results.captured) is None:
+        return
+    captured = jax.tree.map(np.asarray, arrays)
+    counts, at = np.asarray(pending.results.counts), 0
+    for drawer in pending.drawers:
+        piece, row = drawer.piece, drawer.row
+        if piece is None:
+            start, place, begin, count = len(row.tokens) - 1, drawer.index, 0, counts[drawer.index]
+        else:
+            start, place, begin, count = piece.start, 0, at, piece.end - piece.start
+            at += count
+        if drawer.is_current:
+            own = jax.tree.map(
+                lambda x, i=place, n=begin, m=begin + count: x[i, n:m].copy(), captured
+            )
+            row.owner.handle.parts.add(start, own)

@@ -105,6 +105,7 @@ class Planner:
         self._has_more = False  # whether the last prefill program left tokens for the next
         self._left: list[tuple[int, list[list[int]]]] = []
         self._copies: list[tuple[int, int]] = []
+        self._turns = 0  # decoding programs planned so far
         self.preemptions = 0
         self.version = 0  # of the weights; pages of other versions are not in the prefix cache
         self.held: list[Row] = []  # rows that wait for `release`
@@ -233,12 +234,14 @@ class Planner:
     def _plan_extend(self) -> Extend | None:
         pieces: list[Piece] = []
         self._has_more = False
-        rows = [*self._rows_to_read()]
-        room, work = self._room(rows[0]) if rows else (0, 0.0)
+        if not (rows := [*self._rows_to_read()]):
+            return None
+        first, (room, work) = rows[0], self._room(rows[0])
         least = max(1, room // PIECES)
         for row in rows:
             is_full = room < least or work <= 0 or len(pieces) == self.sizes.sequences
-            if pieces and (is_full or row.is_scored != pieces[0].row.is_scored):
+            is_other = pieces and (row.is_scored, row.kind) != (first.is_scored, first.kind)
+            if pieces and (is_full or is_other):
                 self._has_more = True
                 break
             if row.slot is None and not self._admit(row):
@@ -341,6 +344,7 @@ class Planner:
             self._copies.append((shared.snapshot, row.slot))
         row.certain, row.flights, row.version = row.length, [], self.version
         row.runs, row.is_fresh, row.published = row.runs + 1, True, shared.count
+        row.turn = self._turns
         self.prompt_tokens += row.target
         self.shared_tokens += row.length
         if row.runs == 1:
@@ -395,6 +399,9 @@ class Planner:
 
     def _plan_decode(self) -> Decode | None:
         candidates = self._decoding()
+        if candidates:  # those that can be in one program with the row that waits for the longest
+            kind = min(candidates, key=lambda row: row.turn).kind
+            candidates = [row for row in candidates if row.kind == kind]
         greedy = all(row.is_greedy for row in candidates)
         # A single step if other rows wait for prefill, if during the program a row could reach the
         # length after which it must be prefilled again, or if a row is constrained.
@@ -409,6 +416,7 @@ class Planner:
     ) -> Decode | None:
         """A decoding program of the rows that get pages; None if no row does."""
         rows, entries, least = [], [], min(most, self.sizes.least_drawn(steps))
+        self._turns += 1
         for row in candidates:
             if row.slot is None:
                 continue  # preempted for an earlier row
@@ -416,6 +424,7 @@ class Planner:
             if not self._make_room(row, row.growth(most)):
                 continue
             rows.append(row)
+            row.turn = self._turns
             new = [own[entry] for own in row.pages if entry < len(own)]
             assert len(new) in (0, len(row.pages))
             entries.append((entry, new) if new else None)

@@ -59,3 +59,8 @@ class Drawer:
 
     def __init__(self, index: int, row: Row, piece: Piece | None = None) -> None:
         self.index, self.row, self.runs, self.piece = index, row, row.runs, piece
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the row still has the slot: not if it was cancelled, or preempted and waits."""
+        return self.row.slot is not None and self.row.runs == self.runs

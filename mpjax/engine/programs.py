@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from mpjax.engine.controlled import with_masks
 from mpjax.engine.histories import extend_histories
 from mpjax.engine.pages import NOWHERE
+from mpjax.engine.watching import Watching
 from mpjax.generation import decoding
 from mpjax.generation.loop import Loop, several
 from mpjax.generation.speculation.proposer import Speculated
@@ -24,6 +25,7 @@ from mpjax.generation.step import Read, step
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
 from mpjax.models.state import DecoderCache
+from mpjax.models.watch import Captured
 from mpjax.sampling.draw import logprobs, top_logprobs
 from mpjax.sampling.settings import RowSettings
 
@@ -57,6 +59,7 @@ class Reading:
     adapters: int32 [pieces], as in DecoderCache; None if no row has an adapter.
     masks: uint32 [pieces, 1, words], bit masks of the tokens allowed after each piece; None for
         programs without processors.
+    watching: captures and changes of the rows' activations, or None.
     """
 
     tokens: Any
@@ -73,11 +76,12 @@ class Reading:
     rotary_lengths: Any = None
     adapters: Any = None
     masks: Any = None
+    watching: Watching | None = None
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slots", "entries", "pages", "adapters"],
+    data_fields=["slots", "entries", "pages", "adapters", "watching"],
     meta_fields=["columns"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Stepping:
         for rows that get none. pages: int32 [rows] for each group of layers, the new pages.
     columns: the width of block tables that holds all pages of the rows (static).
     adapters: int32 [rows], as in DecoderCache; None if no row has an adapter.
+    watching: as in Reading.
     """
 
     slots: Any
@@ -96,6 +101,7 @@ class Stepping:
     pages: Any
     columns: int
     adapters: Any = None
+    watching: Watching | None = None
 
     def grown(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """The block tables of all slots, after writing the rows' new pages."""
@@ -121,6 +127,8 @@ class Drawn:
     top_logprobs: the likeliest ids at each position, and their log-probabilities, int32 and float32
         [rows, steps, number]; None in programs for greedy rows.
     speculated: how many tokens were proposed and accepted; None without speculation.
+    captured: activations by point and layer: [rows, steps, ...], or in a prefill program [1,
+        tokens, ...]; None without captures.
     """
 
     tokens: Any
@@ -129,6 +137,7 @@ class Drawn:
     running: Any
     top_logprobs: Any = None
     speculated: Speculated | None = None
+    captured: Captured | None = None
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -172,6 +181,12 @@ def extend(
     """
     slots, last = reading.slots, len(state.counts) - 1
     begun = _begun(state, reading, greedy=greedy)
+    if reading.watching is not None:
+        size, offsets = len(reading.tokens), jnp.cumsum(reading.counts) - reading.counts
+        of_token = None if width is not None else tokens_of(reading.counts, size).sequence
+        at = jnp.stack([jnp.zeros_like(offsets), reading.starts - offsets])
+        watch = functools.partial(reading.watching.begin, model.config, sequences=of_token)
+        begun = dataclasses.replace(begun, cache=watch(begun.cache, (1, size), at))
 
     def read(cache: DecoderCache) -> Read:
         if width is not None:
@@ -199,6 +214,7 @@ def extend(
     )
     draw = found.draw
     drawn = Drawn(draw.tokens, draw.logprobs, found.counts, after.running, draw.top_logprobs)
+    drawn = dataclasses.replace(drawn, captured=after.cache.captured)
     return state, drawn, found.scores
 
 
@@ -290,13 +306,19 @@ def begin_loop(
     state = dataclasses.replace(state, cache=cache)
     rows = state.rows(stepping.slots, greedy=greedy)
     own = {"tables": stepping.read(rows.cache.tables), "adapters": stepping.adapters}
-    rows = dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, **own))
+    cache = dataclasses.replace(rows.cache, **own)
+    if stepping.watching is not None:
+        size = len(rows.counts)
+        at = jnp.stack([jnp.arange(size, dtype=jnp.int32), cache.lengths])
+        cache = stepping.watching.begin(model.config, cache, (size, columns), at)
+    rows = dataclasses.replace(rows, cache=cache)
     return state, Loop.begin(rows, columns, model.columns)
 
 
 def drawn_of(end: Loop) -> Drawn:
     """The tokens that a finished loop has drawn."""
-    return Drawn(end.tokens, end.logprobs, end.drawn, end.state.running, end.top_logprobs)
+    found = end.tokens, end.logprobs, end.drawn, end.state.running, end.top_logprobs
+    return Drawn(*found, captured=end.state.cache.captured)
 
 
 def clear(model: Decoder, state: State, pages: tuple[jax.Array, ...], slot: jax.Array) -> State:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,13 +17,14 @@ from mpjax.constraints.matcher import Matcher
 from mpjax.engine.controlled import Control, read_constraint, read_control
 from mpjax.engine.handle import Handle, Scores
 from mpjax.engine.row import Row
+from mpjax.engine.watching import read_watches
 from mpjax.kernels.checks import shown
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.controls import changes_logits
 from mpjax.sampling.processors import Processor, read_processors
+from mpjax.sampling.rules import NoRepeat
 from mpjax.sampling.settings import RowSettings, Sampling, Samplings, read_samplings, rows_of
 from mpjax.sampling.token_lists import NO_ID
-from mpjax.sampling.rules import NoRepeat
 from mpjax.text.prompts import EXPECTED, encode, has_text, is_single
 from mpjax.text.row_text import RowText
 from mpjax.text.tokenizer import Tokenizer
@@ -88,6 +90,8 @@ class Options:
     adapter: AdapterNames = None
     processors: Any = ()
     constraint: Any = None
+    capture: Any = MappingProxyType({})
+    steer: Any = None
 
     def read(self, lm: LanguageModel, rows: int, *, scores: bool = False) -> RowsOptions:
         """Checks the options for `rows` requests.
@@ -131,6 +135,7 @@ class Options:
             samplings,
             read_processors(self.processors),
             constraints,
+            read_watches(lm.model, self.capture, self.steer, rows),
         )
 
 
@@ -141,6 +146,7 @@ class RowsOptions:
     most, stop: as in Settings. adapters: the name of each row's adapter, or None.
     samplings: one for each row.
     processors: of all rows, after those of the samplings. constraints: one for each row, or None.
+    watches: what is captured and changed of each row, as `Watches.read` takes it.
     """
 
     rows: RowSettings
@@ -150,12 +156,6 @@ class RowsOptions:
     samplings: Sequence[Sampling] = (Sampling(),)
     processors: tuple[Processor, ...] = ()
     constraints: Sequence[Constraint | None] = (None,)
-
-    @property
-    def stop_ids(self) -> int:
-        """The most stop ids of a row: the padded width."""
-        return int(self.rows.stop_ids.shape[1])
-
     watches: Sequence[tuple[Any, Any]] = (({}, ()),)
 
     @property
@@ -163,6 +163,12 @@ class RowsOptions:
         """The processors that an engine of these requests needs places for."""
         rules = dict.fromkeys(rule for one in self.samplings for rule in one.rules or ())
         return (*rules, *self.processors)
+
+    @property
+    def stop_ids(self) -> int:
+        """The most stop ids of a row: the padded width."""
+        return int(self.rows.stop_ids.shape[1])
+
     def settings(self, row: int, stop_ids: int, top_logprobs: int = 0) -> Settings:
         """The settings of one request.
 

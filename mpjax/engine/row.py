@@ -9,6 +9,7 @@ from typing import Any
 
 from mpjax.adapters.collection import Loaded
 from mpjax.engine.pages import first_key, page_key
+from mpjax.engine.watching import Watched
 from mpjax.models import RopeScaling
 
 
@@ -25,6 +26,7 @@ class Row:
         whether it has logits processors. is_constrained: whether it has a constraint, so that the
         host computes token masks.
     scaling: the RopeScaling, if rotary frequencies depend on a row's length. adapter: or None.
+        watched: its captures and changes of activations, or None.
     slot: its slot in the engine; None while it waits. runs: how often it got a slot. is_fresh:
         whether nothing was prefilled in the slot yet.
     pages: the pages of its tokens, in order, for each group of layers. target: tokens to prefill
@@ -39,7 +41,7 @@ class Row:
     forced: the number of last tokens that were not drawn, since a constraint allows them alone, and
         that the request has not got yet. awaits: whether it draws no more before such tokens.
     is_known: whether it was submitted to the planner. version: of the weights when it got its slot.
-    rotary_length: see RopeScaling.
+    rotary_length: see RopeScaling. turn: of the last decoding program, or of when it got its slot.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Row:
     is_constrained: bool = False
     scaling: RopeScaling | None = None
     adapter: Loaded | None = None
+    watched: Watched | None = None
     slot: int | None = None
     runs: int = 0
     is_fresh: bool = False
@@ -75,6 +78,7 @@ class Row:
     is_known: bool = False
     version: int = 0
     rotary_length: int = 0
+    turn: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -95,6 +99,11 @@ class Row:
     def is_scored(self) -> bool:
         """Whether the tokens to prefill next are scored."""
         return self.scored or self.forced > 0
+
+    @property
+    def kind(self) -> Any:
+        """Equal for rows that can be in one program; None for rows that are not watched."""
+        return None if self.watched is None else self.watched.kind
 
     def force(self, tokens: Sequence[int]) -> None:
         """Adds tokens that are prefilled, not drawn; the row has no programs in flight."""
@@ -156,7 +165,8 @@ class Row:
         while len(self.keys) < pages:
             at = len(self.keys) * page_size
             own = b"" if self.adapter is None else self.adapter.key
-            before = self.keys[-1] if self.keys else first_key(self.rotary_length, own)
+            steer = b"" if self.watched is None else self.watched.key
+            before = self.keys[-1] if self.keys else first_key(self.rotary_length, own, steer)
             self.keys.append(page_key(before, self.tokens[at : at + page_size]))
         return self.keys[:pages]
 

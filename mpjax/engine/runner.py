@@ -24,7 +24,7 @@ from mpjax.engine.controlled import (
 )
 from mpjax.engine.forcing import look_ahead, take_forced
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
-from mpjax.engine.pending import Pending, run_of, steps_of
+from mpjax.engine.pending import Pending, keep_captured, run_of, steps_of
 from mpjax.engine.planner import Decode, Extend, Planner
 from mpjax.engine.program_run import Drawer, ProgramRun
 from mpjax.engine.programs import Stepping
@@ -32,6 +32,7 @@ from mpjax.engine.request import Request
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
 from mpjax.engine.state import committed, create_state, places
+from mpjax.engine.watching import Watches
 from mpjax.errors import NotFiniteError
 from mpjax.generation.speculation.proposer import Proposer
 from mpjax.generation.speculation.report import SpeculationReport
@@ -65,6 +66,7 @@ class Runner:
         self.observer: Callable[[ProgramRun], None] | None = None
         self.processors = (*constraint_places(lm, sizes), *rule_places(lm, processors, max_tokens))
         self._lm = lm
+        self.watches = Watches()
         # Processors of all slots, created with the first request that has any; and the slots in
         # use.
         self._attached: Attachment = ()
@@ -317,7 +319,10 @@ class Runner:
         masks = self.programs.no_masks(pending.size)
         masks = filling.fill_masks(masks, plan.rows, drafts)
         state = self._with_control()
-        state, pending.drawn = self.programs.choose(state, stepping, plan, forwarded, masks)
+        # `forward` alone captures, so `choose` is that of all rows.
+        stepping, (*rest, captured) = dataclasses.replace(stepping, watching=None), forwarded
+        state, drawn = self.programs.choose(state, stepping, plan, (*rest, None), masks)
+        pending.drawn = dataclasses.replace(drawn, captured=captured)
         # Freed now, the logits' memory is that of the next ones, and CUDA graphs stay as they are.
         pending.forwarded = None
         pending.fetch()
@@ -352,6 +357,7 @@ class Runner:
         self._measure(pending)
         if pending.scores is not None:
             self._keep_scores(pending)
+        keep_captured(pending)
         events = []
         asked = any(drawer.row.owner.settings.top_logprobs for drawer in pending.drawers)
         # Copy whole arrays: a slice on the device would wait for the program launched just now.
@@ -359,7 +365,7 @@ class Runner:
         done = jax.tree.leaves(jax.tree.map(np.asarray, pending.results.speculated))
         for drawer in pending.drawers:
             index, row = drawer.index, drawer.row
-            if row.slot is None or row.runs != drawer.runs:
+            if not drawer.is_current:
                 continue  # cancelled, or preempted and waiting
             if (piece := drawer.piece) is not None:
                 if np.isnan(logprobs[index, 0]):

@@ -43,6 +43,16 @@ TEXT_MODELS = {
             {"vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4},
         ),
     ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        TextModel(
+            *("Gemma4ForCausalLM", "gemma4_unified_text"),
+            {
+                **{"vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4},
+                **{"sliding_window": 1024, "max_position_embeddings": 262144},
+                "hidden_size_per_layer_input": 0,
+            },
+        ),
+    ),
     "Mistral3ForConditionalGeneration": (
         TextModel("MistralForCausalLM", "mistral", {}),
         TextModel("Ministral3ForCausalLM", "ministral3", {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +17,7 @@ from mpjax.kernels import (
     KVPages,
     Masks,
     Rotation,
+    Span,
     append,
     paged_attention,
     prefill_attention,
@@ -25,7 +26,7 @@ from mpjax.kernels import (
     rotate_and_append,
 )
 from mpjax.kernels.checks import as_array, require_type
-from mpjax.models import rotary
+from mpjax.models import own_pages, rotary
 from mpjax.models.bidirectional import whole_attention
 from mpjax.models.config import AttentionSpec, DecoderConfig
 from mpjax.models.kv_state import KVState
@@ -304,62 +305,88 @@ class Attention(nnx.Module):
         """
         require_type("Attention: context", context, StepContext)
         x = as_activations("Attention: x", x)
-        angles = as_array("Attention: angles", context.angles[self.rope])
-        sinks = None if self.sinks is None else self.sinks.get_value()
-        masks = dataclasses.replace(self.masks, sinks=sinks)
-        turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
         if self.is_reader:
-            return self._read(x, context, state, masks, turn), state
+            return self._read(x, context, state), state
         span = None
         if state is not None:
             span = context.span(self.group, has_blocks=state.format.block is not None)
-        if state is not None and span is not None and not span.fresh:
+        if context.kv_format is not None or (span is not None and not span.fresh):
+            dtype = jnp.dtype(x.dtype)
             terms, gate = self._without_gate(self._normed_terms(x, context))
-            terms = self._ordered(terms)
-            # With norms after RoPE, `_scaled` multiplies queries that are not yet transformed.
-            now = not self.norm_after
-            rotation = Rotation(*turn, self.heads, self._norms(), now, self.keys_as_values)
-            query, state = rotate_and_append(terms, state, span, rotation, dtype=x.dtype)
-            query = self._scaled(query, context)
-            found = paged_attention(query, state, span, masks, transformed=now, blocks=self._blocks)
+            if state is None or span is None:
+                found: Any = own_pages.attend(self, terms, context, dtype)
+            else:
+                blocks = self._blocks if context.is_cached else None
+                found, state = self.over_cache(terms, context, state, span, dtype, blocks)
             return gated(joined_heads(found), gate), state
-        batch, tokens, _ = x.shape
         query, key, value, *own = self._projections(x, context)
         query, gate = (query, own[0]) if own else self._without_gate(query)
-        query, key, value = (
-            part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
-            for part in (query, key, value)
-        )  # [batch, tokens, heads, head dim]
+        attended, key, value = self.over_prompt((query, key, value), context)
+        mixed = gated(joined_heads(attended), None if gate is None else gate[None])
+        if state is None or span is None:
+            return mixed, (key, value) if context.keeps else None
+        return mixed, append(state, key, value, span)
+
+    def _turned(self, context: StepContext) -> tuple[Masks, tuple[jax.Array, jax.Array]]:
+        """The masks with the sinks, and cosines and sines [..., head dim / 2] of the tokens."""
+        angles = as_array("Attention: angles", context.angles[self.rope])
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
+        return dataclasses.replace(self.masks, sinks=sinks), turn
+
+    def over_cache(
+        self,
+        terms: jax.Array,
+        context: StepContext,
+        state: KVPages,
+        span: Span,
+        dtype: jnp.dtype,
+        blocks: ActivationBlocks | None = None,
+    ) -> tuple[Any, KVPages]:
+        """Attends through the pages; returns [..., heads, head dim] in `dtype`, and the pages.
+
+        terms: [splits, ..., channels], whose sum is queries, keys and values, concatenated.
+        blocks: to which the result is rounded, as by `paged_attention`.
+        """
+        # With norms after RoPE, `_scaled` multiplies queries that are not yet transformed.
+        now, (masks, turn) = not self.norm_after, self._turned(context)
+        rotation = Rotation(*turn, self.heads, self._norms(), now, self.keys_as_values)
+        query, state = rotate_and_append(self._ordered(terms), state, span, rotation, dtype=dtype)
+        query = self._scaled(query, context)
+        return paged_attention(query, state, span, masks, transformed=now, blocks=blocks), state
+
+    def over_prompt(
+        self, parts: Sequence[jax.Array], context: StepContext
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Attends to whole sequences' keys and values as they are; differentiable.
+
+        parts: queries, keys and values, [batch, tokens, channels of all heads] each. Returns the
+        result, and keys and values for the cache, [batch, tokens, heads, head dim].
+        """
+        masks, turn = self._turned(context)
+        query, key, value = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
         query, key = self._ordered(query), self._ordered(key)
         if (norms := self._norms()) is not None:
-            ones = jnp.ones_like(norms.key) if norms.values else None
+            ones, dtype = jnp.ones_like(norms.key) if norms.values else None, query.dtype
             query, key, value = (
-                each if weight is None else rms_norm(each, weight, norms.epsilon).astype(x.dtype)
+                each if weight is None else rms_norm(each, weight, norms.epsilon).astype(dtype)
                 for each, weight in ((query, norms.query), (key, norms.key), (value, ones))
             )
         query, key = rotate(query, *turn), rotate(key, *turn)
         query = self._scaled(query, context)
-        kept = (key, value) if context.keeps else None
-        if state is not None and span is not None:
-            state = append(state, key, value, span)
         if self.bidirectional:
-            if state is not None:
+            if context.starts is not None:
                 raise ValueError("tokens read those after them: such a model has no cache")
-            attended = whole_attention(query, key, value, masks, context.counts)
-        else:
-            attended = prefill_attention(query, key, value, masks)
-        mixed = attended.reshape(batch, tokens, self.heads[0] * self.head_dim)
-        return gated(mixed, None if gate is None else gate[None]), kept if state is None else state
+            return whole_attention(query, key, value, masks, context.counts), key, value
+        return prefill_attention(query, key, value, masks), key, value
 
-    def _read(
-        self, x: Activations, context: StepContext, state: Any, masks: Masks, turn: Any
-    ) -> Activations:
+    def _read(self, x: Activations, context: StepContext, state: Any) -> Activations:
         """Attends to another layer's keys and values; the result is that of `mix`.
 
         state: the other layer's pages with these tokens, or without a cache its keys and values.
-        turn: cosines and sines [..., head dim / 2].
         """
         assert self.query_norm is not None
+        masks, turn = self._turned(context)
         [query] = self.qkv(x, context)
         heads = self._ordered(query.reshape(*query.shape[:-1], *self.heads[:1], self.head_dim))
         weight = self._ordered(self.query_norm.weight.get_value())

@@ -27,6 +27,7 @@ from mpjax.models import config_json, config_keys, parameters, rotary, step_chec
 from mpjax.models.cache_scales import CacheScales
 from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
+from mpjax.models.deterministic import in_own_mode
 from mpjax.models.drafts import Drafts
 from mpjax.models.layer import DecoderLayer, apply, stream_of
 from mpjax.models.layers import Linear, RMSNorm
@@ -68,6 +69,7 @@ class Decoder(Drafts):
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
     mesh: the devices among which the model is divided (`sharded.py`); None for a model that is
     whole.
+    deterministic: the KV format of caches in deterministic mode (`deterministic.py`); None without.
     axis: in one device's share of a divided model, the mesh axis of the devices; else None.
     embedding_adapter, head_adapter: adapters' changes of the tables; None without.
     per_layer: the layers' inputs, with per-layer embeddings; None without.
@@ -242,7 +244,8 @@ class Decoder(Drafts):
         step_checks.require_positions(self.config, tokens.shape[1])
         positions = jnp.cumsum(jnp.ones(tokens.shape, jnp.int32), 1) - 1
         own = None if adapters is None else read_numbers(self, adapters, len(tokens))
-        return StepContext(self.angles_by_rope(positions), adapters=own)
+        angles = self.angles_by_rope(positions)
+        return StepContext(angles, adapters=own, kv_format=self.deterministic)
 
     def step(
         self,
@@ -285,6 +288,7 @@ class Decoder(Drafts):
             cache = dataclasses.replace(cache, rotary_lengths=lengths)
             lengths = lengths[:, None]
         angles = self.angles_by_rope(positions, lengths)
+        fresh = fresh and self.deterministic is None
         context = StepContext.of(cache, counts, angles, fresh=fresh)
         context = dataclasses.replace(context, tentative=tentative)
         return self._advance(tokens, context, cache, every_position=every_position)
@@ -441,6 +445,7 @@ class Decoder(Drafts):
         shape = config.vocab_size, config.hidden_size
         return tables.create(path in config.packed_tables, shape, config.dtype, rngs)
 
+    @in_own_mode
     def _hidden(
         self, tokens: jax.Array, context: StepContext, states: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -476,6 +481,7 @@ class Decoder(Drafts):
                 written.append(self._remember(tokens, hidden, context, states[-1]))
         return hidden, tuple(written) if states else ()
 
+    @in_own_mode
     def _logits(self, hidden: jax.Array, context: StepContext) -> jax.Array:
         if not self.config.predicts:
             raise ValueError(f"this model predicts no tokens: {config_keys.INSTEAD}")

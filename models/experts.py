@@ -29,7 +29,7 @@ from mpjax.kernels.rowwise.projection import project
 from mpjax.models import expert_norms
 from mpjax.models.config import DecoderConfig, MLPSpec
 from mpjax.models.expert_norms import ExpertNorms
-from mpjax.models.layers import Activations, Linear, Projected, Projection, Rounding
+from mpjax.models.layers import Activations, Linear, Projected, Projection, Rounding, joined_terms
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.mlp import (
     ACTIVATIONS,
@@ -474,7 +474,7 @@ class Experts(nnx.Module):
         shared = self.shared.terms(x, context).astype(jnp.float32)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(project(x, self.shared_gate.get_value()))[None]
-        return jnp.concatenate([terms, shared])
+        return joined_terms(terms, shared)
 
     def __call__(self, x: jax.Array, context: StepContext = WHOLE) -> jax.Array:
         """Maps x [..., hidden] to the same shape."""

@@ -22,12 +22,13 @@ from mpjax.models.watch import Capture, empty_captured, read_capture, read_steer
 class Keeper(nnx.Module):
     """Base class of Decoder that creates, clears and copies the states of its layers.
 
-    config, layers, cache_scales: as in Decoder.
+    config, layers, cache_scales, deterministic: as in Decoder.
     """
 
     config: DecoderConfig
     layers: Any
     cache_scales: CacheScales | None
+    deterministic: KVFormat | None = None
 
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
@@ -90,6 +91,11 @@ class Keeper(nnx.Module):
         states.
         """
         config, format = self.config, KVFormat.of(format)
+        if self.deterministic not in (None, format):
+            raise ValueError(
+                f"the cache is {format}, and the model deterministic with {self.deterministic}: "
+                "expected the same KV format"
+            )
         scales = scales_for(self.cache_scales, format)
         room = sequences, format, page_size, snapshots
         return tuple(

@@ -14,7 +14,7 @@ from mpjax.kernels import ActivationFormat
 from mpjax.kernels.optimized_once import optimized_once
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.config import DecoderConfig, LayerSpec
-from mpjax.models.layers import Projection, RMSNorm, Rounding, rounded
+from mpjax.models.layers import Projection, RMSNorm, Rounding, joined_terms, rounded
 from mpjax.models.mixer import Mixer
 from mpjax.models.mlp import MLP, Inputs
 from mpjax.models.per_layer import PerLayer
@@ -219,8 +219,7 @@ def _after_mixer(
         assert mixer is not None
         assert mlp is not None
         halves = mixer.terms(mixed, context), mlp.terms(shared, context)
-        terms = jnp.concatenate([half.astype(jnp.float32) for half in halves])
-        return _finished(layer, terms, residual, context)
+        return _finished(layer, joined_terms(*halves), residual, context)
     terms = mixed
     if mixer is not None:
         terms = _written(layer.attention_post_norm, mixer.terms(mixed, context))

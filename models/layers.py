@@ -26,8 +26,10 @@ from mpjax.kernels import (
     rms_norm,
 )
 from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.rowwise.projection import project, project_rms_norm
+from mpjax.kernels.rowwise.reference import row_means
 from mpjax.models.config import DecoderConfig
 from mpjax.models.low_rank import LowRank
 from mpjax.models.maps import LinearMaps
@@ -68,6 +70,19 @@ def rounded(x: jax.Array, format: Rounding | None) -> Activations:
     if format is None or (isinstance(format, ActivationFormat) and not format.scales_rows):
         return x
     return quantize_rows(x, format)
+
+
+def joined_terms(*parts: jax.Array) -> jax.Array:
+    """Terms float32 whose sum is that of several outputs' terms [terms, ...].
+
+    In a batch-invariant context one for each output, since the number of an output's terms may
+    depend on the number of rows, and with it the order of a sum over all.
+    """
+    wide = [part.astype(jnp.float32) for part in parts]
+    if is_batch_invariant():
+        # Factors of terms are not fused with their sum in some programs alone.
+        wide = [part.sum(0, keepdims=True) for part in jax.lax.optimization_barrier(wide)]
+    return jnp.concatenate(wide)
 
 
 def _as_array_or_shape(name: str, value: Any) -> Any:
@@ -341,7 +356,7 @@ class LayerNorm(RMSNorm):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x over its last axis; the same shape and dtype."""
         wide = as_array("LayerNorm: x", x).astype(jnp.float32)
-        wide -= wide.mean(-1, keepdims=True)
+        wide -= row_means(wide)
         normed = rms_norm(wide, self.weight.get_value(), self.epsilon)
         if self.bias is not None:
             bias = self.bias.get_value().astype(jnp.float32)

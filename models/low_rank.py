@@ -17,6 +17,7 @@ from flax import nnx
 
 from mpjax.kernels import QuantizedActivations, add_low_rank
 from mpjax.kernels.checks import are_between, as_array, shown
+from mpjax.kernels.invariance import product as in_rows
 from mpjax.kernels.low_rank.reference import product
 from mpjax.models.state import StepContext
 
@@ -187,7 +188,7 @@ class LowRank(nnx.Module):
 def _product(x: jax.Array, factor: jax.Array, numbers: jax.Array | None) -> jax.Array:
     """The float32 product of x and a factor, or of x and the chosen entries of stacked factors."""
     if numbers is None:
-        return jnp.matmul(x.astype(factor.dtype), factor, preferred_element_type=jnp.float32)
+        return in_rows(x.astype(factor.dtype), factor, jnp.float32)
     return product(x, factor.reshape(-1, *factor.shape[-2:]), numbers)
 
 

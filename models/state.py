@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import KVFormat, Span, StateRows
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.kv_cache.varlen import tokens_of
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class DecoderCache:
         *("angles", "starts", "counts", "tables", "slots", "encoded", "adapters"),
         "layer_input",
     ],
-    meta_fields=["fresh", "tentative", "watch", "keeps"],
+    meta_fields=["fresh", "tentative", "watch", "keeps", "kv_format"],
 )
 @dataclasses.dataclass(frozen=True)
 class StepContext:
@@ -247,6 +248,8 @@ class StepContext:
         embeddings; else None.
     keeps: inside layers, whether attention without a cache returns keys and values as its state,
         since later layers read them (static).
+    kv_format: of the pages through which whole sequences attend, as those with a cache do; None:
+        they attend to keys and values as they are (static).
     """
 
     angles: dict[str, jax.Array]
@@ -261,6 +264,7 @@ class StepContext:
     watch: Watch | None = None
     layer_input: jax.Array | None = None
     keeps: bool = False
+    kv_format: KVFormat | None = None
 
     @classmethod
     def of(
@@ -278,8 +282,11 @@ class StepContext:
 
     @property
     def is_cached(self) -> bool:
-        """Whether there is a cache. Without one, gradients may be needed, so nothing is rounded."""
-        return self.starts is not None
+        """Whether there is a cache. Without one, gradients may be needed, so nothing is rounded.
+
+        In a batch-invariant context False, so that each product rounds the same input.
+        """
+        return self.starts is not None and not is_batch_invariant()
 
     def span(self, group: int, *, has_blocks: bool) -> Span:
         """The positions of the tokens in the pages of a group of layers.

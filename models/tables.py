@@ -16,6 +16,7 @@ from flax import nnx
 from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, quantize
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.kernels.quantized_tensor import concatenate, take_outputs
+from mpjax.kernels.rowwise.projection import project
 from mpjax.models.layers import Linear
 
 CHUNK = 1 << 14  # tokens per step of `pack`, which needs several copies of them
@@ -83,4 +84,4 @@ def logits(table: Table, hidden: jax.Array) -> jax.Array:
     weight = table.get_value()
     if weight.dtype == jnp.float32:
         hidden = hidden.astype(weight.dtype)
-    return jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)
+    return project(hidden, weight)

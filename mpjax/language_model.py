@@ -18,12 +18,13 @@ import mpjax
 from mpjax.activation_widths import count_blocks, find_share
 from mpjax.adapters.collection import Adapter, Adapters
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat, device
-from mpjax.kernels.checks import shown
+from mpjax.kernels.checks import require_type, shown
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.memory import GIGABYTE, free_bytes
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_keys import INSTEAD
 from mpjax.models.decoded import decoded, decoded_bytes
+from mpjax.models.deterministic import with_determinism
 from mpjax.models.low_rank import attach
 from mpjax.precision import Precision, describe_weights
 from mpjax.sampling.generation_config import to_keys
@@ -185,6 +186,22 @@ class LanguageModel:
         """
         return dataclasses.replace(
             self, model=model, adapters=Adapters(), updates=Updates(), **changes
+        )
+
+    def in_mode(self, *, deterministic: bool) -> LanguageModel:
+        """The language model in deterministic mode, or out of it; arrays are shared.
+
+        Engines, `generate_tokens` and `token_logprobs` have the mode of the model. Other adapters,
+        and a count of updates of its own, belong to a model in another mode.
+
+        Raises UnsupportedError, which names the part, for a model or a KV format that can't have
+        the mode.
+        """
+        require_type("deterministic", deterministic, bool)
+        if (self.model.deterministic is not None) == deterministic:
+            return self
+        return self.with_model(
+            with_determinism(self.model, self.kv_format if deterministic else None)
         )
 
     def sleep(self) -> None:

@@ -53,6 +53,7 @@ class Reading(TypedDict, total=False):
     mtp: bool
     weights: str | os.PathLike[str]
     names: Names
+    deterministic: bool
 
 
 def load(
@@ -107,6 +108,8 @@ def load(
     weights, names: an Orbax checkpoint of another library, which is read instead of the folder's
         tensors, and the names of its arrays, as for `mpjax.by_file_names`. Arrays with all layers
         are kept on the host while the model is loaded.
+    deterministic: whether a token's numbers, to the bit, depend on nothing but the model and the
+        tokens before it; slower. See docs/rollouts.md.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded; ValueError for a precision
     or dtype that the checkpoint doesn't have, max_positions below 1, an invalid page size, missing
@@ -117,7 +120,8 @@ def load(
         raise TypeError(f"load() got an unexpected keyword argument {unknown.pop()!r}")
     mesh = read_devices(devices)
     experts = read_experts(reading.get("experts", "divided"), 1 if mesh is None else mesh.size)
-    progress = reading.get("progress")
+    progress, deterministic = reading.get("progress"), reading.get("deterministic", False)
+    require_type("deterministic", deterministic, bool)
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)
     if max_positions is not None:
@@ -148,7 +152,7 @@ def load(
                 f"{folder} was saved without a multi-token-prediction head: load the original "
                 "checkpoint with mtp=True, and save it again"
             )
-        return _finished(lm, max_positions, page_size, folders)
+        return _finished(lm, max_positions, page_size, folders, deterministic)
     source = dataclasses.replace(_open(folder, reading), family=family, mtp=mtp)
     tokenizer = source.read_tokenizer()
     model = huggingface.load(
@@ -158,7 +162,7 @@ def load(
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder, sampling=source.read_sampling())
-    return _finished(lm, max_positions, page_size, folders)
+    return _finished(lm, max_positions, page_size, folders, deterministic)
 
 
 def require_loadable(
@@ -240,12 +244,17 @@ def _find_adapters(adapters: Any) -> dict[str, Path]:
 
 
 def _finished(
-    lm: LanguageModel, positions: int | None, page_size: int, adapters: Mapping[str, Path]
+    lm: LanguageModel,
+    positions: int | None,
+    page_size: int,
+    adapters: Mapping[str, Path],
+    deterministic: bool,
 ) -> LanguageModel:
-    """The model with its page size and adapters; limits its positions in place."""
+    """The model with its page size, mode and adapters; limits its positions in place."""
     if positions is not None:
         lm.model.limit_positions(positions)
     lm = dataclasses.replace(lm, page_size=page_size)
+    lm = lm.in_mode(deterministic=deterministic)
     if adapters:
         found = {name: read_adapter(folder, lm.model) for name, folder in adapters.items()}
         lm.adapters.add(lm.model, found)

@@ -74,7 +74,7 @@ class Engine(Managed):
 
     Prefill attends to keys and values as the cache stores them, so chunked prefill, prefix sharing,
     preemption and the time of arrival change results only by rounding: kernels choose their tiles,
-    and so the order of sums, by the number of tokens.
+    and so the order of sums, by the number of tokens. In deterministic mode they change no bit.
 
     If a request's logits are NaN, only that request ends with an error. When pages run out, the
     youngest request is preempted and prefilled again later. Requests of a higher priority go first.

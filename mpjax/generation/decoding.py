@@ -233,8 +233,8 @@ def generate_tokens(
         stop ids of the model's configuration (eos_token_id in config.json). `generate` instead ends
         them at `lm.tokenizer.stop_ids`, which come from generation_config.json and eos_token: pass
         these as stop_ids for the same ends.
-    kv_format: the KV format of the cache, such as `KV8`; KV16 by default. The cache is created
-        here, with pages of 128 tokens, and dropped at the end.
+    kv_format: the KV format of the cache, such as `KV8`; by default KV16, or in deterministic mode
+        the mode's. The cache is created here, with pages of 128 tokens, and dropped at the end.
     speculate: an Ngram, a Draft or "mtp" for speculative decoding; see `generate`.
     adapters: int [batch], the adapter index of each row: `lm.adapters[name].place`, or 0 for none.
         `model` must then be `lm.adapted`. None: no row has an adapter.
@@ -245,7 +245,7 @@ def generate_tokens(
         draft model.
 
     A row's output does not depend on its neighbours, except for rounding: kernels choose their
-    tiles, and so the order of sums, by the size of the batch.
+    tiles, and so the order of sums, by the size of the batch, unless the model is deterministic.
 
     Raises ValueError for invalid shapes, dtypes and limits. Outside `jit` it also raises for an
     empty prompt, a token id outside the vocabulary, and more tokens than the model has positions.
@@ -271,9 +271,9 @@ def generate_tokens(
         seeds=seeds,
         vocabulary=model.config.vocab_size,
     )
-    cache = model.create_cache(
-        batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format
-    )
+    if kv_format is None:
+        kv_format = model.deterministic or KVFormat()
+    cache = model.create_cache(batch, padded + max_new_tokens, kv_format)
     if adapters is not None:
         places = jnp.array(read_numbers(model, adapters, batch))  # copy: the cache is donated
         cache = dataclasses.replace(cache, adapters=places)

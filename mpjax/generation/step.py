@@ -13,6 +13,7 @@ from mpjax.generation.speculation.proposer import Proposal
 from mpjax.generation.speculation.verification import verify
 from mpjax.generation.state import State
 from mpjax.models import Decoder
+from mpjax.models.deterministic import in_own_mode
 from mpjax.models.state import DecoderCache
 from mpjax.sampling.draw import Draw, draw, is_end
 from mpjax.sampling.processors import advance, process
@@ -44,6 +45,7 @@ class StepTokens(NamedTuple):
     scores: Any = None
 
 
+@in_own_mode
 def step(
     model: Decoder,
     state: State,

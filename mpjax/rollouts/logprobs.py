@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels.checks import as_array, require_type, shown
 from mpjax.models import Decoder
+from mpjax.models.deterministic import in_own_mode
 from mpjax.models.step_checks import read_tokens
 from mpjax.sampling.draw import logprobs
 
@@ -44,11 +45,7 @@ def token_logprobs(
     if not is_number or not 0 < temperature < math.inf:
         raise ValueError(f"temperature is {shown(temperature)}: expected a number above 0")
     following = tokens[:, 1:]
-    if model.mesh is not None:
-        found = logprobs(model(tokens[:, :-1]) / temperature, following)
-    else:
-        hidden = model.hidden(tokens[:, :-1])
-        found = _of_chunks(model, hidden, following, temperature)
+    found = _of_tokens(model, tokens[:, :-1], following, temperature)
     if lengths is None:
         return found
     lengths = as_array("lengths", lengths)
@@ -58,6 +55,16 @@ def token_logprobs(
         )
     is_token = jnp.arange(1, tokens.shape[1])[None] < lengths[:, None]
     return jnp.where(is_token, found, 0.0)
+
+
+@in_own_mode
+def _of_tokens(
+    model: Decoder, tokens: jax.Array, following: jax.Array, temperature: float
+) -> jax.Array:
+    """The log-probabilities of tokens int [batch, tokens] behind the tokens before them."""
+    if model.mesh is not None:
+        return logprobs(model(tokens) / temperature, following)
+    return _of_chunks(model, model.hidden(tokens), following, temperature)
 
 
 def _of_chunks(

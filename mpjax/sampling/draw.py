@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.invariance import in_row_tiles, is_batch_invariant
 from mpjax.kernels.thresholds.api import threshold
 from mpjax.kernels.thresholds.keys import LEAST, key_of
 from mpjax.sampling.greedy import likeliest
@@ -64,7 +65,7 @@ def draw(
     softmax of the unmodified logits: NaN for a row with a logit of NaN or +inf, and for one whose
     processors allow no token.
     """
-    if wanted is None and settings.greedy and not divided:
+    if wanted is None and settings.greedy and not divided and not is_batch_invariant():
         tokens, logprob = likeliest(logits, hide_stop_ids(logits, settings, counts))
     else:
         allowed = allowed_logits(logits, settings, counts, wanted)
@@ -178,7 +179,7 @@ def _keep(logits: jax.Array, settings: RowSettings, *, divided: bool) -> jax.Arr
         top_p = settings.top_p[:, None]
         kept = jnp.where(logits >= least, logits, -jnp.inf)
         # Integers, whose sums are exact, so that the result doesn't depend on the order of sums.
-        weights = jnp.round(jax.nn.softmax(kept, axis=-1) * WHOLE).astype(jnp.int32)
+        weights = jnp.round(in_row_tiles(jax.nn.softmax, kept) * WHOLE).astype(jnp.int32)
         wanted = jnp.maximum(jnp.ceil(top_p * WHOLE), 1).astype(jnp.int32)
         # A top_p of 1 keeps all tokens, whatever the rounding of the sum.
         wanted = jnp.where((temperature > 0) & (top_p < 1), wanted, 0)
@@ -201,8 +202,13 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    total = jax.nn.logsumexp(logits, axis=-1)
+    total = _log_totals(logits)
     return jnp.where(jnp.isposinf(total), jnp.nan, chosen - total)
+
+
+def _log_totals(logits: jax.Array) -> jax.Array:
+    """The logarithms [...] of the sums of exp(logits), of float32 [..., vocabulary]."""
+    return in_row_tiles(functools.partial(jax.nn.logsumexp, axis=-1), logits)
 
 
 def top_logprobs(logits: jax.Array, wanted: jax.Array, always: int = 0) -> Top:
@@ -218,7 +224,7 @@ def top_logprobs(logits: jax.Array, wanted: jax.Array, always: int = 0) -> Top:
     def all_(logits: jax.Array) -> Top:
         ids = _largest(logits, number)
         best = jnp.take_along_axis(logits, ids, axis=1)
-        return ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return ids, best - _log_totals(logits)[..., None]
 
     def few(logits: jax.Array) -> Top:
         ids, found = no_top_logprobs(logits.shape[:1], logits.shape[1])

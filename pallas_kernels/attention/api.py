@@ -13,11 +13,12 @@ import numpy as np
 from mpjax.kernels import device
 from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations
-from mpjax.kernels.attention import cudnn, plans, reference, triton
+from mpjax.kernels.attention import cudnn, plans, reference, token_by_token, triton
 from mpjax.kernels.attention.rounding import can_round
 from mpjax.kernels.batch import Span
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache.api import read_span, require_pages, why_not_triton
 from mpjax.kernels.kv_cache.cache import KVPages
@@ -28,6 +29,9 @@ from mpjax.kernels.rowwise.api import quantize_rows
 
 # The most tokens of a page into which `prefill_attention` copies keys and values.
 PREFILL_PAGE_SIZE = 128
+BLOCKS = (
+    "a token attends to its own block in 16 bits or to its codes, by the tokens that come with it"
+)
 
 
 @overload
@@ -108,7 +112,8 @@ def paged_attention(
         return _rounded(jnp.zeros_like(queries), blocks)
     implementation = _choose_paged(queries, pages, span, masks, implementation)
     if implementation == "reference":
-        found = reference.paged_attention(queries, pages, span, masks, transformed=transformed)
+        module = token_by_token if is_batch_invariant() else reference
+        found = module.paged_attention(queries, pages, span, masks, transformed=transformed)
         return _rounded(found, blocks, "reference")
     if pages.format.key_codes.hadamard and not transformed:
         queries = hadamard.transform(queries)
@@ -142,7 +147,13 @@ def _choose_paged(
     why_not_cudnn = cudnn.why_not(queries, pages, span)
     if not masks.is_causal:
         why_not_cudnn = "it knows no window, softcap or sinks"
-    is_long = queries.shape[-3] >= cudnn.LEAST_TOKENS
+    if is_batch_invariant():
+        why_not_cudnn = "a batch-invariant call needs the tiles of the fused kernel"
+        if pages.format.block is not None:
+            raise device.UnsupportedError(
+                f"paged_attention: {pages.format} can't be batch invariant: {BLOCKS}"
+            )
+    is_long = queries.shape[-3] >= cudnn.LEAST_TOKENS and not is_batch_invariant()
     default = "cudnn" if is_long and why_not_cudnn is None else "triton"
     is_never = why_not_cudnn is not None and why_not_cudnn == cudnn.why_never()
     if implementation is None and is_long and is_never and device.on_gpu():

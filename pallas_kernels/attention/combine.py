@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels.activation_blocks import BLOCK, ActivationBlocks
 from mpjax.kernels.attention.rounding import Places, RoundedHeads
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 
 # The score if there is no key: below any score, and finite, so that rows without keys get no NaN.
@@ -63,7 +64,7 @@ def combine(
     rows = max(
         1, min(ELEMENTS_PER_PROGRAM // (slots * channels), tokens * heads // ENOUGH_PROGRAMS)
     )
-    rows = 1 << rows.bit_length() - 1
+    rows = 1 if is_batch_invariant() else 1 << rows.bit_length() - 1
     [joined] = launch(
         functools.partial(_kernel, rows=rows, channels=channels),
         outputs.reshape(-1, splits, dim),

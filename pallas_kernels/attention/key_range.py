@@ -15,7 +15,8 @@ from mpjax.kernels.kv_cache.cache import KVPages
 class KeyRange(NamedTuple):
     """A program's share of a sequence's keys: every `programs`-th tile, beginning with `number`.
 
-    Tiles are counted from the first one that a row of the program attends to.
+    Tiles are counted from the first page; with a `limit` from the first one that a row of the
+    program attends to.
     """
 
     pages: KVPages  # references
@@ -47,7 +48,13 @@ class KeyRange(NamedTuple):
         end_tile = (jnp.maximum(end, 0) + size - 1) // size
         if self.limit is not None:
             end_tile = jnp.minimum(end_tile, begin_tile + self.limit)
-        first_tile = begin_tile + self.number
+        # Dealt from the first page's first tile on, so that a row's tiles are added in the same
+        # order, however many tiles are before the window of the program's first row.
+        ahead = self.number
+        if self.limit is None:
+            ahead = jax.lax.rem(self.number - begin_tile, self.programs)
+            ahead = jnp.where(ahead < 0, ahead + self.programs, ahead)
+        first_tile = begin_tile + ahead
         return first_tile, self.tiles_below(end_tile, first_tile)
 
     def visit(

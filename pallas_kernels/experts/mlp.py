@@ -31,6 +31,7 @@ from mpjax.kernels.experts.plans import ExpertsWarpgroupConfig, Problem, joint_c
 from mpjax.kernels.experts.rounding import has_own_blocks, round_in_tiles
 from mpjax.kernels.experts.routed_mlp import Routed, routed_products
 from mpjax.kernels.gradients import with_gradients_of
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.rowwise.api import hadamard
 
@@ -96,7 +97,9 @@ def expert_mlp_terms(
         )
     if isinstance(experts, RouterLogits):
         x, experts = as_array("expert_mlp_terms: x", x), experts.read("expert_mlp_terms")
-        if implementation is None and (found := _routed(x, mlp, experts)) is not None:
+        # A kernel that chooses experts would be run for few tokens only.
+        is_tried = implementation is None and not is_batch_invariant()
+        if is_tried and (found := _routed(x, mlp, experts)) is not None:
             inner, chosen, weights = found
             return grouped_matmul_terms(
                 *(mlp.mixed(inner), mlp.down, chosen, experts.gained(chosen, weights)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.gemm.api import matmul
+from mpjax.kernels.invariance import in_row_tiles
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
@@ -56,5 +58,6 @@ def _product(rows: jax.Array, matrix: Any, activations: DividedRows | None) -> j
             out_dtype=jnp.float32,
             activations=activations,
         )
-    wide = rows.astype(jnp.float32), matrix.astype(jnp.float32)
-    return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)
+    wide, highest = matrix.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    multiply = functools.partial(jnp.matmul, precision=highest)
+    return in_row_tiles(multiply, rows.astype(jnp.float32), wide)

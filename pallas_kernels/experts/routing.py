@@ -14,6 +14,7 @@ from mpjax.kernels.experts import routing_triton
 from mpjax.kernels.experts.routing_rules import LEAST_SUM, Routing
 from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.invariance import in_row_tiles
 
 Implementation = Literal["triton", "reference"]
 
@@ -81,7 +82,7 @@ def _reference(
     if routing.scoring == "sparsemixer":
         return _sparsemixer(routing, wide)
     is_softmax = routing.scoring == "softmax"
-    scores = jax.nn.softmax(wide, -1) if is_softmax else jax.nn.sigmoid(wide)
+    scores = in_row_tiles(jax.nn.softmax, wide) if is_softmax else jax.nn.sigmoid(wide)
     ranked = wide if routing.ranks_logits and correction is None else scores
     if correction is not None:
         ranked = ranked + jax.lax.broadcast_to_rank(correction.astype(jnp.float32), ranked.ndim)
@@ -89,9 +90,10 @@ def _reference(
     weights = jnp.take_along_axis(scores, chosen, -1)
     if routing.renormalize:
         if is_softmax:
-            weights = jax.nn.softmax(jnp.take_along_axis(wide, chosen, -1), -1)
+            weights = in_row_tiles(jax.nn.softmax, jnp.take_along_axis(wide, chosen, -1))
         else:
-            weights = weights / (weights.sum(-1, keepdims=True) + LEAST_SUM)
+            total = in_row_tiles(functools.partial(jnp.sum, axis=-1, keepdims=True), weights)
+            weights = weights / (total + LEAST_SUM)
     return chosen.astype(jnp.int32), weights * routing.scale
 
 

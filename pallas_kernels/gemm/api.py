@@ -20,6 +20,7 @@ from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.plans import Implementation, Problem
 from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.invariance import is_batch_invariant, product
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 from mpjax.kernels.rowwise.api import quantize_rows
@@ -75,11 +76,13 @@ def matmul(
         )
         # XLA fuses this sum, in a fixed order, into the product's consumer.
         dtype = _out_dtype(x, out_dtype)
-        return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(dtype)
+        return (terms[0] if terms.shape[0] == 1 else terms.sum(0)).astype(dtype)
     if isinstance(x, QuantizedActivations):
         raise ValueError("matmul: x is quantised, but the weight is a plain array")
     _refuse_for_plain(scales=scales, activations=activations, implementation=implementation)
     wanted = None if out_dtype is None else _out_dtype(x, out_dtype)
+    if is_batch_invariant():
+        return product(x, weight, wanted)
     return jnp.dot(x, weight, preferred_element_type=wanted)
 
 
@@ -106,7 +109,8 @@ def matmul_terms(
 ) -> jax.Array:
     """Terms [splits, ..., N] that sum to the product of `matmul`.
 
-    Several terms are float32; a single term has the product's dtype. They are for a consumer that
+    Several terms are float32; a single term has the product's dtype, or is float32 in a
+    batch-invariant context. They are for a consumer that
     sums them itself, as `add_rms_norm` does. Arguments and errors are as for `matmul`, but the
     weight is a QuantizedTensor. Derivatives are those of the sum.
     """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.invariance import in_row_tiles
 from mpjax.kernels.plain_codes import in_groups, operands
 from mpjax.kernels.quantized_tensor import QuantizedTensor, unpack
 
@@ -28,7 +31,8 @@ def matmul(
         return (sums.astype(jnp.float32) * x.scales * scales[None]).astype(out_dtype)
     rows = x.dequantize() if isinstance(x, QuantizedActivations) else x.astype(jnp.float32)
     dense = weight.dequantize(jnp.float32)  # [K, N]
-    return jnp.dot(rows, dense, precision=jax.lax.Precision.HIGHEST).astype(out_dtype)
+    multiply = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
+    return in_row_tiles(multiply, rows, dense).astype(out_dtype)
 
 
 def _of_blocks(x: QuantizedActivations, weight: QuantizedTensor) -> jax.Array:

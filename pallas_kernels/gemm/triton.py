@@ -59,7 +59,7 @@ def matmul(
     """The product x [M, K] · W [K, N] in `out_dtype`; see `matmul_terms`."""
     terms = matmul_terms(x, weight, config, out_dtype, interpret=interpret)
     # XLA fuses this sum, whose order is fixed, into the product's consumer.
-    return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(out_dtype)
+    return (terms[0] if terms.shape[0] == 1 else terms.sum(0)).astype(out_dtype)
 
 
 # This function has its own `jit`, so that calls outside of any `jit` compile once.
@@ -75,7 +75,8 @@ def matmul_terms(
     """Terms [splits, M, N] whose sum over the first axis is x [M, K] · W [K, N].
 
     Several terms are float32; a single term has `out_dtype`. With `config.unsplit` there is a
-    single term. x is padded with zeros to whole blocks of K.
+    single term, and with `config.serial` a single float32 term, the sum of all splits. x is padded
+    with zeros to whole blocks of K.
 
     x: bfloat16 or float16, or QuantizedActivations if the format has 8-bit activations.
     """
@@ -109,6 +110,7 @@ def _launch(
     steps = steps_of(weight, config)
     padding = weight.padded_channels - values.shape[1]
     splits = min(config.splits, steps)
+    terms = 1 if config.serial else splits
     kernel = functools.partial(
         _kernel,
         format=weight.format,
@@ -129,12 +131,12 @@ def _launch(
         kernel,
         operands,
         out_shape=jax.ShapeDtypeStruct(
-            (splits, rows, columns), out_dtype if splits == 1 else jnp.float32
+            (terms, rows, columns), out_dtype if splits == 1 else jnp.float32
         ),
         grid=(
             pl.cdiv(rows, config.tile_m),
             pl.cdiv(min(outputs or columns, columns), config.tile_n),
-            splits,
+            terms,
         ),
         settings=Settings(
             f"matmul_{weight.format.codes}", warps=config.warps, stages=config.stages
@@ -179,10 +181,16 @@ def _kernel(
 ) -> None:
     program = Program(operands, format, scale_dtype, config, first_output)
     split, splits = program.split, config.splits
-    accumulator = jax.lax.fori_loop(
-        split * steps // splits, (split + 1) * steps // splits, program.step, program.zeros
-    )
-    product = program.scaled(accumulator.astype(jnp.float32))
+
+    def sum_of(split: jax.Array | int) -> jax.Array:
+        ends = split * steps // splits, (split + 1) * steps // splits
+        accumulator = jax.lax.fori_loop(*ends, program.step, program.zeros)
+        return program.scaled(accumulator.astype(jnp.float32))
+
+    if config.serial:
+        product = functools.reduce(jnp.add, map(sum_of, range(splits)))
+    else:
+        product = sum_of(split)
     row, output = program.row, program.output
     store(
         out_ref.at[split, row[:, None], (output - first_output)[None, :]],

@@ -12,6 +12,7 @@ from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, shown
 from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.low_rank import reference, triton
 
 Implementation = Literal["triton", "reference"]
@@ -59,10 +60,12 @@ def add_low_rank(
     name = choose(
         "add_low_rank",
         implementation,
-        "triton" if terms.size and x.size else "reference",
+        "triton" if terms.size and x.size and not is_batch_invariant() else "reference",
         ("triton", "reference"),
         lambda _: _why_not(x, down, ups),
     )
+    if is_batch_invariant() and len(terms) > 1:  # their number may depend on the number of rows
+        terms = terms.sum(0, keepdims=True)
     rows, own = x.reshape(-1, x.shape[-1]), adapters.reshape(-1).astype(jnp.int32)
     flat = terms.reshape(len(terms), -1, terms.shape[-1])
     if name == "triton" and axis is None and triton.repeats(rows, down, ups):

@@ -40,6 +40,8 @@ class Operation(Generic[Problem]):
     why_damaged: the reason why no problem of a key can run with a plan whose fields have the right
         types, or None.
     find: returns the entry of a table that a key's problems use, or None.
+    invariant: returns the plan of a problem in a batch-invariant context. Plans of problems that
+        differ only in the number of rows, sequences or tokens must add in the same order.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Operation(Generic[Problem]):
     suits: Callable[[Problem, Plan], bool]
     why_damaged: Callable[[Any, Plan], str | None]
     find: Callable[[Mapping[Any, Entry], Any], Entry | None] = lambda entries, key: entries.get(key)
+    invariant: Callable[[Problem], Plan] | None = None
 
     def key_of(self, problem: Problem) -> Any:
         """The key of a problem; problems that share a plan have the same key."""

@@ -1,4 +1,7 @@
-"""Chooses the plan of a problem: a forced one, else a measured one, else the rule's."""
+"""Chooses the plan of a problem: a forced one, else a measured one, else the rule's.
+
+In a batch-invariant context, it is the operation's batch-invariant plan unless it is forced.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.operation import Operation, Problem
 from mpjax.kernels.plans.plan import Entry, Plan
@@ -25,6 +29,8 @@ def plan_of(operation: Operation[Problem], problem: Problem) -> Plan:
     """
     if (forced := _forced.get().get(operation.name)) is not None:
         return forced
+    if operation.invariant is not None and is_batch_invariant():
+        return operation.invariant(problem)
     entry = measured(operation, problem)
     return operation.rule(problem) if entry is None else entry.plan
 

@@ -7,12 +7,15 @@ a few channels are spread over their block (Ashkboos et al., "QuaRot", 2024, §4
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
+from mpjax.kernels.invariance import in_row_tiles
 from mpjax.kernels.target import current_target
 
 LEAST = 16  # channels of a block: the least side of a tensor-core tile
@@ -30,7 +33,8 @@ def expected_block(block: int, channels: int) -> str | None:
 def transformed(x: jax.Array, block: int) -> jax.Array:
     """The transform of each block of x [..., K], in float32; `block` divides K."""
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    turned = jnp.matmul(wide, _matrix(block), precision=jax.lax.Precision.HIGHEST)
+    turn = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    turned = in_row_tiles(turn, wide, _matrix(block))
     return turned.reshape(x.shape)
 
 

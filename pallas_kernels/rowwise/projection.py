@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
 from mpjax.kernels.gradients import with_gradients_of
+from mpjax.kernels.invariance import is_batch_invariant, product
 from mpjax.kernels.launch import Settings, launch, load_masked, store
 from mpjax.kernels.rowwise import triton
 from mpjax.kernels.rowwise.api import add_rms_norm
@@ -45,7 +46,7 @@ def project_rms_norm(
     apart = functools.partial(_apart, epsilon=epsilon, dtype=dtype)
     wanted = jnp.dtype(weight.dtype if dtype is None else dtype)
     tokens = terms.size // (terms.shape[0] * terms.shape[-1])
-    is_half = wanted in (jnp.bfloat16, jnp.float16)
+    is_half = wanted in (jnp.bfloat16, jnp.float16) and not is_batch_invariant()
     if not (is_half and 0 < tokens <= MOST_TOKENS) or device.why_triton_cannot_run() is not None:
         return apart(terms, residual, weight, matrix)
     kernel = functools.partial(projected, epsilon=epsilon, dtype=wanted)
@@ -55,7 +56,7 @@ def project_rms_norm(
 
 def project(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """The products float32 [..., outputs] of x [..., H] and the rows of a matrix [outputs, H]."""
-    return jnp.einsum("...h,oh->...o", x, matrix, preferred_element_type=jnp.float32)
+    return product(x, matrix, jnp.float32, axis=1)
 
 
 def _apart(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.divided_rows import DividedRows
+from mpjax.kernels.invariance import in_row_tiles
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.rowwise.hadamard import transformed
@@ -27,8 +29,17 @@ def quantizes(format: Rounding | None) -> bool:
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """The norm of x [..., H] in float32; see the public function."""
     wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+
+    def factors(rows: jax.Array) -> jax.Array:
+        return jax.lax.rsqrt(jnp.mean(rows * rows, -1, keepdims=True) + epsilon)
+
+    wide *= in_row_tiles(factors, wide)  # on a CPU `rsqrt` depends on the number of rows, too
     return wide * jax.lax.broadcast_to_rank(weight.astype(jnp.float32), wide.ndim)
+
+
+def row_means(x: jax.Array) -> jax.Array:
+    """The means [..., 1] of x [..., K], of each row by itself."""
+    return in_row_tiles(functools.partial(jnp.mean, axis=-1, keepdims=True), x)
 
 
 def add_rms_norm(

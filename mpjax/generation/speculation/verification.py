@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mpjax.generation.speculation import acceptance
 from mpjax.generation.speculation.proposer import Proposal
 from mpjax.generation.state import State
+from mpjax.kernels.invariance import in_row_tiles
 from mpjax.sampling.draw import (
     Draw,
     allowed_logits,
@@ -72,6 +73,6 @@ def distribution(logits: jax.Array, settings: RowSettings, *, divided: bool = Fa
     temperature.
     """
     processed = process_logits(logits, settings, divided=divided)
-    probabilities = jax.nn.softmax(processed, axis=-1)
+    probabilities = in_row_tiles(jax.nn.softmax, processed)
     best = jax.nn.one_hot(jnp.argmax(processed, axis=-1), logits.shape[-1], dtype=jnp.float32)
     return jnp.where(settings.temperature[:, None] > 0, probabilities, best)

@@ -12,6 +12,7 @@ from mpjax.kernels.attention.plans.configuration import (
     why_not_config,
     why_unsound,
 )
+from mpjax.kernels.attention.plans.invariant_rule import invariant_plan
 from mpjax.kernels.attention.plans.problem import CacheShape, Problem
 from mpjax.kernels.attention.plans.rule import plan_by_rule
 from mpjax.kernels.attention.plans.split_rule import SMALL_KEYS
@@ -86,6 +87,7 @@ OPERATION = Operation[Problem](
     candidates=candidates,
     suits=_suits,
     why_damaged=_why_damaged,
+    invariant=invariant_plan,
 )
 plan_of = functools.partial(plans.plan_of, OPERATION)
 forced = functools.partial(plans.forced, OPERATION)

@@ -85,10 +85,12 @@ def _by_triton(problem: Problem, most: int) -> list[Plan]:
         (2, 3, 4, 5),
         SCALINGS if problem.format.weight.is_packed else (center.scaling,),
         (center.width,),
-        (None,),
         _tilings(problem),
     )
-    found = {center} | {ExpertsConfig(*fields) for fields in space}
+    found = {center}
+    for rows, outputs, splits, warps, stages, scaling, width, tiling in space:
+        sizes = rows, outputs, splits, warps, stages, scaling, width
+        found.add(ExpertsConfig(*sizes, tiling=tiling))
     sound = [config for config in found if config == center or _is_sound(problem, config)]
     nearest = sorted(sound, key=lambda config: (distance(config), repr(config)))
     return [Plan("triton", config) for config in nearest[:most]]

@@ -9,7 +9,12 @@ from mpjax.kernels import device, plans
 from mpjax.kernels.experts.plans.candidates import can_run, candidates
 from mpjax.kernels.experts.plans.configuration import ExpertsConfig, ExpertsWarpgroupConfig
 from mpjax.kernels.experts.plans.problem import Problem
-from mpjax.kernels.experts.plans.rule import config_by_rule, plan_by_rule, warpgroups_by_rule
+from mpjax.kernels.experts.plans.rule import (
+    config_by_rule,
+    invariant_plan,
+    plan_by_rule,
+    warpgroups_by_rule,
+)
 from mpjax.kernels.experts.plans.warpgroup_rule import (
     ranked,
     why_not_warpgroups,
@@ -67,6 +72,7 @@ OPERATION = Operation[Problem](
     candidates=candidates,
     suits=can_run,
     why_damaged=_why_damaged,
+    invariant=invariant_plan,
 )
 plan_of = functools.partial(plans.plan_of, OPERATION)
 forced = functools.partial(plans.forced, OPERATION)

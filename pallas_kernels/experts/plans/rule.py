@@ -11,6 +11,7 @@ from mpjax.kernels.experts.plans.configuration import (
 )
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.warpgroup_rule import ranked, suits_warpgroups
+from mpjax.kernels.gemm.plans import invariant_plan as dense_plan
 from mpjax.kernels.gemm.plans import triton_by_rule
 from mpjax.kernels.plans.plan import Plan
 
@@ -41,6 +42,24 @@ def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
         return Plan("triton", config_by_rule(problem))
     except UnsupportedError:  # the GPU can't multiply the format at all
         return Plan("reference")
+
+
+def invariant_plan(problem: Problem) -> Plan:
+    """The batch-invariant plan of a problem: Triton's kernel without split-K.
+
+    Then a gate is always computed in the kernel. As for dense products, the rows of a tile may
+    vary. Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
+    """
+    rows, tiling = _rows(problem), tiling_of(problem)
+    if not problem.format.weight.is_packed:
+        rows = min(rows, ROWS[-2])  # tiles of as many outputs and warps for all numbers of rows
+        return Plan("triton", ExpertsConfig(rows, 64, 1, 4, 3, tiling=tiling))
+    found = dense_plan(problem.product(rows)).config
+    kept = found.scaling, found.width
+    return Plan(
+        "triton",
+        ExpertsConfig(found.tile_m, 64, 1, 4, found.stages, *kept, tiling=tiling),
+    )
 
 
 def warpgroups_by_rule(problem: Problem) -> ExpertsWarpgroupConfig:

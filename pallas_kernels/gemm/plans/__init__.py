@@ -14,6 +14,7 @@ from mpjax.kernels.gemm.plans.configuration import (
     WarpgroupConfig,
 )
 from mpjax.kernels.gemm.plans.cost_model import microseconds
+from mpjax.kernels.gemm.plans.invariant_rule import invariant_plan
 from mpjax.kernels.gemm.plans.limits import (
     can_be_operand,
     why_no_wgmma,
@@ -52,6 +53,7 @@ __all__ = [
     "bucket",
     "can_be_operand",
     "forced",
+    "invariant_plan",
     "microseconds",
     "plan_by_rule",
     "plan_of",

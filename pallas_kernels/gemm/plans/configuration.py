@@ -39,6 +39,8 @@ class TritonConfig:
         computed in a separate launch before the others. None splits all. Tiles that fill all
         multiprocessors for whole rounds need no splits; the remaining tiles, if not split, would
         leave most multiprocessors idle.
+    serial: whether one program computes all splits of a tile, one after another, and adds up their
+        sums in order; None for no.
     """
 
     tile_m: int
@@ -49,6 +51,7 @@ class TritonConfig:
     scaling: Scaling = "accumulator"
     width: int | None = None
     unsplit: int | None = None
+    serial: bool | None = None
 
     def why_not(self) -> str | None:
         """The reason why no product can have this configuration, or None if some can."""
@@ -62,6 +65,7 @@ class TritonConfig:
 
     def __str__(self) -> str:
         past = "" if self.unsplit is None else f" past channel {self.unsplit}"
+        past += " in turn" if self.serial else ""
         return (
             f"{self.tile_m}x{self.tile_n}, {self.splits} splits{past}, {self.warps} warps, "
             f"{self.stages} stages, scaling the {self.scaling}"

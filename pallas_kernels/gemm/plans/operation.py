@@ -14,6 +14,7 @@ from mpjax.kernels import device, plans
 from mpjax.kernels.gemm.plans import limits
 from mpjax.kernels.gemm.plans.candidates import candidates
 from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, TritonConfig, WarpgroupConfig
+from mpjax.kernels.gemm.plans.invariant_rule import invariant_plan
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.rule import plan_by_rule
 from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
@@ -102,6 +103,7 @@ OPERATION = Operation[Problem](
     suits=_suits,
     why_damaged=_why_damaged,
     find=_find,
+    invariant=invariant_plan,
 )
 plan_of = functools.partial(plans.plan_of, OPERATION)
 forced = functools.partial(plans.forced, OPERATION)

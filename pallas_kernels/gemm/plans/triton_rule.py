@@ -1,7 +1,7 @@
 """The rule for Triton's kernel: the tiles of a product, and the splits of K.
 
 The rule chooses a tile by the number of rows (`_tiles`), and enough splits of K to keep all
-multiprocessors busy (`_divide`). Costs are compared in steps: a step is the time in which a
+multiprocessors busy (`divide`). Costs are compared in steps: a step is the time in which a
 multiprocessor multiplies one block of K of a tile. All constants were measured on an H200.
 """
 
@@ -63,7 +63,7 @@ def triton_by_rule(problem: Problem) -> TritonConfig:
     for tile, stages, width in itertools.product(
         _tiles(problem), _stages(problem), _widths(problem)
     ):
-        splits, unsplit, _ = _divide(problem, tile)
+        splits, unsplit, _ = divide(problem, tile)
         scaling = _scaling(problem, tile)
         config = TritonConfig(
             tile.rows, tile.outputs, splits, tile.warps, stages, scaling, width, unsplit
@@ -98,7 +98,7 @@ def _tiles(problem: Problem) -> list[Tile]:
     size = next((size for size in range(4) if rows <= TILES[size].rows), 4)
     tiles = list(reversed(TILES[: size + 1]))
     if rows <= 16 and not problem.has_table:  # two warps for many programs or uneven work
-        splits = _divide(problem, tiles[0]).splits
+        splits = divide(problem, tiles[0]).splits
         programs = splits * _tile_count(problem, tiles[0])
         many = splits > 1 and programs > PROGRAMS_OF_FOUR_WARPS * limits.multiprocessors
         if many or _rounds(problem, programs) * limits.multiprocessors > UNEVEN * programs:
@@ -108,7 +108,7 @@ def _tiles(problem: Problem) -> list[Tile]:
     if rows > (128 if _is_slow_to_decode(problem) else 256) and fills:
         tiles.insert(0, largest)
     elif rows > 64 and _is_slow_to_decode(problem) and not problem.has_table:
-        longer, shorter = _divide(problem, largest).steps, _divide(problem, tiles[0]).steps
+        longer, shorter = divide(problem, largest).steps, divide(problem, tiles[0]).steps
         if FEW_STEPS <= longer <= shorter / LONGER_STEPS:
             tiles.insert(0, largest)
     if 64 < rows <= 128 and code_kinds.of(problem.weight).shared_bytes:
@@ -161,7 +161,7 @@ class _Division(NamedTuple):
     steps: float
 
 
-def _divide(problem: Problem, tile: Tile) -> _Division:
+def divide(problem: Problem, tile: Tile) -> _Division:
     """The best division of K for a tile: the one whose busiest multiprocessor finishes first."""
     multiprocessors, tiles = problem.limits.multiprocessors, _tile_count(problem, tile)
     sizes = range(1, most_splits(problem) + 1)

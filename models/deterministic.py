@@ -1,0 +1,71 @@
+"""Deterministic mode: a token's numbers depend on the tokens before it, and on nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flax import nnx
+
+from mpjax.kernels import KVFormat, UnsupportedError
+from mpjax.kernels.attention.api import BLOCKS
+from mpjax.kernels.invariance import batch_invariant
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import LayerSpec
+
+if TYPE_CHECKING:
+    from mpjax.models.decoder import Decoder
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_determinism(model: Decoder, format: KVFormat | None) -> Decoder:
+    """The model in deterministic mode, for caches of one KV format, or without; arrays are shared.
+
+    Its steps are batch invariant (`batch_invariant`), and tokens without a cache attend to keys and
+    values of this format, too, so that a forward pass has the numbers of steps with a cache.
+
+    Raises UnsupportedError, which names the part, for a model or a format that can't have the mode.
+    """
+    if format is not None and (reason := _why_not(model, format)):
+        raise UnsupportedError(f"deterministic: {reason}")
+    model = nnx.clone(model)
+    model.deterministic = format
+    return model
+
+
+def _why_not(model: Decoder, format: KVFormat) -> str | None:
+    """The reason why the model can't have the mode with caches of this format, or None."""
+    if format.block is not None:
+        return f"{format}: {BLOCKS}"
+    if format.scaling is not None:
+        return f"{format}: a forward pass without a cache has no static scales"
+    if model.mesh is not None:
+        return "sums over several devices have an order of their own: load the model on one device"
+    reasons = (_why_not_layer(layer) for layer in model.config.layers)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _why_not_layer(layer: LayerSpec) -> str | None:
+    mixer = layer.attention
+    if mixer is not None and not isinstance(mixer, GroupedQuerySpec):
+        return f"layers of kind {mixer.kind} have no batch-invariant form"
+    if mixer is not None and mixer.bidirectional:
+        return "bidirectional attention has no steps with which a forward pass could agree"
+    if mixer is not None and (mixer.chunked or mixer.reads_back is not None):
+        return "attention in chunks, and to other layers' keys, has no batch-invariant form"
+    if layer.per_layer is not None:
+        return "per-layer embeddings have no batch-invariant form"
+    return None
+
+
+def in_own_mode(method: Method) -> Method:
+    """A decorator of a decoder's methods: they run in the model's mode."""
+
+    @functools.wraps(method)
+    def run(model: Decoder, *arguments: Any, **named: Any) -> Any:
+        with batch_invariant(model.deterministic is not None):
+            return method(model, *arguments, **named)
+
+    return run  # type: ignore[return-value]

@@ -14,12 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import WeightFormat, rms_norm
-from mpjax.kernels.checks import (
-    as_array,
-    is_known,
-    require_type,
-    shown,
-)
+from mpjax.kernels.checks import as_array, is_known, require_type, shown
 from mpjax.kernels.kv_cache.cache import require_room
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
@@ -34,6 +29,7 @@ from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.low_rank import LowRank, read_numbers
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 from mpjax.models.per_layer import PerLayerInputs, contexts
+from mpjax.models.routes import Routes
 from mpjax.models.specs import SPECS
 from mpjax.models.state import WHOLE, DecoderCache, StepContext
 from mpjax.models.vocabulary import Vocabulary
@@ -230,12 +226,15 @@ class Decoder(Drafts):
         logits, _ = self.forward(tokens, context, (), every_position=True)
         return logits[..., : self.config.vocab_size], watch.found
 
-    def hidden(self, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self, tokens: jax.Array, counts: jax.Array | None = None, routes: Routes | None = None
+    ) -> jax.Array:
         """Hidden states [batch, tokens, hidden] after the final norm; errors are as for calls.
 
         counts: int32 [batch], the tokens of each row before its padding; None for all.
+        routes: the experts of each token in some layers, from `read_routes`; None: routers choose.
         """
-        whole = dataclasses.replace(self._whole(tokens, None), counts=counts)
+        whole = dataclasses.replace(self._whole(tokens, None), counts=counts, routes=routes)
         return self._hidden(as_array("tokens", tokens), whole, ())[0]
 
     def _whole(self, tokens: Any, adapters: jax.Array | None) -> StepContext:

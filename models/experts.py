@@ -438,7 +438,7 @@ class Experts(nnx.Module):
         experts = self.router.get_value().shape[0]
         return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
 
-    def read(self, x: Activations | Projected) -> tuple[jax.Array, RouterLogits]:
+    def read(self, x: Any, chosen: Any = None) -> tuple[jax.Array, RouterLogits]:
         """The array x [..., hidden], and its router logits, computed unless a norm has done so."""
         if not isinstance(x, Projected):
             x, router = as_array("Experts: x", x), self.router.get_value()
@@ -449,7 +449,7 @@ class Experts(nnx.Module):
             )
         gain = None if self.norms is None else self.norms.gain
         given = self.router_correction, self.router_bias, gain
-        arrays = (None if each is None else each.get_value() for each in given)
+        arrays = [*(None if each is None else each.get_value() for each in given), chosen]
         return x.values, RouterLogits(x.products, self.routing, *arrays)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -462,7 +462,7 @@ class Experts(nnx.Module):
         There is a term for each of a token's experts, and the shared expert's terms. x is an array,
         or Projected with the router's products.
         """
-        stream, (x, logits) = x, self.read(x)
+        stream, (x, logits) = x, self.read(x, context.routes)
         terms = self.experts.terms(x, logits, context)
         if self.shared is None:
             return terms

@@ -143,6 +143,7 @@ def contexts(
             context,
             layer_input=None if inputs is None else inputs[..., index, :],
             keeps=index in config.sources,
+            routes=context.routes and context.routes.get(index),
         )
         for index in range(config.depth)
     ]

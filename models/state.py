@@ -222,7 +222,7 @@ class DecoderCache:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("angles", "starts", "counts", "tables", "slots", "encoded", "adapters"),
-        "layer_input",
+        *("layer_input", "routes"),
     ],
     meta_fields=["fresh", "tentative", "watch", "keeps", "kv_format"],
 )
@@ -248,6 +248,8 @@ class StepContext:
         embeddings; else None.
     keeps: inside layers, whether attention without a cache returns keys and values as its state,
         since later layers read them (static).
+    routes: given choices of routers, int32 [batch, tokens, k] by layer, or inside a layer its own;
+        None: routers choose.
     kv_format: of the pages through which whole sequences attend, as those with a cache do; None:
         they attend to keys and values as they are (static).
     """
@@ -265,6 +267,7 @@ class StepContext:
     layer_input: jax.Array | None = None
     keeps: bool = False
     kv_format: KVFormat | None = None
+    routes: Any = None
 
     @classmethod
     def of(

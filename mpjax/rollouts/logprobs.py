@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mpjax.kernels.checks import as_array, require_type, shown
 from mpjax.models import Decoder
 from mpjax.models.deterministic import in_own_mode
+from mpjax.models.routes import Routes, read_routes
 from mpjax.models.step_checks import read_tokens
 from mpjax.sampling.draw import logprobs
 
@@ -20,7 +21,12 @@ KINDS = ("truncate", "mask")
 
 
 def token_logprobs(
-    model: Decoder, tokens: Any, lengths: Any = None, *, temperature: float = 1.0
+    model: Decoder,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    temperature: float = 1.0,
+    routes: Any = None,
 ) -> jax.Array:
     """The log-probability of each token behind those before it: float32 [batch, tokens − 1].
 
@@ -30,6 +36,9 @@ def token_logprobs(
 
     tokens: int [batch, tokens], padded on the right. lengths: int [batch], the tokens of each row
         before the padding; None for all.
+    routes: the experts of each token by layer, int [batch, tokens or tokens − 1, k], such as
+        `captured["router"]` of `generate_tokens`; their weights are the model's own. In other
+        layers, and with None, routers choose.
     temperature: by which logits are divided first; 1 for those that handles and `generate` have.
 
     Logits are computed for some tokens at a time, and again in the backward pass, so that memory
@@ -45,7 +54,9 @@ def token_logprobs(
     if not is_number or not 0 < temperature < math.inf:
         raise ValueError(f"temperature is {shown(temperature)}: expected a number above 0")
     following = tokens[:, 1:]
-    found = _of_tokens(model, tokens[:, :-1], following, temperature)
+    read = tokens[:, :-1]
+    chosen = read_routes(model, routes, (read.shape[0], read.shape[1]))
+    found = _of_tokens(model, read, following, temperature, chosen)
     if lengths is None:
         return found
     lengths = as_array("lengths", lengths)
@@ -59,12 +70,16 @@ def token_logprobs(
 
 @in_own_mode
 def _of_tokens(
-    model: Decoder, tokens: jax.Array, following: jax.Array, temperature: float
+    model: Decoder,
+    tokens: jax.Array,
+    following: jax.Array,
+    temperature: float,
+    routes: Routes | None,
 ) -> jax.Array:
-    """The log-probabilities of tokens int [batch, tokens] behind the tokens before them."""
+    """The log-probabilities of following tokens int [batch, tokens], behind `tokens`."""
     if model.mesh is not None:
         return logprobs(model(tokens) / temperature, following)
-    return _of_chunks(model, model.hidden(tokens), following, temperature)
+    return _of_chunks(model, model.hidden(tokens, routes=routes), following, temperature)
 
 
 def _of_chunks(

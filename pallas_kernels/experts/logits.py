@@ -14,7 +14,7 @@ from mpjax.kernels.experts.routing_rules import Routing
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["logits", "correction", "bias", "gain"],
+    data_fields=["logits", "correction", "bias", "gain", "chosen"],
     meta_fields=["routing"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class RouterLogits:
 
     logits: [..., experts]. routing: how experts are chosen and weighted (static). correction:
     [experts], the selection bias, added to scores. bias: [experts], added to logits. gain:
-    [experts], factors of the weights (Gemma 4).
+    [experts], factors of the weights (Gemma 4). chosen: int [..., k], experts that are
+    given; None: they are chosen.
 
     `expert_mlp_terms` accepts it instead of experts: the first product of few tokens then chooses
     experts itself, which saves a kernel.
@@ -34,6 +35,7 @@ class RouterLogits:
     correction: jax.Array | None = None
     bias: jax.Array | None = None
     gain: jax.Array | None = None
+    chosen: jax.Array | None = None
 
     def __post_init__(self) -> None:
         require_type("RouterLogits: routing", self.routing, Routing)
@@ -46,6 +48,7 @@ class RouterLogits:
             optional_array(f"{operation}: correction", self.correction),
             optional_array(f"{operation}: bias", self.bias),
             optional_array(f"{operation}: gain", self.gain),
+            optional_array(f"{operation}: chosen", self.chosen),
         )
 
     def gained(self, experts: jax.Array, weights: jax.Array) -> jax.Array:
@@ -64,5 +67,7 @@ class RouterLogits:
 
         Raises ValueError for shapes that don't fit.
         """
-        experts, weights = route(self.logits, self.routing, self.correction, self.bias)
+        experts, weights = route(
+            self.logits, self.routing, self.correction, self.bias, chosen=self.chosen
+        )
         return experts, self.gained(experts, weights)

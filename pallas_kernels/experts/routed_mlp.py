@@ -85,6 +85,8 @@ def _fits(x: Any, weight: Any, logits: RouterLogits, bias: jax.Array | None) -> 
     """Whether shapes fit, and all experts use the same rows: in one order, rounded in one way."""
     if not isinstance(weight, jax.Array | QuantizedTensor) or len(weight.shape) != 3:
         return False
+    if logits.chosen is not None:
+        return False
     if isinstance(weight, QuantizedTensor) and not (
         weight.permutation is None and weight.activation_bits is None
     ):

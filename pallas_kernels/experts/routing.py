@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
-from mpjax.kernels.checks import as_array, optional_array, require_type, shown
+from mpjax.kernels.checks import are_between, as_array, optional_array, require_type, shown
 from mpjax.kernels.experts import routing_triton
 from mpjax.kernels.experts.routing_rules import LEAST_SUM, Routing
 from mpjax.kernels.gradients import with_gradients_of
@@ -25,6 +25,7 @@ def route(
     correction: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
+    chosen: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
@@ -33,6 +34,8 @@ def route(
     [experts], the selection bias: added to scores to choose experts, but not to weights
     (DeepSeek-V3); not with sparsemixer.
     bias: [experts], added to the logits (gpt-oss).
+    chosen: int [..., k], experts that are given, for which weights alone are computed, from the
+        logits as for chosen ones; None: they are chosen.
     implementation: `triton`, one kernel, on a CUDA GPU; or `reference`, plain jnp. By default the
         kernel if it can run.
 
@@ -55,15 +58,17 @@ def route(
     for what, array in (("correction", correction), ("bias", bias)):
         if array is not None and array.shape != (experts,):
             raise ValueError(f"route: {what} is {shown(array)}: expected shape ({experts},)")
+    if chosen is not None:
+        chosen = _read_chosen(chosen, logits, routing)
     name = choose(
         "route",
         implementation,
-        "triton" if logits.size else "reference",
+        "triton" if logits.size and chosen is None else "reference",
         get_args(Implementation),
-        lambda _: device.why_triton_cannot_run(),
+        lambda _: device.why_triton_cannot_run() if chosen is None else "experts are given",
     )
     if name == "reference":
-        return _reference(routing, logits, correction, bias)
+        return _reference(routing, logits, correction, bias, chosen)
     rows = logits.reshape(-1, experts)
     plain = functools.partial(_reference, routing)
     kernel = functools.partial(routing_triton.route, routing=routing)
@@ -73,8 +78,23 @@ def route(
     return chosen.reshape(leading), weights.reshape(leading)
 
 
+def _read_chosen(chosen: Any, logits: jax.Array, routing: Routing) -> jax.Array:
+    """Experts that are given, int32. Raises ValueError for other shapes, dtypes and indices."""
+    chosen, experts = as_array("route: chosen", chosen), logits.shape[-1]
+    shape = *logits.shape[:-1], routing.per_token
+    if chosen.shape != shape or not jnp.issubdtype(chosen.dtype, jnp.integer):
+        raise ValueError(f"route: chosen is {shown(chosen)}: expected integers of shape {shape}")
+    if not are_between(chosen, 0, experts - 1):
+        raise ValueError(f"route: chosen must be from 0 to {experts - 1}, the experts")
+    return chosen.astype(jnp.int32)
+
+
 def _reference(
-    routing: Routing, logits: jax.Array, correction: jax.Array | None, bias: jax.Array | None
+    routing: Routing,
+    logits: jax.Array,
+    correction: jax.Array | None,
+    bias: jax.Array | None,
+    chosen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     wide = logits.astype(jnp.float32)
     if bias is not None:
@@ -86,7 +106,8 @@ def _reference(
     ranked = wide if routing.ranks_logits and correction is None else scores
     if correction is not None:
         ranked = ranked + jax.lax.broadcast_to_rank(correction.astype(jnp.float32), ranked.ndim)
-    _, chosen = jax.lax.top_k(_in_best_groups(ranked, routing), routing.per_token)
+    if chosen is None:
+        _, chosen = jax.lax.top_k(_in_best_groups(ranked, routing), routing.per_token)
     weights = jnp.take_along_axis(scores, chosen, -1)
     if routing.renormalize:
         if is_softmax:

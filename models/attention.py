@@ -363,8 +363,8 @@ class Attention(nnx.Module):
         parts: queries, keys and values, [batch, tokens, channels of all heads] each. Returns the
         result, and keys and values for the cache, [batch, tokens, heads, head dim].
         """
-        masks, turn = self._turned(context)
-        query, key, value = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
+        (masks, turn), dim = self._turned(context), self.head_dim
+        query, key, value = (x.reshape(*x.shape[:2], x.shape[2] // dim, dim) for x in parts)
         query, key = self._ordered(query), self._ordered(key)
         if (norms := self._norms()) is not None:
             ones, dtype = jnp.ones_like(norms.key) if norms.values else None, query.dtype

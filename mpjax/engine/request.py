@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -90,7 +89,7 @@ class Options:
     adapter: AdapterNames = None
     processors: Any = ()
     constraint: Any = None
-    capture: Any = MappingProxyType({})
+    capture: Any = dataclasses.field(default_factory=dict)
     steer: Any = None
 
     def read(self, lm: LanguageModel, rows: int, *, scores: bool = False) -> RowsOptions:

@@ -8,14 +8,18 @@ file is [out, in], with several axes of a kind joined in their order.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import did_you_mean, nearest, shown
+
+Make = Callable[[Any], Any]  # a tensor of an array of the tree
 
 
 class Rule(NamedTuple):
@@ -96,7 +100,8 @@ def _halves(array: Any) -> Any:
 
 def _query_halves(array: Any) -> Any:
     """As `_halves`, times √C, by which MaxText divides the query's weights and no scores."""
-    return _halves(array) * math.sqrt(array.shape[-1])
+    scaled = _halves(array).astype(np.float32) * math.sqrt(array.shape[-1])
+    return scaled.astype(array.dtype)
 
 
 def _maxtext(
@@ -153,30 +158,52 @@ def by_file_names(tree: Any, names: str | Sequence[Rule]) -> dict[str, Any]:
 
         mpjax.update(lm, mpjax.by_file_names(trainer, "tunix"))
 
-    tree: a module, an nnx.State, or nested mappings, such as an Orbax checkpoint that was restored.
+    tree: a module, an nnx.State, or nested mappings and lists, such as an Orbax checkpoint that was
+        restored. The index of an entry of a list is a part of its path.
     names: `tunix`, for Llama 3, Qwen2 and Qwen3 of `tunix.models`, and `tunix-gemma` for its Gemma
         2 and 3, without images; `maxtext-qwen` for Qwen2 and Qwen3 of MaxText, and `maxtext-llama`
         for its Llama 3, without experts; or rules of your own.
 
     Arrays that have to be transposed are copied. The prefix `params` of paths is left out.
 
-    Raises ValueError for an array that no rule names, or that has other axes than its rule.
+    Raises ValueError for an array that no rule names, that has other axes than its rule, or whose
+    tensor another array gives, too.
     """
-    rules = _read(names)
-    patterns = [re.compile(re.escape(rule.path).replace(r"\{\}", r"(\d+)")) for rule in rules]
+    rules = read_rules(names)
     found: dict[str, Any] = {}
     for path, array in flat(tree):
-        path = re.sub(r"^(params\.)+", "", path.removesuffix(".value"))
-        matches = [pattern.fullmatch(path) for pattern in patterns]
-        if not any(matches):
-            hint = did_you_mean(nearest(path, [rule.path for rule in rules]))
-            raise ValueError(f"the tree of weights has {path!r}, which no rule names{hint}")
-        for rule, match in zip(rules, matches, strict=True):
-            if match:
-                found.update(_tensors(path, array, rule, match.groups()))
+        for name, make in tensors_of(path, array, rules):
+            if name in found:
+                raise ValueError(given_twice(path, name))
+            found[name] = make(array)
     if not found:
         raise ValueError(f"the tree of weights is {shown(tree)}: expected arrays by their paths")
     return found
+
+
+def given_twice(path: str, name: str) -> str:
+    """What is wrong if an array is not the first one that gives a tensor."""
+    return (
+        f"the tree of weights gives the tensor {name} twice, the second time as {path}: expected "
+        "names of rules that differ, with {} for the number of a layer"
+    )
+
+
+def tensors_of(path: str, array: Any, rules: Sequence[Rule]) -> Iterator[tuple[str, Make]]:
+    """The names of the tensors that are made of an array, each with a function that makes it.
+
+    array: only its shape counts. Raises the errors of `by_file_names`.
+    """
+    path = re.sub(r"^(params\.)+", "", path.removesuffix(".value"))
+    is_named = False
+    for rule in rules:
+        pattern = re.escape(rule.path).replace(r"\{\}", r"(\d+)")
+        if match := re.fullmatch(pattern, path):
+            is_named = True
+            yield from _tensors(path, array, rule, match.groups())
+    if not is_named:
+        hint = did_you_mean(nearest(path, [rule.path for rule in rules]))
+        raise ValueError(f"the tree of weights has {path!r}, which no rule names{hint}")
 
 
 def flat(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -186,14 +213,17 @@ def flat(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from flat(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from flat(value, (*path, number))
     elif isinstance(tree, nnx.Variable):
         yield ".".join(map(str, path)), tree.get_value()
     elif path:
         yield ".".join(map(str, path)), tree
 
 
-def _read(names: Any) -> Sequence[Rule]:
-    """The rules. Raises ValueError for anything else."""
+def read_rules(names: Any) -> Sequence[Rule]:
+    """The rules that `names` are or mean. Raises ValueError for anything else."""
     if isinstance(names, str) and names in NAMINGS:
         return NAMINGS[names]
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
@@ -201,32 +231,57 @@ def _read(names: Any) -> Sequence[Rule]:
         known = ", ".join(map(repr, NAMINGS))
         raise ValueError(f"names is {shown(names)}: expected {known}, or a list of rules")
     for rule in names:
-        if not re.fullmatch("[io0-9]*l?[io0-9]*", rule.axes) or not set(rule.axes) & {"i", "o"}:
-            raise ValueError(f"{rule}: expected axes of i, o, digits and at most one l")
+        _require_sound(rule)
     return names
 
 
-def _tensors(path: str, array: Any, rule: Rule, layer: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The tensors that a rule makes of an array, each with its name."""
+def _require_sound(rule: Rule) -> None:
+    """Raises ValueError unless the fields of a rule agree with each other."""
+    path, name, axes, change = rule
+    if not all(isinstance(text, str) for text in (path, name, axes)):
+        raise ValueError(f"{rule}: expected texts as path, name and axes")
+    if change is not None and not callable(change):
+        raise ValueError(f"{rule}: expected a function, or None, as change")
+    if not re.fullmatch("[io0-9]*l?[io0-9]*", axes) or not set(axes) & {"i", "o"}:
+        raise ValueError(f"{rule}: expected axes of i, o, digits and at most one l")
+    given = [text.count("{}") for text in (path, name)]
+    if set(name.replace("{}", "")) & {"{", "}"}:
+        raise ValueError(f"{rule}: expected no braces in the name but those of {{}}")
+    if "l" in axes and given != [0, 1]:
+        raise ValueError(
+            f"{rule}: expected one {{}} in the name, for the layers of the stack l, and none in "
+            "the path"
+        )
+    if "l" not in axes and given[0] != given[1]:
+        raise ValueError(f"{rule}: expected as many {{}} in the name as in the path")
+
+
+def _tensors(path: str, array: Any, rule: Rule, layer: Sequence[str]) -> Iterator[tuple[str, Make]]:
+    """The tensors that a rule makes of an array: the name of each, and a function for it."""
     if getattr(array, "ndim", None) != len(rule.axes):
         raise ValueError(
             f"the tree of weights has {path} = {shown(array)}: expected {len(rule.axes)} axes, "
             f"which are {rule.axes}"
         )
+    for number, (axis, size) in enumerate(zip(rule.axes, array.shape, strict=True)):
+        if axis.isdigit() and int(axis) >= size:
+            raise ValueError(
+                f"the tree of weights has {path} with {size} entries along axis {number}: expected "
+                f"more than {axis}, by the axes {rule.axes} of its rule"
+            )
     if "l" not in rule.axes:
-        yield rule.name.format(*layer), _tensor(array, rule.axes, rule.change)
+        yield rule.name.format(*layer), functools.partial(_tensor, rule=rule, layer=0)
         return
-    axis = rule.axes.index("l")
-    for number in range(array.shape[axis]):
-        one = array[(slice(None),) * axis + (number,)]
-        yield rule.name.format(number), _tensor(one, rule.axes.replace("l", ""), rule.change)
+    for number in range(array.shape[rule.axes.index("l")]):
+        yield rule.name.format(number), functools.partial(_tensor, rule=rule, layer=number)
 
 
-def _tensor(array: Any, axes: str, change: Callable[[Any], Any] | None) -> Any:
-    """The tensor [out, in] or [...] of an array with these axes."""
-    array = array[tuple(int(axis) if axis.isdigit() else slice(None) for axis in axes)]
-    array = array if change is None else change(array)
-    axes = "".join(axis for axis in axes if not axis.isdigit())
+def _tensor(array: Any, rule: Rule, layer: int) -> Any:
+    """The tensor [out, in] or [...] of an array, or of one layer of it if it is a stack."""
+    index = {"l": layer, "i": slice(None), "o": slice(None)}
+    array = array[tuple(int(axis) if axis.isdigit() else index[axis] for axis in rule.axes)]
+    array = array if rule.change is None else rule.change(array)
+    axes = "".join(axis for axis in rule.axes if axis in "io")
     order = [number for kind in "oi" for number, axis in enumerate(axes) if axis == kind]
     sizes = [
         math.prod(array.shape[number] for number, axis in enumerate(axes) if axis == kind)

@@ -146,3 +146,34 @@ def test_what_has_no_name():
         mpjax.by_file_names({"norm": {"scale": np.ones(2)}}, [mpjax.Rule("norm", "norm", "x")])
     with pytest.raises(ValueError, match="expected arrays by their paths"):
         mpjax.by_file_names({}, rules)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("stack", "norm.weight", "lo"), "expected one {} in the name"),
+        (("{}.stack", "{}.weight", "lo"), "expected one {} in the name, .* and none in the path"),
+        (("{}.norm", "norm.weight", "o"), "expected as many {} in the name as in the path"),
+        (("norm", "{}.{}.weight", "o"), "expected as many {} in the name as in the path"),
+        (("norm", "{layer}.weight", "o"), "expected no braces in the name"),
+        (("norm", 5, "o"), "expected texts as path, name and axes"),
+        (("norm", "norm.weight", "2o"), "has norm with 2 entries along axis 0: expected more than"),
+    ],
+)
+def test_rules_that_would_lose_weights(fields, message):
+    """Each is refused before it gives fewer tensors than the tree has."""
+    with pytest.raises(ValueError, match=message):
+        mpjax.by_file_names({"norm": np.ones((2, 4))}, [mpjax.Rule(*fields)])
+
+
+def test_two_arrays_of_one_name():
+    norms = {name: {"scale": np.ones(8)} for name in ("post_attn_norm", "post_attention_norm")}
+    with pytest.raises(ValueError, match=r"gives the tensor model\.layers\.0\.post_.* twice"):
+        mpjax.by_file_names({"layers": [norms]}, "tunix-gemma")
+
+
+def test_a_scaled_map_keeps_its_dtype():
+    query = np.ones((8, 3, 2, 4), jax.numpy.bfloat16)
+    tree = {"decoder": {"layers": {"self_attention": {"query": {"kernel": query}}}}}
+    found = mpjax.by_file_names(tree, "maxtext-llama")
+    assert {str(tensor.dtype) for tensor in found.values()} == {"bfloat16"}

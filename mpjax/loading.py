@@ -132,7 +132,7 @@ def load(
     folder = find_folder(path_or_id).resolve()
     family = reading.get("family")
     if is_saved(folder):
-        for name in ("family", "weights"):
+        for name in ("family", "weights", "names"):
             if (given := reading.get(name)) is not None:
                 raise ValueError(
                     f"{name} is {given!r:.80}: a saved model has its own, leave it out"
@@ -232,6 +232,11 @@ def _open(folder: Path, reading: Reading | None = None) -> Source:
         raise ValueError(
             f"weights is {shown(weights)} and names is {shown(names)}: expected the folder of an "
             "Orbax checkpoint, and the names of its arrays, such as 'maxtext-llama'"
+        )
+    if folder.is_file():
+        raise ValueError(
+            f"weights is {shown(weights)} and the model is {folder}, a GGUF file, which has "
+            "weights of its own: give a folder with config.json, or leave weights out"
         )
     return TreeFolder(folder, weights=_parse_path(weights), names=names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,35 +13,37 @@ import jax
 import numpy as np
 
 from mpjax.checkpoint.folder import HuggingFaceFolder
-from mpjax.checkpoint.naming import Rule, by_file_names
+from mpjax.checkpoint.naming import Make, Rule, given_twice, read_rules, tensors_of
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.errors import CheckpointError
 
 Names = str | Sequence[Rule]
+Keys = tuple[str | int, ...]  # in mappings, and the indices in lists
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeTensor(TensorInfo):
     """A tensor that is made from an array of a tree.
 
-    keys: of the array. tensor: the name that its rule gives the tensor. is_shared: whether other
-    tensors are made from the same array.
+    keys: of the array. make: makes the tensor of it. is_shared: whether other tensors are made from
+    the same array.
     """
 
-    keys: tuple[str, ...] = ()
-    tensor: str = ""
-    is_shared: bool = False
+    keys: Keys
+    make: Make
+    is_shared: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeCheckpoint(Checkpoint):
     """The tensors of an Orbax checkpoint's tree, by the names of Hugging Face's files.
 
-    names: the rules. kept: arrays of stacks of layers, on the host once one of them is read.
+    tree: of the arrays' metadata. kept: arrays of stacks of layers, on the host once one of them is
+    read.
     """
 
-    names: Names = ()
-    kept: dict[tuple[str, ...], np.ndarray] = dataclasses.field(default_factory=dict)
+    tree: Any = None
+    kept: dict[Keys, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor. Raises CheckpointError for an unknown name and for damaged files."""
@@ -49,10 +52,10 @@ class TreeCheckpoint(Checkpoint):
             return super().read(name)
         array = self.kept.get(info.keys)
         if array is None:
-            array = _read_array(self.folder, info.keys)
+            array = _read_array(self.folder, self.tree, info.keys)
         if info.is_shared:
             self.kept[info.keys] = array
-        return np.asarray(by_file_names({".".join(info.keys): array}, self.names)[info.tensor])
+        return np.asarray(info.make(array)).astype(info.dtype, copy=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,38 +78,38 @@ def open_tree(path: Path, names: Names) -> TreeCheckpoint:
 
     Of a trainer's whole state, the tree below `params` counts.
 
-    Raises CheckpointError for a folder without an Orbax checkpoint, and for an array that no rule
-    names.
+    Raises CheckpointError for a folder without an Orbax checkpoint, for an array that no rule
+    names, and for two arrays that give the same tensor.
     """
+    rules = read_rules(names)
     tree = _read_metadata(path)
-    tree = {"params": tree["params"]} if "params" in tree else tree
+    weights = {"params": tree["params"]} if "params" in tree else tree
     tensors: dict[str, TensorInfo] = {}
-    for keys, found in _arrays(tree):
+    for keys, found in _arrays(weights):
         like = jax.ShapeDtypeStruct(tuple(found.shape), found.dtype)
-
-        def named(array: Any, keys: tuple[str, ...] = keys) -> dict[str, Any]:
-            return by_file_names({".".join(keys): array}, names)
-
         try:
-            made = jax.eval_shape(named, like)
+            made = list(tensors_of(".".join(map(str, keys)), like, rules))
+            for name, make in made:
+                if name in tensors:
+                    raise ValueError(given_twice(".".join(map(str, keys)), name))
+                each = jax.eval_shape(make, like)
+                dtype, size = np.dtype(each.dtype), each.size * each.dtype.itemsize
+                tensors[name] = TreeTensor(
+                    *(name, dtype, each.shape, path, 0, size), keys, make, len(made) > 1
+                )
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        for name, each in made.items():
-            dtype, size = np.dtype(each.dtype), each.size * each.dtype.itemsize
-            tensors[name] = TreeTensor(
-                *(name, dtype, each.shape, path, 0, size), keys, name, len(made) > 1
-            )
-    return TreeCheckpoint(path, types.MappingProxyType(tensors), names)
+    return TreeCheckpoint(path, types.MappingProxyType(tensors), tree)
 
 
-def _arrays(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The arrays of a tree's metadata with their keys; the indices of a list are keys, too."""
+def _arrays(tree: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The arrays of a tree's metadata with their keys."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _arrays(value, (*keys, str(key)))
+            yield from _arrays(value, (*keys, key))
     elif isinstance(tree, list | tuple):
         for number, value in enumerate(tree):
-            yield from _arrays(value, (*keys, str(number)))
+            yield from _arrays(value, (*keys, number))
     elif hasattr(tree, "shape"):
         yield keys, tree
 
@@ -124,22 +127,27 @@ def _read_metadata(path: Path) -> Any:
         raise _unreadable(path, error) from error
 
 
-def _read_array(path: Path, keys: tuple[str, ...]) -> np.ndarray:
+def _read_array(path: Path, tree: Any, keys: Keys) -> np.ndarray:
+    """Reads one array of a tree. tree: of the metadata of all arrays."""
     import orbax.checkpoint as ocp
 
-    item: Any = jax.ShapeDtypeStruct((), np.float32)
-    args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-    for key in reversed(keys):
-        item, args = {key: item}, {key: args}
-    restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+    wanted, is_in_list = _at(tree, keys), any(isinstance(key, int) for key in keys)
+    if not is_in_list:  # a part of a mapping is enough, and faster; of a list, Orbax wants all
+        tree = functools.reduce(lambda inner, key: {key: inner}, reversed(keys), wanted)
+    like = jax.ShapeDtypeStruct((), np.float32)
+    item = jax.tree.map(lambda each: like if each is wanted else ocp.PLACEHOLDER, tree)
+    args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=not is_in_list)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             found = reader.restore(path.resolve(), args=restore)
     except Exception as error:
         raise _unreadable(path, error) from error
-    for key in keys:
-        found = found[key]
-    return np.asarray(found)
+    return np.asarray(_at(found, keys))
+
+
+def _at(tree: Any, keys: Keys) -> Any:
+    return functools.reduce(lambda found, key: found[key], keys, tree)
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -43,6 +43,8 @@ def test_a_family_that_does_not_fit_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"family is 'lama' \(did you mean 'llama'\?\): expected"):
         mpjax.load(folder, family="lama")
     mpjax.save(mpjax.load(folder, family="llama"), tmp_path / "saved")
+    with pytest.raises(ValueError, match="names is 'tunix': a saved model has its own"):
+        mpjax.load(tmp_path / "saved", names="tunix")
     with pytest.raises(ValueError, match="family is 'llama': a saved model has its own"):
         mpjax.load(tmp_path / "saved", family="llama")
 

@@ -11,8 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 ORBAX_NAME = "orbax"  # the checkpoint's folder in that of a saved model
 LINE = "\n"  # a backslash is not allowed in an f-string of Python 3.11
-PATH_BYTES = 1 << 13  # of a path that processes tell each other
+TOLD_BYTES = 1 << 13  # of a text that processes tell each other
 
 
 class StoredShares(NamedTuple):
@@ -62,6 +61,29 @@ class StoredShares(NamedTuple):
         return cls(model.shards, "whole" if is_spread else "divided", parts)
 
 
+class Writing(NamedTuple):
+    """A checkpoint that is being written.
+
+    writer: writes it. ending: contexts, the last of which puts the new folder into its place.
+    label: the same in each process, and unique.
+    """
+
+    writer: orbax.checkpoint.AsyncCheckpointer
+    ending: contextlib.ExitStack
+    label: str
+
+    def end(self) -> None:
+        """Waits for the writer, and then puts the new folder into its place.
+
+        After an error or an interrupt, the folder has its old content.
+        """
+        try:
+            with self.ending, self.writer:
+                self.writer.wait_until_finished()
+        finally:
+            _meet(self.label)
+
+
 class Save:
     """A save, which may go on in the background.
 
@@ -72,24 +94,16 @@ class Save:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(
-        self, writer: orbax.checkpoint.AsyncCheckpointer, ending: contextlib.ExitStack, label: str
-    ) -> None:
-        """Waits for a writer in a thread, and then puts the new folder into its place.
-
-        ending: contexts, the last of which does so. label: the same in each process, and unique.
-        """
+    def start(self, writing: Writing) -> None:
+        """Ends a writing in a thread."""
 
         def run() -> None:
             try:
-                with ending, writer:
-                    writer.wait_until_finished()
+                writing.end()
             except BaseException as error:
                 self._error = error
-            finally:
-                _meet(label)
 
-        self._thread = threading.Thread(target=run, name=f"mpjax.save {label}")
+        self._thread = threading.Thread(target=run, name=f"mpjax.save {writing.label}")
         self._thread.start()
 
     @property
@@ -98,7 +112,10 @@ class Save:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the new folder is in its place. Raises the errors of writing it."""
+        """Returns when the new folder is in its place. Raises the errors of writing it.
+
+        An interrupt ends the waiting, not the save.
+        """
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -118,19 +135,36 @@ def start(path: Path, model: Decoder) -> orbax.checkpoint.AsyncCheckpointer:
     return writer
 
 
-def told_to_all(path: Path | None) -> tuple[Path, str]:
-    """The path that the first process gives, and a label that no other save has, in each process.
+def told(text: str) -> list[str]:
+    """What each process tells all, by its number; every process calls this.
 
-    path: None in other processes.
+    text: this process's, of which TOLD_BYTES are told.
     """
     from jax.experimental import multihost_utils
 
-    text = f"{path}\0{uuid.uuid4().hex}".encode()
-    if jax.process_count() > 1:
-        padded = np.frombuffer(text[:PATH_BYTES].ljust(PATH_BYTES, b"\0"), np.uint8)
-        text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
-    found, label = text.rstrip(b"\0").decode().split("\0")
-    return Path(found), label
+    if jax.process_count() == 1:
+        return [text]
+    padded = np.frombuffer(text.encode()[:TOLD_BYTES].ljust(TOLD_BYTES, b"\0"), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A context that an error leaves in every process, where one has it in the context.
+
+    Processes wait for each other at its end. Raises OSError in those without an error.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    for number, text in enumerate(told("" if own is None else f"{type(own).__name__}: {own}")):
+        if own is not None:
+            raise own
+        if text:
+            raise OSError(f"process {number} of {jax.process_count()} can't save: {text}")
 
 
 def _meet(label: str) -> None:

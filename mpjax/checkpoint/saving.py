@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,20 @@ from mpjax.checkpoint.description import (
 )
 from mpjax.checkpoint.folder import TOKENIZER_NAME
 from mpjax.checkpoint.locate import locate
-from mpjax.checkpoint.orbax_weights import ORBAX_NAME, Save, StoredShares, start, told_to_all
+from mpjax.checkpoint.orbax_weights import (
+    ORBAX_NAME,
+    Save,
+    StoredShares,
+    Writing,
+    start,
+    together,
+    told,
+)
 from mpjax.checkpoint.progress import bytes_bar
+from mpjax.checkpoint.source import Source
 from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.files.disk import naming_a_full_disk, require_room
-from mpjax.kernels.checks import shown
+from mpjax.kernels.checks import require_type, shown
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.models.config_checks import require_sound
@@ -69,64 +79,90 @@ def save(
         errors of writing.
     overwrite: whether to replace a saved model in the folder. The old one is kept until the new one
         is complete, so the disk must have room for both.
-    progress: whether to show a bar on stderr; by default if stderr is a terminal.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal. Orbax shows none.
 
     Raises ValueError if the folder holds anything but a saved model, or another process is saving
     to it; for a model whose class, tokenizer or arrays can't be saved, such as one with adapters;
     for a KV format whose scales the model lacks; and for another format, and safetensors without
-    waiting. Raises mpjax.files.disk.DiskSpaceError if the
-    disk has too little room, before anything is written if the free space is known.
+    waiting. Raises mpjax.files.disk.DiskSpaceError if the disk has too little room, before anything
+    is written if the free space is known. With several processes, an error of one before the arrays
+    are written is raised in the others as an OSError.
     """
     is_orbax = _is_orbax(format, wait)
+    if progress is not None:
+        require_type("progress", progress, bool)
     folder = Path(os.path.realpath(Path(folder).expanduser()))
-    clean_up(folder)  # may restore a model that a killed save has moved away
-    require_writable(folder, overwrite)
+    if is_orbax:
+        return _save_shares(lm, folder, overwrite, wait)
+    new_folder, lm, arrays = _prepare(lm, folder, overwrite, shapes_only=False)
+    with new_folder as new:
+        total = sum(map(array_file.nbytes, arrays.values()))
+        with bytes_bar("Saving", folder, progress, total) as advance:
+            checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
+        text = Description.of(lm, checksums).to_json()
+        (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
+    return Save()
+
+
+def _save_shares(lm: LanguageModel, folder: Path, overwrite: bool, wait: bool) -> Save:
+    """Writes an Orbax checkpoint; see `save`. An error of one process is raised in all."""
     written, saving = lm.model, Save()
-    if isinstance(lm.model, ShardedDecoder):
-        lm = dataclasses.replace(lm, model=lm.model.whole(shapes_only=is_orbax))
-    arrays = _take_arrays(lm)
-    source = locate(lm.source)
-    longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
-    needed = array_file.file_bytes(arrays) + source.file_bytes(TOKENIZER_FILES) + len(longest)
     with contextlib.ExitStack() as ending:
         new = None
-        if jax.process_index() == 0:
-            new = ending.enter_context(_new_folder(folder, overwrite, needed))
-            source.copy_files(TOKENIZER_FILES, new)
-        if is_orbax:
-            if new is not None:
+        with together():
+            new_folder, lm, _ = _prepare(lm, folder, overwrite, shapes_only=True)
+            if jax.process_index() == 0:
+                new = ending.enter_context(new_folder)
                 text = Description.of(lm, None, StoredShares.of(written)).to_json()
                 (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
-            new, label = told_to_all(new)
-            writer = start(new / ORBAX_NAME, written)
-            saving.start(writer, ending.pop_all(), label)
-        else:
-            assert new is not None  # one process has all devices
-            total = sum(map(array_file.nbytes, arrays.values()))
-            with bytes_bar("Saving", folder, progress, total) as advance:
-                checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
-            text = Description.of(lm, checksums).to_json()
-            (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
-    if wait:
-        saving.wait()
+        path, label = told(f"{new}\0{uuid.uuid4().hex}")[0].split("\0")
+        writer = start(Path(path) / ORBAX_NAME, written)
+        writing = Writing(writer, ending.pop_all(), label)
+    if wait:  # in this thread, which an interrupt stops
+        writing.end()
+    else:
+        saving.start(writing)
     return saving
+
+
+def _prepare(
+    lm: LanguageModel, folder: Path, overwrite: bool, *, shapes_only: bool
+) -> tuple[contextlib.AbstractContextManager[Path], LanguageModel, dict[str, jax.Array]]:
+    """Checks that a model can be saved to a folder.
+
+    shapes_only: whether no array of a divided model will be fetched. Returns a context whose new
+    folder has the tokenizer's files, and replaces the folder; the model, undivided; and its arrays.
+    """
+    clean_up(folder)  # may restore a model that a killed save has moved away
+    require_writable(folder, overwrite)
+    if isinstance(lm.model, ShardedDecoder):
+        lm = dataclasses.replace(lm, model=lm.model.whole(shapes_only=shapes_only))
+    arrays, source = _take_arrays(lm), locate(lm.source)
+    longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
+    needed = array_file.file_bytes(arrays) + source.file_bytes(TOKENIZER_FILES) + len(longest)
+    return _new_folder(folder, overwrite, needed, source), lm, arrays
 
 
 def _is_orbax(format: Any, wait: Any) -> bool:
     """Whether the format is Orbax's. Raises ValueError for other arguments than `save`'s."""
     if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"format is {shown(format)}: expected {' or '.join(map(repr, FORMATS))}")
+    require_type("wait", wait, bool)
     if not wait and format != "orbax":
         raise ValueError("wait is False: only format='orbax' is written in the background")
     return format == "orbax"
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path, overwrite: bool, needed: int) -> Iterator[Path]:
-    """Yields an empty folder that replaces `folder`, where that may still be written to."""
+def _new_folder(folder: Path, overwrite: bool, needed: int, source: Source) -> Iterator[Path]:
+    """Yields a folder that replaces `folder`, where that may still be written to.
+
+    It has the tokenizer's files of `source`, and nothing else.
+    """
     what = f"saving {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)
+        source.copy_files(TOKENIZER_FILES, new)
         yield new
         require_writable(folder, overwrite)  # again: another process may have written to it
 

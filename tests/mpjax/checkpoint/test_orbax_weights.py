@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, restoring
+from mpjax.checkpoint import CheckpointError, restoring, staging
 from mpjax.checkpoint.orbax_weights import ORBAX_NAME
 from mpjax.checkpoint.restoring import restore
 from mpjax.checkpoint.saving import save
@@ -155,6 +156,15 @@ jax.distributed.initialize(address, 2, int(number))
 lm = mpjax.load(mpjax.bundled_model(), precision="W4A16KV8", devices=4, progress=False)
 for wait in (False, True):
     mpjax.save(lm, folder, format="orbax", overwrite=True, wait=wait).wait()
+from mpjax.checkpoint import saving
+def full(*_):
+    raise ValueError("the disk is full")
+saving.require_room = full  # which process 0 alone calls
+try:
+    mpjax.save(lm, folder, format="orbax", overwrite=True)
+    raise AssertionError("the error has not reached this process")
+except (OSError, ValueError) as error:
+    assert str(error).endswith("the disk is full"), error
 found = mpjax.load(folder, devices=4, progress=False).model
 for a, b in zip(jax.tree.leaves(lm.model), jax.tree.leaves(found), strict=True):
     for own, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
@@ -164,7 +174,10 @@ for a, b in zip(jax.tree.leaves(lm.model), jax.tree.leaves(found), strict=True):
 
 @pytest.mark.sweep
 def test_two_processes(tmp_path):
-    """Each writes and reads the shares of its own two devices; one process joins them all."""
+    """Each writes and reads the shares of its own two devices; one process joins them all.
+
+    An error of the first is raised in both.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -201,11 +214,33 @@ def test_a_failure_leaves_nothing_behind(original, tmp_path, monkeypatch):
     assert files(tmp_path) == before
 
 
+def test_an_interrupt_stops_a_save(original, master, tmp_path, monkeypatch):
+    """Ctrl-C when all is written, and nothing has its place yet: the old model stays."""
+
+    def interrupt(folder):
+        signal.raise_signal(signal.SIGINT)
+
+    folder = shutil.copytree(master, tmp_path / "saved")
+    before = files(tmp_path)
+    monkeypatch.setattr(staging, "_sync", interrupt)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save(original, folder, format="orbax", overwrite=True)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert files(tmp_path) == before
+
+
 def test_what_is_not_a_form(original, tmp_path):
     with pytest.raises(ValueError, match="format is 'zip': expected 'safetensors' or 'orbax'"):
         save(original, tmp_path / "saved", format="zip")
     with pytest.raises(ValueError, match="wait is False: only format='orbax'"):
         save(original, tmp_path / "saved", wait=False)
+    with pytest.raises(ValueError, match="wait is 'no': expected a bool"):
+        save(original, tmp_path / "saved", format="orbax", wait="no")
+    with pytest.raises(ValueError, match="progress is 'no': expected a bool"):
+        save(original, tmp_path / "saved", format="orbax", progress="no")
     assert not files(tmp_path)
 
 

@@ -108,12 +108,20 @@ def header(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def pieces(array: jax.Array) -> Iterator[memoryview]:
+def pieces(array: Any) -> Iterator[memoryview]:
     """The bytes of an array, CHUNK_BYTES at a time."""
     return _chunks(_to_host(array))
 
 
-def _to_host(array: jax.Array) -> np.ndarray:
+def checksum(array: Any) -> int:
+    """The CRC-32 of an array's bytes."""
+    found = 0
+    for piece in pieces(array):
+        found = zlib.crc32(piece, found)
+    return found
+
+
+def _to_host(array: Any) -> np.ndarray:
     """The bytes of an array, uint8 [bytes]."""
     if isinstance(array, jax.Array) and array.is_fully_replicated:
         # JAX caches the host copy in the array object. Use a temporary object, so that the copy is

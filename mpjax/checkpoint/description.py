@@ -32,18 +32,25 @@ from mpjax.models.share import ExpertDivision
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
 FORMAT = "mpjax checkpoint"
-VERSION = 7  # four scales of `float4` share a word
+VERSION = 8  # checksums of the shares in an Orbax checkpoint
 # Older versions that can be read.
+WITHOUT_SHARES_CHECKSUMS = 7  # an Orbax checkpoint can't be verified
 WITH_WIDE_SCALES = 6  # 32 bits for each scale of `float4`: models with such weights can't be read
 WITH_PRE_NORMS = 5  # without the fields ADDED_IN_VERSION_6, such as norms after layers
 WITH_LIKE_LAYERS = 4  # one set of layer fields for all layers
-VERSIONS = (WITH_LIKE_LAYERS, WITH_PRE_NORMS, WITH_WIDE_SCALES, VERSION)
+VERSIONS = (
+    *(WITH_LIKE_LAYERS, WITH_PRE_NORMS, WITH_WIDE_SCALES, WITHOUT_SHARES_CHECKSUMS),
+    VERSION,
+)
 MOST_SHARES = 1 << 16  # of a model in an Orbax checkpoint
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 class StoredArray(NamedTuple):
-    """A whole array. checksum: CRC-32 of its bytes in weights.safetensors; None in Orbax."""
+    """A whole array. checksum: CRC-32 of its bytes in weights.safetensors.
+
+    It is None in Orbax, where each share has one: `StoredShares.checksums`.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -108,7 +115,7 @@ class Description:
             )
         with _errors_as_damage(path):
             description = _parse(written)
-        if version < VERSION:
+        if version <= WITH_WIDE_SCALES:
             _require_no_wide_scales(path, description.parts)
         with _errors_as_damage(path):
             require_sound(description.config, "config")
@@ -146,9 +153,12 @@ class Description:
             },
         }
         if self.stored is not None:
-            devices, experts, parts = self.stored
+            devices, experts, parts, checksums = self.stored
             linears = _parts_to_json(parts)
-            value["orbax"] = {"devices": devices, "experts": experts, "linears": linears}
+            value["orbax"] = {
+                **{"devices": devices, "experts": experts, "linears": linears},
+                "crc32": checksums,
+            }
         return json.dumps(value, indent=1)
 
     def abstract(self, folder: Path, read: Mapping[str, Any] | None = None) -> LanguageModel:
@@ -216,7 +226,7 @@ def _parse(written: Mapping[str, Any]) -> Description:
     if written["version"] < WITH_WIDE_SCALES:
         config = saved_config.upgrade(config, written["version"])
     parts = _parse_parts(written)
-    stored = _parse_shares(written["orbax"]) if "orbax" in written else None
+    stored = _parse_shares(written) if "orbax" in written else None
     tables = tuple(path for path in TABLES if path in parts)
     return Description(
         known[name],
@@ -250,14 +260,20 @@ def _parse_parts(written: Mapping[str, Any]) -> dict[str, list[PackedPart | None
     }
 
 
-def _parse_shares(written: Any) -> StoredShares:
-    shares = require("orbax", written, dict)
+def _parse_shares(written: Mapping[str, Any]) -> StoredShares:
+    shares = get(written, "orbax", dict)
     devices, experts = shares.get("devices"), get(shares, "experts", str)
     if devices is not None and (type(devices) is not int or not 0 < devices <= MOST_SHARES):
         raise ValueError(f"devices is {devices!r:.80}: expected null or 1 to {MOST_SHARES}")
     if experts not in get_args(ExpertDivision):
         raise ValueError(f"experts is {experts!r:.80}: expected 'divided' or 'whole'")
-    return StoredShares(devices, experts, _parse_parts(shares))
+    checksums, count = None, devices or 1
+    if written["version"] > WITHOUT_SHARES_CHECKSUMS:
+        checksums = get(shares, "crc32", dict)
+        for name, listed in checksums.items():
+            if type(listed) is not list or [*map(type, listed)] != [int] * count:
+                raise ValueError(f"crc32 of {name!r:.80} is not a list of {count} integers")
+    return StoredShares(devices, experts, _parse_parts(shares), checksums)
 
 
 def _parse_part(path: str, written: Any) -> PackedPart | None:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mpjax.checkpoint import model_arrays
+from mpjax.checkpoint import array_file, model_arrays
 from mpjax.checkpoint.model_arrays import CACHE_SCALES, Parts
 from mpjax.errors import CheckpointError
 from mpjax.kernels.device import default_device
@@ -44,21 +44,24 @@ class StoredShares(NamedTuple):
 
     devices: the number of shares; None for the whole arrays of a model on one device.
     experts: how experts are divided. parts: of the linear maps of a share, by path.
+    checksums: CRC-32 of the bytes of each share of an array, by the array's name; None for a
+    checkpoint of an older version, which can't be verified.
     """
 
     devices: int | None
     experts: ExpertDivision
     parts: Parts
+    checksums: Mapping[str, Sequence[int]] | None
 
     @classmethod
     def of(cls, model: Decoder) -> StoredShares:
-        """The shares of a model's arrays."""
-        parts = model_arrays.take_parts(model)
+        """The shares of a model's arrays. Every process calls this."""
+        parts, checksums = model_arrays.take_parts(model), _checksums(model)
         if not isinstance(model, ShardedDecoder):
-            return cls(None, "divided", parts)
+            return cls(None, "divided", parts, checksums)
         places = model.linear_places(model.config)
         is_spread = any(map(model.division.is_spread, places))
-        return cls(model.shards, "whole" if is_spread else "divided", parts)
+        return cls(model.shards, "whole" if is_spread else "divided", parts, checksums)
 
 
 class Writing(NamedTuple):
@@ -135,6 +138,34 @@ def start(path: Path, model: Decoder) -> orbax.checkpoint.AsyncCheckpointer:
     return writer
 
 
+def _checksums(model: Decoder) -> dict[str, list[int]]:
+    """The CRC-32 of each share of a model's arrays, by name, of all processes."""
+    from jax.experimental import multihost_utils
+
+    arrays = model_arrays.take(model)
+    count = model.shards if isinstance(model, ShardedDecoder) else 1
+    own = np.zeros((len(arrays), count), np.uint32)
+    for row, array in zip(own, arrays.values(), strict=True):
+        for number, share in _shares(array, count):
+            row[number] = array_file.checksum(share)
+    found = own[None]
+    if jax.process_count() > 1:
+        found = np.asarray(multihost_utils.process_allgather(own))
+    # A share is one process's, and 0 in the others; a whole array is each one's: the first counts.
+    joined = found.max(0) if isinstance(model, ShardedDecoder) else found[0]
+    return dict(zip(arrays, joined.tolist(), strict=True))
+
+
+def _shares(array: Any, count: int) -> Iterator[tuple[int, Any]]:
+    """The shares of an array, with their numbers; of a JAX array, those of this process."""
+    if not isinstance(array, jax.Array):
+        yield from enumerate(np.split(array, count))
+        return
+    rows = max(1, array.shape[0] // count)
+    for shard in array.addressable_shards:
+        yield (shard.index[0].start or 0) // rows, shard.data
+
+
 def told(text: str) -> list[str]:
     """What each process tells all, by its number; every process calls this.
 
@@ -180,16 +211,20 @@ class OrbaxWeights:
     """The arrays of a saved model in an Orbax checkpoint.
 
     path: of the checkpoint. description: of the model. stored: how its arrays are divided.
-    shapes: of the arrays as they are stored, by name.
+    shapes: of the arrays as they are stored, by name. verify: whether each share that is read is
+    compared with its checksum.
     """
 
     path: Path
     description: Description
     stored: StoredShares
     shapes: Mapping[str, jax.ShapeDtypeStruct]
+    verify: bool
 
     @classmethod
-    def open(cls, folder: Path, description: Description, stored: StoredShares) -> OrbaxWeights:
+    def open(
+        cls, folder: Path, description: Description, stored: StoredShares, verify: bool = True
+    ) -> OrbaxWeights:
         """Reads the names, shapes and dtypes of the arrays, and checks them.
 
         Raises CheckpointError for a folder without such a checkpoint, or of another model.
@@ -210,7 +245,7 @@ class OrbaxWeights:
                 name: jax.ShapeDtypeStruct(tuple(each.shape), each.dtype)
                 for name, each in metadata.tree.items()
             }
-            found = cls(path, description, stored, shapes)
+            found = cls(path, description, stored, shapes, verify)
             found._require_fitting()
         except Exception as error:  # Orbax and TensorStore raise errors of many types
             raise CheckpointError(
@@ -225,6 +260,10 @@ class OrbaxWeights:
         if self.division is not None:
             vocabulary = share_size(config.vocab_size, count)
             config = dataclasses.replace(self.division.local, vocab_size=vocabulary)
+        checksums = self.stored.checksums
+        if checksums is not None and checksums.keys() != self.shapes.keys():
+            name = min(checksums.keys() ^ self.shapes.keys())
+            raise ValueError(f"{name!r:.80} has no checksum, or is no array of the checkpoint")
         if wrong := [name for name, each in self.shapes.items() if each.shape[0] % count]:
             raise ValueError(f"{wrong[0]} is not of {count} shares")
         of_share = {
@@ -314,7 +353,7 @@ class OrbaxWeights:
         return [Part(kernel, bias) for kernel, bias in pairs]
 
     def _read(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Reads some arrays; onto the host if they have no sharding."""
+        """Reads some arrays; onto the host if they have no sharding. Verifies their checksums."""
         import orbax.checkpoint as ocp
 
         def arguments(each: jax.ShapeDtypeStruct) -> Any:
@@ -327,9 +366,23 @@ class OrbaxWeights:
         )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return reader.restore(self.path, args=args)
+                arrays = reader.restore(self.path, args=args)
         except Exception as error:
             raise CheckpointError(
                 f"{self.path} can't be read: {str(error).split(LINE)[0]:.200}; copy the saved "
                 "model again"
             ) from error
+        if self.verify and self.stored.checksums is not None:
+            for name, array in arrays.items():
+                self._require_saved_bytes(name, array, self.stored.checksums[name])
+        return arrays
+
+    def _require_saved_bytes(self, name: str, array: Any, checksums: Sequence[int]) -> None:
+        """Raises CheckpointError if a share of an array that was read has another checksum."""
+        for number, share in _shares(array, len(checksums)):
+            found, expected = array_file.checksum(share), checksums[number]
+            if found != expected:
+                raise CheckpointError(
+                    f"{name} in {self.path} has other bytes in share {number} than were saved "
+                    f"(checksum {found:08x}, expected {expected:08x}): copy the saved model again"
+                )

@@ -45,7 +45,8 @@ def restore(
 
     precision, dtype: if given, the saved weights must have them. Only the precision's KV format may
         differ; it replaces the saved one.
-    verify: whether to compare each array with its checksum in mpjax.json.
+    verify: whether to compare each array, or each share in an Orbax checkpoint, with its checksum
+        in mpjax.json.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mesh: the devices among which the decoder is divided; a saved model fits any number of them.
     experts: how experts are divided among devices; see `mpjax.load`.
@@ -63,7 +64,7 @@ def restore(
     device = default_device()
     with bytes_bar("Loading", folder, progress, description.nbytes) as advance:
         if description.stored is not None:
-            weights = OrbaxWeights.open(folder, description, description.stored)
+            weights = OrbaxWeights.open(folder, description, description.stored, verify)
             model = _restore_from_orbax(weights, lm.model, mesh, experts, advance)
             return dataclasses.replace(lm, model=model)
 

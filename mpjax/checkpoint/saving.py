@@ -72,7 +72,8 @@ def save(
 
     format: of the arrays. `safetensors`: one file with whole arrays, each with a checksum that
         `load` verifies. `orbax`: an Orbax checkpoint, to which each process writes the shares of
-        its own devices; all processes call `save`, and see one file system.
+        its own devices, each with a checksum, too; all processes call `save`, and see one file
+        system.
     wait: whether to return when the folder is complete. Without it, an Orbax checkpoint is written
         in the background, from a copy of the arrays on the host: the model's arrays may be changed
         or donated meanwhile. Call `wait()` of the result before the process ends; it raises the
@@ -113,7 +114,10 @@ def _save_shares(lm: LanguageModel, folder: Path, overwrite: bool, wait: bool) -
             new_folder, lm, _ = _prepare(lm, folder, overwrite, shapes_only=True)
             if jax.process_index() == 0:
                 new = ending.enter_context(new_folder)
-                text = Description.of(lm, None, StoredShares.of(written)).to_json()
+        stored = StoredShares.of(written)
+        with together():
+            if new is not None:
+                text = Description.of(lm, None, stored).to_json()
                 (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
         path, label = told(f"{new}\0{uuid.uuid4().hex}")[0].split("\0")
         writer = start(Path(path) / ORBAX_NAME, written)

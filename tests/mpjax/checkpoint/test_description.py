@@ -73,11 +73,11 @@ def test_foreign_folders(saved, tmp_path):
         expect("mpjax.json has the format .*: expected 'mpjax checkpoint'", saved)
 
 
-@pytest.mark.parametrize("version", [3, 8, None, "4"])
+@pytest.mark.parametrize("version", [3, 9, None, "4"])
 def test_other_versions(version, saved):
     change(saved, lambda d: d.update(version=version))
     message = (
-        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 to 7; install"
+        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 to 8; install"
     )
     expect(message, saved)
 

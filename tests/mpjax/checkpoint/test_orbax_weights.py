@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, restoring, staging
+from mpjax.checkpoint import CheckpointError, model_arrays, restoring, staging
 from mpjax.checkpoint.orbax_weights import ORBAX_NAME
 from mpjax.checkpoint.restoring import restore
 from mpjax.checkpoint.saving import save
@@ -244,6 +245,32 @@ def test_what_is_not_a_form(original, tmp_path):
     assert not files(tmp_path)
 
 
+def test_one_wrong_bit_is_found(original, master, tmp_path):
+    """Orbax and TensorStore read packed weights with a wrong bit as they are."""
+    saved = shutil.copytree(master, tmp_path / "saved")
+    name = "layers.0.mlp.down.0.words"
+    begin = np.asarray(model_arrays.take(original.model)[name]).tobytes()[:64]
+    [file] = [
+        path
+        for path in (saved / ORBAX_NAME).rglob("*")
+        if path.is_file() and begin in path.read_bytes()
+    ]
+    content = bytearray(file.read_bytes())
+    content[content.index(begin)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} in .* has other bytes"):
+        mpjax.load(saved, progress=False)
+    mpjax.load(saved, progress=False, verify=False)
+    description = json.loads((saved / "mpjax.json").read_text())
+    del description["orbax"]["crc32"]
+    (saved / "mpjax.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match="the key 'crc32' is missing"):
+        mpjax.load(saved, progress=False)
+    description["version"] = 7
+    (saved / "mpjax.json").write_text(json.dumps(description))
+    mpjax.load(saved, progress=False)  # was written without checksums
+
+
 def test_damage_is_named(master, tmp_path):
     def expect(message: str) -> None:
         with pytest.raises(CheckpointError, match=message) as caught:
@@ -266,7 +293,7 @@ def test_damage_is_named(master, tmp_path):
     for old, new, message in (
         ('"experts": "divided"', '"experts": "some"', "experts is 'some'"),
         ('"devices": null', '"devices": 0', "devices is 0"),
-        ('"devices": null', '"devices": 3', "is damaged, or of another model"),
+        ('"devices": null', '"devices": 3', "is not a list of 3 integers"),
     ):
         assert re.search(old, text)
         (saved / "mpjax.json").write_text(text.replace(old, new))

@@ -144,7 +144,7 @@ def _overrides(hf: Mapping[str, Any], number: int, kind: str) -> Mapping[str, An
     """The sizes of heads in a layer that differ from those of the whole file, by key.
 
     Newer files list them in `per_layer_config`. In others, layers that attend to all tokens have
-    sizes of their own. Raises ConfigError for other keys in `per_layer_config`.
+    sizes of their own. Raises ConfigError for other keys in `per_layer_config`, or for no layer.
     """
     if (written := hf.get("per_layer_config")) is None:
         wide = ["global_head_dim", "num_global_key_value_heads"][: 1 + flag(hf, "attention_k_eq_v")]
@@ -153,6 +153,9 @@ def _overrides(hf: Mapping[str, Any], number: int, kind: str) -> Mapping[str, An
     each = [*written.values()] if isinstance(written, Mapping) else [None]
     if not all(isinstance(one, Mapping) and {*one} <= {*SIZES} for one in each):
         expected = f"an object for each layer that differs, with {' and '.join(SIZES)}"
+        config_checks.refuse(WHERE, "per_layer_config", written, expected)
+    if unknown := {*written} - {*map(str, range(count := layer_count(hf)))}:
+        expected = f"only layers, '0' to '{count - 1}', as keys, not {sorted(unknown)}"
         config_checks.refuse(WHERE, "per_layer_config", written, expected)
     own: Mapping[str, Any] = written.get(str(number), {})
     return own

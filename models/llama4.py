@@ -79,7 +79,7 @@ class Llama4(Decoder):
 def _attention(hf: Mapping[str, Any], rope: str, chunk: int | None) -> GroupedQuerySpec:
     """The attention of a layer with a kind of RoPE, in chunks or of all tokens."""
     bias, is_rotated = flag(hf, "attention_bias"), rope == "global"
-    grows = not is_rotated and flag(hf, "attn_temperature_tuning")
+    grows = not is_rotated and _tunes(hf)
     return GroupedQuerySpec(
         chunk,
         bias,
@@ -94,6 +94,12 @@ def _attention(hf: Mapping[str, Any], rope: str, chunk: int | None) -> GroupedQu
         growth_context=integer(hf, "floor_scale"),
         growth_from_one=True,
     )
+
+
+def _tunes(hf: Mapping[str, Any]) -> bool:
+    """`attn_temperature_tuning`: a boolean, or an integer, of which only 0 is false."""
+    key = "attn_temperature_tuning"
+    return flag(hf, key) if isinstance(hf.get(key), bool) else integer(hf, key, minimum=0) > 0
 
 
 def _sparse_layers(hf: Mapping[str, Any]) -> list[int]:

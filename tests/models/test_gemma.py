@@ -1,4 +1,4 @@
-"""The config.json of Gemma, Gemma 2 and Gemma 3; numbers are in tests/mpjax/checkpoint."""
+"""The config.json of Gemma, Gemma 2, Gemma 3 and Gemma 4; numbers are in tests/mpjax/checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from flax import nnx
 
 from mpjax.models import ConfigError, Gemma, Gemma2, Gemma3, GroupedQuerySpec
 from mpjax.models.config import RopeScaling
+from mpjax.models.gemma4 import Gemma4
 
 pytestmark = pytest.mark.any_version
 
@@ -52,6 +53,16 @@ def test_gemma_2():
     without = Gemma2.config_from_hf(HF | dict.fromkeys(SOFTCAPS) | {"tie_word_embeddings": True})
     assert (without.layers[0].attention.softcap, without.logit_softcap) == (None, None)  # type: ignore[attr-defined]
     assert bare.layers[0].attention.scale == 1 / 16  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["6", "05", "full_attention"])
+def test_sizes_of_no_layer_are_refused(key):
+    hf = HF | {"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 32}}}
+    sizes = [layer.attention.head_dim for layer in Gemma4.config_from_hf(hf).layers]  # type: ignore[attr-defined]
+    assert sizes == [None, None, None, None, None, 32]
+    expected = f"expected only layers, '0' to '5', as keys, not \\['{key}'\\]"
+    with pytest.raises(ConfigError, match=expected):
+        Gemma4.config_from_hf(hf | {"per_layer_config": {key: {"head_dim": 32}}})
 
 
 def test_gemma_3():

@@ -95,7 +95,7 @@ class TunixRollout(BaseRollout):
             padded[row, most - len(ids) :] = ids
         logprobs = None
         if rollout_config.return_logprobs:
-            logprobs = self._logprobs(padded, tokens, rollout_config.temperature or 1.0)
+            logprobs = self._logprobs(padded, tokens, rollout_config)
         return RolloutOutput(
             text=[self._decode(row.tolist(), stops) for row in tokens],
             logits=None,
@@ -142,13 +142,18 @@ class TunixRollout(BaseRollout):
         """A key for each row. seed: a key or an integer; None for other numbers in each call."""
         self._calls += 1
         seed = self._calls if seed is None else seed
-        return jax.random.split(jax.random.key(seed) if jnp.ndim(seed) == 0 else seed, count)
+        is_typed = jnp.issubdtype(getattr(seed, "dtype", int), jax.dtypes.prng_key)
+        is_key = is_typed or jnp.ndim(seed) > 0
+        return jax.random.split(seed if is_key else jax.random.key(seed), count)
 
     def _logprobs(
-        self, prompts: np.ndarray, tokens: Sequence[np.ndarray], temperature: float
+        self, prompts: np.ndarray, tokens: Sequence[np.ndarray], config: RolloutConfig
     ) -> list[np.ndarray]:
-        """The log-probabilities of the new tokens of each row."""
-        width = max(map(len, tokens))
+        """The log-probabilities of the new tokens of each row.
+
+        Rows are padded to the most new tokens, so that one program serves all calls.
+        """
+        width, temperature = config.max_tokens_to_generate, config.temperature or 1.0
         completions = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, ids in enumerate(tokens):
             completions[row, : len(ids)] = ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -24,7 +25,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import mpjax
-from mpjax.trainers.tunix import TunixRollout
+from mpjax.trainers.tunix import TunixRollout, _completion_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Tunix
 CONFIG = RolloutConfig(
@@ -100,6 +101,11 @@ def test_the_actors_weights_and_logprobs(actor, mesh, load):
         rollout_actor=actor, tokenizer=tokenizer, rollout_config=CONFIG, lm=lm, mesh=mesh
     )
     assert lm.version == 1
+    for seed in (3, jax.random.key(3), jax.random.PRNGKey(3)):  # an integer and both kinds of keys
+        keys = jax.random.key_data(jax.random.split(jax.random.key(3)))
+        own = rollout._seeds(seed, 2)
+        is_typed = jnp.issubdtype(own.dtype, jax.dtypes.prng_key)
+        np.testing.assert_array_equal(jax.random.key_data(own) if is_typed else own, keys)
     found = rollout.generate(["def f(", "import os\nimport sys\n"], CONFIG)
     assert [len(row) for row in found.tokens] == [8, 8]
     assert found.left_padded_prompt_tokens.shape == (2, 12)
@@ -107,6 +113,13 @@ def test_the_actors_weights_and_logprobs(actor, mesh, load):
     completions = jnp.asarray(np.stack(found.tokens))
     expected = actor_logprobs(actor, found, completions)
     np.testing.assert_allclose(np.stack(found.logprobs), expected, atol=1e-4)
+    program: Any = _completion_logprobs
+    compiled = program._cache_size()
+    seeded = dataclasses.replace(CONFIG, seed=3)
+    longest = rollout.generate(["def f(", "x"], seeded)
+    ended = dataclasses.replace(seeded, eos_tokens=[int(row[2]) for row in longest.tokens])
+    assert max(map(len, rollout.generate(["def f(", "x"], ended).tokens)) <= 3
+    assert program._cache_size() == compiled
     prompts = jnp.asarray(found.left_padded_prompt_tokens)
     np.testing.assert_allclose(
         rollout.get_per_token_logps(prompts, completions), expected, atol=1e-4

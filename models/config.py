@@ -408,6 +408,10 @@ class DecoderConfig:
         """Number of layers that compute the hidden states: all but a layer that drafts."""
         return sum(not (it.attention and it.attention.drafts) for it in self.layers)
 
+    def without_drafts(self) -> DecoderConfig:
+        """The configuration without a layer that drafts."""
+        return dataclasses.replace(self, layers=self.layers[: self.depth])
+
     @property
     def sources(self) -> tuple[int | None, ...]:
         """The layer whose keys and values each layer reads; None for layers with their own."""

@@ -26,6 +26,7 @@ from mpjax.kernels.cutting import (
 from mpjax.kernels.formats import WeightFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
+from mpjax.models.layers import Linear
 from mpjax.models.low_rank import LowRank
 from mpjax.models.parameters import (
     EMBEDDING,
@@ -46,6 +47,12 @@ class Part:
 
     kernel: Any
     bias: Any = None
+
+    @classmethod
+    def of(cls, linear: Linear) -> Part:
+        """The arrays of a Linear."""
+        bias = None if linear.bias is None else linear.bias.get_value()
+        return cls(linear.kernel.get_value(), bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +97,11 @@ class Division:
         for path, found in formats.items():
             division._require_cuttable(path, [one for one in found if one])
         return division
+
+    def without_drafts(self) -> Division:
+        """The division of the model without its layer that drafts."""
+        config, local = self.config.without_drafts(), self.local.without_drafts()
+        return dataclasses.replace(self, config=config, local=local)
 
     def _require_cuttable(self, path: str, formats: Sequence[WeightFormat]) -> None:
         """Raises ValueError if a format can't be cut at the shares' input channels."""

@@ -13,9 +13,11 @@ import dataclasses
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels.plans import conditions as plan_conditions
+from mpjax.models.cache_scales import CacheScales
 from mpjax.models.keeper import Keeper
 from mpjax.models.layer import apply
 from mpjax.models.mtp import MTP
@@ -92,10 +94,22 @@ class Drafts(Keeper):
     def without_drafts(self) -> Self:
         """The model without the layer that drafts; arrays are shared."""
         model: Self = jax.tree.map(lambda array: array, self)
-        depth = self.config.depth
-        model.layers = nnx.List(model.layers[:depth])
-        model.config = dataclasses.replace(self.config, layers=self.config.layers[:depth])
+        model._drop_drafts()
         return model
+
+    def _drop_drafts(self, shards: int = 1) -> None:
+        """Drops the layer that drafts, in place. shards: whose arrays are behind one another."""
+        self.config = self.config.without_drafts()
+        depth = self.config.depth
+        self.layers = nnx.List(self.layers[:depth])
+        if self.cache_scales is not None:
+            scales = self.cache_scales.get_value()
+
+            def kept(scales: jax.Array) -> jax.Array:
+                pieces = jnp.split(scales, shards)
+                return jnp.concatenate([piece[:depth] for piece in pieces])
+
+            self.cache_scales = CacheScales(jax.jit(kept, out_shardings=scales.sharding)(scales))
 
     @abc.abstractmethod
     def angles_by_rope(

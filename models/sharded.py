@@ -118,6 +118,11 @@ class ShardedDecoder(Decoder):
         super().limit_positions(positions)
         self.share.limit_positions(positions)
 
+    def _drop_drafts(self, shards: int = 1) -> None:
+        """See Drafts."""
+        self.config, self.division = self.config.without_drafts(), self.division.without_drafts()
+        self.share._drop_drafts(self.shards)
+
     def windows(self, place: LinearPlace) -> list[Window] | None:
         """The channels that this process needs of each map of a place in the files; None: all."""
         alternates = isinstance(place, ExpertPlace) and place.is_alternating
@@ -147,7 +152,7 @@ class ShardedDecoder(Decoder):
             formats = formats_of_all(formats)
         held = [
             on_host_of_cpu(Part(with_symmetry(part.kernel, format), part.bias))
-            for part, format in zip(map(_part, parts), formats, strict=True)
+            for part, format in zip(map(Part.of, parts), formats, strict=True)
         ]
         cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
         self.assign_shares(place, self._distribute(cut), formats)
@@ -166,7 +171,7 @@ class ShardedDecoder(Decoder):
         """
         shares = ExpertShares(self.division, place, self._own_devices, windows)
         for linear in stacks:
-            shares.put(on_host_of_cpu(_part(linear)))
+            shares.put(on_host_of_cpu(Part.of(linear)))
             del linear  # frees it before the next stack is loaded
         [format] = [shares.format] if windows is None else formats_of_all([shares.format])
         found = self._distribute(lambda number: shares.part(number, format))
@@ -243,7 +248,7 @@ class ShardedDecoder(Decoder):
     def _whole_linears(self, place: LinearPlace) -> list[Linear]:
         parts = place.parts(self.share)
         formats = [part.format for part in parts]
-        shares = [_part(part) for part in parts]
+        shares = [Part.of(part) for part in parts]
 
         def join(pieces: Sequence[Any]) -> list[Part]:
             return self.division.join_linears(place, pieces, formats)
@@ -466,11 +471,6 @@ class ShardedDecoder(Decoder):
 def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
     """The class of divided decoders of a family, which has the family's tensor names."""
     return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
-
-
-def _part(linear: Linear) -> Part:
-    bias = None if linear.bias is None else linear.bias.get_value()
-    return Part(linear.kernel.get_value(), bias)
 
 
 def _every_position(share: Decoder, *arguments: Any) -> Any:

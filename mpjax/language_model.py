@@ -278,7 +278,7 @@ class LanguageModel:
         if self.config.depth < self.config.num_layers:
             raise ValueError(
                 f"{what} a model with its multi-token-prediction head is not possible: load it "
-                "without mtp"
+                "without mtp=True"
             )
 
     @property

@@ -102,7 +102,7 @@ def load(
         damage; True by default. Other checkpoints have no checksums.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mtp: whether to load the checkpoint's multi-token-prediction head, too, for `speculate="mtp"`;
-        see docs/speculation.md. A saved model has the head that it was saved with.
+        see docs/speculation.md. False, the default, also for a saved model with its head.
     adapters: folders or hub ids of LoRA adapters, by the names for requests; see
         `LanguageModel.add_adapter`, and docs/adapters.md.
     weights, names: an Orbax checkpoint of another library, which is read instead of the folder's
@@ -147,11 +147,14 @@ def load(
             mesh=mesh,
             experts=experts,
         )
-        if mtp and lm.config.depth == lm.config.num_layers:
+        has_head = lm.config.depth < lm.config.num_layers
+        if mtp and not has_head:
             raise CheckpointError(
                 f"{folder} was saved without a multi-token-prediction head: load the original "
                 "checkpoint with mtp=True, and save it again"
             )
+        if has_head and not mtp:
+            lm = lm.with_model(lm.model.without_drafts())
         return _finished(lm, max_positions, page_size, folders, deterministic)
     source = dataclasses.replace(_open(folder, reading), family=family, mtp=mtp)
     tokenizer = source.read_tokenizer()

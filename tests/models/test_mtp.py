@@ -18,6 +18,19 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 30)
 DRAFTS = [7, 3, 11]
 
 
+def test_without_it_the_model_is_that_of_the_other_layers():
+    model = mtp_model()
+    scales = np.arange(1.0, 7.0, dtype=np.float32).reshape(3, 2, 1)
+    model.put_cache_scales(jnp.asarray(np.repeat(scales, model.config.num_kv_heads, 2)))
+    bare = model.without_drafts()
+    assert bare.config.num_layers == bare.config.depth == len(bare.layers) == 2
+    assert (model.config.num_layers, len(model.layers)) == (3, 3)
+    np.testing.assert_array_equal(bare.cache_scales.get_value()[..., 0], scales[:2, :, 0])
+    np.testing.assert_array_equal(
+        logits_of(bare, jnp.asarray(TOKENS)[None]), logits_of(model, jnp.asarray(TOKENS)[None])
+    )
+
+
 class Oracle:
     """The head of one sequence, with the keys and values of the pairs so far."""
 

@@ -112,8 +112,12 @@ def test_it_is_read_quantised_saved_and_restored(checkpoint, tmp_path):
         assert again.config == lm.config
         both = (jax.tree.leaves(nnx.state(one.model)) for one in (lm, again))
         jax.tree.map(np.testing.assert_array_equal, *both)
-    with pytest.raises(ValueError, match="quantising a model with its multi-token-prediction head"):
-        mpjax.quantize(lm, "W4A16KV16")
+    with pytest.raises(ValueError, match="head is not possible: load it without mtp=True"):
+        mpjax.quantize(again, "W4A16KV16")
+    bare = mpjax.load(tmp_path / "saved")
+    assert bare.config == plain.config
+    assert generate(bare).tokens == generate(lm).tokens
+    assert mpjax.lora(bare, 2).config == plain.config
 
 
 def test_a_head_in_fp8_beside_its_map_in_16_bits(tmp_path):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mpjax.checkpoint import convert, huggingface
-from mpjax.models.division import Division
-from mpjax.models.sharded import _part, on_host_of_cpu
+from mpjax.models.division import Division, Part
+from mpjax.models.sharded import on_host_of_cpu
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -43,7 +43,7 @@ class Shares:
             self.found[place.path, number] = cut
 
     def put_linears(self, place, parts, windows):
-        held = [on_host_of_cpu(_part(part)) for part in parts]
+        held = [on_host_of_cpu(Part.of(part)) for part in parts]
         for number in self.numbers:
             cut = self.division.cut_linears(place, held, number, windows)
             self.found[place.path, number] = cut

@@ -81,5 +81,10 @@ if __name__ == "__main__":
     assert batch(whole, GREEDY, speculate=mpjax.Ngram(k=3, n=1)) == expected
     headed = agreeing(mtp_model(), 0.3)
     expected = batch(headed, GREEDY)
-    assert batch(divide(headed, 2), GREEDY, speculate="mtp") == expected
+    divided = divide(headed, 2)
+    assert batch(divided, GREEDY, speculate="mtp") == expected
+    divided.put_cache_scales(np.ones((3, 2, headed.config.num_kv_heads), np.float32))
+    bare = divided.without_drafts()
+    assert bare.whole().cache_scales.get_value().shape[0] == bare.config.num_layers == 2
+    assert batch(bare, GREEDY) == expected
     print("served")

@@ -59,6 +59,12 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
             mpjax.Engine(own, slots=1, max_tokens=64).update_weights,
             {"running": "continue"} | new,
         ),
+        "token_logprobs": (
+            mpjax.token_logprobs,
+            {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "temperature": 1.0}
+            | {"routes": None},
+        ),
+        "in_mode": (lm.in_mode, {"deterministic": False}),
         "generate": (mpjax.generate, {"lm": lm, "prompts": "x ="} | speculated),
         "stream": (stream, {"lm": lm, "prompt": "x ="} | speculated),
         "generate_tokens": (
@@ -124,6 +130,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
         *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
         *("Ngram", "Draft", "by_file_names", "update", "Engine.update_weights"),
+        *("token_logprobs", "in_mode"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

@@ -197,7 +197,7 @@ The JSON also has late_steps: programs before which the device was idle.
 decoded and its seconds, for https://ui.perfetto.dev or chrome://tracing; of
 several precisions, those of the last. The roofline of a decoding step is in
 `mpjax bench generate`. The exit code is 1 if tokens are missing, or if more
-than 15 programs were compiled.
+than 18 programs were compiled.
 """
 SUMS_EPILOG = """\b
 Examples:

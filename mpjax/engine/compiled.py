@@ -45,6 +45,9 @@ from mpjax.models.low_rank import Adapted
 # Memory of XLA's GEMM autotuning, as a multiple of the weight's bytes: a copy of the weight, and
 # results.
 TUNING_COPIES = 1.5
+# Of an engine's programs, including those for scoring, clearing, copies and proposers; and beside
+# them of those for rows with logits processors. Rows with adapters or captures have their own.
+MOST_PROGRAMS, MOST_CONTROLLED = 18, 14
 FEW_ROWS = 4  # a decoding step of 2 or 3 rows takes as long as one of 4
 
 
@@ -152,8 +155,7 @@ class Programs:
     programs.
 
     A decoding program has `steps` steps, or one while a request waits or a row is constrained.
-    There are at most 18 programs, including those for scoring, clearing, copies and proposers, and
-    at most 7 more with logits processors. With fine sizes there are more, most of them rarely used.
+    With fine sizes there are more than MOST_PROGRAMS, most of them rarely used.
     """
 
     def __init__(

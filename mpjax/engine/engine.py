@@ -219,7 +219,7 @@ class Engine(Managed):
         prompt_logprobs: whether to compute log-probabilities of the prompt's tokens, which then
             shares no pages.
         logprobs: the number of likeliest tokens to return for each new token, 0 to 20, with their
-            log-probabilities. All running requests then decode one step at a time.
+            log-probabilities. All running requests then run in programs for sampled rows.
         adapter: the name of one of the model's loaded adapters, or None.
         processors: logits processors, each of the type and shapes of one of the engine's.
         constraint: as for `generate`. capture, steer: as for `Decoder.inspect`; see

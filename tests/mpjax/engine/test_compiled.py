@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import pytest
 
 from mpjax import Ngram
 from mpjax.engine import compiled
-from mpjax.engine.compiled import Programs
+from mpjax.engine.compiled import MOST_CONTROLLED, MOST_PROGRAMS, Programs
+from mpjax.engine.controlled import constraint_places, create_control
 from mpjax.engine.programs import extend
 from mpjax.engine.sizes import Sizes, middle_chunk, small_chunk
 from mpjax.engine.state import create_state
@@ -21,8 +25,11 @@ def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, proposed, tin
     found = Programs(tiny.model, Sizes(slots, (9,), 32, chunk=chunk, proposed=proposed))
     decoding = sum(map(len, found.decoding_sizes.values()))
     reading = sum(map(len, found.reading_sizes.values()))
-    # Scores, clearing and what proposers read have one program each.
-    assert decoding + reading + 2 + bool(proposed) <= 17
+    # Scores, clearing, copies of recurrent states and what proposers read have one program each.
+    most = decoding + reading + 3 + bool(proposed)
+    assert most <= MOST_PROGRAMS
+    if (slots, chunk) == (64, 1024):
+        assert most == MOST_PROGRAMS
     assert found.reading_sizes[True][0] == small_chunk(chunk)
     for greedy in (True, False):
         for size in (chunk, middle_chunk(chunk)):
@@ -50,8 +57,27 @@ def test_calls_without_rows_are_all_that_there_can_be(tiny):
         {call.name for call in found._calls(state, greedy_only=only)} for only in (False, True)
     )
     assert few < every
-    assert len(every) <= 17 - 1  # and one clears pages
+    assert len(every) == MOST_PROGRAMS - 2  # and one clears pages, and one copies states
     assert few == {name for name in every if name[2 if name[0] is extend else 3]}  # greedy rows
+
+
+def test_controlled_rows_have_few_programs(tiny):
+    """Those for sampled rows, and three that begin a row: it, an empty slot, or forced tokens."""
+    found = Programs(tiny.model, Sizes(64, (9,), 32, chunk=1024))
+
+    def create():
+        state = create_state(tiny, 64, (9,), 2 * tiny.page_size)
+        masked = constraint_places(tiny, Sizes(64, (9,), 32, table_states=0))
+        return dataclasses.replace(state, processors=create_control(tiny, 64, masked))
+
+    calls = found._calls(jax.eval_shape(create), greedy_only=False)
+    assert len({call.name for call in calls if not call.how.get("greedy")}) + 3 == MOST_CONTROLLED
+
+
+def test_the_docs_tell_how_many_programs_there_are():
+    text = (Path(__file__).parents[3] / "docs/serving.md").read_text(encoding="utf-8")
+    said = f"at most {MOST_PROGRAMS} programs are compiled, and at most {MOST_CONTROLLED} more for"
+    assert said in text
 
 
 def test_beginning_with_a_proposer_and_cancelling_are_compiled_ahead(tiny):

@@ -23,7 +23,7 @@ from mpjax.generation.state import State
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.controls import changes_logits, controls
 from mpjax.sampling.processors import Attached, Attachment, Processor, attach
-from mpjax.sampling.rules import Rule
+from mpjax.sampling.rules import TokenRule
 from mpjax.sampling.settings import Sampling
 
 
@@ -98,10 +98,10 @@ def rule_places(
     max_tokens: as for Engine, for rules that remember tokens.
     """
     own = () if lm.sampling is None else lm.sampling.rules or ()
-    given = [one for one in processors if isinstance(one, Rule)]
+    given = [one for one in processors if isinstance(one, TokenRule)]
     every = (*(one for one in own if one not in given), *processors)
     return tuple(
-        one.sized(max_tokens + 1) if isinstance(one, Rule) else one  # and the last token
+        one.sized(max_tokens + 1) if isinstance(one, TokenRule) else one  # and the last token
         for one in every
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.errors import CheckpointError
-from mpjax.sampling.rules import KEYS, NEED_ENDS, Rule
+from mpjax.sampling.rules import KEYS, NEED_ENDS, TokenRule
 from mpjax.sampling.settings import FILTERS, Sampling
 from mpjax.sampling.token_lists import LONGEST_BAD_WORD, MOST_BAD_WORDS, MOST_BIASES, NO_ID
 
@@ -119,7 +119,7 @@ def _are_many(given: Mapping[str, Any]) -> bool:
     return sum(map(len, lists)) > MOST_BAD_WORDS
 
 
-def _rules(given: Mapping[str, Any], where: str) -> list[Rule]:
+def _rules(given: Mapping[str, Any], where: str) -> list[TokenRule]:
     """The rules of the keys that have some. Raises CheckpointError."""
     found, ends = [], _ends(given)
     for name, (accepts, expected, read) in KEYS.items():

@@ -30,20 +30,20 @@ def _static(cls: type[Class]) -> type[Class]:
     return jax.tree_util.register_dataclass(cls, data_fields=[], meta_fields=names)
 
 
-class Rule(Processor):
+class TokenRule(Processor):
     """A rule of a Sampling, for all rows that have it; all of its fields are static."""
 
     def keys(self) -> dict[str, Any]:
         """The keys of generation_config.json that say it."""
         raise NotImplementedError
 
-    def sized(self, room: int) -> Rule:
+    def sized(self, room: int) -> TokenRule:
         """The rule with memory for rows of up to `room` tokens."""
         return self
 
 
 @_static
-class Suppress(Rule):
+class Suppress(TokenRule):
     """Tokens that are never drawn, or not as the first new token.
 
     ids: token ids. only_first: whether they may be drawn later.
@@ -64,7 +64,7 @@ class Suppress(Rule):
 
 
 @_static
-class MinLength(Rule):
+class MinLength(TokenRule):
     """No end before a number of tokens of prompt and answer. ids: the tokens that end a text."""
 
     tokens: int
@@ -91,7 +91,7 @@ class MinLength(Rule):
 
 
 @_static
-class LengthDecay(Rule):
+class LengthDecay(TokenRule):
     """Makes ends likelier with each token: their logits grow by |logit| · (factorⁿ − 1).
 
     start, factor: n is the number of new tokens above `start`. ids: the tokens that end a text.
@@ -117,7 +117,7 @@ class LengthDecay(Rule):
 
 
 @_static
-class NoRepeat(Rule):
+class NoRepeat(TokenRule):
     """No sequence of `size` tokens occurs twice in prompt and answer.
 
     room: the most tokens of a row, set by who runs the rows.
@@ -162,22 +162,22 @@ class NoRepeat(Rule):
         return tokens.at[place].set(token, mode="drop"), count + is_new.astype(jnp.int32)
 
 
-def read_rules(rules: Any) -> tuple[Rule, ...] | None:
+def read_rules(rules: Any) -> tuple[TokenRule, ...] | None:
     """The checked field `rules` of a Sampling; None for none. Raises ValueError."""
     found = () if rules is None else rules
-    if not isinstance(found, Sequence) or not all(isinstance(one, Rule) for one in found):
+    if not isinstance(found, Sequence) or not all(isinstance(one, TokenRule) for one in found):
         raise ValueError(f"rules are {shown(rules)}: expected a tuple of rules, such as NoRepeat")
     return tuple(found) or None
 
 
-def require_rules(rules: Sequence[Rule] | None, vocabulary: int) -> None:
+def require_rules(rules: Sequence[TokenRule] | None, vocabulary: int) -> None:
     """Raises ValueError for token ids in rules that are outside the vocabulary."""
     for one in rules or ():
         require_known("rules", np.asarray(getattr(one, "ids", ()), np.int64), vocabulary)
 
 
 # Keys of generation_config.json, and their rules by the key's value and the ids that end a text.
-Reader = Callable[[Any, tuple[int, ...]], Rule]
+Reader = Callable[[Any, tuple[int, ...]], TokenRule]
 
 
 def _is_whole(value: Any) -> bool:
@@ -210,12 +210,12 @@ NEED_ENDS = ("min_length", "exponential_decay_length_penalty")
 
 
 @functools.cache
-def sized(rules: tuple[Rule, ...], room: int) -> tuple[Rule, ...]:
+def sized(rules: tuple[TokenRule, ...], room: int) -> tuple[TokenRule, ...]:
     """The rules with memory for rows of up to `room` tokens."""
     return tuple(one.sized(room) for one in rules)
 
 
-def read_rows_rules(samplings: Sequence[Any], room: int) -> tuple[Rule, ...]:
+def read_rows_rules(samplings: Sequence[Any], room: int) -> tuple[TokenRule, ...]:
     """The rules of a batch, with memory for `room` tokens. Raises ValueError if rows differ."""
     first, *others = (one.rules for one in samplings)
     if any(one != first for one in others):

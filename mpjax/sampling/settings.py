@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax.kernels.checks import did_you_mean, is_known, nearest, shown
 from mpjax.sampling.random_keys import key_words
-from mpjax.sampling.rules import Rule, read_rules
+from mpjax.sampling.rules import TokenRule, read_rules
 from mpjax.sampling.token_lists import (
     NO_ID,
     read_allowed,
@@ -77,7 +77,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | Any = None
     allowed_ids: Sequence[int] | None = None
     bad_words: Sequence[Sequence[int]] | Any = None
-    rules: Sequence[Rule] | None = None
+    rules: Sequence[TokenRule] | None = None
 
     def __post_init__(self) -> None:
         for name, read in _LISTS.items():

@@ -6,17 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
 from flax import nnx
 
-from mpjax.kernels import KVFormat, UnsupportedError
+from mpjax.kernels import KVFormat, UnsupportedError, device
 from mpjax.kernels.attention.api import BLOCKS
 from mpjax.kernels.invariance import batch_invariant
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import LayerSpec
+from mpjax.models.experts import ExpertsSpec
 
 if TYPE_CHECKING:
     from mpjax.models.decoder import Decoder
 
+CPU_HAS_EXPERTS = jax.__version_info__ >= (0, 11)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -57,6 +60,8 @@ def _why_not_layer(layer: LayerSpec) -> str | None:
         return "attention in chunks, and to other layers' keys, has no batch-invariant form"
     if layer.per_layer is not None:
         return "per-layer embeddings have no batch-invariant form"
+    if isinstance(layer.mlp, ExpertsSpec) and not device.on_gpu() and not CPU_HAS_EXPERTS:
+        return "experts on a CPU need JAX 0.11, before which XLA rounds them by the number of rows"
     return None
 
 

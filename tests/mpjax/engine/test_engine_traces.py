@@ -55,7 +55,7 @@ WORDS = mpjax.Regex("([a-z]{1,5} ){3,}")
 # Rows that need the pages of others: of one whose prompt is read and scored, of one that has drawn.
 CROWDED = [
     ([5] * 20, {"max_new_tokens": 70, "sampling": KEEPS_ON}, 1, 2, None),
-    ([6] * 20, {"max_new_tokens": 60, "sampling": REPEATS, "seed": 1}, 0, 6, None),
+    ([6] * 20, {"max_new_tokens": 60, "sampling": REPEATS, "seed": 1}, 0, 3, None),
     (list(range(1, 100)), {"prompt_logprobs": True, "max_new_tokens": 2}, -1, 9, None),
     ([7] * 10, {"max_new_tokens": 40, "sampling": REPEATS, "seed": 2}, 0, 4, None),
     ([9] * 10, {"max_new_tokens": 40, "sampling": DRAWN, "constraint": WORDS}, 0, 4, None),

@@ -23,6 +23,7 @@ from flax import nnx
 from mpjax.loading import load
 from mpjax.models import FAMILIES, ConfigError, Decoder
 from mpjax.models.config_keys import NEUTRAL
+from mpjax.models.muse import MuseGlimmer
 from tests.mpjax.checkpoint import gemma_keys, hybrid_keys, latent_keys, saved_models
 from tests.sweeps import in_sweep
 
@@ -485,4 +486,6 @@ def test_keys(name, tmp_path):
 
 
 def test_every_family_is_here():
-    assert {FAMILIES[architecture] for architecture, _ in MODELS.values()} == {*FAMILIES.values()}
+    """Muse Glimmer, whose text model transformers has only beside another, has its own test."""
+    here = {FAMILIES[architecture] for architecture, _ in MODELS.values()}
+    assert here == {*FAMILIES.values()} - {MuseGlimmer}

@@ -144,7 +144,7 @@ def test_texts_of_a_table_are_valid(tiny, schema, spaces):
         ({"type": "object"}, "without additionalProperties false"),
         ({"type": "array"}, "array without items"),
         ({}, "any or unknown"),
-        (True, "any kind"),
+        (True, "type None, which is any or unknown"),
         ({"type": "integer", "minimum": 3}, "minimum, which no table follows"),
         ({"type": "string", "format": "date"}, "format, which no table follows"),
         ({"$ref": "#/$defs/a"}, "any or unknown"),

@@ -47,7 +47,7 @@ def test_one_request_on_a_cpu_runs_small_programs(temperature, tiny):
         used = [name[1:] for name in engine._runner.programs.used]
     assert {(run.kind, run.size) for run in runs} == {("read", 16), ("decode", 1)}
     entries = engine.max_tokens // 32
-    assert {name[-3] for name in used} == {min(4, entries)}
+    assert {name[-4] for name in used} == {min(4, entries)}
 
 
 def test_tokens_stay_where_a_row_outgrows_its_columns(tiny):
@@ -55,11 +55,11 @@ def test_tokens_stay_where_a_row_outgrows_its_columns(tiny):
     with make_engine(tiny, steps=2, max_tokens=192) as engine:
         prompts = [[1, 2, 3], [5] * 20]
         found = engine.generate(prompts, max_new_tokens=140).tokens
-        columns = {name[-3] for name in engine._runner.programs.used if len(name) > 1}
+        columns = {name[-4] for name in engine._runner.programs.used if len(name) > 1}
     assert columns == {4, 6}
     with make_engine(tiny, steps=2, max_tokens=192) as engine:
         sizes = engine._runner.programs._limits
         object.__setattr__(sizes, "fine", False)
         assert engine.generate(prompts, max_new_tokens=140).tokens == found
-        columns = {name[-3] for name in engine._runner.programs.used if len(name) > 1}
+        columns = {name[-4] for name in engine._runner.programs.used if len(name) > 1}
     assert columns == {6}

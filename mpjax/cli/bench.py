@@ -41,7 +41,12 @@ WEIGHT_FORMATS = (
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
 EXPERT_SHAPES = "qwen3-30b-a3b,mixtral-8x7b"
-MIXER_SHAPES = "qwen3.6-27b,qwen3.6-35b-a3b,olmo-hybrid-7b,kimi-linear-48b-a3b,granite-4.0-h-small,nemotron-h-8b"
+MIXER_SHAPES = ",".join(
+    (
+        *("qwen3.6-27b", "qwen3.6-35b-a3b", "olmo-hybrid-7b"),
+        *("kimi-linear-48b-a3b", "granite-4.0-h-small", "nemotron-h-8b"),
+    )
+)
 EXPERT_ROWS, EXPERT_FORMATS = "1,16,64,256,4096", "uint4:g128"
 T = TypeVar("T")
 

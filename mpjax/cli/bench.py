@@ -41,12 +41,6 @@ WEIGHT_FORMATS = (
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
 EXPERT_SHAPES = "qwen3-30b-a3b,mixtral-8x7b"
-MIXER_SHAPES = ",".join(
-    (
-        *("qwen3.6-27b", "qwen3.6-35b-a3b", "olmo-hybrid-7b"),
-        *("kimi-linear-48b-a3b", "granite-4.0-h-small", "nemotron-h-8b"),
-    )
-)
 EXPERT_ROWS, EXPERT_FORMATS = "1,16,64,256,4096", "uint4:g128"
 T = TypeVar("T")
 
@@ -268,7 +262,9 @@ def attention_command(
 
 @app.command("mixers", cls=CompilingCommand, epilog=MIXERS_EPILOG)
 def mixers_command(
-    shapes: Annotated[str, _texts("NAME", "Models whose layers are measured.")] = MIXER_SHAPES,
+    shapes: Annotated[
+        str | None, _texts("NAME", "Models whose layers are measured; by default all.")
+    ] = None,
     rows: Annotated[str, _texts("ROWS", "Rows that read a token each; 0: none.")] = "1,16,64",
     prompt_tokens: Annotated[
         str, _texts("TOKENS", "Numbers of tokens of a prompt; 0 for none.")
@@ -277,11 +273,11 @@ def mixers_command(
 ) -> None:
     """Measure layers with a state against their floor and cuDNN."""
     from mpjax.bench import mixers
-    from mpjax.kernels.recurrent.shapes import named
+    from mpjax.kernels.recurrent.shapes import PUBLISHED, named
 
     with options.wrong_usage():
         sweep = mixers.Sweep(
-            named(options.split(shapes)),
+            PUBLISHED if shapes is None else named(options.split(shapes)),
             () if rows == "0" else options.numbers("--rows", rows),
             () if prompt_tokens == "0" else options.numbers("--prompt-tokens", prompt_tokens),
         )

@@ -33,7 +33,7 @@ RATES = {"scales": 1e-2, "master": 3e-4}
 
 
 class Trained(nnx.Param):
-    """What the optimizer changes: changes of scales, or a master copy."""
+    """An array that the optimizer changes: the changes of scales, or a master copy."""
 
 
 class ScaledLinear(Linear):

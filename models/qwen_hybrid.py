@@ -54,7 +54,7 @@ class _Hybrid(Decoder):
     )
     names: ClassVar[Names] = _NAMES
     draft_names: ClassVar[Names] = mtp_names(_NAMES)
-    # Of the MTP head, which is loaded only if asked for.
+    # Tensors of the MTP head, which is loaded only with mtp=True.
     spare: ClassVar[tuple[str, ...]] = ("mtp.",)
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_output_gate": (None, True),

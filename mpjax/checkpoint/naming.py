@@ -182,7 +182,7 @@ def by_file_names(tree: Any, names: str | Sequence[Rule]) -> dict[str, Any]:
 
 
 def given_twice(path: str, name: str) -> str:
-    """What is wrong if an array is not the first one that gives a tensor."""
+    """The message of the error for a second array that gives a tensor."""
     return (
         f"the tree of weights gives the tensor {name} twice, the second time as {path}: expected "
         "names of rules that differ, with {} for the number of a layer"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ORBAX_NAME = "orbax"  # the checkpoint's folder in that of a saved model
 LINE = "\n"  # a backslash is not allowed in an f-string of Python 3.11
-TOLD_BYTES = 1 << 13  # of a text that processes tell each other
+TEXT_BYTES = 1 << 13  # of a string that each process sends to all
 
 
 class StoredShares(NamedTuple):
@@ -166,32 +166,33 @@ def _shares(array: Any, count: int) -> Iterator[tuple[int, Any]]:
         yield (shard.index[0].start or 0) // rows, shard.data
 
 
-def told(text: str) -> list[str]:
-    """What each process tells all, by its number; every process calls this.
+def gathered(text: str) -> list[str]:
+    """The strings of all processes, by process number; every process calls this.
 
-    text: this process's, of which TOLD_BYTES are told.
+    text: this process's string, of which the first TEXT_BYTES are sent.
     """
     from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
         return [text]
-    padded = np.frombuffer(text.encode()[:TOLD_BYTES].ljust(TOLD_BYTES, b"\0"), np.uint8)
+    padded = np.frombuffer(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"), np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A context that an error leaves in every process, where one has it in the context.
+    """A context that ends with an error in every process if one process has an error in it.
 
-    Processes wait for each other at its end. Raises OSError in those without an error.
+    Processes wait for each other at its end. Raises OSError in processes without an error of their
+    own.
     """
     own: Exception | None = None
     try:
         yield
     except Exception as error:
         own = error
-    for number, text in enumerate(told("" if own is None else f"{type(own).__name__}: {own}")):
+    for number, text in enumerate(gathered("" if own is None else f"{type(own).__name__}: {own}")):
         if own is not None:
             raise own
         if text:

@@ -32,9 +32,9 @@ from mpjax.checkpoint.orbax_weights import (
     Save,
     StoredShares,
     Writing,
+    gathered,
     start,
     together,
-    told,
 )
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.source import Source
@@ -119,7 +119,7 @@ def _save_shares(lm: LanguageModel, folder: Path, overwrite: bool, wait: bool) -
             if new is not None:
                 text = Description.of(lm, None, stored).to_json()
                 (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
-        path, label = told(f"{new}\0{uuid.uuid4().hex}")[0].split("\0")
+        path, label = gathered(f"{new}\0{uuid.uuid4().hex}")[0].split("\0")
         writer = start(Path(path) / ORBAX_NAME, written)
         writing = Writing(writer, ending.pop_all(), label)
     if wait:  # in this thread, which an interrupt stops

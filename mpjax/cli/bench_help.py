@@ -94,7 +94,8 @@ Examples:
 
 \b
 Measures what layers do that keep a state: the gated delta rule of Qwen3.6,
-Mamba2 of Granite 4 and Nemotron-H. Products with weights are not in it.
+OLMo Hybrid and Kimi Linear (with a decay for each channel), and Mamba2 of
+Granite 4 and Nemotron-H. Products with weights are not in it.
   tokens    1: a token of each row, whose state is read and written once, by
             one kernel with its gates;
             more: a prompt of one row, in chunks

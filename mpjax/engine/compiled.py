@@ -45,8 +45,9 @@ from mpjax.models.low_rank import Adapted
 # Memory of XLA's GEMM autotuning, as a multiple of the weight's bytes: a copy of the weight, and
 # results.
 TUNING_COPIES = 1.5
-# Of an engine's programs, including those for scoring, clearing, copies and proposers; and beside
-# them of those for rows with logits processors. Rows with adapters or captures have their own.
+# The most programs of an engine, including those for scoring, clearing, copies and proposers, and
+# the most further ones for rows with logits processors. Neither counts the programs for rows with
+# adapters or captures.
 MOST_PROGRAMS, MOST_CONTROLLED = 18, 14
 FEW_ROWS = 4  # a decoding step of 2 or 3 rows takes as long as one of 4
 

@@ -323,7 +323,7 @@ class Runner:
         stepping, (*rest, captured) = dataclasses.replace(stepping, watching=None), forwarded
         state, drawn = self.programs.choose(state, stepping, plan, (*rest, None), masks)
         pending.drawn = dataclasses.replace(drawn, captured=captured)
-        # Freed now, the logits' memory is that of the next ones, and CUDA graphs stay as they are.
+        # So that the logits are freed before the next step's are computed.
         pending.forwarded = None
         pending.fetch()
         self._keep(state)

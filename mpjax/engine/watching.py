@@ -30,10 +30,10 @@ Steers = Steer | tuple[Steer, ...] | list[Any] | None  # of all prompts, or a li
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What is captured and changed of one request.
+    """The activations that are captured and steered in one request.
 
-    steer: with arrays on the device. kind: equal for rows that can be in one program. key: of the
-    changes, 32 bytes, on which the row's keys and values depend; empty without changes.
+    steer: with arrays on the device. kind: equal for rows that can be in one program. key: a digest
+    of the steers, 32 bytes, on which the row's keys and values depend; empty without steers.
     """
 
     capture: Capture
@@ -43,7 +43,7 @@ class Watched:
 
 
 class Watches:
-    """Reads what is captured and changed of an engine's requests."""
+    """Reads the `capture` and `steer` arguments of an engine's requests."""
 
     def __init__(self) -> None:
         # A number for each pytree structure, which may have functions that can't be hashed to
@@ -110,7 +110,7 @@ class OfSequences(Steer):
 )
 @dataclasses.dataclass(frozen=True)
 class Watching:
-    """What a program captures and changes: capture for all rows, and each row's `steer`."""
+    """The activations that a program captures, for all rows, and the steers of each row."""
 
     steers: tuple[tuple[Steer, ...], ...]
     capture: Capture

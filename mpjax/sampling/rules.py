@@ -34,7 +34,7 @@ class TokenRule(Processor):
     """A rule of a Sampling, for all rows that have it; all of its fields are static."""
 
     def keys(self) -> dict[str, Any]:
-        """The keys of generation_config.json that say it."""
+        """The keys of generation_config.json, with their values, that ask for the rule."""
         raise NotImplementedError
 
     def sized(self, room: int) -> TokenRule:

@@ -1,4 +1,4 @@
-"""What differs between GGUF's and Hugging Face's files of one architecture.
+"""The differences between GGUF's and Hugging Face's files of one architecture.
 
 Source: llama.cpp, gguf-py/gguf/constants.py, and its conversion of Hugging Face's files.
 """

@@ -2,7 +2,7 @@
 
 A rule is the path of an array in such a tree, the name of the tensor that it is in files, and the
 meaning of its axes: `i` input channels, `o` output channels (or any axis of what is no linear map),
-`l` the layers of a stack, and a digit for the one index of an axis that counts. The tensor of a
+`l` the layers of a stack, and a digit an axis of which only that index is used. The tensor of a
 file is [out, in], with several axes of a kind joined in their order.
 """
 

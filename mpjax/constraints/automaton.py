@@ -132,9 +132,9 @@ class SmallTable(Automaton):
 
 
 class TableMatcher:
-    """The place of a row's text in a table, as the host follows it.
+    """Follows a row's text in a table, on the host.
 
-    table: of NumPy arrays. stop_ids: that end the row.
+    table: with NumPy arrays. stop_ids: the tokens that end the row.
     """
 
     def __init__(self, table: Automaton, stop_ids: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class TableMatcher:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Follows new tokens of the row. Raises ValueError for tokens that are not allowed."""
-        text = [token for token in tokens if token not in self._stop_ids]  # that end the row
+        text = [token for token in tokens if token not in self._stop_ids]  # stop ids end the row
         for token in text:
             after = int(self._table.step[self._state, self._table.token_class[token]])
             if after < 0:

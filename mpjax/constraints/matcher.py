@@ -132,7 +132,7 @@ class Matcher:
             raise ValueError(f"constraint: {kind} can't be enforced: {self._error()}")
 
     def _error(self) -> str:
-        """The sentence of llguidance, without the state and the grammar that it dumps behind it."""
+        """The error message of llguidance, without the state and the grammar that follow it."""
         return " ".join(str(self._matcher.get_error()).partition("<state>")[0].split())
 
 
@@ -156,7 +156,7 @@ class Follower(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, columns: int, ends: tuple[int, ...], grammar: str) -> Self:
-        """The follower at the begin of a grammar's text."""
+        """The follower at the beginning of a text of the grammar."""
         from llguidance import LLMatcher
 
         size = max(columns, tokenizer.backend.get_vocab_size())

@@ -203,7 +203,7 @@ class Programs:
         self._in_turn: dict[int, bool] = {}  # by the number of rows
 
     def renew(self, model: Decoder | None) -> None:
-        """Takes the arrays of a model of the same structure; None to let go of those it has."""
+        """Takes the arrays of a model of the same structure; None releases the old arrays."""
         for name, beside in (("_model", ()), ("_both", (self._proposer,))):
             old = getattr(self, name)[0]
             new, leaves = (old, []) if model is None else _flat(model, *beside)

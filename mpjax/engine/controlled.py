@@ -66,7 +66,7 @@ class Masked(Processor):
         return jnp.where(bits.reshape(-1)[: len(logits)] == 1, logits, -jnp.inf)
 
     def advance(self, memory: Any, token: jax.Array, is_new: jax.Array) -> Any:
-        """The next position."""
+        """The bit masks, and the index of the next mask."""
         masks, place = memory
         return masks, place + is_new.astype(jnp.int32)
 
@@ -100,10 +100,8 @@ def rule_places(
     own = () if lm.sampling is None else lm.sampling.rules or ()
     given = [one for one in processors if isinstance(one, TokenRule)]
     every = (*(one for one in own if one not in given), *processors)
-    return tuple(
-        one.sized(max_tokens + 1) if isinstance(one, TokenRule) else one  # and the last token
-        for one in every
-    )
+    # max_tokens excludes a row's last token.
+    return tuple(one.sized(max_tokens + 1) if isinstance(one, TokenRule) else one for one in every)
 
 
 def read_constraint(
@@ -112,7 +110,7 @@ def read_constraint(
     stop_ids: Sequence[int],
     processors: Sequence[Processor],
 ) -> tuple[Processor, Matcher | TableMatcher]:
-    """The processor of a request's constraint, and what follows the text on the host.
+    """The processor of a request's constraint, and the matcher that follows its text on the host.
 
     stop_ids: the row's. processors: the engine's. Raises the ValueErrors of Matcher.
     """
@@ -136,7 +134,7 @@ def create_control(lm: LanguageModel, slots: int, processors: Sequence[Processor
 
 
 def no_control(lm: LanguageModel, processors: Sequence[Processor]) -> Control:
-    """The Control of a request without processors. processors: the engine's own."""
+    """The Control of a request that uses no processor. processors: those of the engine."""
     return _control(lm, Sampling(), processors, [False] * len(processors))
 
 

@@ -223,8 +223,8 @@ class Engine(Managed):
         adapter: the name of one of the model's loaded adapters, or None.
         processors: logits processors, each of the type and shapes of one of the engine's.
         constraint: as for `generate`. capture, steer: as for `Decoder.inspect`; see
-            `Handle.captured`. A request that captures reads all its tokens itself; one with a
-            steer shares pages with those of an equal steer.
+            `Handle.captured`. A request that captures uses no shared pages; one with a steer
+            shares pages only with requests with an equal steer.
 
         Raises TooLongError for a request that exceeds the cache or the model's positions, and
         ValueError for invalid arguments and for a closed engine.

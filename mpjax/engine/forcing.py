@@ -13,7 +13,7 @@ from mpjax.engine.request import Request
 from mpjax.engine.row import Row
 from mpjax.engine.sizes import Sizes
 
-LEAST_FORCED = 4  # a piece, and the step that the row awaits, take longer than fewer steps
+LEAST_FORCED = 4  # a piece, and waiting for the row's tokens, take longer than fewer steps
 
 
 def has_pieces(sizes: Sizes) -> bool:
@@ -26,14 +26,14 @@ def has_pieces(sizes: Sizes) -> bool:
 
 
 def look_ahead(row: Row, coming: int, sizes: Sizes) -> None:
-    """Adds a row's forced tokens, or lets it await its tokens in flight if forced ones follow them.
+    """Adds a row's forced tokens, or makes it await its tokens in flight if forced ones may follow.
 
-    coming: the most tokens in flight, 0 for none. sizes: of the engine.
+    coming: the most tokens of the row in flight; 0 for none. sizes: the engine's.
     """
     settings, row.awaits = row.owner.settings, False
     if not (settings.is_forcible and has_pieces(sizes)) or row.is_reading:
         return
-    # The token behind a run is drawn, and has to be one of the request's.
+    # The piece also draws the token after the forced ones, for which the row must have room.
     most = min(row.most - (len(row.tokens) - row.prompt), row.space) - 1
     run = settings.matcher.forced(coming + LEAST_FORCED, most)
     if run and coming:
@@ -43,7 +43,7 @@ def look_ahead(row: Row, coming: int, sizes: Sizes) -> None:
 
 
 def take_forced(request: Request, piece: Piece) -> New:
-    """Pops the forced tokens of a request whose last piece, `piece`, was read and scored."""
+    """Pops the forced tokens of a request whose last piece, `piece`, is prefilled and scored."""
     begin, number = piece.end - piece.forced - 1, request.settings.top_logprobs
     scores = [one for one in request.scores if one.start >= begin]
     found = PromptLogprobs.join(scores, piece.forced + 1, number)

@@ -87,7 +87,7 @@ class New:
     weights: int = 0
 
     def __add__(self, other: New) -> New:
-        """These tokens, and then the other ones, of the same weights."""
+        """These tokens followed by the other ones, which the same weights drew."""
         top = self.top_logprobs + other.top_logprobs
         return New(self.tokens + other.tokens, self.logprobs + other.logprobs, top, other.weights)
 
@@ -125,8 +125,8 @@ class Handle:
       prompt_logprobs: a PromptLogprobs, with as many likeliest tokens as `logprobs` asked for, at
         least one. None until the prompt is prefilled, and if not asked for.
       captured: activations on the host, by point and layer: NumPy arrays [tokens, ...] of the
-        prompt and the new tokens but the last, which the model doesn't read; until the request has
-        ended, of the tokens read so far. None without `capture`.
+        prompt and the new tokens but the last, which is never fed to the model. Until the request
+        has ended, of the tokens computed so far. None without `capture`.
       only_scores: whether the prompt is scored and nothing is generated.
       shared_tokens: number of the prompt's tokens that were in the prefix cache.
       speculation: how many tokens were proposed and accepted so far; None without speculation.

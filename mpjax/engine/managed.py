@@ -73,17 +73,16 @@ class Managed(abc.ABC):
         """Writes new weights over those of the model, in place, between two steps.
 
         tree, scales, version: as for `mpjax.update`, whose errors are also raised here.
-        running: what becomes of requests that have begun. They go on with the new weights, behind
-            keys and values of the old (`continue`), or read their tokens again first (`reread`),
-            or begin again from their prompts (`restart`), or are held until `release`, and read
-            their tokens again then (`hold`). Those of an engine that sleeps don't `continue`, but
-            `reread`, since their keys and values are gone.
+        running: what happens to running requests. They continue with the keys and values of the
+            old weights (`continue`), are prefilled again and continue (`reread`), start again from
+            their prompts (`restart`), or wait for `release` and are prefilled again then (`hold`).
+            If the engine sleeps, `continue` means `reread`, since keys and values are gone.
 
-        Each new token of a Handle has the version that drew it in `weights`. Tokens that were read
-        with older weights are no longer found for later requests.
+        `Handle.weights` has the version that drew each new token. Pages in the prefix cache that
+        older weights computed are not reused.
 
-        Raises ValueError for another word, and for an engine that is closed or whose weights are in
-        the memory of the host.
+        Raises ValueError for another value of `running`, and for an engine that is closed or whose
+        weights are in the memory of the host.
         """
         checks.require_running(running)
         with self._turn:
@@ -96,7 +95,7 @@ class Managed(abc.ABC):
                 self._put_back(running)
                 return
             programs = self._runner.programs
-            programs.renew(None)  # so that nobody else has the old arrays
+            programs.renew(None)  # so that no program keeps the old arrays
             try:
                 update(self.lm, tree, scales=scales, version=version)
             finally:
@@ -105,9 +104,9 @@ class Managed(abc.ABC):
             self._put_back(running)
 
     def hold(self) -> None:
-        """Holds all requests that have begun, which give up their pages, until `release`.
+        """Frees the pages of running and preempted requests, which wait for `release`.
 
-        Requests that have not begun, and those that come, go on. Raises ValueError for an engine
+        Requests that have not started, and new ones, run meanwhile. Raises ValueError for an engine
         that is closed or asleep.
         """
         with self._turn:
@@ -117,20 +116,20 @@ class Managed(abc.ABC):
             self._put_back("hold")
 
     def release(self) -> None:
-        """Lets the requests that are held go on: they read their tokens again."""
+        """Resumes the held requests, whose tokens are prefilled again."""
         with self._turn:
             self._require_open()
             self._runner.planner.release()
         self._wake.set()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Gives the memory of the cache back, until `wake`; requests wait, and are read again.
+        """Frees the memory of the cache until `wake`; requests wait, and are prefilled again then.
 
-        weights: whether the model's weights go to the memory of the host, too. The model can't be
-            used until then, also by others.
+        weights: whether to move the model's weights to the memory of the host, too. No engine and
+            no caller can use the model until `wake`.
 
-        Nothing happens to an engine that is asleep. Raises ValueError for one that is closed, and
-        with weights for a model that is divided among devices.
+        No effect if the engine sleeps. Raises ValueError for a closed engine, and with `weights`
+        for a model that is divided among devices.
         """
         require_type("weights", weights, bool)
         if weights:
@@ -145,10 +144,10 @@ class Managed(abc.ABC):
                 self.lm.sleep()
 
     def wake(self) -> None:
-        """Takes memory for the cache again; no program is compiled. Nothing happens if awake.
+        """Allocates the cache again; compiles nothing. No effect if the engine is awake.
 
-        Raises ValueError for an engine that is closed, and an error of the device, which leaves the
-        engine asleep, where memory is lacking.
+        Raises ValueError for a closed engine, and the device's error if memory is insufficient,
+        which leaves the engine asleep.
         """
         with self._turn:
             self._require_open()
@@ -157,7 +156,7 @@ class Managed(abc.ABC):
         self._wake.set()
 
     def _put_back(self, running: str) -> None:
-        """Does with requests that have begun as asked; no program is under way."""
+        """Applies `running` to the requests that have started; no program may be in flight."""
         planner = self._runner.planner
         if running == "hold":
             planner.hold()

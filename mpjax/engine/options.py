@@ -67,7 +67,7 @@ def require_observer(observer: Any) -> None:
 
 
 def require_running(running: Any) -> None:
-    """Raises ValueError for what can't become of requests when weights are updated."""
+    """Raises ValueError unless `running` is one of RUNNING."""
     if not isinstance(running, str) or running not in RUNNING:
         raise ValueError(f"running is {running!r}: expected {', '.join(RUNNING)}")
 

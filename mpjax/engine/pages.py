@@ -94,7 +94,7 @@ class PagePool:
             self._keys[page], self._pages[key] = key, page
 
     def forget(self) -> None:
-        """Lets nobody find the content of any page, and frees those that are kept for it."""
+        """Removes all pages from the prefix cache, and frees those without an owner."""
         self._free.extend(self._idle)
         for known in (self._idle, self._keys, self._pages):
             known.clear()
@@ -251,7 +251,7 @@ class PageGroups:
             pool.release(own)
 
     def forget(self) -> None:
-        """Lets nobody find the content of any page, or a snapshot, such as of older weights."""
+        """Removes all pages and snapshots from the prefix cache, such as those of older weights."""
         self.snapshots.forget()
         for pool in self.pools:
             pool.forget()

@@ -80,7 +80,7 @@ def steps_of(pending: Pending) -> int:
 def keep_captured(pending: Pending) -> None:
     """Adds the activations that a program has captured, if any, to its requests.
 
-    Tokens that speculation has refused are behind those that count.
+    Rejected proposed tokens, which come after the counted ones, are left out.
     """
     if (arrays := pending.results.captured) is None:
         return

@@ -42,7 +42,7 @@ class Piece:
 
     @property
     def begins_forced(self) -> bool:
-        """Whether it is the first chunk of forced tokens, which the token before them begins."""
+        """Whether it is the first chunk of forced tokens; it begins with the token before them."""
         return self.forced > 0 and self.start == len(self.row.tokens) - self.forced - 1
 
 
@@ -79,7 +79,7 @@ class Extend:
 
     @property
     def work(self) -> float:
-        """The context work of all pieces; see `pace`."""
+        """The attention cost of all pieces, in tokens at position 0 (`pace.context_work`)."""
         return sum(context_work(piece.start, piece.end - piece.start) for piece in self.pieces)
 
 
@@ -118,7 +118,7 @@ class Planner:
         row.is_known = True
 
     def renew(self, version: int) -> None:
-        """Notes that rows are read with other weights from now on: pages before are not found."""
+        """Notes new weights: pages and snapshots of older ones are no longer found."""
         self.version = version
         self.groups.forget()
         for row in self.running:
@@ -126,20 +126,20 @@ class Planner:
             row.stations = set()
 
     def put_back(self) -> None:
-        """Lets all rows that run give up their places, and wait; no program may be under way."""
+        """Preempts all running rows, which wait again; no program may be in flight."""
         for row in self.running[::-1]:
             self._leave(row, is_finite=True)
             self.submit(row)
 
     def hold(self) -> None:
-        """Takes all rows that have begun out of those that wait and run, until `release`."""
+        """Preempts all running rows; keeps all rows that have run from running until `release`."""
         self.put_back()
         begun = [row for row in self.waiting if row.runs]
         self.waiting = [row for row in self.waiting if not row.runs]
         self.held += begun
 
     def release(self) -> None:
-        """Lets the rows that are held wait for a slot again."""
+        """Adds the held rows to the waiting ones."""
         held, self.held = self.held, []
         for row in held:
             self.submit(row)
@@ -215,7 +215,7 @@ class Planner:
             self.groups.snapshots.publish(place, self._key(row, piece.end))
         self._settle_pages(row)
 
-    # -- reading prompts
+    # -- prefill
 
     def _may_read_on(self) -> bool:
         """Whether decoding rows may wait for a further prefill program of middle size."""

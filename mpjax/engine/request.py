@@ -205,7 +205,7 @@ class RowsOptions:
             ids = settings.row.stop_ids[0]
             ids = ids[ids != NO_ID].tolist()
             own, matcher = read_constraint(lm, constraint, ids, processors)
-            # Without what may forbid the only token, which is an error, or draw another one.
+            # Nothing else may draw another token, or forbid the allowed one, which is an error.
             is_free = not wanted and sampling.allowed_ids is None and sampling.bad_words is None
             is_free &= sampling.logit_bias is None  # rules are in `wanted`
             settings = dataclasses.replace(settings, matcher=matcher, is_forcible=is_free)
@@ -263,7 +263,7 @@ class Request:
     scores: list[Scores] = dataclasses.field(default_factory=list)
 
     def restart(self) -> None:
-        """Forgets all that was drawn and scored, unless it has not begun; its row waits."""
+        """Forgets all drawn tokens and scores, and makes the row wait; no effect on a new row."""
         if self.row.runs:
             self.row.restart()
             self.handle.restart()

@@ -111,7 +111,7 @@ class Row:
         self.forced, self.target = len(tokens), len(self.tokens)
 
     def take_forced(self) -> list[int]:
-        """Pops the forced tokens, which come back with `learn` or are found once more."""
+        """Pops the forced tokens; `learn` adds them again, or the constraint forces them again."""
         tokens, self.forced = self.forced_tokens, 0
         del self.tokens[len(self.tokens) - len(tokens) :]
         return tokens

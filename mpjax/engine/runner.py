@@ -128,17 +128,17 @@ class Runner:
     def submit(self, request: Request) -> None:
         """Adds a request to the waiting ones."""
         self.requests[request.handle] = request
-        look_ahead(request.row, 1, self.planner.sizes)  # behind the token that its prefill draws
+        look_ahead(request.row, 1, self.planner.sizes)  # after the token that its prefill draws
         self.planner.submit(request.row)
 
     def take_weights(self) -> None:
-        """Takes the weights that the model has now, if they are others than before."""
+        """Takes the model's current weights if they have changed."""
         if self.planner.version != self._lm.version:
             self.programs.renew(self._lm.for_device)
             self.planner.renew(self._lm.version)
 
     def drain(self) -> list[Event]:
-        """Waits for the program that is under way, and tells the requests what it has drawn."""
+        """Waits for the program in flight, and reports its tokens to the requests."""
         pending, self._pending = self._pending, None
         events = [] if pending is None else self._read(pending)
         self.clock.rest()
@@ -150,9 +150,9 @@ class Runner:
         return "_state" not in self.__dict__
 
     def sleep(self) -> None:
-        """Frees the cache and lets go of the model's arrays; no program may be under way.
+        """Frees the cache and releases the model's arrays; no program may be in flight.
 
-        Rows that run wait to be read again after `wake`.
+        Running rows wait, and are prefilled again after `wake`.
         """
         self.planner.put_back()
         self.planner.take_left()
@@ -319,7 +319,7 @@ class Runner:
         masks = self.programs.no_masks(pending.size)
         masks = filling.fill_masks(masks, plan.rows, drafts)
         state = self._with_control()
-        # `forward` alone captures, so `choose` is that of all rows.
+        # Only `forward` captures activations, so `choose` is the same program for all rows.
         stepping, (*rest, captured) = dataclasses.replace(stepping, watching=None), forwarded
         state, drawn = self.programs.choose(state, stepping, plan, (*rest, None), masks)
         pending.drawn = dataclasses.replace(drawn, captured=captured)
@@ -344,7 +344,10 @@ class Runner:
                 self._controlled |= {row.slot} if row.is_controlled else set()
 
     def _begin_control(self, row: Row, control: Control | None, read: int) -> None:
-        """Passes a row's tokens from index `read` on to `control`, or what is in its slot."""
+        """Advances `control`, or without it the processors in the row's slot, by the row's tokens.
+
+        read: the number of first tokens that are not new to the processors, or are its prompt.
+        """
         assert row.slot is not None
         tokens = filling.history(row, places(self._state)[1] * self._state.cache.page_size)
         ends, begun = (np.int32(read), np.int32(len(row.tokens))), self._with_control()

@@ -89,7 +89,10 @@ class Sizes:
         return sorted({middle, self.chunk} | ({small} if greedy else set()))
 
     def row_sizes(self, rows: int, usual: Iterable[int]) -> list[int]:
-        """The compiled batch sizes up to `rows`, ascending. usual: the sizes unless fine."""
+        """The compiled batch sizes up to `rows`, ascending.
+
+        usual: the sizes of an engine whose sizes are not `fine`.
+        """
         if self.single:
             return [rows]
         return ladder(1, rows) if self.fine else sorted(usual)

@@ -47,7 +47,10 @@ class SnapshotPool:
         return key in self._idle
 
     def use(self, key: bytes) -> int:
-        """The place under a key; it must be copied before the next prefill program."""
+        """The place of the snapshot under a key, which later calls of `take` may reuse.
+
+        The caller copies the snapshot before the next prefill program.
+        """
         self._idle.move_to_end(key)
         return self._idle[key]
 

@@ -58,13 +58,12 @@ def create_state(
 
 
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
-    """The arrays of a tree on the devices that they have, for good; nothing is copied.
+    """The arrays of a tree, committed to the devices that they are on; nothing is copied.
 
-    mesh: of a divided model, whose devices each get arrays whole that are not on several yet.
+    mesh: the mesh of a divided model, over which uncommitted arrays are replicated.
 
-    A program is compiled for arguments that may be anywhere, or for those that may not, and results
-    of the latter may not. A trainer's arrays may not be elsewhere. So no engine's may, and new
-    weights compile nothing again.
+    `jit` compiles a program again if an argument is committed that was not before. A trainer's
+    arrays are committed. So all arrays of an engine are, and new weights recompile nothing.
     """
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(

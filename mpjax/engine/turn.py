@@ -13,7 +13,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._next = threading.Lock()  # of who waits: a loop of steps can't take each turn itself
+        self._next = threading.Lock()  # whose turn is next: no thread can take all turns
         self._holder: int | None = None  # the thread that holds the lock
 
     def require_other(self) -> None:

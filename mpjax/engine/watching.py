@@ -86,7 +86,7 @@ class OfSequences(Steer):
     at: str
 
     def __call__(self, value: jax.Array, layer: int, positions: jax.Array) -> jax.Array:
-        """The value, changed for each sequence by its own."""
+        """The value, in which each sequence is changed by its own Steer."""
         sequences = self.sequences
         if sequences is None:
 
@@ -117,7 +117,7 @@ class Watching:
 
     @classmethod
     def of(cls, rows: Sequence[Watched | None], size: int) -> Watching | None:
-        """Of rows of one kind, padded to `size` rows; None if they are not watched."""
+        """The Watching of rows of one kind, padded to `size` rows; None if they are not watched."""
         if not rows or (first := rows[0]) is None:
             return None
         steers = [row.steer for row in rows if row is not None]
@@ -125,7 +125,7 @@ class Watching:
 
     @property
     def kind(self) -> Hashable:
-        """The part of a program's name."""
+        """The part of a program's key: captured layers, and the structure of the changes."""
         return self.capture, jax.tree.structure(self.steers)
 
     def begin(

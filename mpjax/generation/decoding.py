@@ -306,7 +306,7 @@ def _generate(
 def _require_positions(model: Decoder, lengths: jax.Array, max_new_tokens: int) -> None:
     """Raises ValueError if a row would exceed the model's positions; traced lengths pass."""
     positions = model.config.max_position_embeddings
-    if not are_between(lengths, 1, positions + 1 - max_new_tokens):  # none for the last
+    if not are_between(lengths, 1, positions + 1 - max_new_tokens):  # none for the last token
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
@@ -348,7 +348,7 @@ def collect(loop: Loop) -> GeneratedTokens:
     lengths = state.cache.lengths[:, None, None]
 
     def only_read(values: jax.Array) -> jax.Array:
-        """Captures [batch, positions, ...] without those of refused tokens behind a row's end."""
+        """Captures [batch, positions, ...] without those of rejected tokens after a row's end."""
         return jnp.where(jnp.arange(values.shape[1])[None, :, None] < lengths, values, 0)
 
     return GeneratedTokens(*found, jax.tree.map(only_read, state.cache.captured))

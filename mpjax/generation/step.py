@@ -100,7 +100,7 @@ def _ends(found: Draw, state: State) -> jax.Array:
 
 
 def given(logits: jax.Array, counts: jax.Array) -> Callable[[DecoderCache], Read]:
-    """A `read` for tokens that are already in the cache but not counted in its lengths.
+    """The argument `read` of `step` for tokens in the cache that its lengths don't count yet.
 
     logits: after these tokens. counts: [rows], their number in each row.
     """
@@ -115,7 +115,7 @@ def given(logits: jax.Array, counts: jax.Array) -> Callable[[DecoderCache], Read
 def newest(
     model: Decoder, state: State, goes_on: jax.Array, proposal: Proposal | None = None
 ) -> Callable[[DecoderCache], Read]:
-    """A `read` of each row's newest token and its proposal, for rows in `goes_on` (bool [rows])."""
+    """The argument `read` of `step` for the newest token and proposal of rows in `goes_on`."""
 
     def read(cache: DecoderCache) -> Read:
         if proposal is None:

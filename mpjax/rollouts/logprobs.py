@@ -28,7 +28,7 @@ def token_logprobs(
     temperature: float = 1.0,
     routes: Any = None,
 ) -> jax.Array:
-    """The log-probability of each token behind those before it: float32 [batch, tokens − 1].
+    """The log-probability of each token given those before it: float32 [batch, tokens − 1].
 
     Entry i is of token i + 1, and 0 where that is padding. It is differentiable with respect to all
     of the model that can be trained (`mpjax.trainable`): adapters, learned scales, 16-bit weights;
@@ -39,10 +39,10 @@ def token_logprobs(
     routes: the experts of each token by layer, int [batch, tokens or tokens − 1, k], such as
         `captured["router"]` of `generate_tokens`; their weights are the model's own. In other
         layers, and with None, routers choose.
-    temperature: by which logits are divided first; 1 for those that handles and `generate` have.
+    temperature: divides the logits first; with 1, results are comparable to those of `generate`.
 
-    Logits are computed for some tokens at a time, and again in the backward pass, so that memory
-    doesn't hold those of all, unless the model is divided among devices.
+    To save memory, logits are computed for a chunk of tokens at a time, and recomputed in the
+    backward pass, unless the model is divided among devices.
 
     Raises ValueError for arguments that don't fit.
     """
@@ -76,7 +76,7 @@ def _of_tokens(
     temperature: float,
     routes: Routes | None,
 ) -> jax.Array:
-    """The log-probabilities of following tokens int [batch, tokens], behind `tokens`."""
+    """The log-probabilities of `following`, int [batch, tokens], given `tokens`."""
     if model.mesh is not None:
         return logprobs(model(tokens) / temperature, following)
     return _of_chunks(model, model.hidden(tokens, routes=routes), following, temperature)
@@ -85,7 +85,7 @@ def _of_tokens(
 def _of_chunks(
     model: Decoder, hidden: jax.Array, following: jax.Array, temperature: float
 ) -> jax.Array:
-    """The log-probabilities of tokens int [batch, tokens] behind normed states, some at a time."""
+    """The log-probabilities of tokens int [batch, tokens] by normed states, a chunk at a time."""
     count = following.size
     size = min(count, max(1, HEAD_VALUES // model.config.vocab_size))
     padding = -count % size

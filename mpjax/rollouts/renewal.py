@@ -69,7 +69,7 @@ def _largest(values: list[jax.Array]) -> jax.Array:
 
 
 def _near(value: Any, old: jax.Array) -> jax.Array:
-    """A value on the devices of an array: moved between devices, where it has others."""
+    """The value on the devices of `old`, to which it is moved if it is on others."""
     if isinstance(value, jax.Array) and value.sharding == old.sharding:
         return value
     return jax.device_put(value, old.sharding)
@@ -140,7 +140,7 @@ def _put_packed(
 def _put_rounded(
     pair: tuple[QuantizedTensor, jax.Array], begin: int, keep_scales: bool, chunk: int
 ) -> QuantizedTensor:
-    """The kernel [K, N] with outputs from `begin` on, of weights [K, outputs]."""
+    """The kernel [K, N] with its outputs from `begin` on replaced by rounded [K, outputs]."""
     kernel, weights = pair
     channels, outputs = weights.shape
     size = min(outputs, max(BLOCK, chunk // channels // BLOCK * BLOCK))
@@ -159,7 +159,7 @@ def _put_rounded(
 
 
 def _take(kernel: QuantizedTensor, begin: Any, size: int) -> QuantizedTensor:
-    """The tensor of so many outputs from `begin` on."""
+    """The tensor with only `size` outputs from `begin` on."""
     found: dict[str, Any] = {
         name: jax.lax.dynamic_slice_in_dim(array, begin, size, array.ndim + axis)
         for name, axis in OUTPUT_AXES.items()
@@ -169,7 +169,7 @@ def _take(kernel: QuantizedTensor, begin: Any, size: int) -> QuantizedTensor:
 
 
 def _put(kernel: QuantizedTensor, new: QuantizedTensor, begin: Any) -> QuantizedTensor:
-    """The tensor with other outputs from `begin` on."""
+    """The tensor with its outputs from `begin` on replaced by those of `new`."""
     found: dict[str, Any] = {
         name: jax.lax.dynamic_update_slice_in_dim(
             array, getattr(new, name), begin, array.ndim + axis

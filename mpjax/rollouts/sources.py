@@ -30,14 +30,14 @@ IGNORED = ("rotary_emb.inv_freq",)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The outputs of a part of a linear place that some arrays fill; static.
+    """The output channels of one part of a linear place that some arrays fill; static.
 
-    part: its number. begin, end: output channels in the part. first: the place of the first of them
-        among the outputs of an array. is_bias: whether they are those of the bias.
+    part: its index. begin, end: the output channels in the part. first: the index of the first of
+        them among an array's outputs. is_bias: whether the arrays are biases.
     is_file: whether a weight is [out, in] as in files, and not [in, out].
-    experts: the experts whose arrays they are, one for each; None for a single array, of all
-        experts where the place has some.
-    alternates: whether outputs of gate and up come in turn in an array, and apart in the part.
+    experts: the index of each array's expert; None for a single array, which has all experts if the
+        place has experts.
+    alternates: whether an array alternates the outputs of gate and up, which the part concatenates.
     """
 
     part: int
@@ -52,10 +52,10 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """Where one array of a tree belongs.
+    """Where one array of a tree belongs in the model.
 
-    place: of a parameter, or the variable itself for what is no place of files. pieces: of a linear
-    place. shape: that the array must have. offset: that is added to it.
+    place: the parameter's place, or the variable itself if it has none. shape: the array's expected
+    shape. pieces: what the array fills of a linear place. offset: is added to the array.
     """
 
     place: ArrayPlace | LinearPlace | nnx.Variable
@@ -68,7 +68,7 @@ class Home:
 class Sources:
     """The arrays of a tree by the places that they fill.
 
-    arrays: a parameter or a variable, its array, and what is added to it.
+    arrays: (place or variable, its array, the offset) for each parameter outside linear maps.
     linears: for each path of linear maps, the place, and the arrays of each piece.
     names: of all arrays in the tree, in the order of `values`.
     """
@@ -119,7 +119,7 @@ def _keys(tree: Any) -> list[str]:
 
 
 def _homes_of_names(model: Decoder) -> dict[str, Home]:
-    """The homes of arrays by the names of files' tensors, also of tensors of all experts."""
+    """The Home of each tensor name in files, including fused tensors of all experts."""
     homes = {
         place.name: Home(place, place.file_shape, offset=place.offset)
         for place in model.array_places(model.config)
@@ -141,7 +141,7 @@ def _homes_of_names(model: Decoder) -> dict[str, Home]:
 
 
 def _add_fused(homes: dict[str, Home], place: ExpertPlace, number: int, has_bias: bool) -> None:
-    """Adds the homes of the tensors of all experts that have a map of the first expert."""
+    """Adds the Homes of the fused tensors that contain a map of the first expert."""
     for suffix in ("weight", "bias") if has_bias else ("weight",):
         own = homes[f"{place.names[number]}.{suffix}"]
         whole, half = name_of_all(f"{place.names[number]}.{suffix}")
@@ -156,7 +156,7 @@ def _add_fused(homes: dict[str, Home], place: ExpertPlace, number: int, has_bias
 
 
 def _homes_of_paths(model: Decoder, named: Mapping[str, Any]) -> dict[str, Home]:
-    """The homes of those arrays that a model with the same layers has by their paths."""
+    """The Homes of arrays that are named by the paths of a model with the same layers."""
     arrays = {place.path: place for place in model.array_places(model.config)}
     linears = {place.path: place for place in model.linear_places(model.config)}
     variables = {".".join(map(str, path)): it for path, it in nnx.iter_graph(model)}
@@ -226,7 +226,7 @@ def _pieces(place: LinearPlace, parts: int) -> list[Piece]:
 
 
 def _gathered(pieces: Mapping[Piece, Sequence[Any]]) -> dict[Piece, list[Any]]:
-    """The pieces with those that differ in the expert alone joined, in the experts' order."""
+    """The pieces, joined if they differ only in the expert, in the order of experts."""
     gathered: dict[Piece, list[tuple[int, Any]]] = {}
     found: dict[Piece, list[Any]] = {}
     for piece, arrays in pieces.items():
@@ -243,7 +243,7 @@ def _gathered(pieces: Mapping[Piece, Sequence[Any]]) -> dict[Piece, list[Any]]:
 
 
 def _is_left_out(name: str, model: Decoder, named: Mapping[str, Any]) -> bool:
-    """Whether a tensor of files is one that the model has no place for, and needs none."""
+    """Whether the model does not need a tensor of the files, such as a tied head."""
     config = model.config
     embedding, head = (name_of(model.names, path) for path in (EMBEDDING, HEAD))
     is_tied = config.tie_word_embeddings and name == head and embedding in named

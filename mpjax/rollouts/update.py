@@ -27,28 +27,28 @@ def update(
         grads = ...; optimizer.update(trainer, grads)
         mpjax.update(lm, nnx.state(trainer))      # or {"model.norm.weight": ..., ...}
 
-    tree: of all weights or some: an nnx.State or a module of a model with the same layers, such as
-        the 16-bit model that the packed `lm` was made from, or nested mappings like its state, or a
-        mapping from the names of tensors in Hugging Face's files to arrays. Of 16 or 32 bits, also
-        NumPy's; or packed as `lm` is. Arrays that are divided among devices, or on others, are
-        moved from device to device, one at a time.
-    scales: of packed weights: `new` rounds to nearest as `load` does; `keep` keeps scales and zero
-        points, so that fewer codes change where weights move little, and weights beyond the old
-        range get the outermost codes.
-    version: an integer above `lm.version`, which becomes it; by default the next.
+    tree: all weights or some: an nnx.State or a module of a model with the same layers, such as the
+        16-bit model that the packed `lm` was made from; nested mappings like its state; or a
+        mapping from the names of tensors in Hugging Face's files to arrays. Arrays have 16 or 32
+        bits, also in NumPy, or are packed as in `lm`. Arrays that are divided among devices, or on
+        other devices, are moved from device to device, one at a time.
+    scales: how packed weights are rounded: `new` rounds to nearest as `load` does; `keep` keeps
+        scales and zero points, so that fewer codes change if weights change little, and weights
+        out of the old range are clamped.
+    version: the new `lm.version`, an integer above the old one; by default the next.
 
-    The memory of the old arrays is used again (donated): whoever shares them, as the models of
-    `mpjax.lora`, `with_adapter` and `mpjax.quantize` do, must be made again. Shapes and formats
-    stay, so that no program is compiled again. Engines of the model take the new weights with their
-    next step; `Engine.update_weights` also says what becomes of requests that run, and waits for
-    its thread.
+    The old arrays are donated, so models that share them (of `mpjax.lora`, `with_adapter` and
+    `mpjax.quantize`) must be made again. Shapes and formats stay the same, so that no program is
+    recompiled. Engines of the model take the new weights with their next step;
+    `Engine.update_weights` also decides what happens to running requests, and waits for the
+    engine's thread.
 
-    Weights are rounded as they come. Where a method such as AWQ or `rotate` has moved scales
-    between the parameters of `lm`, update all of the model, not some.
+    Weights are rounded without rescaling. If a method such as AWQ or `rotate` has moved scales
+    between the parameters of `lm`, update all weights of the model.
 
-    Raises ValueError, before anything is written, for names that the model has no place for, for
-    other shapes and dtypes, for values that are NaN, infinite or beyond the range of the model's
-    dtype, for a down projection behind Hadamard's transform, and for a model that is divided among
+    Raises ValueError, before anything is written, for unknown names, for wrong shapes and dtypes,
+    for values that are NaN, infinite or beyond the range of the model's dtype, for a down
+    projection with a Hadamard transform of its input, and for a model that is divided among
     devices.
     """
     version = check_update(lm, scales, version)
@@ -71,7 +71,7 @@ def update(
 
 
 def check_update(lm: LanguageModel, scales: str, version: int | None) -> int:
-    """The version of the next weights. Raises what `update` does for all but the tree."""
+    """The version of the next weights. Raises the errors of `update`, except those of the tree."""
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     if not isinstance(scales, str) or scales not in SCALES:
         raise ValueError(f"scales is {shown(scales)}: expected {' or '.join(map(repr, SCALES))}")
@@ -80,7 +80,7 @@ def check_update(lm: LanguageModel, scales: str, version: int | None) -> int:
 
 
 def _without(pieces: dict[Any, list[Any]], parts: list[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """The pieces but for those whose arrays are the model's own, which stay."""
+    """The pieces without those whose arrays the model already has."""
     own = {id(leaf) for leaf in jax.tree.leaves(parts)}
     return {
         piece: arrays
@@ -90,7 +90,7 @@ def _without(pieces: dict[Any, list[Any]], parts: list[tuple[Any, Any]]) -> dict
 
 
 def _require_sound(lm: LanguageModel, sources: Sources) -> None:
-    """Raises ValueError for values that the model can't hold, and for weights it has changed."""
+    """Raises ValueError for values out of range, and for maps with a Hadamard transform."""
     for number, block in enumerate(lm.config.hadamard_blocks):
         if block is not None and (path := f"layers.{number}.mlp.down") in sources.linears:
             raise ValueError(

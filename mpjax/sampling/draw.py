@@ -21,7 +21,7 @@ from mpjax.sampling.processors import Attachment, draw_own
 from mpjax.sampling.random_keys import gumbel_noise, row_keys, step_keys
 from mpjax.sampling.settings import UNLIMITED, RowSettings
 
-TOP_LOGPROBS = 20  # the most likeliest tokens that are returned for one position
+TOP_LOGPROBS = 20  # the largest number of likeliest tokens returned for a position
 # Division by a smaller temperature could overflow. At this one, only the most likely token is drawn
 # anyway.
 LEAST_TEMPERATURE = 2.0**-100

@@ -65,7 +65,7 @@ class Suppress(TokenRule):
 
 @_static
 class MinLength(TokenRule):
-    """No end before a number of tokens of prompt and answer. ids: the tokens that end a text."""
+    """No end before prompt and answer have `tokens` tokens. ids: the tokens that end a text."""
 
     tokens: int
     ids: tuple[int, ...]
@@ -107,7 +107,7 @@ class LengthDecay(TokenRule):
         return {"exponential_decay_length_penalty": found, "eos_token_id": list(self.ids)}
 
     def __call__(self, logits: jax.Array, memory: Any, number: jax.Array) -> jax.Array:
-        """The logits, with likelier ends."""
+        """The logits, with those of end tokens raised."""
         ids, over = np.asarray(self.ids, np.int32), (number - self.start).astype(jnp.float32)
         growth = jnp.float32(self.factor) ** jnp.maximum(over, 0) - 1
         own = logits.at[ids].get(mode="fill", fill_value=0)
@@ -120,7 +120,7 @@ class LengthDecay(TokenRule):
 class NoRepeat(TokenRule):
     """No sequence of `size` tokens occurs twice in prompt and answer.
 
-    room: the most tokens of a row, set by who runs the rows.
+    room: the most tokens of a row, set by `sized`.
     """
 
     size: int

@@ -139,7 +139,7 @@ class TunixRollout(BaseRollout):
         return str(self._tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in stops else ids))
 
     def _seeds(self, seed: Any, count: int) -> jax.Array:
-        """A key for each row. seed: a key or an integer; None for other numbers in each call."""
+        """A key for each row. seed: a key or an integer; None for new keys in each call."""
         self._calls += 1
         seed = self._calls if seed is None else seed
         is_typed = jnp.issubdtype(getattr(seed, "dtype", int), jax.dtypes.prng_key)
@@ -178,7 +178,7 @@ class TunixRollout(BaseRollout):
 def _completion_logprobs(
     model: Decoder, prompts: jax.Array, completions: jax.Array, pad: int, temperature: float
 ) -> jax.Array:
-    """The log-probabilities of completions [batch, tokens] behind prompts padded on the left."""
+    """The log-probabilities of completions [batch, tokens] after prompts padded on the left."""
     rows = jnp.concatenate([prompts, completions], 1)
     before = jnp.argmax(prompts != pad, 1)  # padding
     columns = jnp.arange(rows.shape[1])[None] + before[:, None]

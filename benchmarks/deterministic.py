@@ -45,14 +45,14 @@ CONTEXT, STEPS, PROMPT, ROUNDS = 1024, 32, 2048, 4
 def _read(
     model: Decoder, tokens: jax.Array, following: jax.Array, cache: DecoderCache, format: str
 ) -> tuple[jax.Array, DecoderCache]:
-    """Adds tokens [rows, tokens] to the cache; the log-probabilities of those behind them."""
+    """Adds tokens [rows, tokens] to the cache; returns the log-probabilities of `following`."""
     counts = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
     found, cache = model.step(tokens, counts, cache, every_position=True)
     return logprobs(found[..., : model.config.vocab_size], following), cache
 
 
 def read(model: Decoder, format: str, tokens: np.ndarray, pieces: Sequence[int]) -> np.ndarray:
-    """The log-probabilities [rows, tokens − 1] of texts that are read in pieces."""
+    """The log-probabilities [rows, tokens − 1] of texts that are prefilled in pieces."""
     cache = model.create_cache(len(tokens), tokens.shape[1], format)
     found, begin = [], 0
     for size in pieces:
@@ -66,7 +66,7 @@ def read(model: Decoder, format: str, tokens: np.ndarray, pieces: Sequence[int])
 
 
 def differing(model: Decoder, format: str) -> dict[str, int]:
-    """How many tokens' log-probabilities differ from those of `token_logprobs`, by the reading."""
+    """Way of prefill → the number of log-probabilities that differ from `token_logprobs`."""
     tokens = np.random.default_rng(0).integers(1, 1000, (ROWS, TOKENS)).astype(np.int32)
     score = jax.jit(mpjax.token_logprobs)
     expected = np.concatenate(

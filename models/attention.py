@@ -111,7 +111,7 @@ class GroupedQuerySpec(AttentionSpec):
 
     @property
     def maps(self) -> int:
-        """The number of maps of the input to queries, and mostly to keys and to values."""
+        """The number of maps of the input: to queries, and to the layer's own keys and values."""
         return 1 if self.reads_back is not None else 3 - self.keys_as_values
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
@@ -253,7 +253,7 @@ class Attention(nnx.Module):
         # A norm after RoPE removes any factor of queries and keys.
         factor = rotary.attention_factor(config, spec.rope)
         self.attention_factor = 1.0 if spec.qk_norm and spec.norm_after else factor
-        self.norm_after = has_weights and spec.norm_after  # RoPE keeps lengths, but not weights
+        self.norm_after = has_weights and spec.norm_after  # unweighted norms commute with RoPE
         self.growth = spec.growth, spec.growth_context, int(spec.growth_from_one)
         self.bidirectional = spec.bidirectional
         order = rotary.channel_order(self.rotary_dim, self.head_dim, spec.interleaved)

@@ -99,7 +99,7 @@ class SublayerSpec(abc.ABC):
 
     @property
     def reads_stream(self) -> bool:
-        """Whether the module reads the residual stream itself, and no norm of it by the layer."""
+        """Whether the module gets the residual stream itself instead of the layer's norm of it."""
         return False
 
     def __post_init__(self) -> None:

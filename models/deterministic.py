@@ -1,4 +1,4 @@
-"""Deterministic mode: a token's numbers depend on the tokens before it, and on nothing else."""
+"""Deterministic mode: a token's logits depend on the tokens before it, and on nothing else."""
 
 from __future__ import annotations
 

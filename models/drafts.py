@@ -98,7 +98,7 @@ class Drafts(Keeper):
         return model
 
     def _drop_drafts(self, shards: int = 1) -> None:
-        """Drops the layer that drafts, in place. shards: whose arrays are behind one another."""
+        """Drops the layer that drafts, in place. shards: the number of concatenated shares."""
         self.config = self.config.without_drafts()
         depth = self.config.depth
         self.layers = nnx.List(self.layers[:depth])

@@ -101,7 +101,7 @@ class KimiLinear(Decoder):
 
 
 def _kinds(hf: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer: by the lists of `linear_attn_config`, else 4, 8, … are whole."""
+    """The kind of each layer: by `linear_attn_config`, else full attention in layers 4, 8, …."""
     count = layer_count(hf)
     lists = [written.get(key) for key in _LISTS]
     if None in lists:

@@ -80,7 +80,7 @@ def joined_terms(*parts: jax.Array) -> jax.Array:
     """
     wide = [part.astype(jnp.float32) for part in parts]
     if is_batch_invariant():
-        # Factors of terms are not fused with their sum in some programs alone.
+        # Without the barrier, XLA would fuse products into this sum in some programs only.
         wide = [part.sum(0, keepdims=True) for part in jax.lax.optimization_barrier(wide)]
     return jnp.concatenate(wide)
 

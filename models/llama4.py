@@ -27,7 +27,7 @@ _KINDS = ("full_attention", "chunked_attention")
 
 
 class Llama4(Decoder):
-    """Llama 4: attention in chunks, every fourth layer whole and without RoPE; experts."""
+    """Llama 4: attention in chunks, but full and without RoPE in every fourth layer; experts."""
 
     names: ClassVar[Names] = {
         **NAMES,

@@ -243,7 +243,7 @@ class ExpertPlace(LinearPlace):
         return [Window(False, at, min(at + size, self.experts), True) for at in begins]
 
     def part_shapes(self, count: int) -> list[tuple[int, ...]]:
-        """The shape [experts, in, out] of the stack, which is one part."""
+        """The kernel shape [experts, in, out] of the stack. Raises ValueError unless count is 1."""
         if count != 1:
             raise ValueError(f"{self.path} has {count} parts: expected 1")
         inputs, outputs = self.shapes[0][0], sum(n for _, n in self.shapes[: self.joined_maps])

@@ -180,7 +180,10 @@ class ShardedDecoder(Decoder):
     def assign_shares(
         self, place: LinearPlace, shares: Sequence[Part], formats: Sequence[WeightFormat | None]
     ) -> None:
-        """Puts the parts of all devices into their place. formats: of the whole kernels."""
+        """Replaces the linear maps at a place by their shares on all devices.
+
+        formats: the weight formats of the undivided kernels.
+        """
         axis = str(self.share.axis)
         if self.division.is_spread(place):
             place.assign(self.share, [SpreadLinear(p.kernel, p.bias, axis) for p in shares])

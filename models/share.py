@@ -146,7 +146,7 @@ def _divide_mlp(spec: MLPSpec, experts: ExpertDivision) -> Callable[..., MLPSpec
 
 
 def _of_half(units: Mapping[str, int], half: str) -> dict[str, int]:
-    """The units of a layer's mixer or MLP, by the paths inside it."""
+    """The units (`divide_config`) of a layer's mixer or MLP, by the paths inside it."""
     return {
         path.removeprefix(f"{half}."): unit
         for path, unit in units.items()

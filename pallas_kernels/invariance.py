@@ -20,8 +20,8 @@ from mpjax.kernels.checks import require_type
 from mpjax.kernels.gradients import with_gradients_of
 
 # Rows of a product that XLA computes in this mode. On a CPU, its library multiplies 8 columns of
-# float32 at a time, and what remains otherwise. On a GPU, products of so many rows still take no
-# longer than reading the matrix.
+# float32 at a time, and the remaining ones by other code. On a GPU, products of so many rows still
+# take no longer than reading the matrix.
 CPU_ROWS, GPU_ROWS = 8, 64
 LEAST_OUTPUTS = 16
 _is_invariant = jax.make_user_context(default_value=False)
@@ -96,11 +96,11 @@ def product(
         x, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
 
     def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-        # A matrix that is transposed ahead would be multiplied by other code in some programs.
+        # If the matrix were transposed first, some programs would multiply it by other code.
         dimensions = ((1,), (axis,)), ((), ())
         return jax.lax.dot_general(rows, matrix, dimensions, preferred_element_type=jnp.float32)
 
-    # A CPU multiplies by few outputs in another way, in which a row's place in its tile matters.
+    # With few outputs, a CPU's library runs code whose result depends on a row's index in its tile.
     outputs = matrix.shape[1 - axis]
     padding = [(0, 0), (0, 0)]
     padding[1 - axis] = (0, max(0, LEAST_OUTPUTS - outputs))

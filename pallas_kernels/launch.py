@@ -33,7 +33,7 @@ lowering.register_lowering(limit_registers_p)(lower_limit_registers)
 
 EARLY_LAUNCH_CAPABILITY = 9.0  # the first with programmatic dependent launch
 
-# A reference has the type of its array, as in the trees of a kernel's arguments.
+# Annotations give a Pallas reference the type of its array.
 load: Callable[..., jax.Array] = plgpu.load
 store: Callable[..., None] = plgpu.store
 

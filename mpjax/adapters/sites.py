@@ -124,7 +124,7 @@ def require_runnable(model: Decoder, what: str, paths: Collection[str], hint: st
 
 
 def whole(model: Decoder) -> Decoder:
-    """The model for `base_matrix`; a divided model's arrays are joined when read.
+    """The undivided model, for `base_matrix`; a divided model's arrays are joined when read.
 
     Raises CheckpointError if other processes hold some of the shares.
     """

@@ -97,9 +97,9 @@ def from_host(array: np.ndarray | np.generic) -> jax.Array:
 
 
 class CaseDecoding:
-    """A model with a case's loop after the prompt; each call decodes from there.
+    """A model and a generation loop after prefill; each call decodes from the end of the prompt.
 
-    Calls donate the loop and keep the returned one. prompt: tokens of a row.
+    Calls donate the loop and keep the returned one. prompt: the number of prompt tokens of a row.
     """
 
     def __init__(self, model: Decoder, loop: Loop, prompt: int) -> None:

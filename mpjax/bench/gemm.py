@@ -121,9 +121,9 @@ def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) ->
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and yields its row.
 
-    A call computes several products, each with its own weight and x, so that none is in the L2
-    cache and XLA can't merge them. The copies of one weight and their products are in memory at a
-    time.
+    A measured program computes several products, each with its own weight and x, so that no weight
+    is in the L2 cache and XLA can't merge products. The memory holds the weights of one shape and
+    format, and their products.
     """
     for shape in sweep.shapes:
         cublas = _cublas(shape, sweep.rows)

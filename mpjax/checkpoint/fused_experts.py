@@ -81,9 +81,9 @@ def join_experts(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
 
 
 def name_of_all(name: str) -> tuple[str, int]:
-    """The name of the tensor of all experts that holds the one of an expert, and its half there.
+    """The name of the fused tensor that contains an expert's tensor, and the index of its half.
 
-    The half is 0 where the tensor holds nothing else of an expert.
+    The index is 0 for a fused tensor without halves.
     """
     match = _NAME_OF_ONE.fullmatch(name)
     assert match is not None, f"{name} is no expert's"

@@ -98,7 +98,7 @@ class Save:
         self._thread: threading.Thread | None = None
 
     def start(self, writing: Writing) -> None:
-        """Ends a writing in a thread."""
+        """Finishes a write in a background thread."""
 
         def run() -> None:
             try:
@@ -151,7 +151,8 @@ def _checksums(model: Decoder) -> dict[str, list[int]]:
     found = own[None]
     if jax.process_count() > 1:
         found = np.asarray(multihost_utils.process_allgather(own))
-    # A share is one process's, and 0 in the others; a whole array is each one's: the first counts.
+    # Only the process that has a share has its checksum; the others have 0. Every process has the
+    # checksums of whole arrays.
     joined = found.max(0) if isinstance(model, ShardedDecoder) else found[0]
     return dict(zip(arrays, joined.tolist(), strict=True))
 
@@ -200,7 +201,7 @@ def together() -> Iterator[None]:
 
 
 def _meet(label: str) -> None:
-    """Waits until all processes have come here; a barrier without the devices."""
+    """Waits until all processes have called this; a barrier without the devices."""
     import orbax.checkpoint as ocp
 
     if jax.process_count() > 1:

@@ -12,8 +12,8 @@ from mpjax.cli import interrupts
 
 __all__ = ["main"]
 
-# A tenth of the time until the first token was that of collections while JAX is imported and
-# programs are traced: both make some hundred thousand objects that stay.
+# With Python's default, garbage collections take a tenth of the time until the first token:
+# importing JAX and tracing programs make some hundred thousand objects that stay.
 NEW_OBJECTS = 20_000  # between two collections
 
 

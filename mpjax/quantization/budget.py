@@ -132,7 +132,7 @@ def cheapest(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
     ValueError if nothing fits.
     """
     least = [min(option.bits for option in own) for own in options]
-    later = [*np.cumsum(least[::-1])[::-1].tolist(), 0]  # least bits of maps from each on
+    later = [*np.cumsum(least[::-1])[::-1].tolist(), 0]  # [i]: the least bits of maps i, i + 1, …
     if later[0] > budget:
         raise ValueError(f"the smallest options take {later[0]} bits, above {budget}")
     sizes, costs = np.zeros(1, np.int64), np.zeros(1)

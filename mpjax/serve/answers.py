@@ -105,7 +105,7 @@ class Style(Protocol):
         """The whole answer, after all requests have ended."""
 
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
-        """A reader that splits a choice into parts; None if the endpoint doesn't split."""
+        """A reader that splits a choice into reasoning, text and calls; None for no such parts."""
 
     def events(self, answer: Answer, index: int, handle: Handle) -> AsyncIterator[dict[str, Any]]:
         """The streamed objects of a choice, while it is generated."""
@@ -124,7 +124,7 @@ class _Chunked(abc.ABC):
 
     @abc.abstractmethod
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader | None:
-        """A reader that splits a choice into parts; None if the endpoint doesn't split."""
+        """A reader that splits a choice into reasoning, text and calls; None for no such parts."""
 
     @abc.abstractmethod
     def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:

@@ -134,7 +134,7 @@ class Responses:
         return self._response(answer, handle, finish_reason(handle, parts))
 
     def reader(self, answer: Answer, handle: Handle) -> AnswerReader:
-        """A reader that splits the answer into parts."""
+        """A reader that splits the answer into reasoning, text and tool calls."""
         self._namespaces = answer.asked.namespaces
         return answer.reader(handle)
 

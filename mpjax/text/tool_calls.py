@@ -440,7 +440,7 @@ class CallReader(SymbolReader):
         run = Run(any_of(frozenset(f"{quote}\\\n")), self._passed(say))
         self._argue('"')
         while (symbol := (yield from self._next(run))) != quote:
-            if symbol == "\n":  # no literal of Python goes on
+            if symbol == "\n":  # a string of Python ends on its line
                 raise BrokenError
             if symbol != "\\":
                 say(symbol)

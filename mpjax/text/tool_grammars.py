@@ -176,7 +176,7 @@ class _Grammar:
         """Adds the rule of a call of a tool; returns the rule's name."""
         format = self._format
         if isinstance(format.arguments, InObject):
-            # JSON token by token, since other JSON text may begin alike.
+            # One literal per JSON token, since other JSON text may begin with the same characters.
             key = format.arguments.key
             head = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", f'"{key}"', ":", " "]
             before = " ".join(map(self.literal, head))
@@ -278,7 +278,7 @@ class _Grammar:
         if not (allowed := types(schema)):
             if not any(rule.startswith("python:") for rule in self.rules):
                 every = {"type": ["string", "number", "boolean", "null", "array", "object"]}
-                self.rules.append("python: ")  # which is part of itself
+                self.rules.append("python: ")  # first, as the rule refers to itself
                 self.rules[self.rules.index("python: ")] += self.python(every)
             return "python"
         found = [f'"{word}"' for word, value in PYTHONIC.items() if _kind_of(value) in allowed]

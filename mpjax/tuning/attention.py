@@ -74,7 +74,7 @@ def make_jobs(shapes: Sequence[AttentionShape], formats: Sequence[KVFormat]) -> 
 
 
 def _measurement(job: AttentionJob) -> Measurement:
-    """Measures plans by calls with different caches, together larger than the L2 cache."""
+    """How plans are measured: by calls with different caches, together larger than the L2 cache."""
     calls = _calls(job)
     checked = _checked(calls[0])
     exact = jax.jit(functools.partial(_attend, implementation="reference"))(*checked)

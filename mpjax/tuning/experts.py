@@ -93,7 +93,7 @@ def make_jobs(
 
 
 def _measurement(job: ExpertsJob) -> Measurement:
-    """Measures plans by products with different stacks, together larger than the L2 cache.
+    """How plans are measured: by products with different stacks, together larger than the L2.
 
     Tokens choose experts at random. If both products of a layer are timed, both use the plan.
     """

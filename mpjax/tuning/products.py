@@ -264,9 +264,9 @@ def run(
 
 
 def _measurement(job: ProductJob) -> Measurement:
-    """Measures plans by products with different weights and inputs x.
+    """How plans are measured: by products with different weights and inputs x.
 
-    Together they are larger than the L2 cache.
+    The weights together are larger than the L2 cache.
     """
     weights = _weights(job.format, job.channels, job.outputs)
     xs = [

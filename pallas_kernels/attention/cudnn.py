@@ -19,7 +19,8 @@ from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
 
 try:
-    # JAX's public function rounds softmax sums to the 16 bits of the queries: too few for joining.
+    # JAX's public function rounds softmax sums to the 16 bits of the queries, which is too coarse
+    # to combine the attention over old tokens with that over new ones.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 except ImportError:  # pragma: no cover
     dot_product_attention = None  # type: ignore[assignment]

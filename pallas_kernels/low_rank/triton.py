@@ -28,7 +28,7 @@ ROWS, SLOTS = 16, 16  # rows of a segment; programs that share the segments
 BLOCK_ROWS = 64  # adjacent rows of a program
 LEAST = 16  # of each axis of a tensor-core product
 CHANNELS, RANKS = 128, 64  # of a program's tiles, at most
-CHANNELS_OF_ROW, OUTPUTS_OF_ROW = 1024, 256  # the same of one kernel for few rows
+CHANNELS_OF_ROW, OUTPUTS_OF_ROW = 1024, 256  # of tiles of the single kernel for few rows
 MOST_PARTS, PROGRAMS = 32, 4  # parts of the channels; programs on each multiprocessor
 MOST_STEPS, MOST_PROGRAMS = 8, 1024  # tiles of outputs in a program; programs with one tile
 NO_MORE = 1 << 30  # above all numbers of adapters
@@ -55,7 +55,8 @@ class Segments(NamedTuple):
         earlier = (same & is_earlier).sum(1, dtype=jnp.int32)
         place = earlier % ROWS
         begins = has_one & (place == 0)
-        segment = (begins[None, :] & is_earlier).sum(1, dtype=jnp.int32)  # of one that begins
+        # The index of the segment, in rows where one begins.
+        segment = (begins[None, :] & is_earlier).sum(1, dtype=jnp.int32)
         begun = same & begins[None, :] & (earlier[None, :] == (earlier - place)[:, None])
         own = jnp.where(has_one, jnp.where(begun, segment[None, :], 0).sum(1), most)
         return cls(
@@ -312,7 +313,7 @@ def _for_adapters(
     rows: int,
     multiply: Callable[[jax.Array, jax.Array, jax.Array], None],
 ) -> None:
-    """Calls `multiply` for a program's adapters: of its number, rows, and whether each has it.
+    """Calls `multiply(adapter, row indices, mask of the rows)` for each adapter of a program.
 
     chosen: Segments, or the adapters of all rows. rows: their number.
     """

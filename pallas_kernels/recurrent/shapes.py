@@ -11,9 +11,10 @@ class RecurrentShape:
     """The sizes of a recurrent layer, and of the model's attention layers.
 
     kind: `delta` for the gated delta rule, `scan` for Mamba2.
-    heads: their number; each has a state [keys, values] (delta), or [values, keys] (scan).
-    groups: of heads that share a query and key, or b and c, of `keys` channels.
-    attention: query heads, KV heads and head channels.
+    groups: the number of groups of heads; a group shares a query and a key, or b and c.
+    heads: the number of heads, each with a state [keys, values] (delta) or [values, keys] (scan).
+    keys, values: the channels of a query, key, b or c, and of a value or x.
+    attention: the numbers of query heads and KV heads, and of the channels of a head.
     by_channel: whether each key channel has a decay (Kimi Delta Attention).
     """
 

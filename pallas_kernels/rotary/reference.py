@@ -20,8 +20,8 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     """The rotary embedding of x; arguments and result as for api.rotate."""
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     cosines, sines = cosines[:, :, None, None], sines[:, :, None, None]
-    # (a, b) → (a · cos − b · sin, b · cos + a · sin). XLA fuses a reversal, but not a
-    # concatenation, and compiles what it doesn't fuse again in each layer.
+    # (a, b) → (a · cos − b · sin, b · cos + a · sin). XLA fuses a reversal. It doesn't fuse a
+    # concatenation, and would compile a separate kernel for it in each layer.
     signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
     turned = halves * cosines + jnp.flip(halves, -2) * (signs * sines)
     return narrow(turned.reshape(x.shape), x.dtype)

@@ -65,10 +65,10 @@ def add_rms_norm(
     residual: the stream before [..., H], or None if there is none.
     weight: [H].
     epsilon: ε, a number for which the kernel is compiled; with a traced number, the reference runs.
-    format: of the normalised rows: an ActivationFormat, or the format of the product or weight that
-        uses them, or the string of one; or that weight's ActivationBlocks or StaticRows. If it has
-        8 bits and one scale per token, or is ActivationBlocks or StaticRows, the rows are quantised
-        here, and the channels of blocks permuted; group scales are left to the product.
+    format: the format of the normalised rows: an ActivationFormat, the format of the next weight or
+        product, a string of one of these, or the next weight's ActivationBlocks or StaticRows. Rows
+        with 8 bits and one scale per token, ActivationBlocks and StaticRows are quantised here;
+        rows with group scales are quantised by the product. ActivationBlocks permute the channels.
     dtype: of both results; None for the weight's.
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the

@@ -198,7 +198,7 @@ class _Reader:
         if len(sites) > 1 and "down" in kinds:
             width = kinds["down"].shape[-1:]
             sites = [site for site in sites if width == (site.group.inputs,)] or sites
-            if len(sites) > 1:  # of two nested wrappers, the inner one is of the first map
+            if len(sites) > 1:  # PEFT nests two wrappers: the inner one adapts the first map
                 sites = [sites[0 if name.endswith(".base_layer") else -1]]
         if not sites:
             close = difflib.get_close_matches(name, self.sites, n=1)

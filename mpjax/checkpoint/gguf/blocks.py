@@ -276,7 +276,7 @@ def _of_grid(
 
 
 def _whole(groups: jax.Array) -> jax.Array:
-    """Values of groups as those of blocks."""
+    """Joins the groups of each block: [..., groups, size] to [..., groups · size]."""
     return groups.reshape(*groups.shape[:-2], -1)
 
 

@@ -55,7 +55,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Heads:
-        """The heads by a config.json."""
+        """The numbers that a config.json has."""
         kinds = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
         return cls(*(config[f"linear_{kind}"] for kind in kinds))
 

@@ -39,21 +39,21 @@ class Metadata:
         return CheckpointError(f"{self.path}: {key!r} is {shown!s:.80}: expected {expected}")
 
     def text(self, key: str, default: Any = ...) -> Any:
-        """A string."""
+        """The string at a key."""
         value = self._get(key, "a text", default)
         if value is not default and not isinstance(value, str):
             raise self._refuse(key, value, "a text")
         return value
 
     def whole(self, key: str, default: Any = ...) -> Any:
-        """A whole number."""
+        """The integer at a key."""
         value = self._get(key, "a whole number", default)
         if value is not default and type(value) is not int:
             raise self._refuse(key, value, "a whole number")
         return value
 
     def each(self, key: str, count: int, default: Any = ...) -> list[int]:
-        """Integers for `count` layers, or a single one for all."""
+        """The integers of `count` layers at a key, or a list of one integer for all layers."""
         if not isinstance(self.values.get(key), np.ndarray):
             return [self.whole(key, default)]
         found = self.numbers(key, length=count)
@@ -62,7 +62,7 @@ class Metadata:
         return [int(number) for number in found]
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """A number with the shortest digits of its float32 value: 1e-05, not 9.99999975e-06."""
+        """The number at a key, with a float32's shortest digits: 1e-05, not 9.99999975e-06."""
         value = self._get(key, "a number", default)
         if value is default:
             return value
@@ -73,7 +73,7 @@ class Metadata:
         return float(str(narrow)) if float(narrow) == value else value
 
     def flag(self, key: str, default: Any = ...) -> Any:
-        """True or false."""
+        """The bool at a key."""
         value = self._get(key, "true or false", default)
         if value is not default and type(value) is not bool:
             raise self._refuse(key, value, "true or false")

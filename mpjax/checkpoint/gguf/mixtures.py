@@ -115,7 +115,7 @@ SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of scores
 
 
 def require_scores(metadata: Metadata, expected: int, default: int = 0) -> None:
-    """Raises CheckpointError unless the router has these scores. default: of files without them."""
+    """Raises CheckpointError unless the router has these scores. default: if files name none."""
     name = metadata.text("general.architecture")
     key = f"{name}.expert_gating_func"
     if (found := metadata.whole(key, 0) or default) != expected:

@@ -117,7 +117,7 @@ class Renaming:
         self.tensors[name] = joint
 
     def _is_turned(self, found: TensorInfo) -> bool:
-        """Whether Hugging Face's file has the transpose of an expert's tensor: of plain weights."""
+        """Whether Hugging Face's file has an expert's plain weight transposed."""
         return self.architecture.turns and len(found.shape) == 2
 
     def add_halves(self, layer: str, keys: Tensor, values: Tensor) -> None:

@@ -64,7 +64,7 @@ def read(
         "original_max_position_embeddings": context,
         "attention_factor": None if attention == 1 else attention * yarn_attention_factor(factor),
         **(turns if kind == "yarn" else {}),
-        # gpt-oss blends from fractions of channels on, which files don't say.
+        # gpt-oss doesn't round YaRN's bounds to whole channels, which GGUF files don't say.
         "truncate": False if kind == "yarn" and name == "gpt-oss" else None,
     }
     scaling |= {key: value for key, value in optional.items() if value is not None}
@@ -176,7 +176,7 @@ def _llama3(metadata: Metadata, theta: float, given: Mapping[str, np.ndarray]) -
     frequencies = theta ** -(np.arange(0, dim, 2) / dim)
     turns = LLAMA3_CONTEXT * frequencies / (2 * np.pi)
     for factor, high in itertools.product(LLAMA3_FACTORS, HIGH):
-        with np.errstate(divide="ignore"):  # with equal bounds, frequencies are divided or not
+        with np.errstate(divide="ignore"):  # with equal bounds, shares are 0 or 1
             share = np.clip((turns - LOW) / (high - LOW), 0, 1)
         if np.allclose(factors, 1 / (share + (1 - share) / factor), rtol=1e-3):
             return {

@@ -56,7 +56,7 @@ SCALE_NAMES = {
     modelopt.METHOD: "weight_scale",
 }
 STATIC = "8-bit float with static scales (strategy 'tensor')"
-OPERANDS = None, "float8"  # to choose from by the precision
+OPERANDS = None, "float8"  # the precision chooses one
 PLAIN, ROUNDED = (Activations(operand, operands=OPERANDS) for operand in OPERANDS)
 
 

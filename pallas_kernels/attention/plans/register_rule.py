@@ -7,8 +7,8 @@ from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.split_rule import AHEAD, MOST_RESIDENT, SMALL_TILE
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
-# Below a certain number, programs lose more by having few registers than gained by more resident
-# programs. It is CROWDED_REGISTERS for programs that help others or that should all run at once,
+# Below a certain number of registers, programs lose more than they gain by more resident programs.
+# The number is CROWDED_REGISTERS for programs that help others or that should all run at once,
 # and LEAST_REGISTERS for other programs. With ENOUGH_REGISTERS, no program loses anything; programs
 # of two-bit keys, whose loop is the longest, need as many.
 CROWDED_REGISTERS, LEAST_REGISTERS, ENOUGH_REGISTERS = 168, 192, 224

@@ -74,8 +74,8 @@ def config_by_rule(problem: Problem) -> ExpertsConfig:
         return _plain(problem, rows)
     product = problem.product(rows)
     config = triton_by_rule(product)
-    # Only whole sums pass the gate in the kernel, which saves a kernel for it: so K is not split if
-    # there is a tile for each multiprocessor.
+    # The kernel can apply a gate only to whole sums; otherwise a separate kernel does. So K is not
+    # split if there is a tile for each multiprocessor.
     tiles = product.outputs // config.tile_n
     is_whole = problem.gated and tiles >= problem.limits.multiprocessors
     # A dense product splits only the channels after `unsplit`, which don't fill the whole GPU. Here

@@ -139,9 +139,10 @@ def _read_states(name: str, channels: Any, states: Any, axes: str) -> tuple[jax.
 def _require_groups(
     name: str, channels: jax.Array, states: jax.Array, shared: tuple[int, int]
 ) -> None:
-    """Raises ValueError unless the channels that groups of heads share are whole groups.
+    """Raises ValueError unless the channels beyond those of the heads fill whole groups of heads.
 
-    shared: the number of channels that all groups share, and half of one group's number.
+    shared: the number of these channels, and the size of a group's query or key, or of its b or c:
+        a group has twice as many channels.
     """
     rest, size = shared
     groups = rest // (2 * size)

@@ -2,10 +2,10 @@
 
 python -m benchmarks.deterministic --layers 8
 
-Random texts are read in several ways, and each token's log-probability is compared with that of
-`token_logprobs`, to the bit: one row alone and all rows together, a token at a time, and in pieces
-of uneven sizes. Then a decoding step and a prompt are timed in both modes. It exits
-with 1 if a bit differs. The head is that of the whole model, so ratios depend on the number of
+Random texts are prefilled in several ways, and each token's log-probability is compared with that
+of `token_logprobs`, to the bit: one row alone and all rows together, a token at a time, and in
+pieces of uneven sizes. Then a decoding step and a prompt are timed in both modes. It exits with 1
+if a bit differs. The head is that of the whole model, so ratios depend on the number of
 layers a little.
 """
 

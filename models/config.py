@@ -168,8 +168,8 @@ class SublayerSpec(abc.ABC):
 class MixerSpec(SublayerSpec):
     """Base class of the specs of mixers: attention and recurrent layers.
 
-    drafts: whether the layer only proposes tokens. Such a layer is behind all others, and no pass
-        over a text runs it; see `Drafts`.
+    drafts: whether the layer only proposes tokens. Such a layer comes after all others, and
+        no pass over a text runs it; see `Drafts`.
     """
 
     drafts: ClassVar[bool] = False

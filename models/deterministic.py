@@ -27,7 +27,7 @@ def with_determinism(model: Decoder, format: KVFormat | None) -> Decoder:
     """The model in deterministic mode, for caches of one KV format, or without; arrays are shared.
 
     Its steps are batch invariant (`batch_invariant`), and tokens without a cache attend to keys and
-    values of this format, too, so that a forward pass has the numbers of steps with a cache.
+    values of this format, too, so that a forward pass has the bits of steps with a cache.
 
     Raises UnsupportedError, which names the part, for a model or a format that can't have the mode.
     """

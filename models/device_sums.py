@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Sums of at most so many bytes may be float32 at no cost: latency dominates, as in 16 bits.
+# Sums of at most this many bytes may be float32 at no cost: latency dominates, as in 16 bits.
 # Measured between two H100s by NVLink (`mpjax bench sums --devices 2`).
 LATENCY_BYTES = 256 << 10
 

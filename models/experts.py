@@ -434,7 +434,7 @@ class Experts(nnx.Module):
         return ActivationFormat() if self.norms else Projection(self.router.get_value())
 
     def runs_by_warpgroups(self, tokens: int) -> bool:
-        """Whether experts of so many tokens are planned for warpgroups on the default device."""
+        """Whether experts of this many tokens are planned for warpgroups on the default device."""
         experts = self.router.get_value().shape[0]
         return self.experts.runs_by_warpgroups(tokens, self.routing, experts)
 

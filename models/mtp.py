@@ -1,6 +1,6 @@
 """The layer of a multi-token-prediction (MTP) head, which proposes the tokens after the next one.
 
-From the model's hidden state h behind a token, after the final norm, and the embedding e of the
+From the model's hidden state h after a token, after the final norm, and the embedding e of the
 token that follows, the head computes
 
     u = joint · [embedding_norm(e); hidden_norm(h)]        g = norm(layer(u))
@@ -52,7 +52,7 @@ class MTPSpec(JointSpec):
         return MTP(config, self, rngs)
 
     def state(self, config: DecoderConfig) -> JointState:
-        """The attention's state, and the hidden state behind each sequence's last token."""
+        """The attention's state, and the hidden state after each sequence's last token."""
         last = SequenceState(((config.hidden_size,),), config.dtype)
         return JointState((self.attention.state(config), last))
 
@@ -75,7 +75,7 @@ class MTPSpec(JointSpec):
 
 
 def with_mtp(config: DecoderConfig, names: Names) -> DecoderConfig:
-    """The configuration with the layer of an MTP head behind the others.
+    """The configuration with the layer of an MTP head after the others.
 
     The layer is like the last one with attention. names: `Decoder.draft_names` of the family.
 
@@ -116,7 +116,7 @@ def mtp_names(names: Names) -> Names:
 
 
 class LastHidden(RecurrentMixer):
-    """Keeps the hidden state behind each sequence's last token: a delay of one token."""
+    """Keeps the hidden state after each sequence's last token: a delay of one token."""
 
     def project(self, x: Activations, context: StepContext) -> Any:
         """The hidden states themselves, [batch, tokens, hidden] or varlen [tokens, hidden]."""
@@ -140,7 +140,7 @@ class LastHidden(RecurrentMixer):
 
 
 class MTP(nnx.Module):
-    """The mixer of an MTP layer, the map and norms before the layer, and the norm behind it."""
+    """The mixer of an MTP layer, the map and norms before the layer, and the norm after it."""
 
     def __init__(self, config: DecoderConfig, spec: MTPSpec, rngs: nnx.Rngs):
         norm = functools.partial(RMSNorm.of, config, config.hidden_size)

@@ -95,7 +95,7 @@ def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
     dim = 2 * len(plain)
 
     def channel(turns: float) -> float:
-        """The pair that turns this often within the original context."""
+        """The index, a fraction, of the pair that turns `turns` times in the original context."""
         wavelength = scaling.original_context / (turns * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -108,7 +108,7 @@ def load(
     weights, names: an Orbax checkpoint of another library, which is read instead of the folder's
         tensors, and the names of its arrays, as for `mpjax.by_file_names`. Arrays with all layers
         are kept on the host while the model is loaded.
-    deterministic: whether a token's numbers, to the bit, depend on nothing but the model and the
+    deterministic: whether a token's logits, to the bit, depend on nothing but the model and the
         tokens before it; slower. See docs/rollouts.md.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded; ValueError for a precision

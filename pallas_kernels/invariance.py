@@ -20,7 +20,7 @@ from mpjax.kernels.checks import require_type
 from mpjax.kernels.gradients import with_gradients_of
 
 # Rows of a product that XLA computes in this mode. On a CPU, its library multiplies 8 columns of
-# float32 at a time, and the remaining ones by other code. On a GPU, products of so many rows still
+# float32 at a time, and the remaining ones by other code. On a GPU, products of GPU_ROWS rows
 # take no longer than reading the matrix.
 CPU_ROWS, GPU_ROWS = 8, 64
 LEAST_OUTPUTS = 16

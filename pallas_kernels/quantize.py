@@ -91,11 +91,11 @@ def quantize_like(
 ) -> QuantizedTensor:
     """Rounds `weight` [..., K, N] to nearest, to a tensor of the same shape as another one.
 
-    All that is not fitted to weights is `tensor`'s: the format, the dtype of scales, the order of
-    channels, a table, and how activations are rounded.
+    The format, the dtype of scales, the order of channels, a table, and how activations are rounded
+    are those of `tensor`.
 
-    keep_scales: whether the scales and zero points are `tensor`'s, too, so that weights beyond them
-        get the outermost codes; else they are fitted as `quantize` does.
+    keep_scales: whether scales and zero points are those of `tensor`, too, and weights out of their
+        range are clamped; else they are fitted as `quantize` does.
 
     Raises ValueError for another shape. Values are not checked, as by `quantize` under `jit`.
     """

@@ -90,8 +90,8 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and yields its row.
 
-    A call computes several products, each with its own stack of experts, so that no expert is in
-    the L2 cache. Tokens choose experts uniformly at random.
+    A measured program computes several products, each with its own stack of experts, so that no
+    expert is in the L2 cache. Tokens choose experts uniformly at random.
     """
     for shape in sweep.shapes:
         others = {tokens: _others(shape, tokens) for tokens in sweep.tokens}

@@ -23,10 +23,11 @@ Make = Callable[[Any], Any]  # a tensor of an array of the tree
 
 
 class Rule(NamedTuple):
-    """An array of a tree.
+    """A rule for an array of a tree, or for the arrays of all layers.
 
-    path, name: with `{}` for the number of a layer. axes: as above. change: of the values, before
-    axes are joined: takes and returns an array of all axes but `l` and digits.
+    path, name: the array's path and the tensor's name, with `{}` for the number of a layer. axes:
+    the meaning of each axis, as the module says. change: a function of the values before axes are
+    joined; it takes and returns an array of all axes but `l` and digits.
     """
 
     path: str

@@ -97,7 +97,7 @@ def _axis(axes: Axes | None, window: Window) -> Axis | None:
 
 
 def _unit(source: LinearSource, window: Window, order: np.ndarray | None) -> int | None:
-    """The unit of windows of this source: their begin and end are multiples of so many channels.
+    """The unit of windows of this source: their begin and end are multiples of this many channels.
 
     None if the source can't be read in parts.
     """

@@ -212,7 +212,7 @@ class Programs:
         self._adapted = {count: (-1, (flat[0], [])) for count, (_, flat) in self._adapted.items()}
 
     def _is_in_turn(self, rows: int) -> bool:
-        """Whether a program of so many rows has products by warpgroups."""
+        """Whether a program of this many rows has products by warpgroups."""
         if rows not in self._in_turn:
             assert self._base is not None
             self._in_turn[rows] = has_warpgroups(self._base, rows)

@@ -214,9 +214,9 @@ def begin_control(
 
     slot: int32 scalar; an index out of range changes nothing. control: None for the processors in
     the slot, which are advanced alone. tokens: int32 [tokens], the row's prompt and its new tokens,
-    padded. ends: int32 scalars, the number of the tokens that were read, of a new row the prompt's,
-    and of all tokens. vocabulary: the number of logits (static). advances: whether there are tokens
-    behind those that were read (static); a loop over none would wait for the device.
+    padded. ends: int32 scalars, the number of tokens that the processors have seen (of a new row,
+    the prompt's), and of all tokens. vocabulary: the number of logits (static). advances: whether
+    there are unseen tokens (static); a loop over none would wait for the device.
     """
     begin, count = ends
 

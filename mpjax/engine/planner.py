@@ -399,7 +399,7 @@ class Planner:
 
     def _plan_decode(self) -> Decode | None:
         candidates = self._decoding()
-        if candidates:  # those that can be in one program with the row that waits for the longest
+        if candidates:  # those that can be in one program with the row that waits longest
             kind = min(candidates, key=lambda row: row.turn).kind
             candidates = [row for row in candidates if row.kind == kind]
         greedy = all(row.is_greedy for row in candidates)

@@ -211,10 +211,10 @@ class Runner:
         return self.clock.start(is_free=before is None or is_late)
 
     def _await(self, pending: Pending) -> None:
-        """Waits for a program and measures it before the next launch, which blocks the host.
+        """Waits for a program and measures it, before a launch that blocks the host.
 
-        Later its end could not be measured. The next launch is late, which costs little, since its
-        loop waits for the host anyway.
+        After that launch, the program's end could no longer be measured. Waiting delays the launch,
+        which costs little, since the launched loop waits for the host anyway.
         """
         if not pending.results.tokens.is_ready():
             pending.results.tokens.block_until_ready()
@@ -346,7 +346,7 @@ class Runner:
     def _begin_control(self, row: Row, control: Control | None, read: int) -> None:
         """Advances `control`, or without it the processors in the row's slot, by the row's tokens.
 
-        read: the number of first tokens that are not new to the processors, or are its prompt.
+        read: the number of tokens that the processors have seen; of a new row, the prompt's.
         """
         assert row.slot is not None
         tokens = filling.history(row, places(self._state)[1] * self._state.cache.page_size)

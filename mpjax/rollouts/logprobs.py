@@ -153,7 +153,7 @@ def mismatch(sampler: Any, trainer: Any, mask: Any = None) -> Mismatch:
 def importance_weights(
     sampler: Any, trainer: Any, *, cap: float = 2.0, kind: str = "truncate"
 ) -> jax.Array:
-    """The weights exp(trainer − sampler) of tokens that a slightly other model has drawn, float32.
+    """The weights exp(trainer − sampler) of tokens drawn by a slightly different model, float32.
 
     They are factors of a token's loss, through which no gradient passes.
 

@@ -65,9 +65,9 @@ class Asked:
     sampling, stop, priority: as for Engine.submit. seed: of the first choice; each further choice
         has the next integer.
     model: the `model` of the request, or None.
-    choices: the number of answers to each prompt. generated: of how many they are the best; 0 for
-        just as many. stream: whether the text is streamed. with_usage:
-        whether a stream ends with the usage.
+    choices: the number of answers that are returned for each prompt. generated: the number that are
+        generated, of which they are the best; 0 if it is the same. stream: whether the text is
+        streamed. with_usage: whether a stream ends with the usage.
     echoes: the texts of the prompts, if the answers repeat them. logprobs: whether
         log-probabilities are requested. top: the number of likeliest tokens given beside each.
     tools: the tools that the model may call, or None. repeated: the request's values that the

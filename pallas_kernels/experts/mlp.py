@@ -97,7 +97,7 @@ def expert_mlp_terms(
         )
     if isinstance(experts, RouterLogits):
         x, experts = as_array("expert_mlp_terms: x", x), experts.read("expert_mlp_terms")
-        # A kernel that chooses experts would be run for few tokens only.
+        # For few tokens, the first product's kernel can also choose the experts.
         is_tried = implementation is None and not is_batch_invariant()
         if is_tried and (found := _routed(x, mlp, experts)) is not None:
             inner, chosen, weights = found

@@ -1,10 +1,10 @@
 """Both products of adapters as Triton kernels, which add to the base's product in place.
 
-Few rows have one kernel, in which each program repeats the first product: its factor is small, and
-a second launch would take longer. More rows have two kernels. The channels of the first product are
-divided among programs (split-K), whose sums the second product adds up. Rows with the same adapter
-are a tile of a tensor-core product, for which a factor is loaded once. The segments of such rows
-are the same for all maps of a step, and XLA computes them once.
+For few rows there is one kernel, in which each program repeats the first product: `down` is small,
+and a second launch would take longer. For more rows there are two kernels. The channels of the
+first product are divided among programs (split-K), whose sums the second product adds up. Rows with
+the same adapter are a tile of a tensor-core product, for which a factor is loaded once. The
+segments of such rows are the same for all maps of a step, and XLA computes them once.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class AdapterConfig:
         `root` (rsLoRA) alpha / √rank.
     ranks, alphas: by patterns that match the end of a module's name.
     is_mlx: whether tensors have MLX's names, and are stored as [in, out].
-    dora: whether each module has a magnitude vector. tokens: that have rows of their own in tables,
-        by the ends of tables' names; "" for the embedding.
+    dora: whether each module has a magnitude vector. tokens: the ids whose rows in a table are
+        trained, by the end of the table's name; "" for the embedding.
     """
 
     rank: int

@@ -14,8 +14,8 @@ from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.split_rule import SMALL_KEYS, largest_tile
 from mpjax.kernels.plans.plan import Plan
 
-# Enough for one sequence to keep an H200 with 8 KV heads busy. Terms of a long prompt are float32
-# outputs, one for each split.
+# Enough for one sequence with 8 KV heads to keep an H200 busy. More would take more memory: of
+# a long prompt, the outputs of each split are in float32.
 SPLITS = 8
 STAGES = 3, 2  # to try in turn
 

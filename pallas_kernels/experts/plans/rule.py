@@ -78,8 +78,8 @@ def config_by_rule(problem: Problem) -> ExpertsConfig:
     # split if there is a tile for each multiprocessor.
     tiles = product.outputs // config.tile_n
     is_whole = problem.gated and tiles >= problem.limits.multiprocessors
-    # A dense product splits only the channels after `unsplit`, which don't fill the whole GPU. Here
-    # all would be split, and float32 terms of several rounds written and loaded again.
+    # A dense product splits only the tiles of channels after `unsplit`, which don't fill the GPU.
+    # A grouped product would split all tiles, and write and load many float32 terms.
     is_whole |= config.unsplit is not None
     return ExpertsConfig(
         config.tile_m,

@@ -42,7 +42,7 @@ class Consumer:
         call, arguments, shared = program.call, program.arguments, program.shared
         self.program, self.call, self.share = program, call, share
         self.column = column
-        # Its output channels in a half of the program's tile; without a gate there is one half.
+        # With a gate, the program's tile has two halves, and columns are counted in each of them.
         self.half = program.half_of(column)
         if call.gate is not None:
             column = jax.lax.rem(column, call.columns // 2)

@@ -21,6 +21,7 @@ class ConfigError(ValueError):
     """A configuration from which no decoder can be built; the message names the key."""
 
 
+HALVES = ("attention", "streams", "mlp", "per_layer")  # the sublayers of a layer
 # Kinds of rotary scaling that depend on the length of a sequence.
 SCALINGS_BY_LENGTH = ("longrope", "dynamic")
 
@@ -258,6 +259,7 @@ class LayerSpec:
         before two parallel sublayers (Cohere).
     scaled: whether the residual stream is multiplied by a learned number after the layer (Gemma 4).
     per_layer: a third sublayer, of per-layer embeddings (PerLayerSpec), or None.
+    streams: the layer's part in several residual streams (StreamsSpec); None for a single stream.
     """
 
     attention: MixerSpec | None
@@ -265,12 +267,12 @@ class LayerSpec:
     norms: str = "pre"
     scaled: bool = False
     per_layer: SublayerSpec | None = None
+    streams: SublayerSpec | None = None
 
     @property
     def halves(self) -> dict[str, SublayerSpec]:
-        """The specs of the layer's sublayers, by name (`attention`, `mlp`, `per_layer`)."""
-        both = {"attention": self.attention, "mlp": self.mlp, "per_layer": self.per_layer}
-        return {half: spec for half, spec in both.items() if spec is not None}
+        """The specs of the layer's sublayers, by their names in HALVES."""
+        return {half: spec for half in HALVES if (spec := getattr(self, half)) is not None}
 
     @property
     def has_post_norms(self) -> bool:
@@ -312,7 +314,7 @@ class LayerSpec:
         found, read = [], {half: spec.readers(config) for half, spec in self.halves.items()}
         for half, spec in self.halves.items():
             norm = self.pre_norms.get(half)
-            if norm == f"{half}_norm":
+            if norm == f"{half}_norm" and not (self.streams and half == "attention"):
                 alike = [each for each, name in self.pre_norms.items() if name == norm]
                 readers = [f"{each}.{path}" for each in alike for path in read[each]]
                 if all(read[each] for each in alike):
@@ -418,10 +420,9 @@ class DecoderConfig:
         back = [getattr(layer.attention, "reads_back", None) for layer in self.layers]
         return tuple(None if each is None else i - each for i, each in enumerate(back))
 
-    @property
-    def per_layer_size(self) -> int | None:
-        """The channels of a layer's input of each token; None without per-layer embeddings."""
-        return next((getattr(layer.per_layer, "size", None) for layer in self.layers), None)
+    def in_all_layers(self, half: str) -> Any:
+        """The spec that all layers have as `per_layer`, or as `streams`; None without."""
+        return getattr(self.layers[0], half) if self.layers else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:

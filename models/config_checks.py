@@ -133,18 +133,13 @@ def require_sound(
 def _check_heads(config: DecoderConfig, where: str, names: Mapping[str, str]) -> None:
     """Checks that layers with one kind of rotary embedding, and so one set of angles, fit it.
 
-    So must layers that read another one's keys and values, and those with per-layer embeddings.
+    So must layers that read another one's keys and values, and those with per-layer embeddings or
+    several residual streams.
     """
     name = names.get("head_dim", "head_dim")
-    if len({getattr(layer.per_layer, "size", None) for layer in config.layers}) > 1:
-        refuse(where, "per_layer of the layers", "of several sizes", "one size in all layers")
-    if (rows := config.per_layer_vocab or config.vocab_size) < config.vocab_size:
-        refuse(
-            where,
-            names.get("per_layer_vocab", "per_layer_vocab"),
-            rows,
-            f"at least {config.vocab_size} tokens",
-        )
+    for half in ("per_layer", "streams"):
+        if len({getattr(layer, half) for layer in config.layers}) > 1:
+            refuse(where, f"{half} of the layers", "of several kinds", "one spec in all layers")
     for index, source in enumerate(config.sources):
         if source is None:
             continue
@@ -215,7 +210,12 @@ def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
     kinds: tuple[tuple[str, Any, str], ...] = (
         *(("attention", MixerSpec, "a MixerSpec"), ("mlp", MLPSpec, "an MLPSpec")),
         ("per_layer", SublayerSpec, "a PerLayerSpec"),
+        ("streams", SublayerSpec, "a StreamsSpec"),
     )
+    is_usual = layer.norms == "both" and layer.attention and layer.mlp and not layer.scaled
+    if layer.streams and not is_usual:
+        expected = "both norms, an attention, an mlp and no scale beside several streams"
+        refuse(where, f"{name}.streams", layer.streams, expected)
     if len(layer.halves) < (2 if layer.norms == "shared" else 1):
         refuse(where, name, layer, "an attention, an mlp, or both, which share a norm if they must")
     for half, kind, expected in kinds:

@@ -165,6 +165,11 @@ def number(
     return config_checks.positive(where, key, value)
 
 
+def optional(hf: Mapping[str, Any], key: str) -> float | None:
+    """hf[key], a positive number; None if it is missing or null. Raises ConfigError."""
+    return None if hf.get(key) is None else number(hf, key)
+
+
 def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` if the file has that list, else the same for all.
 
@@ -189,6 +194,27 @@ def layer_kinds(hf: Mapping[str, Any], known: Collection[str]) -> list[str]:
             f"config.json: layer_types must list {layers} of {sorted(known)}, got {kinds!r:.80}"
         )
     return kinds
+
+
+def patterned_kinds(hf: Mapping[str, Any], every: int) -> list[str]:
+    """The kind of each layer, of KINDS: full attention in every n-th, unless there is a list."""
+    usual = [KINDS[(i + 1) % every != 0] for i in range(layer_count(hf))]
+    return layer_kinds({**hf, "layer_types": hf.get("layer_types") or usual}, KINDS)
+
+
+def shared_keys(hf: Mapping[str, Any], kinds: list[str]) -> list[int | None]:
+    """The distance back to the layer whose keys and values each layer reads; None for its own.
+
+    The last `num_kv_shared_layers` layers read those of the last layer before them that is of their
+    kind. Raises ConfigError if there is none.
+    """
+    shared, count = integer(hf, "num_kv_shared_layers", 0, minimum=0), len(kinds)
+    own = kinds[: max(count - shared, 0)]
+    if {*own} != {*kinds}:
+        expected = f"so few of {count} layers that each kind of layer is among the others"
+        config_checks.refuse(WHERE, "num_kv_shared_layers", shared, expected)
+    last = {kind: max(i for i, each in enumerate(own) if each == kind) for kind in own}
+    return [None if i < len(own) else i - last[kind] for i, kind in enumerate(kinds)]
 
 
 def layer_numbers(hf: Mapping[str, Any], key: str) -> list[int]:

@@ -32,6 +32,7 @@ from mpjax.models.per_layer import PerLayerInputs, contexts
 from mpjax.models.routes import Routes
 from mpjax.models.specs import SPECS
 from mpjax.models.state import WHOLE, DecoderCache, StepContext
+from mpjax.models.streams import StreamMaps
 from mpjax.models.vocabulary import Vocabulary
 from mpjax.models.watch import (
     Capture,
@@ -55,20 +56,18 @@ class Decoder(Drafts):
     names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
     draft_names: the same of a layer that drafts; empty if the family has no such layer.
     specs: the classes of the specs of mixers and MLPs that a family's layers may have.
-    spare: prefixes and suffixes of the names of tensors that files may have and the decoder
-    ignores.
+    spare: prefixes and suffixes of the names of tensors in files that the decoder ignores.
     has_spare_layers: whether files may hold more layers than the decoder, such as MTP layers.
     renamed: parts of the names of tensors in some of the family's files → the same in `names`.
-    defaults, neutral, aliases: the defaults of optional keys in config.json, the only supported
-        values of some keys, and alternative names of keys; see `config_keys.complete`.
+    defaults, neutral, aliases: of keys in config.json; see `config_keys.complete`.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
-    mesh: the devices among which the model is divided (`sharded.py`); None for a model that is
-    whole.
+    mesh: the devices among which the model is divided (`sharded.py`); None for a whole model.
     deterministic: the KV format of caches in deterministic mode (`deterministic.py`); None without.
     axis: in one device's share of a divided model, the mesh axis of the devices; else None.
     embedding_adapter, head_adapter: adapters' changes of the tables; None without.
     per_layer: the layers' inputs, with per-layer embeddings; None without.
+    streams: the maps of several residual streams (`streams.py`); None for a single one.
     """
 
     embedding_adapter: LowRank | None = None
@@ -92,9 +91,9 @@ class Decoder(Drafts):
         self.axis: str | None = None
         self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
-        self.per_layer: PerLayerInputs | None = nnx.data(None)
-        if (size := config.per_layer_size) is not None:
-            self.per_layer = PerLayerInputs(config, size, rngs)
+        has_inputs, has_streams = (config.in_all_layers(each) for each in ("per_layer", "streams"))
+        self.per_layer = nnx.data(PerLayerInputs(config, rngs) if has_inputs else None)
+        self.streams = nnx.data(StreamMaps(config, rngs) if has_streams else None)
         self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm.of(config, config.hidden_size)
         tied, labels = config.tie_word_embeddings, (config.labels or 0, config.hidden_size)
@@ -458,6 +457,7 @@ class Decoder(Drafts):
         terms = self._look_up(tokens, context)[None]
         residual, written, depth = None, list[Any](), self.config.depth
         inputs = None if self.per_layer is None else self.per_layer(tokens, terms[0])
+        terms = terms if self.streams is None else self.streams.widened(terms)
         own, sources = contexts(self.config, context, inputs), self.config.sources
         for index, layer in enumerate(self.layers[:depth]):
             with jax.named_scope(f"layer_{index}"):
@@ -473,6 +473,7 @@ class Decoder(Drafts):
         if watch is not None and watch.touches(depth):
             stream = watch.see("residual", depth, stream_of(terms, residual))
             terms, residual = stream[None], None
+        terms = terms if self.streams is None else self.streams.united(terms)
         _, hidden = self.norm.add(terms, residual, None)
         assert isinstance(hidden, jax.Array)
         if len(states) > depth:

@@ -58,8 +58,8 @@ def _why_not_layer(layer: LayerSpec) -> str | None:
         return "bidirectional attention has no steps with which a forward pass could agree"
     if mixer is not None and (mixer.chunked or mixer.reads_back is not None):
         return "attention in chunks, and to other layers' keys, has no batch-invariant form"
-    if layer.per_layer is not None:
-        return "per-layer embeddings have no batch-invariant form"
+    if layer.per_layer is not None or layer.streams is not None:
+        return "per-layer embeddings and several residual streams have no batch-invariant form"
     if isinstance(layer.mlp, ExpertsSpec) and not device.on_gpu() and not CPU_HAS_EXPERTS:
         return "experts on a CPU need JAX 0.11, before which XLA rounds them by the number of rows"
     return None

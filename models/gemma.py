@@ -119,33 +119,33 @@ class Gemma3(Gemma2):
 
 def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of all attention specs: biases, and the scale and softcap of scores."""
-    bias, cap = flag(hf, "attention_bias"), hf.get("attn_logit_softcapping")
+    bias = flag(hf, "attention_bias")
     return {
         "qkv_bias": bias,
         "output_bias": bias,
         "scale": config_json.number(hf, "query_pre_attn_scalar") ** -0.5,
-        "softcap": None if cap is None else config_json.number(hf, "attn_logit_softcapping"),
+        "softcap": config_json.optional(hf, "attn_logit_softcapping"),
     }
 
 
 def _config(
-    hf: Mapping[str, Any],
-    specs: Sequence[GroupedQuerySpec],
-    norms: str = "both",
-    *,
-    theta: float = 1e4,
-    **fields: Any,
+    hf: Mapping[str, Any], specs: Sequence[GroupedQuerySpec], norms: str = "both", **fields: Any
 ) -> DecoderConfig:
+    mlp = GatedMLPSpec(integer(hf, "intermediate_size"), activation="gelu")
+    layers = [LayerSpec(spec, mlp, norms) for spec in specs]
+    return config_of(hf, layers, offset_norms=True, **fields)
+
+
+def config_of(
+    hf: Mapping[str, Any], layers: Sequence[LayerSpec], *, theta: float = 1e4, **fields: Any
+) -> DecoderConfig:
+    """The configuration of a model of these layers. theta: the default of rotary embeddings."""
     # No implementation of Gemma 2 and 3 uses `hidden_act`, which their first files also have.
     hf = {**hf, "hidden_act": ACTIVATION}
     common = common_fields(hf, activation=ACTIVATION, theta=theta)
-    mlp, cap = GatedMLPSpec(integer(hf, "intermediate_size"), activation="gelu"), None
-    if hf.get("final_logit_softcapping") is not None:
-        cap = config_json.number(hf, "final_logit_softcapping")
     return DecoderConfig(
         **common | fields,
-        layers=tuple(LayerSpec(spec, mlp, norms) for spec in specs),
-        offset_norms=True,
+        layers=tuple(layers),
         embedding_scale=common["hidden_size"] ** 0.5,
-        logit_softcap=cap,
+        logit_softcap=config_json.optional(hf, "final_logit_softcapping"),
     )

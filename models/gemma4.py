@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mpjax.models import config_checks, config_json
+from mpjax.models import config_checks, config_json, per_layer
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, MLPSpec
-from mpjax.models.config_json import KINDS, common_fields, flag, integer, layer_count
+from mpjax.models.config_json import KINDS, flag, integer, layer_count
 from mpjax.models.config_keys import WHERE
 from mpjax.models.decoder import Decoder
 from mpjax.models.experts import ExpertsSpec
-from mpjax.models.gemma import ACTIVATION, Gemma2
+from mpjax.models.gemma import ACTIVATION, Gemma2, config_of
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import Names, expert_names
 from mpjax.models.per_layer import PerLayerSpec
@@ -30,7 +30,7 @@ class Gemma4(Decoder):
     """Gemma 4: larger heads in full-attention layers, keys as values; per-layer embeddings."""
 
     names: ClassVar[Names] = {
-        **Gemma2.names,
+        **{**Gemma2.names, **per_layer.NAMES},
         **expert_names(_LAYER.removesuffix(".")),
         **{f"mlp.shared.{path}": Gemma2.names[f"mlp.{path}"] for path in ("gate_up", "down")},
         "mlp.router": f"{_LAYER}router.proj.weight",
@@ -41,12 +41,6 @@ class Gemma4(Decoder):
         "mlp.norms.shared_norm.weight": f"{_LAYER}pre_feedforward_layernorm.weight",
         "mlp.norms.shared_post_norm.weight": f"{_LAYER}post_feedforward_layernorm_1.weight",
         "scale": f"{_LAYER}layer_scalar",
-        "per_layer.table": "model.embed_tokens_per_layer.weight",
-        "per_layer.projection": "model.per_layer_model_projection.weight",
-        "per_layer.norm.weight": "model.per_layer_projection_norm.weight",
-        "per_layer.gate": f"{_LAYER}per_layer_input_gate",
-        "per_layer.project": f"{_LAYER}per_layer_projection",
-        "per_layer_post_norm.weight": f"{_LAYER}post_per_layer_input_norm.weight",
     }
     defaults: ClassVar[Mapping[str, Any]] = {
         **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
@@ -63,60 +57,38 @@ class Gemma4(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Gemma4ForCausalLM` config.json."""
-        kinds, size = _kinds(hf), integer(hf, "hidden_size_per_layer_input", minimum=0)
-        sources = _sources(hf, kinds)
+        # The last layer always attends to all tokens.
+        kinds = [*config_json.patterned_kinds(hf, _PATTERN)[:-1], KINDS[0]]
+        size = integer(hf, "hidden_size_per_layer_input", minimum=0)
+        back = config_json.shared_keys(hf, kinds)
         # No other rotary key counts.
         own = {**hf, **dict.fromkeys(("rope_scaling", "rope_theta", "rope_local_base_freq"))}
-        whole, local = config_json.ropes_by_kind({**own, "hidden_act": ACTIVATION})
+        whole, local = config_json.ropes_by_kind(own)
         theta, scaling = config_json.rotary(local, 1e4)
-        common = common_fields(whole, activation=ACTIVATION)
-        cap = hf.get("final_logit_softcapping")
-        return DecoderConfig(
-            **common | {"max_position_embeddings": integer(hf, "max_position_embeddings")},
-            layers=tuple(
+        least = integer(hf, "vocab_size")
+        return config_of(
+            whole,
+            [
                 LayerSpec(
-                    _attention(hf, kind, number, source),
-                    _mlp(hf, is_reader=source is not None),
+                    _attention(hf, kind, number, distance),
+                    _mlp(hf, is_reader=distance is not None),
                     "both",
                     scaled=True,
                     per_layer=PerLayerSpec(size) if size else None,
                 )
-                for number, (kind, source) in enumerate(zip(kinds, sources, strict=True))
-            ),
+                for number, (kind, distance) in enumerate(zip(kinds, back, strict=True))
+            ],
+            max_position_embeddings=integer(hf, "max_position_embeddings"),
             local_rope_theta=theta,
             local_rope_scaling=scaling,
-            embedding_scale=common["hidden_size"] ** 0.5,
-            logit_softcap=None
-            if cap is None
-            else config_json.number(hf, "final_logit_softcapping"),
-            per_layer_vocab=integer(hf, "vocab_size_per_layer_input") if size else None,
+            per_layer_vocab=integer(hf, "vocab_size_per_layer_input", minimum=least)
+            if size
+            else None,
         )
 
 
-def _kinds(hf: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer; the last one always attends to all tokens."""
-    layers, (full, sliding) = layer_count(hf), KINDS
-    usual = [full if (i + 1) % _PATTERN == 0 else sliding for i in range(layers)]
-    written = {**hf, "layer_types": hf.get("layer_types") or usual}
-    return [*config_json.layer_kinds(written, KINDS)[:-1], full]
-
-
-def _sources(hf: Mapping[str, Any], kinds: list[str]) -> list[int | None]:
-    """The layer whose keys and values each layer reads; None for layers with their own.
-
-    The last layers read those of the last layer before them that is of their kind.
-    """
-    shared, count = integer(hf, "num_kv_shared_layers", 0, minimum=0), len(kinds)
-    own = kinds[: max(count - shared, 0)]
-    if {*own} != {*kinds}:
-        expected = f"so few of {count} layers that each kind of layer is among the others"
-        config_checks.refuse(WHERE, "num_kv_shared_layers", shared, expected)
-    last = {kind: max(i for i, each in enumerate(own) if each == kind) for kind in own}
-    return [None if i < len(own) else last[kind] for i, kind in enumerate(kinds)]
-
-
 def _attention(
-    hf: Mapping[str, Any], kind: str, number: int, source: int | None
+    hf: Mapping[str, Any], kind: str, number: int, distance: int | None
 ) -> GroupedQuerySpec:
     """The attention of a layer."""
     is_full, bias = kind == KINDS[0], flag(hf, "attention_bias")
@@ -136,7 +108,7 @@ def _attention(
         head_dim=dim,
         keys_as_values=shares,
         value_norm=True,
-        reads_back=None if source is None else number - source,
+        reads_back=distance,
     )
 
 

@@ -16,9 +16,11 @@ from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.layers import Projection, RMSNorm, Rounding, joined_terms, rounded
 from mpjax.models.mixer import Mixer
-from mpjax.models.mlp import MLP, Inputs
+from mpjax.models.mlp import MLP, GatedMLP, Inputs
 from mpjax.models.per_layer import PerLayer
+from mpjax.models.share import HeadShares
 from mpjax.models.state import StepContext
+from mpjax.models.streams import Streams
 from mpjax.models.watch import Watch
 
 
@@ -26,8 +28,8 @@ class DecoderLayer(nnx.Module):
     """A mixer and an MLP, each added to the residual stream, with norms before or after them.
 
     attention: the mixer, or None. mlp: the MLP, or None. per_layer: the sublayer of per-layer
-    embeddings, or None. scale: [1], by which the layer multiplies
-    the residual stream, or None.
+    embeddings, or None. streams: the layer's part in several residual streams; None for a single
+    one. scale: [1], by which the layer multiplies the residual stream, or None.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
@@ -46,20 +48,39 @@ class DecoderLayer(nnx.Module):
         if spec.per_layer is not None:
             self.per_layer = halves["per_layer"].build(config, rngs)
         self.per_layer_post_norm = norm() if "per_layer" in post else None
+        self.streams: Streams | None = nnx.data(None)
+        if spec.streams is not None:
+            self.streams = halves["streams"].build(config, rngs)
+        self.streams_post_norm = norm() if "streams" in post else None
         self.scale = nnx.data(nnx.Param(jnp.ones(1, config.dtype)) if spec.scaled else None)
+
+    def divide_sums(self, axis: str, heads: HeadShares, spec: LayerSpec) -> None:
+        """Makes joint norms, and statistics of gates, cover the channels of all devices of an axis.
+
+        heads: of the whole model. spec: of the whole layer.
+        """
+        if self.attention is not None:
+            self.attention.divide_norms(axis, heads)
+        if isinstance(self.mlp, GatedMLP) and spec.mlp is not None:
+            self.mlp.axis, self.mlp.gates = axis, spec.mlp.intermediate_size
 
     def __call__(
         self, terms: jax.Array, residual: jax.Array | None, context: StepContext, state: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array | None, Any]:
         """Runs the layer; returns the next terms, the next residual stream, and the state.
 
         terms: [splits, batch, tokens, hidden], partial sums of the previous layer's output; the
         norm adds them to the residual stream, which saves a second pass over the stream.
-        residual: [batch, tokens, hidden], or None before the first layer.
+        residual: [batch, tokens, hidden], or None before the first layer. If there are several
+        streams, they are `terms`, and there is no residual stream.
         context, state: as for `Mixer.mix`. With a cache no gradient is needed, so norms also round
         activations to the 8-bit format of the next weight.
         """
         mixer: Mixer | None = self.attention
+        predicted = None
+        if self.streams is not None:
+            predicted = self.streams.predicted(terms)
+            terms = predicted[self.streams.active][None]
         if mixer is None:
             found = _after_mixer(plan_conditions(), self, terms, None, residual, context)
             return *found, state
@@ -67,12 +88,14 @@ class DecoderLayer(nnx.Module):
         is_plain = isinstance(format, ActivationFormat)
         mlp: MLP | None = self.mlp
         reads_alike = is_plain and mlp is not None and format == mlp.activations
-        if self.shares_norm and not reads_alike:
+        if predicted is not None or (self.shares_norm and not reads_alike):
             format = None  # each sublayer rounds x for its own weights
         residual, x = _read(self.attention_norm, terms, residual, format)
         mixed, state = mixer.mix(x, context, state)
-        shared = x if self.shares_norm else None
+        shared = None if predicted is None and not self.shares_norm else x
         terms, residual = _after_mixer(plan_conditions(), self, mixed, shared, residual, context)
+        if predicted is not None:
+            return _corrected(self, predicted, stream_of(terms, residual), context), None, state
         return terms, residual, state
 
     def watched(
@@ -142,11 +165,24 @@ def _times(x: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
     return (x.astype(jnp.float32) * scale.get_value().astype(jnp.float32)[0]).astype(x.dtype)
 
 
+def _corrected(
+    layer: DecoderLayer, predicted: jax.Array, stream: jax.Array, context: StepContext
+) -> jax.Array:
+    """All streams after a layer. stream: the active one, as mixer and MLP wrote it."""
+    assert layer.streams is not None
+    found = layer.streams.corrected(predicted, stream)
+    if layer.per_layer is not None:
+        terms = layer.per_layer.terms(layer.streams.read(found), context)
+        added = _written(layer.per_layer_post_norm, terms).sum(0).astype(found.dtype)
+        found = jnp.concatenate([found[:1], found[1:] + added[None]])
+    return found
+
+
 def _finished(
     layer: DecoderLayer, terms: jax.Array, residual: jax.Array, context: StepContext
 ) -> tuple[jax.Array, jax.Array]:
     """The next terms and stream after mixer and MLP: with the third sublayer and the scale."""
-    if layer.per_layer is not None:
+    if layer.per_layer is not None and layer.streams is None:
         residual = stream_of(terms, residual)
         terms = _written(layer.per_layer_post_norm, layer.per_layer.terms(residual, context))
     return _times(terms, layer.scale), _times(residual, layer.scale)
@@ -155,7 +191,7 @@ def _finished(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def apply(
     plans: Hashable, layer: DecoderLayer, *arguments: Any
-) -> tuple[jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, jax.Array | None, Any]:
     """Applies a layer. JAX traces and lowers equal layers once: with kernels, that is slow.
 
     plans: the conditions that plans depend on besides the arguments, such as the device and the
@@ -210,22 +246,28 @@ def _after_mixer(
     """The part of a layer after its mixer: the next terms and residual stream.
 
     plans: the conditions that plans depend on. mixed: the result of `Mixer.mix`, or in a layer
-    without a mixer the layer's input terms. shared: the input of both sublayers if they are
-    parallel, else None. residual, context: as for the layer.
+    without a mixer the layer's input terms. shared: the mixer's input if another sublayer reads it,
+    else None. residual, context: as for the layer.
     """
     mixer: Mixer | None = layer.attention
     mlp: MLP | None = layer.mlp
-    if shared is not None:
+    if shared is not None and layer.streams is None:
         assert mixer is not None
         assert mlp is not None
         halves = mixer.terms(mixed, context), mlp.terms(shared, context)
         return _finished(layer, joined_terms(*halves), residual, context)
     terms = mixed
+    before: jax.Array | None = residual
     if mixer is not None:
         terms = _written(layer.attention_post_norm, mixer.terms(mixed, context))
+    if layer.streams is not None:
+        beside = _written(layer.streams_post_norm, layer.streams.terms(shared, context))
+        terms = joined_terms(joined_terms(terms, beside), shared[None])
+        stream = stream_of(terms, residual).astype(jnp.float32) * 2**-0.5
+        terms, before = stream.astype(shared.dtype)[None], None
     if mlp is None:
         return _finished(layer, terms, residual, context)
     reading = mlp.activations if context.is_cached else None
-    residual, x = _read(layer.mlp_norm, terms, residual, reading)
+    residual, x = _read(layer.mlp_norm, terms, before, reading)
     terms = _written(layer.mlp_post_norm, mlp.terms(x, context))
     return _finished(layer, terms, residual, context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from flax import nnx
 
 from mpjax.kernels import gated, hadamard
 from mpjax.models.config import DecoderConfig, MLPSpec
+from mpjax.models.device_sums import add_over_devices
 from mpjax.models.layers import (
     Activations,
     FusedLinear,
@@ -67,6 +69,9 @@ class GatedMLPSpec(MLPSpec):
 
     bias: whether the three maps have biases. activation: `silu`, or `gelu` (its tanh
     approximation). factors: of the outputs of gate and up, biases included; () for none.
+    sparsity: the share of a token's gates that the activation gets as 0, if gates are normally
+    distributed: a gate g becomes relu(g − μ − σ · Φ⁻¹(sparsity)), with the mean μ and the standard
+    deviation σ of the token's gates (Gemma 3n); None for all gates as they are.
     """
 
     kind: ClassVar[str] = "gated"
@@ -75,14 +80,17 @@ class GatedMLPSpec(MLPSpec):
     bias: bool = False
     activation: str = "silu"
     factors: tuple[float, ...] = ()
+    sparsity: float | None = None
 
     def why_unsound(self) -> str | None:
-        """The reason why the activation, the factors or the transform are invalid, or None."""
+        """The reason why a field other than the sizes is invalid, or None."""
         if self.activation not in self.activations:
             expected = " or ".join(self.activations)
             return f"activation is {self.activation!r:.80}: expected {expected}"
         if len(self.factors) not in (0, self.factored):
             return f"factors is {self.factors!r:.80}: expected {self.factored} numbers"
+        if self.sparsity is not None and not (self.factored and self.sparsity < 1):
+            return f"sparsity is {self.sparsity}: expected less than 1, of gates"
         return self.why_unmixable()
 
     def mixers(self) -> dict[str, int]:
@@ -127,7 +135,10 @@ class GatedMLP(nnx.Module):
         gate_up, down = spec.linear_maps(config)
         self.gate_up = FusedLinear.create(gate_up, config.dtype, rngs)
         self.activation = spec.activation
-        self.hadamard = spec.hadamard
+        self.hadamard, self.gates = spec.hadamard, spec.intermediate_size  # on all devices
+        self.axis: str | None = None  # mesh axis that divides them
+        share = spec.sparsity
+        self.quantile = None if share is None else statistics.NormalDist().inv_cdf(share)
         self.down = Linear.create(down.shapes[0], bias=down.bias, dtype=config.dtype, rngs=rngs)
 
     @property
@@ -138,9 +149,22 @@ class GatedMLP(nnx.Module):
     def gated(self, x: Activations | Projected, context: StepContext = WHOLE) -> Activations:
         """The input of `down` [..., intermediate_size], rounded for `down` if there is a cache."""
         x = as_activations("GatedMLP: x", x)
-        terms = self.gate_up.terms(x, context)
+        terms = self._sparse(self.gate_up.terms(x, context))
         format = self.down.activations if context.is_cached else None
         return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
+
+    def _sparse(self, terms: jax.Array) -> jax.Array:
+        """The terms of gate and up, or with a sparsity one term, whose smaller gates are 0."""
+        if self.quantile is None:
+            return terms
+        gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, -1)
+        sums = jnp.stack([gate.sum(-1), jnp.square(gate).sum(-1)])
+        if self.axis is not None:
+            sums = add_over_devices(sums, self.axis)
+        mean, square = sums / self.gates
+        deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), 0))
+        cutoff = (mean + deviation * self.quantile)[..., None]
+        return jnp.concatenate([jax.nn.relu(gate - cutoff), up], -1)[None]
 
     def terms(self, x: Activations | Projected, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""

@@ -17,6 +17,7 @@ from mpjax.models.layers import FusedLinear, Linear
 from mpjax.models.maps import LinearMaps
 from mpjax.models.per_layer import array_shapes
 from mpjax.models.stack import alternating, halves_of, stack, unstack
+from mpjax.models.streams import map_shapes
 from mpjax.models.window import Window
 
 # Path in the Decoder → name of the tensor in Hugging Face's files. For linear maps, the names are
@@ -262,9 +263,10 @@ def array_places(
     plain = [path for path in config.tables if path not in config.packed_tables]
     tables = [ArrayPlace(path, name_of(names, path), table) for path in plain]
     places = [place for place in tables if place.path == EMBEDDING]
-    if (size := config.per_layer_size) is not None:
-        given = {f"per_layer.{path}": shape for path, shape in array_shapes(config, size).items()}
-        places += [ArrayPlace(path, name_of(names, path), shape) for path, shape in given.items()]
+    for path, shape in (array_shapes(config) | map_shapes(config)).items():
+        key = path.rstrip("0123456789")
+        name = name_of(names, key, int(path.removeprefix(key) or 0))
+        places.append(ArrayPlace(path, name, shape))
     for number, layer in enumerate(config.layers):
         shapes: dict[str, tuple[int, ...]] = {}
         wide: list[str] = []

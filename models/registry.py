@@ -20,6 +20,7 @@ from mpjax.models.ernie import Ernie45, Ernie45MoE
 from mpjax.models.exaone import Exaone4
 from mpjax.models.falcon import FalconH1
 from mpjax.models.gemma import Gemma, Gemma2, Gemma3
+from mpjax.models.gemma3n import Gemma3n
 from mpjax.models.gemma4 import Gemma4
 from mpjax.models.glm import Glm4, Glm4MoE
 from mpjax.models.gpt_oss import GptOss
@@ -52,6 +53,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "GemmaForCausalLM": Gemma,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma3nForCausalLM": Gemma3n,
     "Gemma4ForCausalLM": Gemma4,
     "FalconH1ForCausalLM": FalconH1,
     "GraniteForCausalLM": Granite,

@@ -41,7 +41,7 @@ from mpjax.models.symmetry import formats_of_all, with_symmetry
 from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
-PARTS = ("layers", "embedding", "head", "head_bias", "norm", "cache_scales", "per_layer")
+PARTS = ("layers", "embedding", "head", "head_bias", "norm", "cache_scales", "per_layer", "streams")
 WHOLE = PartitionSpec()  # the spec of arrays that every device has whole
 
 
@@ -66,9 +66,8 @@ class ShardedDecoder(Decoder):
         self.share: Decoder = nnx.eval_shape(lambda: division.decoder(division.local, nnx.Rngs(0)))
         self.share.axis = axis
         heads = HeadShares(self.config.num_heads, self.config.num_kv_heads, division.count)
-        for layer in self.share.layers:
-            if layer.attention is not None:
-                layer.attention.divide_norms(axis, heads)
+        for layer, spec in zip(self.share.layers, self.config.layers, strict=True):
+            layer.divide_sums(axis, heads, spec)
 
     @classmethod
     def of(cls, division: Division, mesh: jax.sharding.Mesh) -> ShardedDecoder:

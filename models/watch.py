@@ -187,6 +187,8 @@ def _require(model: Any, name: str, point: Any, layers: Any) -> None:
             f"{name}: the model is divided among {model.shards} devices, and its layers are looked "
             "at on one device alone"
         )
+    if config.in_all_layers("streams"):
+        raise ValueError(f"{name}: the model has several residual streams: expected one")
     if point not in POINTS:
         raise ValueError(f"{name} has {point!r}: expected one of {', '.join(POINTS)}")
     # The stream after the last layer has the index that a further layer would have.

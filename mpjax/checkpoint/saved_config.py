@@ -27,7 +27,7 @@ RARE: Mapping[type, tuple[str, ...]] = {
         *("head_bias", "per_layer_vocab", "embedding_norm", "post_norm_eps"),
     ),
     RopeScaling: ("rotated_share",),
-    LayerSpec: ("scaled", "per_layer"),
+    LayerSpec: ("scaled", "per_layer", "streams"),
     GroupedQuerySpec: (
         *("heads", "kv_heads", "head_dim", "keys_as_values", "value_norm"),
         "reads_back",
@@ -40,7 +40,7 @@ RARE: Mapping[type, tuple[str, ...]] = {
         "output_gate",
         *("gate_map", "norm_weights", "chunked", "growth_from_one"),
     ),
-    GatedMLPSpec: ("factors",),
+    GatedMLPSpec: ("factors", "sparsity"),
     ExpertsSpec: (
         *("ungated", "jitter", "transposed_files", "weighs_inputs"),
         *("activation", "own_norms"),
@@ -187,7 +187,7 @@ def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpe
     _require_fields(where, written, LayerSpec)
     halves: dict[str, Any] = {
         half: _parse_spec(f"{where}.{half}", get(written, half, dict), kinds)
-        for half in (*HALVES, "per_layer")
+        for half in (*HALVES, "per_layer", "streams")
         if written.get(half) is not None
     }
     norms = {"norms": get(written, "norms", str)}

@@ -36,6 +36,12 @@ TEXT_MODELS = {
             {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
         ),
     ),
+    "Gemma3nForConditionalGeneration": (
+        TextModel(
+            *("Gemma3nForCausalLM", "gemma3n_text"),
+            {"vocab_size": 262400, "num_attention_heads": 8},
+        ),
+    ),
     "Llama4ForConditionalGeneration": (TextModel("Llama4ForCausalLM", "llama4_text", {}),),
     "Gemma4ForConditionalGeneration": (
         TextModel(

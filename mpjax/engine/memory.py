@@ -132,6 +132,7 @@ def _working_bytes(lm: LanguageModel, sizes: Sizes) -> int:
     tokens = max(sizes.chunk, verified)
     halves = (spec for layer in config.layers for spec in layer.halves.values())
     inside = max(spec.working_bytes(config, tokens) for spec in halves)
-    residual = 3 * tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
+    streams = getattr(config.in_all_layers("streams"), "count", 1)
+    residual = 3 * streams * tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
     rows = max(sizes.sequences, verified, sizes.scored if sizes.scores else 0)
     return inside + residual + 3 * 4 * rows * config.vocab_size

@@ -99,7 +99,8 @@ class Stream:
 
 def require_chain(config: DecoderConfig) -> None:
     """Raises ValueError unless each layer reads only the hidden states after its predecessor."""
-    if config.per_layer_size is not None or any(source is not None for source in config.sources):
+    beside = [config.in_all_layers(half) for half in ("per_layer", "streams")]
+    if any([*beside, *(source is not None for source in config.sources)]):
         raise ValueError(
             "the model's layers read per-layer embeddings or another layer's keys and values, with "
             "which no calibration text can run layer by layer: round to nearest instead, without "

@@ -72,6 +72,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"moe_intermediate_size": 64, "hidden_size_per_layer_input": 16},
         "vocab_size_per_layer_input": VOCABULARY,
     },
+    "Gemma3nForCausalLM": {
+        **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"tie_word_embeddings": True, "sliding_window": 12, "num_kv_shared_layers": 2},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 48, "laurel_rank": 8},
+        **{"activation_sparsity_pattern": [0.5, 0.0, 0.9, 0.0]},
+    },
     "GraniteForCausalLM": {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.5,
@@ -166,14 +172,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "SmolLM3ForCausalLM": {**TWO_LAYERS, "no_rope_layer_interval": 2},
 }
 # Families whose calls have a part that no other has: experts with biases, sinks and windows; norms
-# behind sublayers and capped logits; factors; norms over all heads; a shared MLP with a gate; an
-# activation with learned numbers; both halves behind one norm; neighbours that rotate together, and
-# corrected scores; Mamba2 with a norm over all heads, in groups beside attention, and
-# beside experts without gates; short convolutions; the delta rule, with maps of one key head after
-# another or of all, and a convolution in three parts; latents.
+# behind sublayers and capped logits; several streams and sparse gates; factors; norms over all
+# heads; a shared MLP with a gate; an activation with learned numbers; both halves behind one norm;
+# neighbours that rotate together, and corrected scores; Mamba2 with a norm over all heads, in
+# groups beside attention, and beside experts without gates; short convolutions; the delta rule,
+# with maps of one key head after another or of all, and a convolution in three parts; latents.
 CALLED = (
     "GptOssForCausalLM",
     "Gemma2ForCausalLM",
+    "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
     "GraniteForCausalLM",
     "FalconH1ForCausalLM",

@@ -17,6 +17,7 @@ from mpjax.models import (
 )
 from mpjax.models.config_checks import require_sound
 from mpjax.models.per_layer import PerLayerSpec
+from mpjax.models.streams import StreamsSpec
 
 LAYERS = llama_layers((None, 32), 128)
 SOUND = DecoderConfig(100, 64, 4, 2, 16, LAYERS, 512, stop_ids=(0, 99))
@@ -170,12 +171,25 @@ def test_layers_that_do_not_fit_together(layers, message):
         require_sound(dataclasses.replace(SOUND, layers=own))
 
 
-def test_per_layer_embeddings_have_one_size_and_rows_for_all_tokens():
+def test_per_layer_embeddings_have_one_size():
     sizes = (PerLayerSpec(8), PerLayerSpec(16))
     layers = tuple(dataclasses.replace(LAYERS[0], per_layer=spec) for spec in sizes)
-    with pytest.raises(ConfigError, match=r"per_layer of the layers is .*: expected one size"):
+    with pytest.raises(ConfigError, match=r"per_layer of the layers is .*: expected one spec"):
         require_sound(dataclasses.replace(SOUND, layers=layers))
-    few = dataclasses.replace(SOUND, layers=layers[:1], per_layer_vocab=99)
-    with pytest.raises(ConfigError, match="per_layer_vocab is 99: expected at least 100 tokens"):
-        require_sound(few)
-    require_sound(dataclasses.replace(few, per_layer_vocab=100))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"norms": "pre"},
+            "streams is .*: expected both norms, an attention, an mlp and no",
+        ),
+        ({"streams": StreamsSpec(2, 8, active=3)}, "active is 3: expected at most the 2 streams"),
+    ],
+)
+def test_layers_of_several_streams(changes, message):
+    layer = dataclasses.replace(LAYERS[0], norms="both", streams=StreamsSpec(2, 8))
+    require_sound(dataclasses.replace(SOUND, layers=(layer,)))
+    with pytest.raises(ConfigError, match=message):
+        require_sound(dataclasses.replace(SOUND, layers=(dataclasses.replace(layer, **changes),)))

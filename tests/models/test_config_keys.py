@@ -30,11 +30,12 @@ NEEDED_BY = {
         for name in ("DeepseekV3", "DeepseekV32", "Glm4MoeLite")
     },
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Gemma3nForCausalLM": {"num_hidden_layers": 20},
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 300_000},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 # Families whose text models have classes of their own.
-OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe", "Llama4", "MuseGlimmer")
+OF_TEXT = ("Gemma3", "Gemma3n", "Gemma4", "Qwen3_5", "Qwen3_5Moe", "Llama4", "MuseGlimmer")
 # Keys by which others count.
 SWITCHES: list[dict] = [
     {},

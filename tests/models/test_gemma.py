@@ -9,6 +9,7 @@ from flax import nnx
 
 from mpjax.models import ConfigError, Gemma, Gemma2, Gemma3, GroupedQuerySpec
 from mpjax.models.config import RopeScaling
+from mpjax.models.gemma3n import Gemma3n
 from mpjax.models.gemma4 import Gemma4
 
 pytestmark = pytest.mark.any_version
@@ -63,6 +64,23 @@ def test_sizes_of_no_layer_are_refused(key):
     expected = f"expected only layers, '0' to '5', as keys, not \\['{key}'\\]"
     with pytest.raises(ConfigError, match=expected):
         Gemma4.config_from_hf(hf | {"per_layer_config": {key: {"head_dim": 32}}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"altup_active_idx": 4}, "altup_active_idx is 4: expected at most 3"),
+        ({"intermediate_size": [64] * 5}, "intermediate_size is .*: expected a list of 6 numbers"),
+        ({"activation_sparsity_pattern": [1.0] * 6}, "expected numbers of at least 0 and less"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3: expected so few of 6 layers"),
+    ],
+)
+def test_gemma_3n(changes, message):
+    hf = HF | {"num_kv_shared_layers": 1}
+    layers = Gemma3n.config_from_hf(hf | {"num_hidden_layers": 11}).layers
+    assert [layer.mlp.sparsity for layer in layers] == [0.95] * 10 + [None]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=message):
+        Gemma3n.config_from_hf(hf | changes)
 
 
 def test_gemma_3():

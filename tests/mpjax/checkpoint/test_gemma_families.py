@@ -1,4 +1,4 @@
-"""Gemma 4, whose layers have heads of two sizes, against transformers in float32."""
+"""Gemma 3n and 4, with per-layer embeddings and shared caches, against transformers in float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,16 @@ GEMMA = {
     **{"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     **{"rms_norm_eps": 0.01, "hidden_size_per_layer_input": 0},
 }
+# By name: what its classes in transformers are named after, if not Gemma4, and keys beside SIZES.
 FAMILIES: dict[str, dict] = {
+    "3n": {
+        **{"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 8, "num_kv_shared_layers": 2},
+        **{"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]},
+        **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY - 8},
+        **{"laurel_rank": 24, "altup_num_inputs": 3, "altup_active_idx": 1},
+        **{"activation_sparsity_pattern": [0.5, 0.9, 0.0, 0.0, 0.3], "rms_norm_eps": 0.01},
+        **{"intermediate_size": [96, 64, 96, 64, 64], "final_logit_softcapping": 5.0},
+    },
     "31b": {**GEMMA, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
     "26b-a4b": {
         **{**GEMMA, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3},
@@ -50,7 +59,11 @@ FAMILIES: dict[str, dict] = {
 def family(request, tmp_path_factory):
     """A model of transformers, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = build("Gemma4", FAMILIES[request.param])
+    kind = "Gemma3n" if request.param == "3n" else "Gemma4"
+    model = build(kind, FAMILIES[request.param])
+    with torch.no_grad():
+        for parameter in (each for name, each in model.named_parameters() if "coefs" in name):
+            parameter.normal_(0, 0.5)  # instead of zeros
     model.save_pretrained(folder)
     return request.param, model, folder
 
@@ -72,14 +85,14 @@ def test_logits_greedy_tokens_and_an_engine(family):
         likeliest = logits(model, np.concatenate([row, new])[None])[0].argmax(-1)
         np.testing.assert_array_equal(new, likeliest[len(row) - 1 : -1])
     assert len(np.unique(found)) > 3
-    if name == "e2b":  # which has all kinds of states
+    if name in ("3n", "e2b"):  # which have all kinds of states
         check_engine(lm, [*rows, rows[0][3:]], found.tolist())
 
 
 def test_it_is_quantised_saved_and_restored(family, tmp_path):
     name, model, folder = family
-    if name != "e2b":
-        pytest.skip("e2b has all kinds of states")
+    if name not in ("3n", "e2b"):
+        pytest.skip("e2b has all kinds of states, and 3n of streams")
     lm = mpjax.load(folder, dtype="float32", precision="W4g32A16KV8")
     tokens = prompts()
     expected, found = logits(model, tokens), np.asarray(logits_of(lm.model, tokens))
@@ -100,16 +113,19 @@ def test_calibration_is_refused_by_the_part_that_it_lacks(family):
     lm = mpjax.load(folder, dtype="float32", precision="W32A32KV8s")
     with pytest.raises(ValueError, match="heads of different sizes"):
         mpjax.calibrate_cache(lm, ["some text"])
-    if name == "e2b":
+    if name in ("3n", "e2b"):
         with pytest.raises(ValueError, match="per-layer embeddings"):
             Stream.of(lm.model, [])
+    if name == "3n":
+        with pytest.raises(ValueError, match="has several residual streams: expected one"):
+            lm.model.inspect(prompts(), capture={"residual": [0]})
 
 
 def test_a_text_model_beside_those_of_images(family, tmp_path):
     """Of Gemma 4, and of its 12B model, which has neither experts nor per-layer embeddings."""
     name, _, _ = family
-    if name == "e2b":
-        pytest.skip("its text model is read as that of 26b-a4b")
+    if name in ("3n", "e2b"):
+        pytest.skip("their text models are read as that of 26b-a4b")
     kind, text = "Gemma4Unified" if name == "31b" else "Gemma4", SIZES | FAMILIES[name]
     left_out = ["attn_implementation", *["hidden_size_per_layer_input"] * (name == "31b")]
     text = {key: value for key, value in text.items() if key not in left_out} | {"pad_token_id": 0}

@@ -158,7 +158,7 @@ OPTIONS = {"max_new_tokens": NEW, "sampling": {"stop_ids": ()}}
 def build(family: str, changes: dict):
     """A model with all of its parameters random; decays and steps as models have them."""
     torch.manual_seed(0)
-    of_text = f"{family}Text" if family.startswith(("Qwen3_5", "Gemma4")) else family
+    of_text = f"{family}Text" if family.startswith(("Qwen3_5", "Gemma3n", "Gemma4")) else family
     config = getattr(transformers, f"{of_text}Config")(**SIZES | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():

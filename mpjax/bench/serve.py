@@ -1,4 +1,4 @@
-"""Benchmark of an engine under load, by a published shape with random weights."""
+"""Benchmark of an engine under load, by a published shape with random weights or by a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpjax.files.atomic_write import atomic_write
 from mpjax.generation.buckets import bucket_tokens
 from mpjax.generation.decoding import decode_program, jit_prefill
 from mpjax.generation.speculation.proposer import Proposer
-from mpjax.models import DecoderConfig, Qwen3
+from mpjax.models import Decoder, DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.sampling.settings import RowSettings, Sampling
@@ -118,6 +118,7 @@ class Sweep:
     engine: whether the load runs through an engine, rather than only in static batches.
     rounds: how often the engine runs the load; the last round counts. The engine compiles all
         programs before the first. Static batches run the load once, after two steps that compile.
+    config, decoder: of a model with random weights. model: a folder or hub id to load instead.
     devices: the number of devices among which the model is divided.
     trace: a file for the programs of the counted round of the last precision, in the Trace Event
         Format (for Perfetto), or None.
@@ -139,6 +140,8 @@ class Sweep:
     engine: bool = True
     rounds: int = 2
     config: DecoderConfig = QWEN3_8B
+    decoder: type[Decoder] = Qwen3
+    model: str | None = None
     devices: int = 1
     trace: Path | None = None
 
@@ -148,7 +151,7 @@ class Sweep:
             raise ValueError("nothing is measured without an engine and without --static batches")
         if self.trace is not None and not self.engine:
             raise ValueError("--trace tells of programs of an engine, and --no-engine runs none")
-        for text in self.precisions:
+        for text in self.precisions if self.model is None else ():
             precision = Precision.parse(text)
             if precision.mixture or precision.bits != 16 or precision.kv.scaling == "static":
                 raise ValueError(
@@ -165,11 +168,11 @@ class Sweep:
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Runs the load in an engine and in static batches, as configured; yields a row for each."""
     for text in sweep.precisions:
-        positions = max(sweep.load.most, sweep.config.max_position_embeddings)
-        config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
-        lm = _random_lm(text, config, sweep.devices)
-        row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
+        lm = _random_lm(text, sweep) if sweep.model is None else _load(text, sweep)
+        layers, precision = lm.config.num_layers, str(lm.precision) if sweep.model else text
+        row = {"precision": precision, "layers": layers, "requests": sweep.load.requests}
         row |= {"load": dataclasses.asdict(sweep.load), "devices": sweep.devices}
+        row["asked_prompt_tokens"] = sum(read for read, _ in sweep.load.sizes()) + sweep.load.late
         if sweep.engine:
             yield row | _serve(lm, sweep)
         if sweep.static:
@@ -177,11 +180,19 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
         del lm
 
 
-def _random_lm(text: str, config: DecoderConfig, devices: int) -> mpjax.LanguageModel:
+def _random_lm(text: str, sweep: Sweep) -> mpjax.LanguageModel:
     """A random model in a precision, without a tokenizer."""
-    precision = Precision.parse(text)
-    model = random_model(Qwen3, config, precision.weights, mesh=read_devices(devices))
+    precision, mesh = Precision.parse(text), read_devices(sweep.devices)
+    positions = max(sweep.load.most, sweep.config.max_position_embeddings)
+    config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
+    model = random_model(sweep.decoder, config, precision.weights, mesh=mesh)
     return mpjax.LanguageModel(model, None, precision.kv, Path())
+
+
+def _load(text: str, sweep: Sweep) -> mpjax.LanguageModel:
+    """The loaded model in a precision, or, for "", in the checkpoint's."""
+    assert sweep.model is not None
+    return mpjax.load(sweep.model, precision=text or None, devices=sweep.devices)
 
 
 def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
@@ -297,6 +308,34 @@ def _figures(traces: Sequence[_Trace], seconds: float, since: float = 0.0) -> di
         "gap_seconds": _percentiles(gaps),
         "all_first_tokens_seconds": max(trace.times[0] for trace in traces),
     }
+
+
+def vllm_keys(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """A row's figures under the keys of `vllm bench serve`; None where the load has none.
+
+    Times are in milliseconds: ttft is the time to the first token, tpot the time of each further
+    token, itl the gap between two reports.
+    """
+    every = row["new_tokens"] + row["asked_prompt_tokens"]
+    found: dict[str, float | None] = {
+        "request_throughput": row["requests_per_second"],
+        "output_throughput": row["new_tokens_per_second"],
+        "total_token_throughput": every / row["seconds"],
+    }
+    times = {"ttft": "first_token_seconds", "tpot": "token_seconds", "itl": "gap_seconds"}
+    for name, kind in times.items():
+        for word, statistic in {"mean": "mean", "median": "p50", "p99": "p99"}.items():
+            seconds = row[kind]
+            found[f"{word}_{name}_ms"] = None if seconds is None else seconds[statistic] * 1e3
+    return found
+
+
+def vllm_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines of a table of the rows' figures, with a line for each of vLLM's keys."""
+    found = [vllm_keys(row) for row in rows]
+    heads = ["key", *(f"{row['precision']}, {row['through']}" for row in rows)]
+    shown = [["" if x is None else f"{x:.2f}" for x in each.values()] for each in found]
+    return heads, [[*line] for line in zip(found[0], *shown, strict=True)]
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float] | None:

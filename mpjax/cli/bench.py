@@ -40,6 +40,10 @@ WEIGHT_FORMATS = (
 )
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
+MODELS = (
+    "qwen3-8b, llama3.1-8b, llama3-70b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, qwen3.6-27b, "
+    "qwen3.6-35b-a3b"
+)
 EXPERT_SHAPES = "qwen3-30b-a3b,mixtral-8x7b"
 EXPERT_ROWS, EXPERT_FORMATS = "1,16,64,256,4096", "uint4:g128"
 T = TypeVar("T")
@@ -59,13 +63,6 @@ class Implementation(enum.StrEnum):
     mosaic = "mosaic"
     dequantize = "dequantize"
     xla = "xla"
-
-
-class DenseShapes(enum.StrEnum):
-    """Published shapes for random weights."""
-
-    qwen3_8b = "qwen3-8b"
-    llama3_8b = "llama3.1-8b"
 
 
 def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
@@ -191,6 +188,13 @@ ChunkTokens = Annotated[
 StaticBatches = Annotated[
     int, typer.Option(min=0, help="Also measure static batches of so many requests.")
 ]
+ServedModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER|ID",
+        help='A model to load instead of random weights; with --precision "" in its own precision.',
+    ),
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option(dir_okay=False, metavar="FILE.json", help="Write each program's seconds."),
@@ -287,14 +291,7 @@ def mixers_command(
 @app.command("generate", cls=CompilingCommand, epilog=GENERATE_EPILOG)
 def generate_command(
     precision: Precisions = "W4A16KV8",
-    shapes: Annotated[
-        str,
-        _texts(
-            "NAME",
-            "Models: qwen3-8b, llama3.1-8b, llama3-70b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, "
-            "qwen3.6-27b, qwen3.6-35b-a3b.",
-        ),
-    ] = SHAPES,
+    shapes: Annotated[str, _texts("NAME", f"Models: {MODELS}.")] = SHAPES,
     batch: Annotated[str, _texts("ROWS", "Numbers of rows that are decoded together.")] = "1",
     prompt_tokens: Annotated[
         str, _texts("TOKENS", "Numbers of tokens of each row's prompt.")
@@ -368,9 +365,9 @@ def _of_model(name: str, layers: int | None, sweep: type, settings: dict[str, An
 @app.command("serve", cls=CompilingCommand, epilog=SERVE_EPILOG)
 def serve_command(
     precision: Precisions = "W4A16KV8",
-    shapes: Annotated[DenseShapes, typer.Option(help="The shape of the model.")] = (
-        DenseShapes.qwen3_8b
-    ),
+    shapes: Annotated[str, typer.Option(metavar="NAME", help=f"A model: {MODELS}.")] = SHAPES,
+    model: ServedModel = None,
+    layers: Layers = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 256,
     prompt_tokens: PromptLengths = "1024",
     new_tokens: NewLengths = "512",
@@ -393,35 +390,37 @@ def serve_command(
     output: Output = None,
 ) -> None:
     """Measure an engine under load: tokens/s, and their times."""
-    from mpjax.bench import serve
+    from mpjax.bench import serve, tables
     from mpjax.bench.lengths import Lengths, read_file
     from mpjax.files.atomic_write import require_writable
-    from mpjax.models.presets import published
 
     with options.wrong_usage():
         drawn = Lengths.parse(prompt_tokens), Lengths.parse(new_tokens)
         pairs = tuple(read_file(lengths)) if lengths else ()
-        sweep = serve.Sweep(
-            options.split(precision),
-            serve.Load(requests, *drawn, pairs, rate, shared_tokens, late_prompt),
-            slots=slots,
-            chunk_tokens=chunk_tokens,
-            max_gap=max_gap,
-            steps=steps,
-            cache_memory=cache_memory,
-            share_prefixes=share,
-            speculate=options.parse_speculate(speculate),
-            static=static,
-            engine=engine,
-            rounds=rounds,
-            config=published(shapes.value)[1],
-            devices=devices,
-            trace=trace,
-        )
+        settings = {
+            "precisions": options.split(precision) if precision else ("",),
+            "load": serve.Load(requests, *drawn, pairs, rate, shared_tokens, late_prompt),
+            "slots": slots,
+            "chunk_tokens": chunk_tokens,
+            "max_gap": max_gap,
+            "steps": steps,
+            "cache_memory": cache_memory,
+            "share_prefixes": share,
+            "speculate": options.parse_speculate(speculate),
+            "static": static,
+            "engine": engine,
+            "rounds": rounds,
+            "model": model,
+            "devices": devices,
+            "trace": trace,
+        }
+        sweep = _of_model(shapes, layers, serve.Sweep, settings)
     if trace is not None:
         require_writable(trace)
-    title = f"{shapes.value}'s shapes, random weights, {requests} requests"
-    _check(serve, _run("serve", serve, sweep, output, title))
+    of = model or f"{shapes}'s shapes, random weights"
+    measured = _run("serve", serve, sweep, output, f"{of}, {requests} requests")
+    tables.show("under the keys of `vllm bench serve`", *serve.vllm_table(measured))
+    _check(serve, measured)
 
 
 @app.command("sums", cls=CompilingCommand, epilog=SUMS_EPILOG)

@@ -175,10 +175,11 @@ Examples:
   mpjax bench serve --requests 32 --new-tokens 1000 --late-prompt 32768
   mpjax bench serve --max-gap inf --rounds 1 --trace trace.json
   mpjax bench serve --rate 8
+  mpjax bench serve --model ./Qwen3-8B-AWQ --precision W4A16KV8 --max-gap inf
 
 \b
-Runs requests through an engine, with random weights in a published shape and
-random prompts, without stop tokens. All programs are compiled before. The
+Runs requests through an engine, with random weights in a published shape or
+with a model, and random prompts, without stop tokens. All programs are compiled before. The
 load runs --rounds times with other prompts, of which the last is measured.
   tokens/s     new tokens of all requests, from the first arrival to the last
                token
@@ -193,7 +194,8 @@ load runs --rounds times with other prompts, of which the last is measured.
 With --speculate there are also the proposed tokens, and the share of them
 that was accepted. Random weights repeat themselves as no text does, so the
 speed is not that of a text.
-The JSON also has late_steps: programs before which the device was idle.
+The JSON also has late_steps: programs before which the device was idle. A
+second table has the figures under the keys of `vllm bench serve`.
 --trace writes when each program of the last round began, what it read or
 decoded and its seconds, for https://ui.perfetto.dev or chrome://tracing; of
 several precisions, those of the last. The roofline of a decoding step is in

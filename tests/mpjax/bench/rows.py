@@ -104,6 +104,7 @@ def serve_row(**changes: Any) -> dict[str, Any]:
         "token_seconds": {"mean": 0.01, "p50": 0.01, "p99": 0.02, "most": 0.03},
         "gap_seconds": {"mean": 0.08, "p50": 0.08, "p99": 0.09, "most": 0.1},
         "prompt_tokens": 1000,
+        "asked_prompt_tokens": 1000,
         "shared_tokens": 250,
         "preemptions": 3,
         "programs": 5,

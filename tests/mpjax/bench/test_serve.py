@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from flax import nnx
+
+import mpjax
 from mpjax.bench import serve, tables
 from mpjax.bench.lengths import Lengths
+from mpjax.models import Qwen3
+from mpjax.precision import Precision
 from tests.mpjax.bench.rows import SMALL_MODEL, serve_row
 
 
@@ -37,6 +43,26 @@ def test_an_engine_and_static_batches_do_the_same(tmp_path):
     read = sum(program["args"]["tokens"] for program in programs)
     assert read == engine["prompt_tokens"] - engine["shared_tokens"]
     assert programs[0]["ts"] == 0 < programs[-1]["ts"] < engine["seconds"] * 1e6
+
+
+def test_a_loaded_model_is_measured_in_its_own_precision(tmp_path):
+    kv = Precision.parse("W16A16KV8").kv
+    lm = mpjax.LanguageModel(Qwen3(SMALL_MODEL, nnx.Rngs(0)), None, kv, tmp_path)
+    mpjax.save(lm, tmp_path / "model")
+    [row] = serve.run(serve.Sweep(("",), load(), slots=4, static=0, model=str(tmp_path / "model")))
+    assert row["precision"] == lm.precision
+    assert row["new_tokens"] == row["asked_tokens"]
+
+
+def test_figures_under_the_keys_of_vllm():
+    found = serve.vllm_keys(serve_row(gap_seconds=None))
+    assert found["total_token_throughput"] == 750.0
+    assert found["median_ttft_ms"] == pytest.approx(200.0)
+    assert found["p99_tpot_ms"] == pytest.approx(20.0)
+    assert found["mean_itl_ms"] is None
+    heads, lines = serve.vllm_table([serve_row()])
+    assert heads == ["key", "W4A16KV8, engine"]
+    assert ["output_throughput", "250.00"] in lines
 
 
 def test_gaps_count_from_when_the_late_prompt_comes():

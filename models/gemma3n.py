@@ -18,7 +18,7 @@ from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import Names
 from mpjax.models.per_layer import PerLayerSpec
 
-_PATTERN = 5  # of layers, of which the last attends to all tokens
+_PATTERN = 5  # layers of a pattern, of which the last attends to all tokens
 _SPARSE, _SHARE = 10, 0.95  # the first layers, and the share of their gates that is 0
 
 

@@ -83,7 +83,8 @@ def _object(own: dict[str, Any], gap: str) -> str:
     _require_empty(own)
     if unknown := set(required) - set(properties):
         raise ValueError(f"the schema requires {sorted(unknown)}, which are no properties")
-    # first: a pattern for each property that may come first. behind: of the properties after it.
+    # first: a pattern for each property that may come first, and all after it. behind: the pattern
+    # of the properties after the current one.
     first: list[str] = []
     behind = ""
     for name, schema in reversed(list(properties.items())):

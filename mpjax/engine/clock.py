@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._since: float | None = None  # seconds are counted up to here; None without requests
+        self._since: float | None = None  # seconds are counted up to this time; None: no requests
         self.work_seconds = self.idle_seconds = 0.0
 
     def start(self, *, is_free: bool) -> float:

@@ -103,7 +103,7 @@ class _Grammar:
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def up_to(self, text: str) -> str:
-        """Any text up to and including the first occurrence of a literal one (not empty)."""
+        """Any text up to and including the first occurrence of `text`, which is not empty."""
         first = self.literal(text).strip()
         if first.startswith("<["):
             return f"TEXT {first}"

@@ -149,7 +149,7 @@ def _require_groups(
     if groups < 1 or rest % (2 * size) or states.shape[1] % groups:
         raise ValueError(
             f"{name}: channels and states are {shown(channels)} and {shown(states)}: expected "
-            f"the channels of all heads, and twice {size} for each of some groups of heads"
+            f"the channels of all heads, and twice {size} channels for each group of heads"
         )
 
 

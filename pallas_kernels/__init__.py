@@ -51,6 +51,7 @@ from mpjax.kernels.rowwise.api import (
     rms_norm,
 )
 from mpjax.kernels.static_rows import StaticRows
+from mpjax.kernels.sums.api import Inbox, open_inbox, sum_over_devices
 
 __all__ = [
     "ActivationBlocks",
@@ -61,6 +62,7 @@ __all__ = [
     "ExpertMLP",
     "Gate",
     "HeadNorms",
+    "Inbox",
     "KVFormat",
     "KVLayout",
     "KVPages",
@@ -98,6 +100,7 @@ __all__ = [
     "latent_format",
     "matmul",
     "matmul_terms",
+    "open_inbox",
     "pack",
     "paged_attention",
     "partition_specs",
@@ -112,5 +115,6 @@ __all__ = [
     "route",
     "state_space_scan",
     "state_space_step",
+    "sum_over_devices",
     "unpack",
 ]

@@ -1,4 +1,4 @@
-"""Benchmark of sums over devices (`psum`), of which each layer of a divided model has two."""
+"""Benchmark of sums over devices, of which each layer of a divided model has two."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.bench import tables
 from mpjax.devices import read_devices
+from mpjax.kernels import UnsupportedError, open_inbox, sum_over_devices
 
 CHAIN = 64  # successive operations inside one jit
 ROUNDS = 11  # the first round compiles and is not counted
@@ -26,6 +27,9 @@ COLUMNS: tables.Columns = {
     "sum and addition": "{pair_microseconds:.1f} µs",
     "addition": "{addition_microseconds:.1f} µs",
     "sum": "{sum_microseconds:.1f} µs",
+    "by inbox": lambda row: (
+        f"{row['inbox_microseconds']:.1f} µs" if row.get("inbox_microseconds") else "–"
+    ),
     "GB/s": lambda row: f"{row['bytes'] / max(row['sum_microseconds'], 1e-3) / 1e3:.1f}",
 }
 
@@ -62,15 +66,20 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def measure_case(mesh: jax.sharding.Mesh, nbytes: int, dtype: str) -> dict[str, Any]:
-    """The wall time of an all-reduce of `nbytes` bytes per device, in a chain inside one jit.
+    """The wall time of a sum of `nbytes` bytes over devices, in a chain inside one jit.
 
     XLA would replace the sum of a sum by a multiplication, since a sum is equal on all devices; so
-    each device adds its own array in between. The time of the additions alone is subtracted.
+    each device adds its own array in between. The time of the additions alone is subtracted. The
+    sum is XLA's, and if the devices can have an inbox for it, also the kernel's.
     """
     count = max(nbytes // jnp.dtype(dtype).itemsize, 1)
     sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
     own = jax.jit(lambda: jnp.zeros(count * mesh.size, dtype), out_shardings=sharding)()
-    both, addition = (_microseconds(_chain(mesh, each), own) for each in (True, False))
+    both, addition = (_microseconds(_chain(mesh, way), own) for way in ("reference", None))
+    try:
+        by_inbox = _microseconds(_chain(mesh, "mosaic"), own) - addition
+    except UnsupportedError:
+        by_inbox = None
     return {
         "devices": mesh.size,
         "device_kind": mesh.devices.flat[0].device_kind,
@@ -81,19 +90,21 @@ def measure_case(mesh: jax.sharding.Mesh, nbytes: int, dtype: str) -> dict[str, 
         "pair_microseconds": both,
         "addition_microseconds": addition,
         "sum_microseconds": both - addition,
+        "inbox_microseconds": by_inbox,
     }
 
 
-def _chain(mesh: jax.sharding.Mesh, sums: bool) -> Any:
-    """The jitted chain of additions, with sums over devices between them if `sums`."""
+def _chain(mesh: jax.sharding.Mesh, implementation: Any) -> Any:
+    """The jitted chain of additions, with an implementation's sums between them, or None."""
     [axis] = mesh.axis_names
 
     def chain(own: jax.Array) -> jax.Array:
-        x = own
+        x, inbox = own, open_inbox(axis, own.nbytes) if implementation == "mosaic" else None
         for _ in range(CHAIN):
             # The barrier keeps XLA from fusing the additions into one kernel.
             x = jax.lax.optimization_barrier(x + own)
-            x = jax.lax.psum(x, axis) if sums else x
+            if implementation is not None:
+                x = sum_over_devices(x, axis, inbox, implementation=implementation)
         return x
 
     divided = PartitionSpec(axis)

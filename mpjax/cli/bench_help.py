@@ -211,5 +211,6 @@ Examples:
 Measures chains of 64 sums inside one jit. Between two sums each device adds
 an array of its own; the time of such additions alone is subtracted.
   size  bytes of the array that each device has, and gets the sum of
+  sum, by inbox  XLA's sum, and mpjax's kernel, if these devices have one
   GB/s  size over the time of a sum
 """

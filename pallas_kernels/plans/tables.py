@@ -23,7 +23,7 @@ from mpjax.kernels.plans.plan import Entry, Plan
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
-OPERATIONS = ("gemm", "attention", "experts")  # the operations that have a section
+OPERATIONS = ("gemm", "attention", "experts", "sums")  # the operations that have a section
 
 
 class TableError(ValueError):

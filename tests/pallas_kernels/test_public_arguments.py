@@ -138,6 +138,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"terms": jnp.ones((2, 3, 5)), "x": X, "down": STACK[..., :4], "adapters": CHOSEN[:, 0]}
         | {"ups": [jnp.ones((4, 2, 3)), jnp.ones((4, 2, 2))], "implementation": None},
     ),
+    "sum_over_devices": (
+        lambda **given: jax.vmap(
+            lambda x: kernels.sum_over_devices(**{"x": x} | given), axis_name="i"
+        )(X),
+        {"axis": "i", "inbox": None, "has_terms": True},
+    ),
     "route": (
         kernels.route,
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}

@@ -21,3 +21,4 @@ def test_a_row_for_each_dtype_and_size(monkeypatch):
     for row in rows:
         difference = row["pair_microseconds"] - row["addition_microseconds"]
         assert row["sum_microseconds"] == pytest.approx(difference)
+        assert row["inbox_microseconds"] is None, "one device has no inbox"

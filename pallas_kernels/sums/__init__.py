@@ -1,0 +1,1 @@
+"""Sums over the devices of a mesh."""

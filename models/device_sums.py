@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
 import jax
 import jax.numpy as jnp
+
+from mpjax.kernels import Inbox, device, open_inbox, sum_over_devices
+from mpjax.kernels.sums.api import why_no_inbox
+from mpjax.kernels.sums.plans import MOST_BYTES, Problem, plan_of
+from mpjax.models.state import StepContext
+
+if TYPE_CHECKING:
+    from mpjax.models.decoder import Decoder
 
 # Sums of at most this many bytes may be float32 at no cost: latency dominates, as in 16 bits.
 # Measured between two H100s by NVLink (`mpjax bench sums --devices 2`).
 LATENCY_BYTES = 256 << 10
+_inbox = contextvars.ContextVar[Inbox | None]("inbox", default=None)
 
 
 def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -15,9 +31,58 @@ def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if size * 4 <= LATENCY_BYTES else dtype)
 
 
+def are_peers(mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether kernels on a mesh's devices can address one another.
+
+    They are devices of one process, and the first of JAX's in their order.
+    """
+    ids = [] if mesh is None else [each.id for each in mesh.devices.flat]
+    return ids == [*range(len(ids))] and jax.process_count() == 1
+
+
+def step_on(mesh: jax.sharding.Mesh | None, *, every_position: bool) -> Callable[..., Any]:
+    """`Decoder.forward` for a device's share, tokens, a context and states; it is hashable.
+
+    mesh: of the divided decoder. If sums of the step's size are planned to use an inbox, it opens
+    one. Only with a cache, since then no gradient is needed.
+    """
+    return _step(every_position, are_peers(mesh))
+
+
+@functools.cache
+def _step(every_position: bool, are_peers: bool) -> Callable[..., Any]:
+    def step(share: Decoder, tokens: jax.Array, context: StepContext, states: Any) -> Any:
+        config, axis = share.config, str(share.axis)
+        size = tokens.size * config.hidden_size
+        most_bytes = size * summing_dtype(size, config.dtype).itemsize
+        if are_peers and context.starts is not None and why_no_inbox(axis) is None:
+            problem = Problem(jax.lax.axis_size(axis), most_bytes, device.limits())
+            if plan_of(problem).implementation == "mosaic" and most_bytes <= MOST_BYTES:
+                context = dataclasses.replace(context, inbox=open_inbox(axis, most_bytes))
+        with summing_by(context.inbox):
+            return share.forward(tokens, context, states, every_position=every_position)
+
+    return step
+
+
+@contextlib.contextmanager
+def summing_by(inbox: Inbox | None) -> Iterator[None]:
+    """Sums that are traced in this context use the inbox, in this thread; None: they are XLA's."""
+    token = _inbox.set(inbox)
+    try:
+        yield
+    finally:
+        _inbox.reset(token)
+
+
+def needs_no_gradient() -> bool:
+    """Whether sums use an inbox, and so have no gradient."""
+    return _inbox.get() is not None
+
+
 def add_over_devices(x: jax.Array, axis: str) -> jax.Array:
     """All-reduces x over a mesh axis, in x's dtype."""
-    return jax.lax.psum(x, axis)
+    return sum_over_devices(x, axis, _inbox.get())
 
 
 def add_terms(terms: jax.Array, dtype: jax.typing.DTypeLike, axis: str) -> jax.Array:
@@ -25,5 +90,7 @@ def add_terms(terms: jax.Array, dtype: jax.typing.DTypeLike, axis: str) -> jax.A
 
     dtype: of activations; see `summing_dtype`.
     """
-    total = terms.sum(0)
-    return add_over_devices(total.astype(summing_dtype(total.size, dtype)), axis)[None]
+    size = terms[0].size
+    if terms.dtype != (wanted := summing_dtype(size, dtype)):
+        terms = terms.sum(0, keepdims=True).astype(wanted)
+    return sum_over_devices(terms, axis, _inbox.get(), has_terms=True)

@@ -14,6 +14,7 @@ from mpjax.kernels import ActivationFormat
 from mpjax.kernels.optimized_once import optimized_once
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.config import DecoderConfig, LayerSpec
+from mpjax.models.device_sums import summing_by
 from mpjax.models.layers import Projection, RMSNorm, Rounding, joined_terms, rounded
 from mpjax.models.mixer import Mixer
 from mpjax.models.mlp import MLP, GatedMLP, Inputs
@@ -197,7 +198,9 @@ def apply(
     plans: the conditions that plans depend on besides the arguments, such as the device and the
     tables of plans; `jit` traces again when they change.
     """
-    return layer(*arguments)
+    context: StepContext = arguments[2]
+    with summing_by(context.inbox):
+        return layer(*arguments)
 
 
 def _read(

@@ -19,6 +19,7 @@ from mpjax.kernels import QuantizedActivations, add_low_rank
 from mpjax.kernels.checks import are_between, as_array, shown
 from mpjax.kernels.invariance import product as in_rows
 from mpjax.kernels.low_rank.reference import product
+from mpjax.models.device_sums import add_over_devices
 from mpjax.models.state import StepContext
 
 Activations = jax.Array | QuantizedActivations
@@ -117,7 +118,7 @@ class LowRank(nnx.Module):
         down, ups, _ = self.arrays
         inner = _product(x, down, numbers)
         if self.axis is not None:
-            inner = jax.lax.psum(inner, self.axis)
+            inner = add_over_devices(inner, self.axis)
         if not ups:
             return inner
         parts = jnp.split(inner, len(ups), -1)

@@ -18,6 +18,7 @@ from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.cutting import Run
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.convolution import convolve, is_step
+from mpjax.models.device_sums import add_over_devices
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.recurrent import RecurrentMixer
@@ -261,7 +262,8 @@ class Mamba2(RecurrentMixer):
         groups = y.reshape(*y.shape[:-1], self.spec.groups, -1)
         sums = jnp.sum(jnp.square(groups), -1, keepdims=True)
         if self.spec.joint_channels is not None:
-            sums = jax.lax.psum(sums, self.joint_axis)
+            assert self.joint_axis is not None
+            sums = add_over_devices(sums, self.joint_axis)
         channels = self.spec.joint_channels or groups.shape[-1]
         normed = groups * jax.lax.rsqrt(sums / channels + self.norm.epsilon)
         weight = jax.lax.broadcast_to_rank(self.norm.weight.get_value(), y.ndim)

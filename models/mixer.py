@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import QuantizedActivations
+from mpjax.models.device_sums import add_over_devices
 from mpjax.models.layers import Activations, Rounding
 from mpjax.models.share import HeadShares
 from mpjax.models.state import StepContext
@@ -50,7 +51,8 @@ def means_of_squares(
     parts: [..., this device's channels]. channels: the number of channels on all devices.
     """
     sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in parts]
-    return [total / count for total, count in zip(jax.lax.psum(sums, axis), channels, strict=True)]
+    totals = jnp.split(add_over_devices(jnp.concatenate(sums, -1), axis), len(sums), -1)
+    return [total / count for total, count in zip(totals, channels, strict=True)]
 
 
 def gated(x: Activations, gate: jax.Array | None) -> Activations:

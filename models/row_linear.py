@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -21,7 +20,12 @@ from mpjax.kernels import (
     quantize_rows,
 )
 from mpjax.kernels.quantized_tensor import with_scales
-from mpjax.models.device_sums import add_over_devices, add_terms, summing_dtype
+from mpjax.models.device_sums import (
+    add_over_devices,
+    add_terms,
+    needs_no_gradient,
+    summing_dtype,
+)
 from mpjax.models.layers import Activations, Linear, Rounding
 from mpjax.models.state import WHOLE, StepContext
 
@@ -98,7 +102,8 @@ class RowLinear(Linear):
             kernel = dataclasses.replace(kernel, permutation=None)
         rows = self.divided_rows
         if rows is not None and rows.values == "int8" and dtype == jnp.float32:
-            return _exact_product(rows, x, kernel)
+            multiply = _multiply_exactly if needs_no_gradient() else _exact_product
+            return multiply(rows, x, kernel)
         terms = matmul_terms(x, kernel, out_dtype=dtype, activations=rows)
         [total] = self.add_shares(terms, x.dtype)
         return total
@@ -128,8 +133,7 @@ class RowLinear(Linear):
         return self(x, context)[None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exact_product(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> jax.Array:
+def _multiply_exactly(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> jax.Array:
     """The sum of all devices' products in x's dtype, scaled after the all-reduce.
 
     Float32 represents sums of int8 products below 2**24 exactly, so their order doesn't matter.
@@ -145,6 +149,9 @@ def _exact_product(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -
     codes = dataclasses.replace(x, scales=jnp.ones_like(x.scales))
     sums = add_over_devices(matmul(codes, kernel, out_dtype=jnp.float32), rows.axis)
     return (sums * x.scales * jax.lax.broadcast_to_rank(scales, sums.ndim)).astype(x.dtype)
+
+
+_exact_product = jax.custom_vjp(_multiply_exactly, nondiff_argnums=(0,))
 
 
 def _forward(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import KVFormat, Span, StateRows
+from mpjax.kernels import Inbox, KVFormat, Span, StateRows
 from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.kv_cache.varlen import tokens_of
 
@@ -222,7 +222,7 @@ class DecoderCache:
     jax.tree_util.register_dataclass,
     data_fields=[
         *("angles", "starts", "counts", "tables", "slots", "encoded", "adapters"),
-        *("layer_input", "routes"),
+        *("layer_input", "routes", "inbox"),
     ],
     meta_fields=["fresh", "tentative", "watch", "keeps", "kv_format"],
 )
@@ -252,6 +252,7 @@ class StepContext:
         None: routers choose.
     kv_format: of the pages through which whole sequences attend, as those with a cache do; None:
         they attend to keys and values as they are (static).
+    inbox: in a divided decoder, of this device, for the step's sums over devices; None: XLA sums.
     """
 
     angles: dict[str, jax.Array]
@@ -268,6 +269,7 @@ class StepContext:
     keeps: bool = False
     kv_format: KVFormat | None = None
     routes: Any = None
+    inbox: Inbox | None = None
 
     @classmethod
     def of(

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from mpjax.kernels.sums.api import LEAST_VERSION
 from mpjax.models import Decoder
 from mpjax.models.registry import FAMILIES
 from mpjax.models.sharded import ShardedDecoder
@@ -23,6 +24,11 @@ def test_logits_are_those_of_the_whole_decoder():
 def divided() -> ShardedDecoder:
     """Divided among one device, which has all."""
     return divide(small_model(small_config((None,))), 1)
+
+
+@pytest.mark.skipif(jax.__version_info__ < LEAST_VERSION, reason="kernels take no references yet")
+def test_a_step_with_a_cache_sums_by_an_inbox():
+    assert run("tests.models.sums_by_inbox") == "sums by inbox\n"
 
 
 def test_it_is_a_decoder_of_its_family(divided):

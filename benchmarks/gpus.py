@@ -42,7 +42,7 @@ GPUS = {
 }
 # The fields that XLA reads; `feature_extension` allows instructions of this capability only.
 _TARGET = """
-gpu_device_info {{
+gpu_device_info {{ {several}
   threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128 clock_rate_ghz: 1.7
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -57,6 +57,10 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "{gpu.like}"
 """
+
+# Of GPUs with NVLink; with these versions, XLA records kernels of Mosaic GPU into CUDA graphs.
+_SEVERAL = """device_interconnect_info { active_links: 18 }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" """
 
 
 @contextlib.contextmanager
@@ -73,8 +77,10 @@ def described(name: str) -> Iterator[None]:
         yield
 
 
-def mesh_of(name: str) -> jax.sharding.Mesh:
+def mesh_of(name: str, devices: int = 1) -> jax.sharding.Mesh:
     """A mesh of one of GPUS, to compile for with JAX's CUDA plugin; it can't run programs.
+
+    devices: GPUs of one host, connected by NVLink if there are several.
 
     Raises NotImplementedError without the plugin.
     """
@@ -82,6 +88,7 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     major, minor = str(gpu.compute_capability).split(".")
     target = _TARGET.format(
         gpu=gpu,
+        several=_SEVERAL if devices > 1 else "",
         shared=device.shared_memory(gpu.compute_capability),
         shared_of_core=1024 * gpu.shared,
         memory=gpu.memory * 2**30,
@@ -90,6 +97,6 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
         extension="ACCELERATED_FEATURES" if major in ("9", "10") else "NONE",
     )
     found = topologies.get_topology_desc(
-        gpu.like, platform="cuda", target_config=target, topology="1x1x1"
+        gpu.like, platform="cuda", target_config=target, topology=f"1x1x{devices}"
     )
     return jax.sharding.Mesh(found.devices, ("device",))

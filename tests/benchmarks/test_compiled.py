@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -48,6 +49,25 @@ def test_a_kernel_fits_the_gpu(gpu, tmp_path):
     assert "attention_kv4" in row["kernels"]
     assert 0 < row["shared"] <= device.shared_memory(GPUS[gpu].compute_capability)
     assert 0 < row["registers"] <= 255
+
+
+@with_plugin
+def test_a_sum_over_devices_is_one_launch_in_a_graph(tmp_path):
+    """Nothing zeroes or copies the inbox between sums, and nothing else waits for devices."""
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_gpu_graph_min_graph_size=1"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.compiled_sums", str(tmp_path)],
+        env={**os.environ, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    _, body = done.stdout.split("body:")
+    launches = re.findall(r"^ +\d+: (\w+)", body, re.MULTILINE)
+    assert launches[0] == "kCommandBuffer"
+    assert launches.count("kCustomCall") == 2
+    # The others are the loop's counter and what is between sums.
+    assert launches[1:].count("kCustomKernel") == len(launches) - 3 == 3
 
 
 @with_plugin

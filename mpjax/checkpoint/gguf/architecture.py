@@ -31,6 +31,7 @@ class Architecture:
     arrays: full names of a layer's tensors that have no `.weight` in GGUF or Hugging Face.
     tables: names of modules outside layers. layers: the prefix of layers in Hugging Face's names.
     is_mixed: whether layers may have no KV heads, or no MLP.
+    is_uneven: whether layers may differ in KV heads and MLPs, whose sizes `more` reads.
     is_rotated: whether attention has RoPE; without it, rope.dimension_count isn't checked.
     is_latent: whether attention has latents (MLA), whose head sizes have keys of their own.
     epsilon: config.json's key of the norms' epsilon; all keys but `rms_norm_eps` are of LayerNorm.
@@ -56,6 +57,7 @@ class Architecture:
     tables: Mapping[str, str] = dataclasses.field(default_factory=lambda: TABLES)
     layers: str = "model.layers"
     is_mixed: bool = False
+    is_uneven: bool = False
     is_rotated: bool = True
     is_latent: bool = False
     epsilon: str = "rms_norm_eps"

@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.gguf import delta, dense, hybrids, known_keys, latent, mixtures, names, rotary
+from mpjax.checkpoint.gguf import (
+    delta,
+    dense,
+    gemma,
+    hybrids,
+    kimi,
+    known_keys,
+    latent,
+    mixtures,
+    names,
+    rotary,
+)
 from mpjax.checkpoint.gguf.architecture import Architecture
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.gguf.metadata import Metadata
@@ -43,6 +54,13 @@ GRANITE_HYBRID = Architecture(
     more=hybrids.granite_keys,
     joins=True,
 )
+GEMMA_4 = Architecture(
+    *("Gemma4ForCausalLM", "gemma4_text", gemma.GEMMA_4_NAMES),
+    arrays=gemma.GEMMA_4_ARRAYS,
+    tables=gemma.PER_LAYER_TABLES,
+    is_uneven=True,
+    more=gemma.gemma4,
+)
 QWEN_DELTA_MOE = Architecture(
     *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", delta.EXPERT_NAMES),
     offset_norms=True,
@@ -61,6 +79,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture(
         "Gemma3ForCausalLM", "gemma3_text", names.GEMMA_NAMES, offset_norms=True, more=dense.gemma
     ),
+    "gemma3n": Architecture(
+        *("Gemma3nForCausalLM", "gemma3n_text", gemma.GEMMA_3N_NAMES),
+        arrays=gemma.GEMMA_3N_ARRAYS,
+        tables=gemma.PER_LAYER_TABLES,
+        is_uneven=True,
+        more=gemma.gemma3n,
+    ),
+    "gemma4": GEMMA_4,
     "granite": Architecture("GraniteForCausalLM", "granite", interleaved=True, more=dense.granite),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", names.OLMO_NAMES, more=dense.olmo),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", names.PHI_NAMES, more=dense.phi3),
@@ -191,6 +217,18 @@ MIXTURES: Mapping[str, Architecture] = {
         arrays=mixtures.correction("block_sparse_moe.e_score_correction_bias"),
         more=mixtures.minimax_keys,
     ),
+    "gemma4": GEMMA_4,
+    "phimoe": Architecture(
+        *("PhimoeForCausalLM", "phimoe", {**NAMES, **names.MIXTRAL_EXPERTS}),
+        more=mixtures.phi_keys,
+    ),
+    "kimi-linear": Architecture(
+        *("KimiLinearForCausalLM", "kimi_linear", kimi.NAMES),
+        arrays=kimi.ARRAYS,
+        is_mixed=True,
+        is_latent=True,
+        more=kimi.keys,
+    ),
     "deepseek2": Architecture(
         *("DeepseekV3ForCausalLM", "deepseek_v3", latent.LATENT_NAMES),
         arrays=mixtures.correction("mlp.gate.e_score_correction_bias"),
@@ -296,7 +334,7 @@ def read_config(
     whole = metadata.whole(f"{name}.attention.key_length", config["hidden_size"] // max(heads, 1))
     config |= {"head_dim": whole} | rotary.read(metadata, architecture, factors)
     config |= architecture.more(metadata, tensors)
-    if not architecture.is_latent:
+    if not architecture.is_latent and "global_head_dim" not in config:
         _require_whole_heads(metadata, architecture, config, whole)
     known_keys.require_known(metadata, name)
     return config
@@ -341,6 +379,8 @@ def _one_for_all(
     found = set(metadata.each(f"{name}.{key}", count, default))
     if architecture.is_mixed and len(found) > 1:
         found -= {0}
+    if architecture.is_uneven:
+        return min(found)
     if len(found) != 1:
         raise CheckpointError(
             f"{metadata.path}: {name}.{key} is {sorted(found)!r:.80}: expected one number for all "

@@ -107,6 +107,8 @@ def shape(name: str, written: tuple[int, ...]) -> tuple[int, ...]:
     kind = name.split(".", 2)[-1]
     if kind in ("ssm_conv1d.weight", "shortconv.conv.weight") and len(written) == 2:
         return written[0], 1, written[1]
+    if kind.startswith("ssm_conv1d_") and written:  # with other axes of size 1
+        return int(np.prod(written[:-1])), 1, written[-1]
     if kind in ("ssm_a", "ssm_d", "ssm_norm.weight"):
         return (int(np.prod(written)),)
     return written

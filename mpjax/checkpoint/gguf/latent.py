@@ -96,7 +96,7 @@ def deepseek_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str
     name = metadata.text("general.architecture")
     has_correction = any(key.endswith(CORRECTION) for key in tensors)
     scores = metadata.whole(f"{name}.expert_gating_func", 0)
-    found = _sizes(metadata, tensors) | grouped_keys(metadata, tensors)
+    found = sizes(metadata, tensors) | grouped_keys(metadata, tensors)
     if (scores or (SIGMOID if has_correction else SOFTMAX)) == SIGMOID:
         return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     require_scores(metadata, SOFTMAX, SOFTMAX)
@@ -113,21 +113,22 @@ def deepseek_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str
 def mistral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The keys of the config.json of Mistral Small 4."""
     require_scores(metadata, SOFTMAX, SOFTMAX)
-    return _sizes(metadata, tensors) | grouped_keys(metadata, tensors)
+    return sizes(metadata, tensors) | grouped_keys(metadata, tensors)
 
 
-def _sizes(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The sizes of heads and latents. Files with halves have 1 in head_count_kv."""
+def sizes(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The sizes of heads and latents.
+
+    Files with halves have 1 in head_count_kv, and 0 for layers of another kind.
+    """
     name = metadata.text("general.architecture")
     own = {key: metadata.whole(f"{name}.attention.{key}") for key in ("key_length", "value_length")}
     keys, values = (metadata.whole(f"{name}.attention.{key}_mla", own[key]) for key in own)
     rotated = metadata.whole(f"{name}.rope.dimension_count")
     heads = metadata.whole(f"{name}.attention.head_count")
-    cached = metadata.whole(f"{name}.attention.head_count_kv", heads)
-    if cached not in (1, heads):
-        raise CheckpointError(
-            f"{metadata.path}: {name}.attention.head_count_kv is {cached}: expected 1 or {heads}"
-        )
+    key, count = f"{name}.attention.head_count_kv", metadata.whole(f"{name}.block_count")
+    if (cached := {*metadata.each(key, count, heads)} - {0}) - {1, heads}:
+        raise CheckpointError(f"{metadata.path}: {key} is {cached}: expected 1 or {heads}")
     return {
         "num_key_value_heads": heads,
         "head_dim": None,

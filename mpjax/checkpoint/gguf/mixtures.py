@@ -33,7 +33,8 @@ def correction(name: str) -> dict[str, str]:
 # Least bytes of an expert's map, and numbers of its biases, so that names of experts never take
 # more memory than the file.
 LEAST_BYTES, LEAST_BIASES = 1024, 16
-_OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(\w+)")
+# Also maps of streams (Gemma 3n).
+_OF_ALL = re.compile(r"(blk\.\d+\.ffn_\w+_exps|altup_(?:unembd_)?proj)\.(\w+)")
 _OF_ONE = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.(\w+)")
 _GATE_UP = "ffn_gate_up_exps"  # fused: each expert's gate, then its up
 _VECTOR = "ffn_gate_inp_shexp.weight"  # a matrix with one row in Hugging Face's files
@@ -103,6 +104,17 @@ def mixtral_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str,
     return {
         "num_local_experts": metadata.whole("llama.expert_count"),
         "num_experts_per_tok": metadata.whole("llama.expert_used_count"),
+    }
+
+
+def phi_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys of PhiMoE's config.json; the jitter of its router is the published model's."""
+    return {
+        "num_local_experts": metadata.whole("phimoe.expert_count"),
+        "num_experts_per_tok": metadata.whole("phimoe.expert_used_count"),
+        "sliding_window": metadata.whole("phimoe.attention.sliding_window", 0) or None,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "lm_head_bias": "output.bias" in tensors,
     }
 
 

@@ -18,8 +18,9 @@ from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.errors import CheckpointError
 
-# Ends of the names of arrays that have one row in Hugging Face's files.
-WITH_A_ROW = "moe_statics.e_score_correction_bias"
+# Ends of the names of arrays that have more axes in Hugging Face's files → the number of axes of
+# size 1 before and after the array's.
+AXES = {"moe_statics.e_score_correction_bias": (1, 0), "self_attn.A_log": (2, 1)}
 Join = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
@@ -83,8 +84,10 @@ class Renaming:
         own = architecture.array(tensor.name)
         name = own or f"{architecture.translate(module)}.{suffix}"
         found = info(tensor, name, self.files)
-        if own is not None and own.endswith(WITH_A_ROW):
-            found = dataclasses.replace(found, shape=(1, math.prod(found.shape)))
+        for end, (before, after) in AXES.items():
+            if own is not None and own.endswith(end):
+                shape = (*[1] * before, math.prod(found.shape), *[1] * after)
+                found = dataclasses.replace(found, shape=shape)
         if name in self.tensors:
             self._add_second(tensor, name, found)
             return

@@ -22,6 +22,7 @@ SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 FACTORS = (LLAMA3, SHORT, LONG)  # tensors of divisors of frequencies
 
 
+OF_PHIMOE = "short_mscale", "long_mscale"  # PhiMoE's keys of the factor of attention
 KINDS = ("none", "linear", "yarn", "longrope")
 
 
@@ -35,6 +36,8 @@ def read(
     """
     name = metadata.text("general.architecture")
     prefix = f"{name}.rope"
+    if name == "gemma4":
+        return _proportional(metadata, prefix, factors)
     theta = metadata.number(f"{prefix}.freq_base", 10000.0)
     found: dict[str, Any] = {"rope_theta": theta}
     kind, factor = _kind(metadata, prefix)
@@ -68,6 +71,8 @@ def read(
         "truncate": False if kind == "yarn" and name == "gpt-oss" else None,
     }
     scaling |= {key: value for key, value in optional.items() if value is not None}
+    if name == "phimoe":
+        scaling |= dict.fromkeys(OF_PHIMOE, scaling.get("attention_factor", 1.0))
     return found | {"rope_scaling": scaling}
 
 
@@ -162,7 +167,30 @@ def _longrope(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) 
     attention = metadata.number(f"{name}.rope.scaling.attn_factor", None)
     if attention is not None:
         scaling["attention_factor"] = attention
+    if name == "phimoe":
+        scaling |= dict.fromkeys(OF_PHIMOE, scaling.pop("attention_factor", 1.0))
+        scaling["original_max_position_embeddings"] = context
     return {"rope_scaling": scaling, "original_max_position_embeddings": context}
+
+
+def _proportional(
+    metadata: Metadata, prefix: str, factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Gemma 4's `rope_parameters`: in full attention, only the pairs with the divisor 1 turn."""
+    thetas = [metadata.number(f"{prefix}.freq_base{end}", 10000.0) for end in ("", "_swa")]
+    for key in ("beta_fast", "beta_slow"):  # known: they count with YaRN alone
+        metadata.number(f"{prefix}.scaling.yarn_{key}", None)
+    given = factors.get(LLAMA3, np.ones(1, np.float32))
+    turned = int((given == 1).sum())
+    if {*factors} - {LLAMA3} or not (given[:turned] == 1).all() or (given[turned:] < 1e20).any():
+        raise CheckpointError(
+            f"{metadata.path} has {' and '.join(factors)}: expected {LLAMA3} of ones, for the pairs"
+            " that turn, and then of numbers that stop the others, such as 1e30"
+        )
+    whole = {"rope_type": "proportional", "partial_rotary_factor": turned / len(given)}
+    local = {"rope_type": "default", "rope_theta": thetas[1]}
+    kinds = {"full_attention": whole | {"rope_theta": thetas[0]}, "sliding_attention": local}
+    return {"rope_parameters": kinds}
 
 
 def _llama3(metadata: Metadata, theta: float, given: Mapping[str, np.ndarray]) -> dict[str, Any]:

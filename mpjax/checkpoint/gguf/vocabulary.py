@@ -125,7 +125,7 @@ SPLITTINGS: Mapping[str, Splitting] = {
 def read_tokenizer(metadata: Metadata) -> Tokenizer:
     """Builds a file's tokenizer. Raises CheckpointError if that is not possible."""
     tokens = metadata.texts("tokenizer.ggml.tokens")
-    builders = {"gpt2": _byte_level, "llama": _sentence_piece}
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _sentence_piece}
     model = metadata.text("tokenizer.ggml.model")
     if model not in builders:
         raise CheckpointError(
@@ -166,14 +166,10 @@ def _byte_level(
     metadata: Metadata, tokens: Sequence[str], kinds: np.ndarray
 ) -> tokenizers.Tokenizer:
     splitting = _splitting(metadata)
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.texts("tokenizer.ggml.merges")]
-    wrong = next((merge for merge in merges if len(merge) != 2), None)
-    if wrong is not None:
-        raise CheckpointError(
-            f"{metadata.path}: tokenizer.ggml.merges has {wrong[0]!r:.80}: expected two tokens"
-        )
     backend = tokenizers.Tokenizer(
-        models.BPE(_numbered(tokens), merges, ignore_merges=splitting.whole_words)
+        models.BPE(
+            _numbered(tokens), _written_merges(metadata), ignore_merges=splitting.whole_words
+        )
     )
     steps: list[pre_tokenizers.PreTokenizer] = []
     if splitting.digits:
@@ -185,6 +181,19 @@ def _byte_level(
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _written_merges(metadata: Metadata) -> list[tuple[str, str]]:
+    """The file's merges of two tokens. Raises CheckpointError for others."""
+    found = []
+    for merge in metadata.texts("tokenizer.ggml.merges"):
+        first, _, second = merge.partition(" ")
+        if not second:
+            raise CheckpointError(
+                f"{metadata.path}: tokenizer.ggml.merges has {merge!r:.80}: expected two tokens"
+            )
+        found.append((first, second))
+    return found
 
 
 def _splitting(metadata: Metadata) -> Splitting:
@@ -201,12 +210,18 @@ def _splitting(metadata: Metadata) -> Splitting:
 def _sentence_piece(
     metadata: Metadata, tokens: Sequence[str], kinds: np.ndarray
 ) -> tokenizers.Tokenizer:
-    scores = metadata.numbers("tokenizer.ggml.scores", length=len(tokens))
+    # Gemma 4's files list the merges; in others they follow from the scores.
+    is_listed = metadata.text("tokenizer.ggml.model") == "gemma4"
+    if is_listed:
+        merges = _written_merges(metadata)
+    else:
+        scores = metadata.numbers("tokenizer.ggml.scores", length=len(tokens))
+        merges = [*_merges(tokens, scores, kinds)]
     unknown = _token_id(metadata, "unknown", tokens)
     backend = tokenizers.Tokenizer(
         models.BPE(
             _numbered(tokens),
-            list(_merges(tokens, scores, kinds)),
+            merges,
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -218,7 +233,7 @@ def _sentence_piece(
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    if metadata.flag("tokenizer.ggml.add_space_prefix", True):
+    if metadata.flag("tokenizer.ggml.add_space_prefix", not is_listed):
         spaces.insert(0, normalizers.Prepend(SPACE))
         undo.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(spaces)
@@ -279,7 +294,7 @@ def _special_tokens(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]
 
 def _begins(metadata: Metadata, model: str) -> bool:
     """The default of add_bos_token."""
-    return model == "llama" or _splitting(metadata).begins
+    return model in ("llama", "gemma4") or _splitting(metadata).begins
 
 
 def _add_ends(

@@ -51,6 +51,17 @@ EXTRA |= {
     name: {f"{name}.attention.layer_norm_epsilon": 1e-5}
     for name in ("command-r", "cohere2", "starcoder2")
 }
+OF_GEMMA = {
+    **{"attention.sliding_window_pattern": np.array([True, False]), "attention.sliding_window": 8},
+    "embedding_length_per_layer_input": 16,
+}
+OF_3N = {
+    **{**OF_GEMMA, "activation_sparsity_scale": np.float32([-np.inf, 1.0])},
+    **{"altup.active_idx": 0, "altup.num_inputs": 4},
+}
+EXTRA["gemma3n"] = {f"gemma3n.{key}": value for key, value in OF_3N.items()}
+SIZES = {"attention.key_length": 32, "attention.key_length_swa": 16}
+EXTRA["gemma4"] = {f"gemma4.{key}": value for key, value in (OF_GEMMA | SIZES).items()}
 EXTRA["apertus"] = {f"xielu.alpha_{sign}": np.float32([0.5, 0.7]) for sign in "pn"}
 YARN = {
     **{"rope.scaling.type": "yarn", "rope.scaling.factor": 1.5, "attention.temperature_scale": 0.1},
@@ -76,6 +87,11 @@ LATENT = {
     **{"attention.kv_lora_rank": 24, "attention.head_count_kv": 4, "rope.dimension_count": 8},
     **{"attention.key_length": 20, "attention.value_length": 16, "attention.q_lora_rank": 12},
     "leading_dense_block_count": 1,
+}
+OF_EXPERTS["phimoe"] = {"attention.sliding_window": 8}
+OF_EXPERTS["kimi-linear"] = {
+    **{**LATENT, "attention.head_count_kv": np.array([0, 1]), "kda.head_dim": 16},
+    **{"ssm.conv_kernel": 4, "expert_weights_norm": False, "attention.q_lora_rank": 0},
 }
 OF_EXPERTS |= {"deepseek2": LATENT | {"expert_gating_func": 2}, "mistral4": LATENT | YARN}
 for _name, _keys in OF_EXPERTS.items():

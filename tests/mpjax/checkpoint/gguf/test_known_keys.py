@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.gguf.architectures import ARCHITECTURES
+from mpjax.checkpoint.gguf.architectures import ARCHITECTURES, MIXTURES
 from mpjax.checkpoint.gguf.known_keys import IRRELEVANT, NEUTRAL, require_known
 from mpjax.checkpoint.gguf.metadata import Metadata
 from mpjax.errors import CheckpointError
@@ -64,6 +64,19 @@ OF_ONE: dict[str, dict] = {
         "final_logit_softcapping": 2.0,
         "rope.freq_base_swa": 100.0,
     },
+    "gemma3n": {
+        **{"attention.sliding_window": 4, "final_logit_softcapping": 2.0},
+        **{"rope.freq_base_swa": 100.0, "embedding_length_per_layer_input": 8},
+        **{"altup.active_idx": 1, "altup.num_inputs": 8},
+        "attention.sliding_window_pattern": np.array([False, False]),
+        "activation_sparsity_scale": np.float32([0.5, 1.0]),
+    },
+    "gemma4": {
+        **{"attention.sliding_window": 4, "final_logit_softcapping": 2.0},
+        **{"rope.freq_base_swa": 100.0, "embedding_length_per_layer_input": 8},
+        "attention.sliding_window_pattern": np.array([False, False]),
+        **{"attention.key_length_swa": 8, "rope.scaling.factor": None, "rope.scale_linear": None},
+    },
     "granite": {
         "embedding_scale": 3.0,
         "attention.scale": 3.0,
@@ -100,6 +113,11 @@ OF_ONE: dict[str, dict] = {
         **{**EXPERTS, "interleave_moe_layer_step": 1, "attention.sliding_window": None},
     },
     "gpt-oss": {**USED, "attention.sliding_window": 4},
+    "phimoe": {"expert_count": 6, "attention.sliding_window": 4},
+    "kimi-linear": {
+        **{**GROUPED, **LATENT, "ssm.conv_kernel": 6},
+        **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), False),  # without RoPE
+    },
     "deepseek2": GROUPED | LATENT,
     "mistral4": GROUPED | LATENT | YARN,
 }
@@ -123,10 +141,13 @@ def test_every_key_of_the_format_is_used_or_refused(name):
     for key in dict.fromkeys([*keys(), *TAKEN]):
         taken = (TAKEN | OF_ONE.get(name, {})).get(key)
         is_unused = taken is False or (taken is None and key in (*IRRELEVANT, *OF_YARN))
-        value = taken or (True if key == "rope.scaling.finetuned" else 7 if is_unused else 7.0)
+        value = True if key == "rope.scaling.finetuned" else 7 if is_unused else 7.0
+        value = value if taken is None or taken is False else taken
         changes = {f"{name}.{key}": value}
-        is_mixed = name in ARCHITECTURES and ARCHITECTURES[name].is_mixed
-        if key == "block_count" and is_mixed:  # which lists the layers' heads
+        architecture = ARCHITECTURES.get(name) or MIXTURES[name]
+        if key == "block_count" and (
+            architecture.is_mixed or architecture.is_uneven
+        ):  # which lists the layers' heads
             with pytest.raises(CheckpointError, match=f"expected a list of {value} numbers"):
                 read(changes, name=name)
         elif is_unused:

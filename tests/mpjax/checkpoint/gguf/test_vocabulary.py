@@ -114,6 +114,18 @@ def test_sentence_piece(tmp_path):
     assert [PIECES[i] for i in build(tmp_path, bare).encode("hello")] == ["<s>", "hello"]
 
 
+def test_listed_merges_of_characters(tmp_path):
+    """As in Gemma 4's files: spaces are characters, none is put in front, and bytes fall back."""
+    values = sentence_piece() | {
+        **{"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": ["h e", "l l", "▁ w"]}
+    }
+    del values["tokenizer.ggml.scores"]
+    tokenizer = build(tmp_path, values)
+    ids = tokenizer.encode("hello wo")
+    assert [PIECES[i] for i in ids] == ["<s>", "he", "ll", "o", "▁w", "o"]
+    assert tokenizer.decode(tokenizer.encode("hello\né<mark>")) == "hello\né<mark>"
+
+
 def test_control_tokens_that_end_an_answer(tmp_path):
     values = byte_level() | {"tokenizer.ggml.tokens": ["<|endoftext|>", "<|im_end|>", *TOKENS[2:]]}
     assert build(tmp_path, values).stop_ids == (0, 1)
@@ -129,7 +141,10 @@ def test_templates_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tokenizer.ggml.model": "rwkv"}, "model is 'rwkv': expected gpt2 or llama; load"),
+        (
+            {"tokenizer.ggml.model": "rwkv"},
+            "model is 'rwkv': expected gpt2 or llama or gemma4; load",
+        ),
         ({"tokenizer.ggml.pre": "new"}, "by the rule 'new' .* expected one of llama3, "),
         ({"tokenizer.ggml.merges": ["he"]}, "merges has 'he': expected two tokens"),
         ({"tokenizer.ggml.merges": ["he xyz"]}, "holds no tokenizer that can be built: .*xyz"),

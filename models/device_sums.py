@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,38 +30,22 @@ def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if size * 4 <= LATENCY_BYTES else dtype)
 
 
-def are_peers(mesh: jax.sharding.Mesh | None) -> bool:
-    """Whether kernels on a mesh's devices can address one another.
+def step(
+    share: Decoder, tokens: jax.Array, context: StepContext, states: Any, *, every_position: bool
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """`Decoder.forward` for a device's share, with an inbox if sums are planned to use one.
 
-    They are devices of one process, and the first of JAX's in their order.
+    Only with a cache, since then no gradient is needed.
     """
-    ids = [] if mesh is None else [each.id for each in mesh.devices.flat]
-    return ids == [*range(len(ids))] and jax.process_count() == 1
-
-
-def step_on(mesh: jax.sharding.Mesh | None, *, every_position: bool) -> Callable[..., Any]:
-    """`Decoder.forward` for a device's share, tokens, a context and states; it is hashable.
-
-    mesh: of the divided decoder. If sums of the step's size are planned to use an inbox, it opens
-    one. Only with a cache, since then no gradient is needed.
-    """
-    return _step(every_position, are_peers(mesh))
-
-
-@functools.cache
-def _step(every_position: bool, are_peers: bool) -> Callable[..., Any]:
-    def step(share: Decoder, tokens: jax.Array, context: StepContext, states: Any) -> Any:
-        config, axis = share.config, str(share.axis)
-        size = tokens.size * config.hidden_size
-        most_bytes = size * summing_dtype(size, config.dtype).itemsize
-        if are_peers and context.starts is not None and why_no_inbox(axis) is None:
-            problem = Problem(jax.lax.axis_size(axis), most_bytes, device.limits())
-            if plan_of(problem).implementation == "mosaic" and most_bytes <= MOST_BYTES:
-                context = dataclasses.replace(context, inbox=open_inbox(axis, most_bytes))
-        with summing_by(context.inbox):
-            return share.forward(tokens, context, states, every_position=every_position)
-
-    return step
+    config, axis = share.config, str(share.axis)
+    size = tokens.size * config.hidden_size
+    most_bytes = size * summing_dtype(size, config.dtype).itemsize
+    if context.starts is not None and why_no_inbox(axis) is None:
+        problem = Problem(jax.lax.axis_size(axis), most_bytes, device.limits())
+        if plan_of(problem).implementation == "mosaic" and most_bytes <= MOST_BYTES:
+            context = dataclasses.replace(context, inbox=open_inbox(axis, most_bytes))
+    with summing_by(context.inbox):
+        return share.forward(tokens, context, states, every_position=every_position)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.cache_scales import CacheScales
 from mpjax.models.decoder import Decoder
-from mpjax.models.device_sums import step_on
+from mpjax.models.device_sums import step
 from mpjax.models.division import Division, Part
 from mpjax.models.expert_shares import ExpertShares
 from mpjax.models.gathered import Gathered, bias_shape, on_host_of_cpu, whole_shape
@@ -331,7 +331,7 @@ class ShardedDecoder(Decoder):
         every_position: bool,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """All layers and the head; see `Decoder`. Each device has a part of the logits' columns."""
-        run = step_on(self.mesh, every_position=every_position)
+        run = _every_position if every_position else _last_position
         axes = tokens.ndim + (1 if every_position else 0)
         columns = PartitionSpec(*[None] * (max(axes, 2) - 1), *self._divided)
         found: tuple[jax.Array, tuple[Any, ...]] = self._on_shares(
@@ -474,6 +474,14 @@ class ShardedDecoder(Decoder):
 def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
     """The class of divided decoders of a family, which has the family's tensor names."""
     return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
+
+
+def _every_position(*arguments: Any) -> Any:
+    return step(*arguments, every_position=True)
+
+
+def _last_position(*arguments: Any) -> Any:
+    return step(*arguments, every_position=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)

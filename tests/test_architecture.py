@@ -37,7 +37,7 @@ DOORS = {
         "pallas_kernels/mosaic/decoding.py",
         "pallas_kernels/mosaic/launch.py",
         "pallas_kernels/mosaic/memory.py",
-        "pallas_kernels/mosaic/peers.py",
+        "pallas_kernels/mosaic/inline_ptx.py",
         "pallas_kernels/mosaic/products.py",
     ),
 }

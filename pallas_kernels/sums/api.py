@@ -36,8 +36,8 @@ class Inbox:
 def open_inbox(axis: str, most_bytes: int) -> Inbox:
     """An inbox for sums over a mesh axis in the same call of a function under `shard_map`.
 
-    axis: the mesh's only axis. All devices are GPUs of one process, the first of `jax.devices()` in
-        their order, and can write to one another's memory.
+    axis: the mesh's only axis. All devices are GPUs of one process that can write to one another's
+        memory.
     most_bytes: of an array to be summed; larger ones are summed by the reference.
 
     The devices wait for one another here, so open one inbox for many sums. Raises ValueError for
@@ -50,7 +50,8 @@ def open_inbox(axis: str, most_bytes: int) -> Inbox:
     from mpjax.kernels.sums import mosaic  # here, as importing it takes a while
 
     limits = axis, devices, most_bytes
-    return Inbox(mosaic.open_inbox(devices, inbox_words(devices, most_bytes)), limits)
+    words = inbox_words(devices, most_bytes)
+    return Inbox(mosaic.open_inbox(axis, devices, words), limits)
 
 
 def sum_over_devices(

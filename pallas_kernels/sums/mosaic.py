@@ -19,15 +19,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.mosaic import peers
+from mpjax.kernels.mosaic.inline_ptx import run_ptx
 from mpjax.kernels.sums import ptx
-from mpjax.kernels.sums.layout import HEADER, RANK, Tiles
+from mpjax.kernels.sums.layout import HEADER, Tiles
 
 
-def open_inbox(devices: int, words: int) -> Any:
-    """A reference to an empty inbox, int32 [words], that has the addresses of all devices'."""
+def open_inbox(axis: str, devices: int, words: int) -> Any:
+    """A reference to an empty inbox, int32 [words], that has the addresses of all devices'.
+
+    No device gets the addresses before all have zeroed their inboxes.
+    """
     inbox = jax.new_ref(jnp.zeros(words, jnp.int32))
-    peers.write_addresses(inbox, devices, RANK // 4)
+    one = {"programs": 1, "warpgroups": 1}
+    two = jax.ShapeDtypeStruct((2,), jnp.int32)
+    own = run_ptx(ptx.ADDRESS, inbox, out_shape=two, name="address_of_inbox", **one)
+    found = jax.lax.all_gather(own, axis)
+    number = jax.lax.axis_index(axis).astype(jnp.int32)[None]
+    run_ptx(
+        ptx.write_addresses(devices),
+        *(found, number, inbox),
+        out_shape=two,
+        name="write_addresses",
+        **one,
+    )
     return inbox
 
 
@@ -41,7 +55,7 @@ def add(terms: jax.Array, inbox: Any, devices: int, most_bytes: int) -> jax.Arra
     count, size = terms.shape
     tiles = Tiles(devices, size * terms.dtype.itemsize, count)
     part = Tiles(devices, most_bytes).part_bytes
-    return peers.run_ptx(
+    return run_ptx(
         ptx.push_and_add(tiles, terms.dtype, HEADER, part),
         *(terms, inbox),
         out_shape=jax.ShapeDtypeStruct((size,), terms.dtype),

@@ -10,8 +10,23 @@ import jax.numpy as jnp
 from mpjax.kernels.sums.layout import COUNTERS, MOST_PROGRAMS, RANK, UNIT, Tiles
 
 MOST_POLLS = 1 << 27  # of a thread: about a minute, after which it ends the program with an error
+# Writes the address of an inbox ($0) to a result ($1).
+ADDRESS = "st.global.b64 [$1], $0;"
 _BATCH = 16  # most loads of a thread in flight; each takes four registers
 _PAIRS = (0, 1)  # halves of a unit: two words and their flags are 16 bytes
+
+
+def write_addresses(devices: int) -> str:
+    """PTX that writes the addresses ($0) of all inboxes and this device's number ($1) to one ($2).
+
+    $3: a result, which is not written.
+    """
+    copies = "".join(
+        f"ld.global.b64 address, [$0+{8 * device}]; st.global.b64 [$2+{8 * device}], address;"
+        for device in range(devices)
+    )
+    number = f"ld.global.b32 number, [$1]; st.global.b32 [$2+{RANK}], number;"
+    return "{.reg .b64 address; .reg .b32 number;" + copies + number + "}"
 
 
 def push_and_add(tiles: Tiles, dtype: jnp.dtype, inbox: int, part: int) -> str:
@@ -59,14 +74,17 @@ def _begin(tiles: Tiles, inbox: int, part: int) -> str:
     return f"""
         .reg .b32 {x}, {parts}, {", ".join(_names("t", tiles.terms, 4))};
         .reg .b32 thread, program, round, rank, place, polls, differs, other, bits;
-        .reg .b64 {pairs}, first, second, empty, address, target, mine, source, result, counter;
+        .reg .b64 {pairs}, first, second, empty, address, own;
+        .reg .b64 target, mine, source, result, counter;
         .reg .f32 lower, upper, term;
-        .reg .pred {", ".join(_names("valid", tiles.units))}, again, late, counts;
+        .reg .pred {", ".join(_names("valid", tiles.units))}, again, late, counts, moved;
         mov.u32 thread, %tid.x;
         mov.u32 program, %ctaid.x;
         mad.wide.u32 counter, program, 4, $1;
         ld.global.b32 round, [counter+{COUNTERS}];
         ld.global.b32 rank, [$1+{RANK}];
+        mad.wide.u32 own, rank, 8, $1;
+        ld.global.b64 own, [own+0];
         add.u32 round, round, 1;
         mov.b64 empty, {{round, round}};
         and.b32 place, round, 1;
@@ -157,8 +175,13 @@ def _added(register: str, widen: str, words: list[str]) -> str:
 
 
 def _end(tiles: Tiles) -> str:
-    """PTX that counts the round, also for programs that this sum does not have."""
+    """PTX that counts the round, also for programs that this sum does not have.
+
+    It ends the program with an error if XLA has moved the inbox to another address.
+    """
     return f"""
+        setp.ne.u64 moved, own, $1;
+        @moved trap;
         mad.lo.u32 place, thread, {tiles.programs}, program;
         setp.lt.u32 counts, place, {MOST_PROGRAMS};
         mad.wide.u32 counter, place, 4, $1;

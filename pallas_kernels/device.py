@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -142,6 +145,27 @@ def why_triton_cannot_run() -> str | None:
     if capability < MINIMUM_COMPUTE_CAPABILITY:
         return f"compute capability {capability} is below {MINIMUM_COMPUTE_CAPABILITY}"
     return None
+
+
+def why_no_peers() -> str | None:
+    """The reason why a GPU of this process can't write to the memory of every other, or None."""
+    if _description or not on_gpu() or _are_peers():
+        return None
+    return "not all GPUs can write to one another's memory"
+
+
+@functools.cache
+def _are_peers() -> bool:
+    """What CUDA's driver says about all pairs of this process's GPUs."""
+    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    handles = [ctypes.c_int() for _ in jax.local_devices()]
+    for handle, gpu in zip(handles, jax.local_devices(), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(handle), gpu.local_hardware_id):
+            return False
+    return all(
+        driver.cuDeviceCanAccessPeer(ctypes.byref(found), *pair) == 0 and found.value == 1
+        for pair in itertools.permutations(handles, 2)
+    )
 
 
 def why_not_float8(capability: float | None = None) -> str | None:

@@ -208,8 +208,9 @@ Examples:
   mpjax bench sums --dtypes float32 --sizes 8,64,256
 
 \b
-Measures chains of 64 sums inside one jit. Between two sums each device adds
-an array of its own; the time of such additions alone is subtracted.
+Measures a loop of 16 steps with 64 sums each, inside one jit. Between two sums
+each device adds an array of its own; the time of such additions alone is
+subtracted.
   size  bytes of the array that each device has, and gets the sum of
   sum, by inbox  XLA's sum, and mpjax's kernel, if these devices have one
   GB/s  size over the time of a sum

@@ -117,6 +117,8 @@ def why_no_inbox(axis: str) -> str | None:
         return f"JAX {jax.__version__} is older than {'.'.join(map(str, LEAST_VERSION))}"
     if jax.process_count() > 1:
         return "the devices are of several processes"
+    if reason := device.why_no_peers():
+        return reason
     axes = jax.sharding.get_abstract_mesh().axis_names
     if axes != (axis,):
         return f"the mesh has the axes {axes}: expected {axis!r} alone"

@@ -29,7 +29,7 @@ from mpjax.models.config import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
-ROPES = ("global", "local", "none")
+ROPES = ("global", "local", "none", "draft")
 NORMS = ("pre", "post", "both", "shared")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
 LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

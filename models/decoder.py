@@ -53,8 +53,7 @@ class Decoder(Drafts):
     Calling it is a differentiable forward pass over whole sequences; `step` is the function behind
     prefill and decoding, pure in (parameters, tokens, counts, cache).
 
-    names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
-    draft_names: the same of a layer that drafts; empty if the family has no such layer.
+    names, draft_names: of a family's tensors, as `parameters.NAMES`, and of its layer that drafts.
     specs: the classes of the specs of mixers and MLPs that a family's layers may have.
     spare: prefixes and suffixes of the names of tensors in files that the decoder ignores.
     has_spare_layers: whether files may hold more layers than the decoder, such as MTP layers.
@@ -65,9 +64,8 @@ class Decoder(Drafts):
     mesh: the devices among which the model is divided (`sharded.py`); None for a whole model.
     deterministic: the KV format of caches in deterministic mode (`deterministic.py`); None without.
     axis: in one device's share of a divided model, the mesh axis of the devices; else None.
-    embedding_adapter, head_adapter: adapters' changes of the tables; None without.
-    per_layer: the layers' inputs, with per-layer embeddings; None without.
-    streams: the maps of several residual streams (`streams.py`); None for a single one.
+    embedding_adapter, head_adapter: adapters' changes of the tables; None without. per_layer: the
+    layers' inputs, with per-layer embeddings. streams: the maps of several residual streams.
     """
 
     embedding_adapter: LowRank | None = None
@@ -455,12 +453,13 @@ class Decoder(Drafts):
         # Before the first layer, the embedding is the only term, and there is no residual stream.
         watch, context = context.watch, dataclasses.replace(context, watch=None)
         terms = self._look_up(tokens, context)[None]
-        residual, written, depth = None, list[Any](), self.config.depth
+        residual, written, depth, seen = None, list[Any](), self.config.depth, list[jax.Array]()
         inputs = None if self.per_layer is None else self.per_layer(tokens, terms[0])
         terms = terms if self.streams is None else self.streams.widened(terms)
         own, sources = contexts(self.config, context, inputs), self.config.sources
         for index, layer in enumerate(self.layers[:depth]):
             with jax.named_scope(f"layer_{index}"):
+                self._see(seen, index, terms, residual)
                 state = states[index] if states else None
                 state = state if (source := sources[index]) is None else written[source]
                 if watch is not None and watch.touches(index):
@@ -470,6 +469,7 @@ class Decoder(Drafts):
                     found = apply(plan_conditions(), layer, terms, residual, own[index], state)
                 terms, residual, state = found
                 written.append(state if source is None else ())
+        self._see(seen, depth, terms, residual)
         if watch is not None and watch.touches(depth):
             stream = watch.see("residual", depth, stream_of(terms, residual))
             terms, residual = stream[None], None
@@ -478,7 +478,7 @@ class Decoder(Drafts):
         assert isinstance(hidden, jax.Array)
         if len(states) > depth:
             with jax.named_scope("draft"):
-                written.append(self._remember(tokens, hidden, context, states[-1]))
+                written.append(self._remember(tokens, hidden, seen, context, states[-1]))
         return hidden, tuple(written) if states else ()
 
     @in_own_mode

@@ -103,6 +103,21 @@ class Division:
         config, local = self.config.without_drafts(), self.local.without_drafts()
         return dataclasses.replace(self, config=config, local=local)
 
+    def with_drafts(
+        self, config: DecoderConfig, formats: Mapping[str, Sequence[WeightFormat | None]]
+    ) -> Division:
+        """The division of the model with a layer that drafts after the others.
+
+        config: of the whole model with it. formats: of that layer's maps, as for `of`.
+
+        Raises ValueError for a layer that can't be divided this way.
+        """
+        layer = dataclasses.replace(config, layers=config.layers[-1:])
+        moved = {f"layers.0.{path.split('.', 2)[2]}": found for path, found in formats.items()}
+        alone = Division.of(self.decoder, layer, self.count, moved)
+        local = dataclasses.replace(self.local, layers=(*self.local.layers, *alone.local.layers))
+        return dataclasses.replace(self, config=config, local=local)
+
     def _require_cuttable(self, path: str, formats: Sequence[WeightFormat]) -> None:
         """Raises ValueError if a format can't be cut at the shares' input channels."""
         for format in formats if (runs := self._inputs(path)) else ():

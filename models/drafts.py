@@ -1,4 +1,4 @@
-"""Drafts: a layer behind the decoder's, whose entries follow the decoder's cache.
+"""Drafts: a layer after the decoder's, whose entries follow the decoder's cache.
 
 The layer reads the decoder's hidden states. Each step of the decoder adds the step's tokens to the
 layer's state, so pages, preemption, shared prefixes and rollback need nothing of their own. The
@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.cache_scales import CacheScales
+from mpjax.models.draft_layer import DraftMixer
 from mpjax.models.keeper import Keeper
-from mpjax.models.layer import apply
-from mpjax.models.mtp import MTP
+from mpjax.models.layer import stream_of
 from mpjax.models.state import DecoderCache, StepContext
 
 
@@ -28,9 +27,9 @@ class Drafts(Keeper):
     """Base class of Decoder that runs the layer that drafts, if there is one."""
 
     @property
-    def _drafting(self) -> MTP:
+    def _drafting(self) -> DraftMixer:
         """The mixer of the layer that drafts."""
-        mixer: MTP = self.layers[-1].attention
+        mixer: DraftMixer = self.layers[-1].attention
         return mixer
 
     def draft(
@@ -61,35 +60,70 @@ class Drafts(Keeper):
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return logits, hidden, cache
 
+    def draft_features(self, seen: list[jax.Array]) -> jax.Array:
+        """The hidden states of an EAGLE-3 head from the streams that it reads, [..., hidden]."""
+        return self._drafting.features(seen[-1], seen)
+
+    def draft_whole(self, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The layer that drafts over whole sequences, without a cache; differentiable.
+
+        tokens: int [batch, tokens]. hidden: [batch, tokens, hidden], the hidden state before each
+        token, of which the first is unused: of the decoder (`draft_features`), or as returned.
+
+        Returns logits float32 [batch, tokens, columns], of the tokens after each, and hidden
+        states.
+        """
+        context = self._whole(tokens, None)
+        terms, residual, _ = self._run_drafting(tokens, hidden, context, None)
+        read, hidden = self._drafting.finish(terms, residual)
+        return self._drafting.logits(self, read, context), hidden
+
     def _drafted(
         self, tokens: jax.Array, context: StepContext, state: Any, hidden: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, Any]:
         """The results of `draft`, with the layer's state. tokens: int32 [batch, 1]."""
         mixer = self._drafting
         hidden = mixer.before(context, state) if hidden is None else hidden
-        embedded = self._look_up(tokens, context)
-        stream = mixer.join(embedded, hidden[:, None].astype(embedded.dtype), context)
-        run = plan_conditions(), self.layers[-1], stream[None], None, context
-        terms, residual, state = apply(*run, state)
-        _, found = mixer.norm.add(terms, residual, None)
-        assert isinstance(found, jax.Array)
-        return self._logits(found[:, 0], context), found[:, 0], state
+        terms, residual, state = self._run_drafting(tokens, hidden[:, None], context, state)
+        read, hidden = mixer.finish(terms, residual)
+        return mixer.logits(self, read[:, 0], context), hidden[:, 0], state
 
     def _remember(
-        self, tokens: jax.Array, hidden: jax.Array, context: StepContext, state: Any
+        self,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        seen: list[jax.Array],
+        context: StepContext,
+        state: Any,
     ) -> Any:
         """The state of the layer that drafts, with a step's tokens.
 
         tokens, context: as for `Decoder.forward`. hidden: [..., hidden], after each token.
+        seen: the streams that `_see` has kept.
 
         Only the state is used: compilers remove the layer's MLP and its attention to the entries.
         """
         mixer = self._drafting
-        before, last = mixer.last.mix(hidden, context, state[1])
-        stream = mixer.join(self._look_up(tokens, context), before, context)
-        run = plan_conditions(), self.layers[-1], stream[None], None, context
-        _, _, after = apply(*run, state)
+        before, last = mixer.last.mix(mixer.features(hidden, seen), context, state[1])
+        _, _, after = self._run_drafting(tokens, before, context, state)
         return after[0], last
+
+    def _run_drafting(
+        self, tokens: jax.Array, hidden: jax.Array, context: StepContext, state: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The terms, stream and state of the layer for tokens and the hidden state before each."""
+        mixer, embedded = self._drafting, self._drafting.embedding_of(tokens)
+        embedded = self._look_up(tokens, context) if embedded is None else embedded
+        pair = embedded, hidden.astype(embedded.dtype)
+        return mixer.run(self.layers[-1], pair, context, state)
+
+    def _see(
+        self, seen: list[jax.Array], index: int, terms: jax.Array, residual: jax.Array | None
+    ) -> None:
+        """Keeps the stream that enters a layer if the layer that drafts reads it."""
+        depth = self.config.depth
+        if depth < self.config.num_layers and index in self._drafting.taps:
+            seen.append(stream_of(terms, residual))
 
     def without_drafts(self) -> Self:
         """The model without the layer that drafts; arrays are shared."""
@@ -116,6 +150,10 @@ class Drafts(Keeper):
         self, positions: jax.Array, lengths: jax.Array | None = None
     ) -> dict[str, jax.Array]:
         """See Decoder."""
+
+    @abc.abstractmethod
+    def _whole(self, tokens: Any, adapters: jax.Array | None) -> StepContext:
+        """The context of whole sequences."""
 
     @abc.abstractmethod
     def _look_up(self, tokens: jax.Array, context: StepContext) -> jax.Array:

@@ -40,7 +40,8 @@ class DecoderLayer(nnx.Module):
         self.shares_norm = spec.norms == "shared"
         self.attention_norm = norm() if "attention_norm" in pre else None
         self.attention = halves["attention"].build(config, rngs) if spec.attention else None
-        self.mlp_norm = norm() if "mlp_norm" in pre else None
+        own = getattr(spec.attention, "norm_eps", None)  # of a head with settings of its own
+        self.mlp_norm = norm(own) if "mlp_norm" in pre else None
         self.mlp = halves["mlp"].build(config, rngs) if spec.mlp else None
         epsilon = config.post_norm_eps
         self.attention_post_norm = norm(epsilon) if "attention" in post else None
@@ -98,6 +99,16 @@ class DecoderLayer(nnx.Module):
         if predicted is not None:
             return _corrected(self, predicted, stream_of(terms, residual), context), None, state
         return terms, residual, state
+
+    def after_norm(
+        self, x: Any, residual: jax.Array, context: StepContext, state: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The results of a call, of which x is the mixer's input instead of the normed stream."""
+        mixer: Mixer | None = self.attention
+        assert mixer is not None
+        mixed, state = mixer.mix(x, context, state)
+        found = _after_mixer(plan_conditions(), self, mixed, None, residual, context)
+        return *found, state
 
     def watched(
         self, number: int, stream: jax.Array, context: StepContext, state: Any, watch: Watch

@@ -278,7 +278,7 @@ def array_places(
             if layer.has_post_norms:
                 shapes[f"{half}_post_norm.weight"] = hidden
         shapes |= {"scale": (1,)} if layer.scaled else {}
-        own = draft_names if number >= config.depth else names
+        own = _own_names(config, number, names, draft_names)
         places += [
             ArrayPlace(
                 f"layers.{number}.{path}",
@@ -301,6 +301,13 @@ def array_places(
         name = f"{name_of(names, HEAD).removesuffix('.weight')}.bias"
         places.append(ArrayPlace(HEAD_BIAS, name, (config.vocab_size,)))
     return places
+
+
+def _own_names(config: DecoderConfig, number: int, names: Names, draft_names: Names) -> Names:
+    """The names of a layer's tensors: a layer that drafts may have names of its own."""
+    if number < config.depth:
+        return names
+    return getattr(config.layers[number].attention, "names", None) or draft_names
 
 
 def unread_names(config: DecoderConfig, names: Names) -> tuple[str, ...]:
@@ -341,10 +348,9 @@ def linear_places(
         for path in config.packed_tables
     ]
     layers = [
-        _place(
-            draft_names if number >= config.depth else names, f"{half}.{maps.path}", maps, number
-        )
+        _place(own, f"{half}.{maps.path}", maps, number)
         for number, layer in enumerate(config.layers)
+        for own in [_own_names(config, number, names, draft_names)]
         for half, spec in layer.halves.items()
         for maps in spec.linear_maps(config)
     ]

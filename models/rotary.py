@@ -7,6 +7,7 @@ kernels rotate whole heads.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +33,19 @@ def frequencies(
     theta, scaling = config.rope_theta, config.rope_scaling
     if rope == "local":
         theta, scaling = config.local_rope_theta or theta, config.local_rope_scaling
+    if rope == "draft":
+        (theta, scaling), rotated = _of_draft(config), head_dim
     if config.scaling_by_length is None:
         lengths = 0
     found = scaled_frequencies(rotated, theta, scaling, lengths)
     rest = (head_dim - rotated) // 2
     return jnp.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, rest)]) if rest else found
+
+
+def _of_draft(config: DecoderConfig) -> tuple[float, RopeScaling | None]:
+    """The theta and scaling of the layer that drafts."""
+    spec: Any = config.layers[-1].attention
+    return spec.attention.theta, spec.attention.scaling
 
 
 def scaled_frequencies(
@@ -111,6 +120,7 @@ def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
 def attention_factor(config: DecoderConfig, rope: str) -> float:
     """The factor of rotated queries and keys in layers with this kind of rotary embedding."""
     scaling = {"global": config.rope_scaling, "local": config.local_rope_scaling}.get(rope)
+    scaling = _of_draft(config)[1] if rope == "draft" else scaling
     return 1.0 if scaling is None else scaling.attention_factor
 
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from mpjax.models.device_sums import add_over_devices
 
+NEVER = -1e30  # a logit whose probability is 0 beside any other
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
@@ -36,6 +38,21 @@ class Vocabulary:
         found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
         # All devices but one add zeros, so the sum is exact.
         return add_over_devices(found, self.axis)
+
+    def spread(self, logits: jax.Array, ids: jax.Array) -> jax.Array:
+        """This device's columns [..., columns] of the logits [..., ids] of some tokens.
+
+        ids: int32 [ids], the tokens. Others get NEVER, which is finite: where only they are
+        allowed, a distribution remains.
+        """
+        columns, own = self.size, ids
+        if self.axis is not None:
+            columns = -(-self.size // jax.lax.axis_size(self.axis))
+            own = ids - jax.lax.axis_index(self.axis).astype(ids.dtype) * columns
+            own = jnp.where(own < 0, columns, own)  # a negative index would count from the end
+        wide = jnp.full((*logits.shape[:-1], columns), NEVER, jnp.float32)
+        wide = wide.at[..., own].set(logits.astype(jnp.float32), mode="drop", unique_indices=True)
+        return self.mask(wide)
 
     def mask(self, logits: jax.Array) -> jax.Array:
         """This device's logits [..., columns], with -inf in columns beyond the vocabulary."""

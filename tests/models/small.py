@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from mpjax.models import (
 )
 from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import MixerSpec
+from mpjax.models.eagle import tokens_place, with_eagle
 from mpjax.models.gated_delta import GatedDeltaSpec
 from mpjax.models.mamba2 import Mamba2Spec
 from mpjax.models.mtp import with_mtp
@@ -116,6 +118,25 @@ def mtp_model(seed: int = 0, *, experts: bool = False, **changes: Any) -> Decode
     config = dataclasses.replace(CONFIG, layers=layers, rotary_dim=8, **changes)
     family = Qwen35MoE if experts else Qwen35
     return small_model(with_mtp(config, family.draft_names), seed, family)
+
+
+def eagle_model(
+    seed: int = 0, tokens: int = 32, fields: Any = MappingProxyType({}), **changes: Any
+) -> Decoder:
+    """A small Llama of three layers with an EAGLE-3 head of its own sizes and vocabulary.
+
+    tokens: of the head's vocabulary. fields: of EagleSpec. changes: of the configuration.
+    """
+    config = small_config((None, 24, None), **changes)
+    head = small_config((None,), intermediate_size=96, rope_theta=5e3, rms_norm_eps=1e-6)
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "vocab_size": config.vocab_size}
+    head = dataclasses.replace(head, **sizes)
+    tokens = min(tokens, config.vocab_size)
+    spec = with_eagle(config, head, (1, 2, 3), vocabulary=tokens, **fields)
+    model = small_model(spec, seed)
+    ids = np.random.default_rng(1).permutation(config.vocab_size)[:tokens]
+    model.put_array(tokens_place(model.config), jnp.asarray(np.sort(ids), jnp.int32))
+    return model
 
 
 def small_mixture(shared: bool) -> Decoder:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mpjax.evaluation.perplexity import Evaluation, evaluate
     from mpjax.generation.decoding import GeneratedTokens, generate_tokens
     from mpjax.generation.speculation.draft import Draft
-    from mpjax.generation.speculation.mtp import MTP
+    from mpjax.generation.speculation.heads import MTP, Eagle
     from mpjax.generation.speculation.ngram import Ngram
     from mpjax.generation.speculation.report import SpeculationReport
     from mpjax.language_model import LanguageModel
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from mpjax.rollouts.update import update
     from mpjax.sampling.processors import Processor
     from mpjax.sampling.settings import Sampling
+    from mpjax.trainers.drafter import DrafterTraining, train_drafter
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,8 @@ __all__ = [
     "Choice",
     "Comparison",
     "Draft",
+    "DrafterTraining",
+    "Eagle",
     "Engine",
     "Evaluation",
     "Event",
@@ -120,6 +123,7 @@ __all__ = [
     "stream",
     "stream_batch",
     "token_logprobs",
+    "train_drafter",
     "trainable",
     "update",
 ]
@@ -133,6 +137,8 @@ _MODULES = {
     "Choice": "constraints.kinds",
     "Comparison": "evaluation.comparison",
     "Draft": "generation.speculation.draft",
+    "DrafterTraining": "trainers.drafter",
+    "Eagle": "generation.speculation.heads",
     "Engine": "engine.engine",
     "Evaluation": "evaluation.perplexity",
     "Event": "engine.handle",
@@ -144,7 +150,7 @@ _MODULES = {
     "JsonSchema": "constraints.kinds",
     "LanguageModel": "language_model",
     "Learning": "quantization.learning.descent",
-    "MTP": "generation.speculation.mtp",
+    "MTP": "generation.speculation.heads",
     "Mismatch": "rollouts.logprobs",
     "Ngram": "generation.speculation.ngram",
     "Precision": "precision",
@@ -183,6 +189,7 @@ _MODULES = {
     "stream": "engine.generate",
     "stream_batch": "engine.generate",
     "token_logprobs": "rollouts.logprobs",
+    "train_drafter": "trainers.drafter",
     "trainable": "models",
     "update": "rollouts.update",
 }

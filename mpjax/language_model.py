@@ -273,12 +273,19 @@ class LanguageModel:
                 f"{remedy}"
             )
 
+    def without_drafter(self) -> LanguageModel:
+        """The language model without an EAGLE-3 head, which has files of its own."""
+        last = self.config.layers[-1].attention
+        if last is None or last.kind != "eagle":
+            return self
+        return self.with_model(self.model.without_drafts())
+
     def require_no_head(self, what: str) -> None:
-        """Raises ValueError for a model with its own MTP head. what: a gerund for the message."""
+        """Raises ValueError for a model with a head that drafts. what: a gerund for the message."""
         if self.config.depth < self.config.num_layers:
             raise ValueError(
-                f"{what} a model with its multi-token-prediction head is not possible: load it "
-                "without mtp=True"
+                f"{what} a model with its own head is not possible: load it without mtp=True and "
+                "drafter"
             )
 
     @property

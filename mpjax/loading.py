@@ -22,6 +22,7 @@ from mpjax.arguments import compute_dtype, positive_whole
 from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, staging
 from mpjax.checkpoint.adapters.folder import read_adapter
 from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
+from mpjax.checkpoint.drafter import add_drafter
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.gguf.header import is_gguf
 from mpjax.checkpoint.gguf.parts import part_names
@@ -51,6 +52,7 @@ class Reading(TypedDict, total=False):
     progress: bool | None
     adapters: Mapping[str, str | os.PathLike[str]]
     mtp: bool
+    drafter: str | os.PathLike[str] | None
     weights: str | os.PathLike[str]
     names: Names
     deterministic: bool
@@ -103,6 +105,8 @@ def load(
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mtp: whether to load the checkpoint's multi-token-prediction head, too, for `speculate="mtp"`;
         see docs/speculation.md. False, the default, also for a saved model with its head.
+    drafter: the folder or hub id of an EAGLE-3 head for `speculate="eagle"`, in the layout of
+        SafeAILab, SpecForge or speculators. Its maps get the format of the model's attention.
     adapters: folders or hub ids of LoRA adapters, by the names for requests; see
         `LanguageModel.add_adapter`, and docs/adapters.md.
     weights, names: an Orbax checkpoint of another library, which is read instead of the folder's
@@ -129,6 +133,8 @@ def load(
     page_size = read_page_size(page_size, KVFormat() if precision is None else precision.kv)
     folders, mtp = _find_adapters(reading.get("adapters", {})), reading.get("mtp", False)
     require_type("mtp", mtp, bool)
+    drafter = reading.get("drafter")
+    drafter = None if drafter is None else find_folder(drafter).resolve()
     folder = find_folder(path_or_id).resolve()
     family = reading.get("family")
     if is_saved(folder):
@@ -155,6 +161,7 @@ def load(
             )
         if has_head and not mtp:
             lm = lm.with_model(lm.model.without_drafts())
+        lm = _with_drafter(lm, drafter, progress)
         return _finished(lm, max_positions, page_size, folders, deterministic)
     source = dataclasses.replace(_open(folder, reading), family=family, mtp=mtp)
     tokenizer = source.read_tokenizer()
@@ -165,6 +172,7 @@ def load(
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder, sampling=source.read_sampling())
+    lm = _with_drafter(lm, drafter, progress)
     return _finished(lm, max_positions, page_size, folders, deterministic)
 
 
@@ -249,6 +257,10 @@ def _find_adapters(adapters: Any) -> dict[str, Path]:
     if not isinstance(adapters, Mapping):
         raise ValueError(f"adapters is {shown(adapters)}: expected folders by their names")
     return {name: find_folder(folder) for name, folder in adapters.items()}
+
+
+def _with_drafter(lm: LanguageModel, folder: Path | None, progress: bool | None) -> LanguageModel:
+    return lm if folder is None else lm.with_model(add_drafter(lm.model, folder, progress))
 
 
 def _finished(

@@ -47,7 +47,8 @@ def export(
     """Writes a model into a Hugging Face folder; writes nothing if it fails.
 
     vLLM, transformers and `mpjax.load` read it; mpjax restores all but dequantised weights bit for
-    bit. docs/precision.md lists which server reads which format.
+    bit. docs/precision.md lists which server reads which format. An EAGLE-3 head stays in its own
+    folder.
 
     Returns the names of packed tables (head or embedding) that are dequantised to the model's
     dtype, because the format can't hold them or because of `plain_head`; none for `plain`.
@@ -82,7 +83,7 @@ def export(
     config.json. Raises mpjax.files.disk.DiskSpaceError if the disk has too little room, before
     anything is written if the free space is known.
     """
-    folder = Path(os.path.realpath(Path(folder).expanduser()))
+    folder, lm = Path(os.path.realpath(Path(folder).expanduser())), lm.without_drafter()
     clean_up(folder)  # may restore a folder that a killed export has moved away
     require_replaceable(folder, overwrite)
     if isinstance(lm.model, ShardedDecoder):

@@ -236,6 +236,36 @@ def make_plan(
     )
 
 
+def plan_places(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    arrays: Sequence[ArrayPlace],
+    linears: Sequence[LinearPlace],
+    quantize: WeightFormat | None,
+    others: Iterable[str] = (),
+) -> Plan:
+    """Plans which 16-bit tensors of a checkpoint fill some places; reads no tensor.
+
+    config: of the model with these places. quantize: as for `make_plan`. others: the names of
+    further tensors that the checkpoint must have. Raises CheckpointError as `make_plan` does.
+    """
+    modules = modules_of(checkpoint)
+    found = [
+        (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
+        for place in linears
+    ]
+    expected = _names_of_tensors([(place, None) for place in arrays], found)
+    _check_names(checkpoint, expected | set(others), ())
+    return Plan(
+        config,
+        tuple((place, _array_source(checkpoint, place, None)) for place in arrays),
+        tuple(
+            (place, _linear_sources(place, shards, None, _rounding(place, quantize, {})))
+            for place, shards in found
+        ),
+    )
+
+
 def is_spare(name: str, decoder: type[Decoder], config: DecoderConfig) -> bool:
     """Whether a tensor may be in the family's files although the decoder doesn't use it.
 

@@ -66,9 +66,9 @@ def save(
 ) -> Save:
     """Writes a model and its tokenizer into a folder; writes nothing if it fails.
 
-    `mpjax.load` restores every array bit for bit. Files are written to a hidden folder beside
-    `folder`, which replaces it when complete. If the process is killed, the hidden folder remains
-    until the next save to `folder` deletes it.
+    `mpjax.load` restores every array bit for bit. An EAGLE-3 head stays in its own folder. Files
+    are written to a hidden folder beside `folder`, which replaces it when complete. If the process
+    is killed, the hidden folder remains until the next save to `folder` deletes it.
 
     format: of the arrays. `safetensors`: one file with whole arrays, each with a checksum that
         `load` verifies. `orbax`: an Orbax checkpoint, to which each process writes the shares of
@@ -92,7 +92,7 @@ def save(
     is_orbax = _is_orbax(format, wait)
     if progress is not None:
         require_type("progress", progress, bool)
-    folder = Path(os.path.realpath(Path(folder).expanduser()))
+    folder, lm = Path(os.path.realpath(Path(folder).expanduser())), lm.without_drafter()
     if is_orbax:
         return _save_shares(lm, folder, overwrite, wait)
     new_folder, lm, arrays = _prepare(lm, folder, overwrite, shapes_only=False)

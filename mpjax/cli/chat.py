@@ -76,7 +76,7 @@ def command(
         repetition_penalty=repetition_penalty,
     )
     adapters = options.parse_adapters([adapter])
-    reading = {"adapters": adapters, "mtp": options.is_mtp(speculate)}
+    reading = {"adapters": adapters, **options.head_options(speculate)}
     lm = options.load(model, precision, dtype, max_positions, devices, experts, **reading)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(

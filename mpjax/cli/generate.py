@@ -147,7 +147,7 @@ def command(
         min_new_tokens=min_new_tokens or None,
     )
     adapters = options.parse_adapters([adapter])
-    reading = {"adapters": adapters, "mtp": options.is_mtp(speculate)}
+    reading = {"adapters": adapters, **options.head_options(speculate)}
     lm = options.load(model, precision, dtype, max_positions, devices, experts, **reading)
     engine = {"slots": batch_size, "speculate": options.parse_speculate(speculate)}
     common: dict[str, Any] = {"sampling": options.choose_sampling(lm, given), "stop": stop or ()}

@@ -151,8 +151,9 @@ Speculate = Annotated[
         help="Propose tokens and verify several at a time: ngram:4:3 proposes the 4 tokens that "
         "followed the last 3 before, for texts that repeat themselves; draft:4:FOLDER_OR_ID 4 "
         "tokens of a smaller model with the same vocabulary (with @W4A16KV8 behind it in this "
-        "precision); mtp:3 3 tokens of the model's own multi-token-prediction head. The text stays "
-        "the same, or has the same distribution.",
+        "precision); mtp:3 3 tokens of the model's own multi-token-prediction head; "
+        "eagle:3:FOLDER_OR_ID 3 tokens of an EAGLE-3 head. The text stays the same, or has the "
+        "same distribution.",
         show_default=False,
     ),
 ]
@@ -244,12 +245,12 @@ def parse_speculate(text: str | None) -> Proposer | None:
         return None if text is None else parse(text)
 
 
-def is_mtp(text: str | None) -> bool:
-    """Whether --speculate asks for the model's own head, which is loaded with the model."""
-    from mpjax.generation.speculation.mtp import read_mtp
+def head_options(text: str | None) -> dict[str, Any]:
+    """The arguments of mpjax.load with which the head of --speculate is loaded, if it is one."""
+    from mpjax.generation.speculation.spelling import head_options
 
     with wrong_usage("--speculate"):
-        return text is not None and read_mtp(text) is not None
+        return head_options(text)
 
 
 def sampling_options(**options: float | None) -> dict[str, float]:

@@ -163,8 +163,8 @@ def command(
     _require_usage(host, api_key)
     sockets = listening.bind(host, port)
     try:
-        mtp = options.is_mtp(speculate)
-        lm = options.load(model, precision, dtype, max_positions, devices, experts, mtp=mtp)
+        head = options.head_options(speculate)
+        lm = options.load(model, precision, dtype, max_positions, devices, experts, **head)
         if max_adapters:
             lm.reserve_adapters(max_adapters, max_adapter_rank)
         from mpjax.loading import find_folder

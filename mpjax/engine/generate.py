@@ -75,11 +75,11 @@ def generate(
     chat_template: for chats: the name of one of the checkpoint's templates, or Jinja source; by
         default the checkpoint's own.
     speculate: speculative decoding, which is faster if many proposed tokens are accepted: `Ngram()`
-        for texts that repeat themselves, `Draft(lm)` with a smaller model, or `MTP()` or "mtp" with
-        the model's own head (`load(mtp=True)`). With Ngram, tokens are those of plain decoding,
-        greedy or sampled, except for rounding: kernels choose their tiles by the number of tokens.
-        With Draft and MTP that holds for greedy rows, and sampled tokens have the same
-        distribution.
+        for texts that repeat themselves, `Draft(lm)` with a smaller model, `MTP()` or "mtp" with
+        the model's own head (`load(mtp=True)`), or `Eagle()` or "eagle" with an EAGLE-3 head
+        (`load(drafter=...)`). With Ngram, tokens are those of plain decoding, greedy or sampled,
+        except for rounding: kernels choose their tiles by the number of tokens. With the others
+        that holds for greedy rows, and sampled tokens have the same distribution.
     adapter: the name of one of the model's adapters (`load(adapters=...)`, `lm.add_adapter`), or a
         list with one for each prompt; None for none.
     processors: logits processors of all rows, applied in order after those of the sampling; see

@@ -1,1 +1,1 @@
-"""Engines for the learners of trainers' libraries, each of which imports its library."""
+"""Training of heads that draft, and engines for learners of trainers' libraries."""

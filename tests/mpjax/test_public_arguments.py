@@ -73,6 +73,12 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
         ),
         "Ngram": (mpjax.Ngram, {"k": 4, "n": 3}),
         "Draft": (mpjax.Draft, {"lm": lm, "k": 4}),
+        "Eagle": (mpjax.Eagle, {"k": 4}),
+        "DrafterTraining": (
+            mpjax.DrafterTraining,
+            {"steps": 2, "batch": 2, "length": 8, "rate": 1e-3, "passes": 1}
+            | {"vocabulary": 64, "layers": (0, 1)},
+        ),
         "the fields of a Sampling": (
             lambda **fields: mpjax.generate_tokens(**of_tokens, sampling=fields),
             {"min_new_tokens": 0, "stop_ids": [1], "repetition_penalty": 1.1}
@@ -129,7 +135,15 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
         *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
-        *("Ngram", "Draft", "by_file_names", "update", "Engine.update_weights"),
+        *(
+            "Ngram",
+            "Draft",
+            "Eagle",
+            "DrafterTraining",
+            "by_file_names",
+            "update",
+            "Engine.update_weights",
+        ),
         *("token_logprobs", "in_mode"),
     ],
 )

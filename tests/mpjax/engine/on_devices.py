@@ -20,7 +20,7 @@ from tests.models.sharded_decoders import divide, quantize_all
 from tests.models.sharded_families import build
 from tests.models.small import mtp_model
 from tests.mpjax.engine.conftest import make_engine, resize
-from tests.mpjax.generation.speculation.test_mtp import agreeing
+from tests.mpjax.generation.speculation.test_mtp import agreeing, eagle
 
 NEW = (8, 60, 60, 8)  # rows that grow take the pages of younger ones
 DRAWN, GREEDY = {"temperature": 0.8, "top_p": 0.9, "stop_ids": ()}, {"stop_ids": ()}
@@ -83,6 +83,8 @@ if __name__ == "__main__":
     expected = batch(headed, GREEDY)
     divided = divide(headed, 2)
     assert batch(divided, GREEDY, speculate="mtp") == expected
+    drafting = eagle()
+    assert batch(divide(drafting, 2), GREEDY, speculate="eagle") == batch(drafting, GREEDY)
     divided.put_cache_scales(np.ones((3, 2, headed.config.num_kv_heads), np.float32))
     bare = divided.without_drafts()
     assert bare.whole().cache_scales.get_value().shape[0] == bare.config.num_layers == 2

@@ -11,17 +11,24 @@ import mpjax
 from mpjax.kernels import KVFormat
 from tests.models.small import mtp_model
 from tests.mpjax.engine.conftest import make_engine, require_order, resize
-from tests.mpjax.generation.speculation.test_mtp import agreeing
+from tests.mpjax.generation.speculation.test_mtp import agreeing, eagle
 from tests.mpjax.generation.speculation.test_states import NEW, TEXTS
 from tests.sweeps import in_sweep
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 
-@pytest.mark.parametrize(("kv", "constrained"), [("KV8", False), in_sweep("KV16", True)])
-def test_an_engine_speculates_where_rows_come_go_and_are_read_again(tiny, kv, constrained):
+@pytest.mark.parametrize(
+    ("spelled", "kv", "constrained"),
+    [("mtp", "KV8", False), ("eagle", "KV16", False), in_sweep("eagle", "KV8", True)],
+)
+def test_an_engine_speculates_where_rows_come_go_and_are_read_again(tiny, spelled, kv, constrained):
     """Also behind shared prefixes, and for a row with a constraint."""
-    model = agreeing(mtp_model(vocab_size=tiny.config.vocab_size), 0.3)
+    vocabulary = tiny.config.vocab_size
+    if spelled == "mtp":
+        model = agreeing(mtp_model(vocab_size=vocabulary), 0.3)
+    else:
+        model = eagle(tokens=vocabulary, vocab_size=vocabulary)
     lm = dataclasses.replace(tiny, model=model, kv_format=KVFormat(16))
     common = [1 + i * i % 29 for i in range(40)]
     words = mpjax.Regex("([a-z]{1,5} ){3,}")
@@ -32,7 +39,7 @@ def test_an_engine_speculates_where_rows_come_go_and_are_read_again(tiny, kv, co
     sizes = {"slots": 2, "chunk_tokens": 16, "text": kv}
     with make_engine(lm, **sizes) as engine:
         plain = [engine.submit(text, **options, **how).result() for text, how in asked]
-    with make_engine(lm, speculate="mtp", **sizes) as engine:
+    with make_engine(lm, speculate=spelled, **sizes) as engine:
         resize(engine, pages=5)
         handles = [engine.submit(text, **options, **how) for text, how in asked * 2]
         while engine.has_work:

@@ -31,6 +31,7 @@ from mpjax.generation.speculation.proposer import read_k
 from mpjax.kernels import WeightFormat, device
 from mpjax.memory import free_bytes_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
+from mpjax.models.eagle import with_usual_eagle
 from mpjax.models.mtp import with_mtp
 from mpjax.models.presets import QWEN3_8B
 from mpjax.models.share import ExpertDivision
@@ -44,6 +45,7 @@ CHECKED_TOKENS = 1 << 13  # with this number, the logits of one pass take 5 GB
 # How often prefill and decoding are repeated. The first time compiles and is not counted.
 READS, ROUNDS = 3, 4
 AWQ = WeightFormat("uint4", 128)
+EAGLE_TOKENS = 32_000  # the vocabulary of most published EAGLE-3 heads
 COLUMNS: tables.Columns = {
     "precision": lambda row: row["precision"] + on_devices(row) + with_adapters(row),
     "batch": "{batch}",
@@ -64,7 +66,7 @@ class Case(NamedTuple):
     """One case of a sweep. is_read: whether its prompt is prefilled, rather than the cache filled.
 
     adapters: the number of different adapters among the rows; None for a model without adapters.
-    headed: the model with its multi-token-prediction head; None without.
+    headed: the model with its head; None without.
     """
 
     batch: int
@@ -89,7 +91,8 @@ class Sweep:
     devices: numbers of devices among which the model is divided. experts: how experts are divided
         among them; see `mpjax.load`.
     speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured; and on
-        one device, for families with a multi-token-prediction head, a step with its proposals.
+        one device a step with the proposals of a head: the family's multi-token-prediction head, or
+        an EAGLE-3 head of EAGLE_TOKENS tokens.
     piece_tokens: the prefill chunk of each row, in tokens; None for the whole prompt.
     adapters: numbers of adapters that rows use in turn, each measured beside the case without
         adapters; 0 for rows without an adapter. The model has the largest of these numbers of
@@ -158,8 +161,11 @@ class Sweep:
         positions = max(self.prompt_tokens) + self.new_tokens
         positions = max(positions, self.config.max_position_embeddings)
         config = dataclasses.replace(self.config, max_position_embeddings=positions)
-        has_head = self.speculate and self.decoder.draft_names and max(self.devices) == 1
-        return with_mtp(config, self.decoder.draft_names) if has_head else config
+        if not self.speculate or max(self.devices) > 1:
+            return config
+        if self.decoder.draft_names:
+            return with_mtp(config, self.decoder.draft_names)
+        return with_usual_eagle(config, min(EAGLE_TOKENS, config.vocab_size))
 
 
 def on_devices(row: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from flax import nnx
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlace
 from mpjax.models.division import Division
+from mpjax.models.eagle import EagleSpec, tokens_place
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.models.share import ExpertDivision
 from mpjax.quantization.blocks import is_folded
@@ -56,6 +57,8 @@ def random_model(
             model.put_array(array, jnp.ones(array.shape, dtype))
         else:
             model.put_array(array, normal(next(keys), array.shape, 0.02, dtype.name))
+    if isinstance(head := config.layers[-1].attention, EagleSpec):
+        model.put_array(tokens_place(config), jnp.arange(head.vocabulary, dtype=jnp.int32))
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)

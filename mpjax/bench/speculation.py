@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from mpjax.bench import measure, tables
 from mpjax.generation.decoding import begin_speculation, speculative_program
 from mpjax.generation.loop import Loop
-from mpjax.generation.speculation.mtp import MTP
+from mpjax.generation.speculation.heads import MTP, Eagle
 from mpjax.generation.speculation.ngram import Ngram
 from mpjax.generation.speculation.proposer import Context, Proposal, Proposer
 from mpjax.models import Decoder
@@ -103,7 +103,9 @@ def head_cost(headed: Decoder, tokens: jax.Array, k: int, act: Act) -> dict[str,
 
         act(run)
 
-    times = [_seconds(headed, MTP(k), tokens, act_with_head) for _ in range(ROUNDS)]
+    last = headed.config.layers[-1].attention
+    head = Eagle(k) if last and last.kind == Eagle.layer else MTP(k)
+    times = [_seconds(headed, head, tokens, act_with_head) for _ in range(ROUNDS)]
     return {f"{HEAD}_step_microseconds": statistics.median(times[1:]) * 1e6}
 
 

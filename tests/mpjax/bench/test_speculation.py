@@ -66,6 +66,8 @@ def test_a_step_with_the_models_head_is_measured_beside_one_without():
     sweep = generate.Sweep(("W4A16KV8",), (1,), (6,), 4, config=lm.config, decoder=Qwen35)
     assert sweep.model_config == lm.config
     assert dataclasses.replace(sweep, speculate=(3,)).model_config == headed.config
+    other = generate.Sweep(("W4A16KV8",), (1,), (6,), 4, config=SMALL_MODEL, speculate=(3,))
+    assert other.model_config.layers[-1].attention.vocabulary == SMALL_MODEL.vocab_size
 
 
 def test_kernels_of_a_verifying_step_are_told(lm, take):

@@ -19,12 +19,8 @@ import jax.numpy as jnp
 from mpjax.kernels.attention import queries, tiles
 from mpjax.kernels.attention.main_loop import LEAST_EXPONENT, LoadOperands, MainLoop, Scores
 from mpjax.kernels.attention.plans import MOST_ROWS
-from mpjax.kernels.attention.tiles import Part, Place, Words
+from mpjax.kernels.attention.tiles import Part, Place
 from mpjax.kernels.kv_cache.cache import Side
-
-# Channels of a part in 16 bits. Products of parts are summed separately, since each step of a sum
-# waits for the previous step.
-PART = 128
 
 
 class LatentQueries(NamedTuple):
@@ -60,13 +56,6 @@ class LatentLoop(MainLoop):
         """The latents, as keys and as values."""
         latents, _ = self.key_range.pages.sides
         return latents, latents
-
-    def _parts(self, side: Side, *, joined: bool) -> Sequence[Part]:
-        """The parts of latents, of PART channels each in 16 bits."""
-        width = side.words.shape[3]
-        if side.codes.is_quantized or width % PART:
-            return super()._parts(side, joined=joined)
-        return [Part(Words(first, PART, width), range(1)) for first in range(0, width, PART)]
 
     def _added(self, scores: jax.Array, product: jax.Array) -> jax.Array:
         """Adds the product of another part to scores, after the product is complete."""

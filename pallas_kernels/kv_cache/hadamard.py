@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels import device
 from mpjax.kernels.launch import join
 from mpjax.kernels.target import current_target
 
@@ -25,16 +26,23 @@ def order(dim: int) -> int:
 
 
 def transform(x: jax.Array) -> jax.Array:
-    """The transform of x [..., dim], computed as a float32 product and returned in x's dtype.
+    """The transform of x [..., dim], summed in float32 and returned in x's dtype.
 
-    For queries, and for decoding keys. The rounding of its sums depends on the device.
+    For queries, and for decoding keys. The rounding of its sums depends on the device. Products of
+    16-bit numbers and signs are exact, so a GPU multiplies them on tensor cores as they are.
     """
     dim = x.shape[-1]
     count = order(dim)
     index = jnp.arange(count)
     signs = 1 - 2 * (jax.lax.population_count(index[:, None] & index[None]) & 1)
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], count, dim // count)
-    spread = jnp.einsum("...ns,nm->...ms", groups, signs.astype(jnp.float32), precision="highest")
+    narrow = x if device.on_gpu() else x.astype(jnp.float32)
+    spread = jnp.einsum(
+        "...ns,nm->...ms",
+        narrow.reshape(*x.shape[:-1], count, dim // count),
+        signs.astype(narrow.dtype),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
     return (spread * (1 / math.sqrt(count))).astype(x.dtype).reshape(x.shape)
 
 

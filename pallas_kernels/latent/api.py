@@ -132,7 +132,8 @@ def _reference(
 def _config(queries: jax.Array, pages: KVPages, span: Span) -> AttentionConfig:
     rows = queries.shape[-3] * queries.shape[-2]
     batch, entries = span.block_tables.shape
-    problem = LatentProblem(batch, rows, entries * pages.page_size, loaded_bytes(pages))
+    tokens, bits = entries * pages.page_size, pages.format.key_codes.bits
+    problem = LatentProblem(batch, rows, tokens, loaded_bytes(pages), bits)
     return plan_by_rule(problem, device.limits())
 
 

@@ -141,11 +141,13 @@ def test_it_is_lowered_for_a_gpu(text, heads, rng, lower_for_cuda):
 def test_programs_fill_the_gpu_once():
     limits = Limits(132, 9.0)
     for batch, tokens, heads in ((8, 8192, 16), (64, 4096, 16), (8, 8192, 128), (1, 4096, 20)):
-        config = plan_by_rule(LatentProblem(batch, heads, tokens, 1152), limits)
-        programs = batch * -(-heads // config.tile_rows) * config.splits
-        resident = 1 if programs <= 132 else 2
-        assert programs <= 2 * 132 or config.splits == 1
-        assert (config.stages - 1) * config.tile_keys * 1152 * resident <= limits.shared_memory
+        for bits, size in ((16, 1152), (4, 588)):
+            config = plan_by_rule(LatentProblem(batch, heads, tokens, size, bits), limits)
+            programs = batch * -(-heads // config.tile_rows) * config.splits
+            assert programs <= 2 * 132 or config.splits == 1
+            tiles = (config.stages - 1) * config.tile_keys * size
+            assert 2 * tiles <= limits.shared_memory
+            assert config.tile_keys == {16: 32, 4: 64}[bits]
 
 
 def test_wrong_arguments_are_named(rng):

@@ -119,7 +119,12 @@ def _keys(tree: Any) -> list[str]:
 
 
 def _homes_of_names(model: Decoder) -> dict[str, Home]:
-    """The Home of each tensor name in files, including fused tensors of all experts."""
+    """The Home of each tensor name in files, including fused tensors of all experts.
+
+    Not those of an EAGLE-3 head, which has other files, with some of the model's names.
+    """
+    if getattr(model.config.layers[-1].attention, "names", None):
+        model = model.without_drafts()
     homes = {
         place.name: Home(place, place.file_shape, offset=place.offset)
         for place in model.array_places(model.config)

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 import mpjax
 from mpjax.checkpoint.drafter import write_drafter
 from mpjax.errors import CheckpointError
-from mpjax.kernels import QuantizedTensor
+from mpjax.kernels import KVFormat, QuantizedTensor
 from mpjax.models.eagle import tokens_place, with_eagle
-from tests.models.small import small_config, small_model
+from tests.models.small import eagle_model, small_config, small_model
 from tests.mpjax.checkpoint.test_huggingface_parity import edit_config
 
 OPTIONS = {"max_new_tokens": 12, "sampling": {"temperature": 0}}
@@ -82,6 +82,15 @@ def test_it_is_read_with_the_model_and_its_arrays_are_those_of_the_files(folder,
     assert mpjax.load(tmp_path / "saved").config == plain.config
     with pytest.raises(ValueError, match="head is not possible: load it without mtp=True and dra"):
         mpjax.quantize(again, "W4A16KV16")
+
+
+def test_an_update_writes_the_models_table_and_not_the_heads_of_that_name():
+    lm = mpjax.LanguageModel(eagle_model(), None, KVFormat(16), mpjax.bundled_model())
+    own = np.asarray(lm.model.layers[-1].attention.head.kernel.get_value())
+    table = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    mpjax.update(lm, {"lm_head.weight": table})
+    np.testing.assert_array_equal(lm.model.head.get_value(), table)
+    np.testing.assert_array_equal(lm.model.layers[-1].attention.head.kernel.get_value(), own)
 
 
 def test_its_maps_have_the_format_of_the_models(folder):

@@ -15,6 +15,7 @@ import numpy as np
 import mpjax
 from mpjax.kernels import KVFormat
 from mpjax.models import Decoder
+from mpjax.models.eagle import tokens_place
 from tests.models import sharded_decoders
 from tests.models.sharded_decoders import divide, quantize_all
 from tests.models.sharded_families import build
@@ -84,7 +85,9 @@ if __name__ == "__main__":
     divided = divide(headed, 2)
     assert batch(divided, GREEDY, speculate="mtp") == expected
     drafting = eagle()
-    assert batch(divide(drafting, 2), GREEDY, speculate="eagle") == batch(drafting, GREEDY)
+    halves, tokens = divide(drafting, 2), tokens_place(drafting.config)
+    halves.put_array(tokens, tokens.read(drafting))
+    assert batch(halves, GREEDY, speculate="eagle") == batch(drafting, GREEDY)
     divided.put_cache_scales(np.ones((3, 2, headed.config.num_kv_heads), np.float32))
     bare = divided.without_drafts()
     assert bare.whole().cache_scales.get_value().shape[0] == bare.config.num_layers == 2

@@ -24,6 +24,7 @@ from mpjax.cli import (
     output,
     quantize,
     serve,
+    train_drafter,
     tune,
 )
 from mpjax.files import disk
@@ -204,7 +205,8 @@ def _options(
 
 
 for _module in (
-    *(generate, chat, serve, convert, quantize, export, info, evaluate, tune, environment),
+    *(generate, chat, serve, convert, quantize, export, train_drafter),
+    *(info, evaluate, tune, environment),
 ):
     # Tuning's programs run once, and would evict others from the compilation cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand

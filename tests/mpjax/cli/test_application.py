@@ -23,6 +23,7 @@ COMMANDS = (
     "convert",
     "quantize",
     "export",
+    "train-drafter",
     "info",
     "evaluate",
     "tune",

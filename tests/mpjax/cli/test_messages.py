@@ -73,8 +73,14 @@ MESSAGES = {
         "--input {tiny}": (2, "is a folder: expected JSON Lines"),
         "x --speculate fast": (2, "speculate is 'fast': expected ngram"),
         "x --speculate draft:4:./nowhere": (1, "nowhere does not exist"),
+        "x --speculate eagle:3:./nowhere": (1, "nowhere does not exist"),
+        "x --speculate eagle": (2, "or eagle:3:FOLDER_OR_ID"),
         "x --top-k 5": (2, "temperature is not"),
         "x --precision W3": (2, "W3A16 is not implemented"),
+    },
+    "train-drafter": {
+        "{tiny} {tiny} --text {text}": (2, "is not empty: choose another folder"),
+        "{tiny} out --text {text} --rate 0": (2, "rate is 0.0: expected a positive number"),
     },
     "tune": {
         "": (2, "exactly one of --model, --shapes"),

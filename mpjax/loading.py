@@ -148,10 +148,11 @@ def load(
             folder,
             precision=precision,
             dtype=dtype,
+            mesh=mesh,
             verify=verify,
             progress=progress,
-            mesh=mesh,
             experts=experts,
+            drafts=mtp,
         )
         has_head = lm.config.depth < lm.config.num_layers
         if mtp and not has_head:

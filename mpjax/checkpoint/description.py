@@ -129,6 +129,26 @@ class Description:
         """Bytes of all whole arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    def without_drafts(self) -> Description:
+        """The description without the layer that drafts, whose arrays then aren't read.
+
+        Scales of the cache are in one array with those of the layer, and then it is kept.
+        """
+        config = self.config.without_drafts()
+        if model_arrays.CACHE_SCALES in self.arrays:
+            return self
+        dropped = tuple(f"layers.{n}." for n in range(config.num_layers, self.config.num_layers))
+
+        def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {path: x for path, x in values.items() if not path.startswith(dropped)}
+
+        stored = self.stored
+        if stored is not None:
+            checksums = None if stored.checksums is None else kept(stored.checksums)
+            stored = stored._replace(parts=kept(stored.parts), checksums=checksums)
+        parts, arrays = kept(self.parts), kept(self.arrays)
+        return dataclasses.replace(self, config=config, parts=parts, arrays=arrays, stored=stored)
+
     def division(self, count: int, experts: ExpertDivision) -> Division:
         """How the decoder is divided among `count` devices.
 

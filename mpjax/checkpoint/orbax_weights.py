@@ -256,6 +256,16 @@ class OrbaxWeights:
             ) from error
         return found
 
+    def without_layers(self, description: Description) -> OrbaxWeights:
+        """The weights of a description with the same first layers, or all; others aren't read."""
+        assert description.stored is not None
+        layers = self.description.config.num_layers
+        dropped = tuple(f"layers.{n}." for n in range(description.config.num_layers, layers))
+        shapes = {name: x for name, x in self.shapes.items() if not name.startswith(dropped)}
+        return dataclasses.replace(
+            self, description=description, stored=description.stored, shapes=shapes
+        )
+
     def _require_fitting(self) -> None:
         """Raises ValueError unless the arrays are those of a share of the model."""
         config, count = self.description.config, self.stored.devices or 1

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
@@ -31,15 +31,22 @@ from mpjax.precision import Precision
 WIDTHS = ".activation_bits"  # suffix of the arrays with activation widths of blocks (W4Ax)
 
 
+class How(TypedDict, total=False):
+    """Further keyword arguments of `restore`."""
+
+    verify: bool
+    progress: bool | None
+    experts: ExpertDivision
+    drafts: bool
+
+
 def restore(
     folder: str | os.PathLike[str],
     *,
     precision: Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-    verify: bool = True,
-    progress: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    experts: ExpertDivision = "divided",
+    **how: Unpack[How],
 ) -> LanguageModel:
     """Loads a saved model onto the default device, or divided among several, bit for bit.
 
@@ -50,21 +57,28 @@ def restore(
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mesh: the devices among which the decoder is divided; a saved model fits any number of them.
     experts: how experts are divided among devices; see `mpjax.load`.
+    drafts: whether to read the layer that drafts, if the model has one; True by default.
 
     Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError if
     the weights have another precision or dtype, and mpjax.memory.DeviceMemoryError if the device
     lacks memory.
     """
     folder = Path(folder).resolve()
-    description, infos, lm = prepare(folder, precision=precision, dtype=dtype, mesh=mesh)
+    verify, experts = how.get("verify", True), how.get("experts", "divided")
+    description, infos, lm = prepare(
+        folder, precision=precision, dtype=dtype, mesh=mesh, drafts=how.get("drafts", True)
+    )
     source = HuggingFaceFolder(folder)
     tokenizer, sampling = source.read_tokenizer(), source.read_sampling()
     kv_format = precision.kv if precision else lm.kv_format
     lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format, sampling=sampling)
     device = default_device()
-    with bytes_bar("Loading", folder, progress, description.nbytes) as advance:
+    with bytes_bar("Loading", folder, how.get("progress"), description.nbytes) as advance:
         if description.stored is not None:
-            weights = OrbaxWeights.open(folder, description, description.stored, verify)
+            whole = Description.read(folder)
+            assert whole.stored is not None
+            weights = OrbaxWeights.open(folder, whole, whole.stored, verify)
+            weights = weights.without_layers(description)
             model = _restore_from_orbax(weights, lm.model, mesh, experts, advance)
             return dataclasses.replace(lm, model=model)
 
@@ -86,6 +100,7 @@ def prepare(
     precision: Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    drafts: bool = True,
 ) -> tuple[Description, dict[str, TensorInfo], LanguageModel]:
     """Checks the arguments of `restore` against the headers; reads no array.
 
@@ -93,10 +108,12 @@ def prepare(
     the description, the header of the weights' file, and the abstract model.
     """
     description = Description.read(folder)
-    lm = description.abstract(folder)
-    _require_agreement(folder, lm.model, precision, dtype)
     infos = {} if description.stored else _read_header(folder, description)
-    arrays = description.arrays
+    if not drafts:
+        description = description.without_drafts()
+    lm, arrays = description.abstract(folder), description.arrays
+    _require_agreement(folder, lm.model, precision, dtype)
+    infos = {name: info for name, info in infos.items() if name in arrays}
     places = _names_of_places(description)
     read_at_once = [sum(arrays[name].nbytes for name in names) for names in places.values()]
     undivided = 0 if mesh is None else max(read_at_once)

@@ -73,17 +73,21 @@ class Architecture:
     def translate(self, name: str) -> str:
         """Translates a GGUF module name to Hugging Face's. Unknown names are returned unchanged.
 
-        name: an expert's module has its number at the end, such as `blk.3.ffn_up_exps.7`.
+        name: an expert's module has its number at the end, such as `blk.3.ffn_up_exps.7`. Modules
+            of multi-token prediction layers begin with `draft.`.
         """
         if name == "output":
             return "lm_head"
         if name in self.tables:
             return self.tables[name]
-        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+?)(?:\.(\d+))?", name)
+        if name.startswith("draft.0.nextn."):
+            return delta.DRAFT_NAMES.get(name.removeprefix("draft.0."), name)
+        match = re.fullmatch(r"(?:blk|draft)\.(\d+)\.([\w.]+?)(?:\.(\d+))?", name)
         own = None if match is None else self.names.get(match[2])
         if match is None or own is None or ("{expert}" in own) != (match[3] is not None):
             return name
-        return f"{self.layers}.{match[1]}.{own.format(expert=match[3])}"
+        layers = "mtp.layers" if name.startswith("draft.") else self.layers
+        return f"{layers}.{match[1]}.{own.format(expert=match[3])}"
 
     def array(self, name: str) -> str | None:
         """Hugging Face's name of a tensor in `arrays`; None for other tensors."""

@@ -41,6 +41,12 @@ DENSE_NAMES: Mapping[str, str] = {
 EXPERT_NAMES: Mapping[str, str] = {**_ATTENTION, **QWEN_EXPERTS}
 # GGUF's tensor name → Hugging Face's, for tensors without `.weight`.
 ARRAYS: Mapping[str, str] = {"ssm_a": f"{_MIXER}.A_log", "ssm_dt.bias": f"{_MIXER}.dt_bias"}
+# The modules of a multi-token prediction layer beside those of a layer, in files of the same kind.
+DRAFT_NAMES: Mapping[str, str] = {
+    **{"nextn.eh_proj": "mtp.fc", "nextn.shared_head_norm": "mtp.norm"},
+    **{"nextn.enorm": "mtp.pre_fc_norm_embedding", "nextn.hnorm": "mtp.pre_fc_norm_hidden"},
+}
+DRAFT_JOINT = "draft.0.nextn.eh_proj"  # an array in Hugging Face's files, in 16 bits
 _JOINT = re.compile(r"(blk\.\d+)\.ssm_ba\.(\w+)")
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -100,20 +106,31 @@ def change(kind: str, config: Mapping[str, Any]) -> Change | None:
     return lambda rows: heads.grouped(rows, size)
 
 
-def without_drafts(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the multi-token prediction layers, which come last.
+def read_layers(
+    metadata: Metadata, tensors: Mapping[str, Tensor], *, drafts: bool
+) -> dict[str, Tensor]:
+    """The tensors, with those of multi-token prediction layers as `draft.<layer>` or left out.
 
+    drafts: whether they are wanted. These layers come last, and block_count counts them.
     A joint tensor of rates and decays becomes two tensors of the same bytes; see `Heads.half`.
+    Raises CheckpointError for wanted layers with an embedding or a head of their own.
     """
     name = metadata.text("general.architecture")
-    drafts = metadata.whole(f"{name}.nextn_predict_layers", 0)
-    layers = metadata.whole(f"{name}.block_count") - drafts
+    count = metadata.whole(f"{name}.nextn_predict_layers", 0)
+    layers = metadata.whole(f"{name}.block_count") - count
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         match = _OF_LAYER.fullmatch(key)
-        if match is not None and int(match[1]) >= layers and drafts:
-            continue
-        if (joint := _JOINT.fullmatch(key)) and tensor.shape and tensor.shape[0] % 2 == 0:
+        if match is not None and int(match[1]) >= layers and count:
+            if drafts and match[2].startswith(("nextn.embed_tokens", "nextn.shared_head_head")):
+                raise CheckpointError(
+                    f"{metadata.path}: {key} is a table of the multi-token-prediction head alone: "
+                    "expected a head that uses the model's; load it without mtp"
+                )
+            if drafts:
+                written = f"draft.{int(match[1]) - layers}.{match[2]}"
+                found[written] = tensor._replace(name=written)
+        elif (joint := _JOINT.fullmatch(key)) and tensor.shape and tensor.shape[0] % 2 == 0:
             for own in ("ssm_beta", "ssm_alpha"):
                 written = f"{joint[1]}.{own}.{joint[2]}"
                 found[written] = tensor._replace(name=written)

@@ -84,8 +84,14 @@ def _values(array: np.ndarray, kind: TensorType) -> np.ndarray:
     if kind.dtype is not None:
         return array
     heads, rows, *blocks = array.shape
-    found = jax.jit(kind.dequantize)(jnp.asarray(array.reshape(heads * rows, *blocks)))
-    return np.asarray(found).reshape(heads, rows, -1)
+    found = dequantized([array.reshape(heads * rows, *blocks)], kind)
+    return found.reshape(heads, rows, -1)
+
+
+def dequantized(arrays: Sequence[np.ndarray], kind: TensorType) -> np.ndarray:
+    """The numbers of one matrix of blocks, float32."""
+    [blocks] = arrays
+    return np.asarray(jax.jit(kind.dequantize)(jnp.asarray(blocks)))
 
 
 def deepseek_keys(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

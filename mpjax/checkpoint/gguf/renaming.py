@@ -14,6 +14,7 @@ import numpy as np
 
 from mpjax.checkpoint.gguf import latent
 from mpjax.checkpoint.gguf.architecture import Architecture, Change
+from mpjax.checkpoint.gguf.delta import DRAFT_JOINT
 from mpjax.checkpoint.gguf.header import Tensor
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.errors import CheckpointError
@@ -92,6 +93,9 @@ class Renaming:
             self._add_second(tensor, name, found)
             return
         self.tensors[name] = found
+        if module == DRAFT_JOINT and tensor.type.dtype is None:
+            self._add_dequantized(tensor, name, found)
+            return
         change = architecture.change(tensor.name if own else module, self.config)
         if change is not None:
             self.changes[name] = change
@@ -118,6 +122,15 @@ class Renaming:
             self.joins[name] = functools.partial(_gate_up, alternate=alternate, turned=turned)
             joint = dataclasses.replace(joint, shape=joint.shape[:: -1 if turned else 1])
         self.tensors[name] = joint
+
+    def _add_dequantized(self, tensor: Tensor, name: str, found: TensorInfo) -> None:
+        """Puts the numbers of a matrix of blocks in the place of its blocks."""
+        del self.tensors[name]
+        name = f"{name.rpartition('.')[0]}.weight"
+        number = np.dtype(np.float32)
+        wide = dataclasses.replace(found, name=name, dtype=number, shape=tensor.shape)
+        self.tensors[name], self.sources[name] = wide, (found,)
+        self.joins[name] = functools.partial(latent.dequantized, kind=tensor.type)
 
     def _is_turned(self, found: TensorInfo) -> bool:
         """Whether Hugging Face's file has an expert's plain weight transposed."""

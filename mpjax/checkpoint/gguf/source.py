@@ -46,10 +46,15 @@ class GGUFSource(Source):
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the header, split into experts, without layers that predict ahead."""
-        architectures.of(self.metadata)  # first, since it explains most about an unsupported file
+        """The tensors of the header, split into experts.
+
+        Layers that predict ahead are left out unless `mtp` asks for them, and in architectures
+        whose head is not implemented.
+        """
+        # First, since it explains most about an unsupported file.
+        drafts = self.mtp and architectures.of(self.metadata).delta is not None
         tensors = split_experts(self.header.tensors, self.path)
-        return delta.without_drafts(self.metadata, tensors)
+        return delta.read_layers(self.metadata, tensors, drafts=drafts)
 
     @property
     def metadata(self) -> Metadata:
@@ -97,7 +102,9 @@ class GGUFSource(Source):
         types = {
             architecture.translate(tensor.name.rpartition(".")[0]): tensor.type.name
             for tensor in self.tensors.values()
-            if tensor.type.dtype is None and tensor.name not in halves
+            if tensor.type.dtype is None
+            and tensor.name not in halves
+            and not tensor.name.startswith(delta.DRAFT_JOINT)
         }
         heads = {}
         if architecture.delta == "tiled":

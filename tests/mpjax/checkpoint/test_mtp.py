@@ -10,6 +10,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import mpjax
+from mpjax.checkpoint.description import WEIGHTS_NAME
+from mpjax.checkpoint.safetensors import read_header
 from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor
 from tests.mpjax.checkpoint.test_huggingface_parity import SIZES, edit_config
@@ -74,6 +76,16 @@ def checkpoint(request, tmp_path_factory):
     return folder, tensors
 
 
+def damage(folder, name: str) -> None:
+    """Changes a byte of one array of a saved model."""
+    info = read_header(folder / WEIGHTS_NAME)[name]
+    with (folder / WEIGHTS_NAME).open("r+b") as file:
+        file.seek(info.begin)
+        byte = file.read(1)[0]
+        file.seek(info.begin)
+        file.write(bytes([byte ^ 1]))
+
+
 def generate(lm, **how):
     return mpjax.generate(lm, [PROMPT], **OPTIONS, **how)
 
@@ -114,7 +126,10 @@ def test_it_is_read_quantised_saved_and_restored(checkpoint, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, *both)
     with pytest.raises(ValueError, match="head is not possible: load it without mtp=True"):
         mpjax.quantize(again, "W4A16KV16")
-    bare = mpjax.load(tmp_path / "saved")
+    damage(tmp_path / "saved", f"layers.{plain.config.num_layers}.mlp_norm.weight")
+    with pytest.raises(CheckpointError, match="other bytes than were saved"):
+        mpjax.load(tmp_path / "saved", mtp=True)
+    bare = mpjax.load(tmp_path / "saved")  # which doesn't read the head
     assert bare.config == plain.config
     assert generate(bare).tokens == generate(lm).tokens
     assert mpjax.lora(bare, 2).config == plain.config

@@ -98,6 +98,8 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(tmp_path):
     write(tmp_path / "m.gguf", "glm4moe", hf, tensors | last, edit=edit)
     expected, found = logits(model, tmp_path)
     np.testing.assert_allclose(found, expected, atol=5e-5 * abs(expected).max())
+    with pytest.raises(CheckpointError, match="no MTP head of this family is implemented"):
+        mpjax.load(tmp_path / "m.gguf", mtp=True)
 
 
 @pytest.mark.parametrize(

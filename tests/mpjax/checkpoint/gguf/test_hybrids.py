@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from tests.mpjax.checkpoint.gguf.write_gguf import TOKENS as VOCABULARY
 from tests.mpjax.checkpoint.gguf.write_gguf import gguf, vocabulary
 from tests.mpjax.checkpoint.test_huggingface_parity import reference_logits
 from tests.mpjax.checkpoint.test_hybrid_families import FAMILIES, build
+from tests.mpjax.checkpoint.test_mtp import head_tensors
 
 pytest.importorskip("torch")
 gguf_package = pytest.importorskip("gguf")
@@ -125,7 +128,7 @@ KEYS |= {
         **{**_DELTA, "feed_forward_length": 128, "block_count": 3, "nextn_predict_layers": 1},
         "attention.recurrent_layers": [True, False, False],
     },
-    "qwen35moe": {**_DELTA, **_OF_EXPERTS},
+    "qwen35moe": {**_DELTA, **_OF_EXPERTS, "block_count": 3, "nextn_predict_layers": 1},
     "qwen3next": {**_DELTA, **_OF_EXPERTS},
     "granitehybrid": {
         **{"attention.head_count_kv": [0, 2, 0], "feed_forward_length": 128},
@@ -250,13 +253,32 @@ def parts(architecture: str, name: str, array: np.ndarray) -> dict[str, np.ndarr
     return as_qwen(architecture, name, array) if "qwen" in architecture else {name: array}
 
 
-def write(architecture: str, model, quantized: tuple[str, ...] = ()) -> bytes:
-    tensors = {}
+NEXTN = {
+    **{"fc": "eh_proj", "norm": "shared_head_norm"},
+    **{"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"},
+}
+
+
+def head_contents(architecture: str, quantized: tuple[str, ...]) -> dict[str, tuple]:
+    """The tensors of the multi-token-prediction head, as llama.cpp's converter writes them."""
+    found = {}
+    for name, array in head_tensors(FAMILIES[CHANGES[architecture][0]][1]).items():
+        own = {name.replace("mtp.layers.0", "model.layers.2"): array}
+        if "layers.0" not in name:
+            module = NEXTN[name.split(".")[1]]
+            own = {f"blk.2.nextn.{module}.weight": array + ("norm" in module)}
+        for written, values in own.items():
+            found |= parts(architecture, written, values) if "layers" in written else own
+    return {name: content(name, array, quantized) for name, array in found.items()}
+
+
+def write(architecture: str, model, quantized: tuple[str, ...] = (), more=None) -> bytes:
+    tensors = {name: content(name, array) for name, array in (more or {}).items()}
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for name, array in parts(architecture, path, tensor.detach().numpy()).items():
             tensors[name] = content(name, array, quantized)
-    if architecture == "qwen35":
-        tensors["blk.2.nextn.eh_proj.weight"] = content("eh_proj", np.zeros((64, 128)))
+    if KEYS[architecture].get("nextn_predict_layers"):
+        tensors |= head_contents(architecture, quantized)
     config = model.config
     epsilon = next(
         float(getattr(config, key))
@@ -292,6 +314,45 @@ def test_logits_are_those_of_the_model(case, tmp_path):
     assert abs(expected).max() > 1
     found = np.asarray(lm.model(TOKENS.astype(np.int32)))
     np.testing.assert_allclose(found, expected, atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
+def test_the_head_is_read_if_it_is_asked_for(architecture, tmp_path):
+    name, changes = CHANGES[architecture]
+    family, base = FAMILIES[name]
+    model = build(family, base | changes | {"vocab_size": len(VOCABULARY)})
+    expected = head_tensors(base)
+    for quantized in ((), ("eh_proj", "attn_output")):
+        (tmp_path / "m.gguf").write_bytes(write(architecture, model, quantized))
+        precision, options = "W32A32KV16", {"max_new_tokens": 9, "sampling": {"temperature": 0}}
+        read = functools.partial(mpjax.load, tmp_path / "m.gguf", dtype="float32")
+        plain, lm = read(precision=precision), read(precision=precision, mtp=True)
+        assert lm.config.num_layers == plain.config.num_layers + 1
+        mixer = lm.model.layers[-1].attention
+        found = {
+            "fc": mixer.joint.get_value(),
+            **{"norm": mixer.norm.weight.get_value() - 1},
+            "pre_fc_norm_embedding": mixer.embedding_norm.weight.get_value() - 1,
+            "pre_fc_norm_hidden": mixer.hidden_norm.weight.get_value() - 1,
+            "layers.0.self_attn.o_proj": mixer.attention.output.kernel.get_value().T,
+        }
+        for module, array in found.items():
+            np.testing.assert_allclose(array, expected[f"mtp.{module}.weight"], atol=5e-3)
+        both = [mpjax.generate(one, [[5, 3, 9]], **options) for one in (plain, lm)]
+        told = mpjax.generate(lm, [[5, 3, 9]], speculate="mtp", **options)
+        assert told.tokens == both[0].tokens == both[1].tokens
+        assert told.speculation.proposed[0] > 0
+
+
+def test_a_head_with_its_own_table_is_refused(tmp_path):
+    name, changes = CHANGES["qwen35"]
+    family, base = FAMILIES[name]
+    model = build(family, base | changes | {"vocab_size": len(VOCABULARY)})
+    table = "blk.2.nextn.embed_tokens.weight"
+    (tmp_path / "m.gguf").write_bytes(write("qwen35", model, more={table: np.zeros((9, 64))}))
+    mpjax.load(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=f"{table} is a table of the multi-token-prediction"):
+        mpjax.load(tmp_path / "m.gguf", mtp=True)
 
 
 @pytest.mark.parametrize(

@@ -207,11 +207,11 @@ def latent_config(
         **fields,
     )
     mlps = GatedMLPSpec(integer(hf, "intermediate_size")), ExpertsSpec(**experts)
-    layers = tuple(LayerSpec(attention, mlps[sparse]) for sparse in _has_experts(hf))
+    layers = tuple(LayerSpec(attention, mlps[sparse]) for sparse in has_experts(hf))
     return DecoderConfig(**common | {"rotary_dim": rotated}, layers=layers)
 
 
-def _has_experts(hf: Mapping[str, Any]) -> list[bool]:
+def has_experts(hf: Mapping[str, Any]) -> list[bool]:
     """Whether each layer has experts: by `mlp_layer_types`, else in all but the first layers."""
     layers = layer_count(hf)
     if (kinds := hf.get("mlp_layer_types")) is None:

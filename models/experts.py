@@ -62,6 +62,7 @@ class ExpertsSpec(MLPSpec):
         UngatedMLPSpec; None: they have gates.
     shared_size: intermediate channels of the shared expert; None without one.
     shared_gate: whether the shared expert's output is multiplied by the sigmoid of a linear map.
+    shared_factor: by which the output of a shared expert with a gate is multiplied; None for 1.
     activation: of experts and shared expert that have gates, as in GatedMLPSpec.
     own_norms: whether experts, shared expert and router read the residual stream through norms of
         their own, and gains multiply the routing weights; see ExpertNorms.
@@ -90,6 +91,7 @@ class ExpertsSpec(MLPSpec):
     weighs_inputs: bool = False
     activation: str = "silu"
     own_norms: bool = False
+    shared_factor: float | None = None
 
     @property
     def routing(self) -> Routing:
@@ -115,6 +117,8 @@ class ExpertsSpec(MLPSpec):
             return f"ungated is {self.ungated!r:.80}: expected {' or '.join(known)}, or None"
         if self.own_norms and (self.shared_size is None or self.shared_gate):
             return "own_norms is true: expected a shared expert without a gate"
+        if self.shared_factor is not None and (self.shared_size is None or self.ungated):
+            return "shared_factor is set: expected a shared expert whose MLP has a gate"
         try:
             _ = self.gate
             return self.routing.why_not(self.num_experts) or self.why_unmixable()
@@ -128,7 +132,10 @@ class ExpertsSpec(MLPSpec):
             return None
         if self.ungated is not None:
             return UngatedMLPSpec(size, activation=self.ungated, hadamard=self.hadamard)
-        return GatedMLPSpec(size, activation=self.activation, hadamard=self.hadamard)
+        factors = () if self.shared_factor is None else (1.0, self.shared_factor)
+        return GatedMLPSpec(
+            size, activation=self.activation, hadamard=self.hadamard, factors=factors
+        )
 
     def mixers(self) -> dict[str, int]:
         """The channels before `down` of the stack of experts, and of the shared expert."""
@@ -184,13 +191,8 @@ class ExpertsSpec(MLPSpec):
         if self.hadamard is None:
             is_linear = self.gate_limit is None and self.ungated is None
             part = None if self.ungated else 1
-            found.append(
-                Fold(
-                    *("experts.down", "experts.gate_up", part),
-                    is_elementwise=True,
-                    is_linear=is_linear,
-                )
-            )
+            maps = "experts.down", "experts.gate_up", part
+            found.append(Fold(*maps, is_elementwise=True, is_linear=is_linear))
         if self.shared is not None:
             found += [fold.below("shared") for fold in self.shared.folds(config)]
         return tuple(found)
@@ -257,9 +259,7 @@ class ExpertsSpec(MLPSpec):
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the router's parameters and of the shared expert's gate, by path."""
-        found: dict[str, tuple[int, ...]] = {
-            "router": (self.num_experts, config.hidden_size),
-        }
+        found: dict[str, tuple[int, ...]] = {"router": (self.num_experts, config.hidden_size)}
         if self.router_bias:
             found["router_bias"] = (self.num_experts,)
         if self.router_correction:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpjax.kernels.checks import did_you_mean, nearest, shown
 from mpjax.models.apertus import Apertus
-from mpjax.models.cohere import Cohere, Cohere2
+from mpjax.models.cohere import Cohere, Cohere2, Cohere2MoE
 from mpjax.models.config import ConfigError, DecoderConfig
 from mpjax.models.config_json import integer
 from mpjax.models.config_keys import DEFAULTS
@@ -78,6 +78,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "ApertusForCausalLM": Apertus,
     "CohereForCausalLM": Cohere,
     "Cohere2ForCausalLM": Cohere2,
+    "Cohere2MoeForCausalLM": Cohere2MoE,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4MoE,
     "Glm4MoeLiteForCausalLM": Glm4MoELite,

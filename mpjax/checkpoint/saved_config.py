@@ -43,7 +43,7 @@ RARE: Mapping[type, tuple[str, ...]] = {
     GatedMLPSpec: ("factors", "sparsity"),
     ExpertsSpec: (
         *("ungated", "jitter", "transposed_files", "weighs_inputs"),
-        *("activation", "own_norms"),
+        *("activation", "own_norms", "shared_factor"),
     ),
     MLPSpec: ("hadamard",),
 }

@@ -111,6 +111,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": True, "logit_scale": 0.5, "sliding_window": 12},
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Cohere2MoeForCausalLM": {
+        **{**TWO_LAYERS, "tie_word_embeddings": True, "logit_scale": 0.5, "layer_norm_eps": 1e-5},
+        **{
+            "sliding_window": 12,
+            "first_k_dense_replace": 1,
+            "num_experts": 4,
+            "rms_norm_eps": None,
+        },
+        **{"num_experts_per_tok": 2, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"},
+    },
     "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
     "DeepseekV3ForCausalLM": {**LATENT, "n_group": 4, "topk_group": 2},
     "DeepseekV32ForCausalLM": LATENT,

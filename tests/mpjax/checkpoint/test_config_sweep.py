@@ -24,7 +24,13 @@ from mpjax.loading import load
 from mpjax.models import FAMILIES, ConfigError, Decoder
 from mpjax.models.config_keys import NEUTRAL
 from mpjax.models.muse import MuseGlimmer
-from tests.mpjax.checkpoint import gemma_keys, hybrid_keys, latent_keys, saved_models
+from tests.mpjax.checkpoint import (
+    cohere_keys,
+    gemma_keys,
+    hybrid_keys,
+    latent_keys,
+    saved_models,
+)
 from tests.sweeps import in_sweep
 
 torch = pytest.importorskip("torch")
@@ -328,7 +334,8 @@ OWN: dict[tuple[str, str], list[Any]] = {
     ("Phimoe", "router_jitter_noise"): [0.1],
     **dict.fromkeys([(name, "layer_types") for name in ("SmolLM3", "Qwen2", "Qwen3")], KINDS[1:]),
 }
-for keys in (hybrid_keys, latent_keys, gemma_keys):
+KEYS = hybrid_keys, latent_keys, gemma_keys, cohere_keys
+for keys in KEYS:
     for common, own in (
         (MODELS, keys.MODELS),
         (VALUES, keys.VALUES),
@@ -343,6 +350,7 @@ REFUSED_BY = {
     "NemotronH": (*REFUSED, *hybrid_keys.REFUSED),
     "Gemma3Text": (*REFUSED, "attn_logit_softcapping"),
     "Cohere": (*REFUSED, "use_qk_norm"),
+    "Cohere2Moe": (*REFUSED, "rope_scaling"),
     "Ernie4_5_Moe": (*REFUSED, "use_bias", "moe_norm_min"),
     **{name: (*REFUSED, *hybrid_keys.OF_GATES) for name in MODELS if name.startswith("Qwen3_5")},
     "Qwen3Next": (*REFUSED, *hybrid_keys.OF_GATES),
@@ -430,7 +438,7 @@ def changes_of(name: str) -> list[dict[str, Any]]:
     known = dict.fromkeys([*fields, *READ.get(name, MORE)])
     own = {key for family, key in OWN if family == name}
     found = [{key: value for key, value in IRRELEVANT.items() if key in known and key not in own}]
-    sizes = (keys.OTHER_SIZES.get(name, {}) for keys in (latent_keys, hybrid_keys, gemma_keys))
+    sizes = (keys.OTHER_SIZES.get(name, {}) for keys in KEYS)
     found.append(functools.reduce(operator.or_, sizes, OTHER_SIZES))
     for key in known:
         if key in (*IRRELEVANT, *OTHER_SIZES, *ELSEWHERE) and key not in own:

@@ -22,7 +22,17 @@ torch.set_num_threads(1)
 NEW = 40
 # Heads whose channels are normed or rotated otherwise, and layers that Llama has not.
 FAMILIES = (
-    *("Apertus", "Cohere", "Cohere2", "Dots1", "Ernie4_5", "Ernie4_5_Moe", "Exaone4", "Glm4"),
+    *(
+        "Apertus",
+        "Cohere",
+        "Cohere2",
+        "Cohere2Moe",
+        "Dots1",
+        "Ernie4_5",
+        "Ernie4_5_Moe",
+        "Exaone4",
+        "Glm4",
+    ),
     *("GraniteMoe", "GraniteMoeShared", "Llama4"),
     *("HunYuanDenseV1", "HunYuanMoEV1", "Ministral3"),
     *("Glm4Moe", "MiniMaxM2", "Olmo3", "Phimoe", "SeedOss", "Starcoder2"),

@@ -16,7 +16,7 @@ from mpjax.kernels.sums.layout import MOST_DEVICES, UNIT, inbox_words
 from mpjax.kernels.varying_axes import vary_alike
 
 Implementation = Literal["mosaic", "reference"]
-LEAST_CAPABILITY = 9.0  # of Mosaic GPU's kernels, and of NVLink or NVSwitch between all GPUs
+CAPABILITIES = 9.0, 10.0, 10.3  # Hopper, for which Mosaic GPU is written, and Blackwell's servers
 LEAST_VERSION = (0, 11, 2)  # of JAX, in which a kernel takes references
 
 
@@ -111,8 +111,8 @@ def why_no_inbox(axis: str) -> str | None:
     """The reason why a mesh axis can have no inbox, or None; see `open_inbox`."""
     if reason := device.why_triton_cannot_run():
         return reason
-    if (capability := device.compute_capability() or 0) < LEAST_CAPABILITY:
-        return f"compute capability {capability} is below {LEAST_CAPABILITY}"
+    if (capability := device.compute_capability()) not in CAPABILITIES:
+        return f"compute capability {capability} is not one of {CAPABILITIES}"
     if jax.__version_info__ < LEAST_VERSION:
         return f"JAX {jax.__version__} is older than {'.'.join(map(str, LEAST_VERSION))}"
     if jax.process_count() > 1:

@@ -21,7 +21,7 @@ from typing import Any
 
 import mpjax
 from mpjax.bench import measure, tables
-from mpjax.generation.speculation.spelling import parse
+from mpjax.generation.speculation.spelling import head_options, parse
 from mpjax.models import config as example
 
 PROPOSERS = ("ngram:4:3", "ngram:4:2", "ngram:8:3")
@@ -166,10 +166,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="after one that compiles")
     parser.add_argument("--engine", type=int, metavar="N", help="steps of an Engine's programs")
     chosen = parser.parse_args(arguments)
-    lm = mpjax.load(chosen.model or mpjax.bundled_model(), precision=chosen.precision)
+    proposers = chosen.speculate or PROPOSERS
+    heads: dict[str, Any] = {}
+    for text in proposers:
+        heads |= head_options(text)
+    folder = chosen.model or mpjax.bundled_model()
+    lm = mpjax.load(folder, precision=chosen.precision, **heads)
     rows = []
     for temperature in chosen.temperature or (0.0, 0.8):
-        proposers = chosen.speculate or PROPOSERS
         numbers = temperature, chosen.new_tokens, chosen.rounds
         for row in run(lm, proposers, *numbers, steps=chosen.engine):
             rows.append(row)

@@ -113,6 +113,7 @@ class Sweep:
 
     slots, chunk_tokens, max_gap, steps, cache_memory, share_prefixes, speculate: of the engine.
         Text of random weights is repetitive, so gains of speculation don't transfer to real text.
+    head: further arguments of mpjax.load, with which the head that proposes is loaded with `model`.
     static: the batch size of static batches (`generate_tokens`' programs, in the order of
         requests), as a comparison; 0 for none.
     engine: whether the load runs through an engine, rather than only in static batches.
@@ -136,6 +137,7 @@ class Sweep:
     cache_memory: float | None = None
     share_prefixes: bool = True
     speculate: Proposer | None = None
+    head: Mapping[str, Any] | None = None
     static: int = 0
     engine: bool = True
     rounds: int = 2
@@ -192,7 +194,9 @@ def _random_lm(text: str, sweep: Sweep) -> mpjax.LanguageModel:
 def _load(text: str, sweep: Sweep) -> mpjax.LanguageModel:
     """The loaded model in a precision, or, for "", in the checkpoint's."""
     assert sweep.model is not None
-    return mpjax.load(sweep.model, precision=text or None, devices=sweep.devices)
+    return mpjax.load(
+        sweep.model, precision=text or None, devices=sweep.devices, **(sweep.head or {})
+    )
 
 
 def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:

@@ -407,6 +407,7 @@ def serve_command(
             "cache_memory": cache_memory,
             "share_prefixes": share,
             "speculate": options.parse_speculate(speculate),
+            "head": options.head_options(speculate),
             "static": static,
             "engine": engine,
             "rounds": rounds,

@@ -11,6 +11,20 @@ class CheckpointError(ValueError):
     """
 
 
+class ProcessLostError(ConnectionError):
+    """A process of an engine over several processes has ended, or can't be reached.
+
+    process: its number (`jax.process_index`). why: what is known of the reason.
+    """
+
+    def __init__(self, process: int, why: str) -> None:
+        super().__init__(
+            f"process {process} of the engine is lost ({why}): start the engine again in all "
+            "processes"
+        )
+        self.process = process
+
+
 class NotFiniteError(ValueError):
     """A model computes NaN or infinite values; the message names the input and a remedy.
 

@@ -299,6 +299,11 @@ class LanguageModel:
         return self.model.shards
 
     @property
+    def processes(self) -> int:
+        """Number of processes among whose devices the model is divided."""
+        return jax.process_count() if self.devices > 1 else 1
+
+    @property
     def bits_per_weight(self) -> float:
         """Mean bits per weight of the layers' linear maps, including scales and zero points.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mpjax.cli import listening, options, output
+from mpjax.cli import listening, options, output, processes
 from mpjax.serve.garbage import short_collections
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from starlette.applications import Starlette
+
+    import mpjax
 
 NAME = "serve"
 EPILOG = """\b
@@ -47,6 +49,11 @@ tokenizer=FOLDER,tokenized_requests=True
 The server listens on this machine alone unless --host says otherwise. Set
 MPJAX_API_KEY to a key that clients have to give. It needs two packages:
 pip install starlette uvicorn
+
+\b
+A model that is divided among the devices of two machines, one command on each:
+  mpjax serve --model M --processes 2 --process 0 --coordinator 10.0.0.1:12355
+  mpjax serve --model M --processes 2 --process 1 --coordinator 10.0.0.1:12355
 """
 
 
@@ -158,11 +165,18 @@ def command(
     max_positions: options.MaxPositions = None,
     devices: options.DeviceCount = 1,
     experts: options.Experts = options.ExpertsKind.divided,
+    process_count: processes.Count = 1,
+    process: processes.Number = 0,
+    coordinator: processes.Coordinator = None,
 ) -> None:
     """Serve a model under OpenAI's protocol."""
     _require_usage(host, api_key)
-    sockets = listening.bind(host, port)
+    if process_count > 1 and max_adapters:
+        raise ValueError("--max-adapters needs one process: name the adapters with --adapter")
+    sockets = [] if process else listening.bind(host, port)
     try:
+        if (leader := processes.join(process_count, process, coordinator)) and devices == 1:
+            devices = processes.all_devices()
         head = options.head_options(speculate)
         lm = options.load(model, precision, dtype, max_positions, devices, experts, **head)
         if max_adapters:
@@ -188,6 +202,11 @@ def command(
         if compile_first:
             with output.status("Compiling"):
                 engine.compile()
+        if leader is not None and process:
+            processes.follow(engine, leader)
+            return
+        if leader is not None:
+            engine.lead(leader)
         limits = Limits(max_waiting, max_body, api_key, ignore_unknown, max_adapters)
         name = name or lm.source.resolve().name
         served = application(engine, name, limits, origins=allow_origin or ())
@@ -195,7 +214,7 @@ def command(
         with _log(log_level, log_json), short_collections():
             at_once = f"{engine.slots} requests at a time, a cache of {engine.capacity:,} tokens"
             logging.getLogger("mpjax.serve").info(f"{name}: {at_once}; listening on {url}")
-            _run(served, sockets)
+            _run(served, sockets, engine)
     finally:
         listening.close(sockets)
 
@@ -235,15 +254,29 @@ def _log(level: LogLevel, as_json: bool) -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
-def _run(served: Starlette, sockets: Sequence[socket.socket]) -> None:
-    """Serves until Ctrl-C or a signal; exits with code 1 if the server could not start."""
+def _run(served: Starlette, sockets: Sequence[socket.socket], engine: mpjax.Engine) -> None:
+    """Serves until Ctrl-C or a signal, or until one of several processes is lost.
+
+    Exits with code 1 if the server could not start, or a process is lost.
+    """
     import uvicorn
 
-    server = uvicorn.Server(
-        uvicorn.Config(served, log_config=None, log_level="warning", access_log=False)
+    async def look() -> None:
+        server.should_exit |= engine.lost_process is not None
+
+    config = uvicorn.Config(
+        served,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        callback_notify=look,
+        timeout_notify=1,
     )
+    server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):  # requests are finished by then
         server.run(sockets=list(sockets))
+    if engine.lost_process is not None:
+        processes.leave(engine.lost_process)
     if not server.started:
         raise typer.Exit(1)
 

@@ -189,6 +189,7 @@ class Programs:
         self.decoding_sizes.setdefault((True, 1), limits.row_sizes(slots, {slots}))
         self.piece_sizes = limits.piece_sizes()
         self.used: set[tuple[Any, ...]] = set()  # keys of the compiled programs
+        self.tell: Callable[..., None] | None = None  # tells other processes of each launch
         # Passing flat arrays to a jitted function is faster than flattening a model's many modules.
         self._model = _flat(model)
         self._both, self._alone = _flat(model, proposer), _flat(proposer)
@@ -239,7 +240,7 @@ class Programs:
             nothing, tokens = np.int32(0), self._row_tokens(state)
             slot = np.int32(len(state.counts))
             calls += [
-                self._control_call(slot, control, tokens, (nothing, np.int32(count)))
+                self._begin_control_call(slot, control, tokens, (nothing, np.int32(count)))
                 for count in (0, 1)
             ]
         lowered = [
@@ -310,7 +311,7 @@ class Programs:
         if self._limits.snapshots:
             yield self._copy_call(np.int32(0), outside)
         if state.speculation is not None:
-            yield self._begin_call(np.int32(slots), self._row_tokens(state), np.int32(0))
+            yield self._begin_history_call(np.int32(slots), self._row_tokens(state), np.int32(0))
 
     def _row_tokens(self, state: State) -> np.ndarray:
         """Zeros int32 [the most tokens of a row]."""
@@ -374,10 +375,10 @@ class Programs:
         name = function, rows, columns, modules[0], None if watching is None else watching.kind
         return _Call(name, run, modules, arguments, {"most": plan.most})
 
-    def _begin_call(self, *row: Any) -> _Call:
+    def _begin_history_call(self, *row: Any) -> _Call:
         return _Call((begin_history,), _JITTED[_begin, False], self._alone, row, {})
 
-    def _control_call(self, *row: Any) -> _Call:
+    def _begin_control_call(self, *row: Any) -> _Call:
         begin, count = row[-1]
         how = {"vocabulary": self._columns, "advances": bool(begin < count)}
         name = begin_control, row[1] is None, how["advances"]
@@ -389,6 +390,11 @@ class Programs:
     def _copy_call(self, source: Any, target: Any) -> _Call:
         return _Call((copy,), _JITTED[copy, False], self._model, (source, target), {})
 
+    def _launch(self, name: str, state: State, *arguments: Any, **how: Any) -> Any:
+        if self.tell is not None:
+            self.tell(name, bool(state.processors), arguments, how)
+        return self._run(getattr(self, f"_{name}_call")(*arguments, **how), state)
+
     def extend(
         self,
         state: State,
@@ -398,21 +404,21 @@ class Programs:
         scored: bool,
     ) -> tuple[State, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
-        return self._run(self._extend_call(reading, greedy=greedy, scored=scored), state)
+        return self._launch("extend", state, reading, greedy=greedy, scored=scored)
 
     def decode(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Drawn]:
         """Runs `decode`, or with a proposer `speculate`; the state is donated."""
-        return self._run(self._decode_call(stepping, plan), state)
+        return self._launch("decode", state, stepping, plan)
 
     def forward(self, state: State, stepping: Stepping, plan: Decode) -> tuple[State, Forwarded]:
         """Runs `forward`; the state is donated."""
-        return self._run(self._forward_call(stepping, plan), state)
+        return self._launch("forward", state, stepping, plan)
 
     def choose(
         self, state: State, stepping: Stepping, plan: Decode, forwarded: Forwarded, masks: Any
     ) -> tuple[State, Drawn]:
         """Runs `choose` after `forward`; the state is donated."""
-        return self._run(self._choose_call(stepping, plan, forwarded, masks), state)
+        return self._launch("choose", state, stepping, plan, forwarded, masks)
 
     def no_masks(self, rows: int, positions: int | None = None) -> np.ndarray:
         """Masks uint32 [rows, positions, words] that allow every token."""
@@ -421,22 +427,22 @@ class Programs:
 
     def begin_history(self, state: State, *row: Any) -> State:
         """Runs `begin_history`; the state is donated."""
-        begun: State = self._run(self._begin_call(*row), state)
+        begun: State = self._launch("begin_history", state, *row)
         return begun
 
     def begin_control(self, state: State, *row: Any) -> State:
         """Runs `begin_control`; the state is donated."""
-        begun: State = self._run(self._control_call(*row), state)
+        begun: State = self._launch("begin_control", state, *row)
         return begun
 
     def clear(self, state: State, pages: Any, slot: Any) -> State:
         """Runs `clear`; the state is donated."""
-        cleared: State = self._run(self._clear_call(pages, slot), state)
+        cleared: State = self._launch("clear", state, pages, slot)
         return cleared
 
     def copy(self, state: State, source: Any, target: Any) -> State:
         """Runs `copy`; the state is donated."""
-        copied: State = self._run(self._copy_call(source, target), state)
+        copied: State = self._launch("copy", state, source, target)
         return copied
 
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from mpjax.constraints.automaton import SMALL_STATES
 from mpjax.constraints.kinds import Constraint, Constraints
 from mpjax.engine import options as checks
@@ -255,6 +253,7 @@ class Engine(Managed):
         Arguments and errors are those of `submit`, whose checks have been made.
         """
         self.lm.require_predictions()
+        self._require_possible(options, row)
         settings = options.settings(row, self._runner.planner.sizes.stop_ids, logprobs)
         settings = options.controlled(row, settings, self.lm, self._runner.processors)
         only_scores = not settings.most
@@ -335,6 +334,7 @@ class Engine(Managed):
         with self._turn:
             self._require_open()
             self._require_awake()
+            self._require_no_followers("compile")
             try:
                 self._runner.compile(greedy_only=greedy_only)
             except BaseException as error:
@@ -365,7 +365,10 @@ class Engine(Managed):
                 late, self._late = self._late, []
                 return late + self._take_inbox() + self._runner.step()
             except Exception as error:
-                self._end_all("error", error)
+                cause = self._cause(error)
+                self._end_all("error", cause)
+                if cause is not error:
+                    raise cause from error
                 raise
             except BaseException:
                 self._end_all("cancelled", CancelledError("a step of the engine was interrupted"))
@@ -402,15 +405,9 @@ class Engine(Managed):
     def start(self) -> None:
         """Runs steps in a background thread, whenever there are requests, until `stop`.
 
-        Raises ValueError if the model is divided among several processes: all must run the same
-        steps with the same requests, which threads don't ensure.
+        Raises ValueError if the model is divided among several processes, before `lead`.
         """
-        if self.lm.devices > 1 and jax.process_count() > 1:
-            raise ValueError(
-                f"the model is divided among devices of {jax.process_count()} processes, whose "
-                "threads would take different steps: submit the same requests in each process, and "
-                "iterate over the engine there"
-            )
+        self._require_lead()
         with self._door:
             self._require_open()
             if self._thread is None:
@@ -433,6 +430,8 @@ class Engine(Managed):
         self._turn.require_other()
         with self._door:
             self._is_closed = True  # no further step begins
+        if self.lost_process is not None:
+            return  # all requests end, and a step may wait forever
         with self._turn:
             self._end_all("cancelled", CancelledError("the engine was closed"))
         self.stop()
@@ -483,6 +482,8 @@ class Engine(Managed):
         for request in list(self._runner.requests.values()):
             self._runner.end(request, reason, error)
         self._runner.free()
+        if self._followers is not None:
+            self._followers.close()
 
     def _take_inbox(self) -> list[Event]:
         """Adds new requests to the runner, and ends cancelled ones."""

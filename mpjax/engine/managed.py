@@ -7,15 +7,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from mpjax.engine import options as checks
-from mpjax.engine.handle import Event
+from mpjax.engine.handle import CancelledError, Event
+from mpjax.engine.processes import Followers, launches
 from mpjax.engine.program_run import ProgramRun
-from mpjax.engine.request import Request
+from mpjax.engine.request import Request, RowsOptions
 from mpjax.engine.runner import Runner
 from mpjax.engine.turn import Turn
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.rollouts.update import check_update, update
+
+STEP_SECONDS = 5.0  # for a step to end after a process is lost
 
 
 class Managed(abc.ABC):
@@ -27,6 +32,10 @@ class Managed(abc.ABC):
     _wake: threading.Event
     _inbox: Any
     _late: list[Event]  # of programs that were waited for between two steps
+    _door: threading.Lock
+    _is_closed: bool
+    _followers: Followers | None = None
+    _led_adapters: int  # the version of the model's adapters at `lead`
 
     def statistics(self) -> dict[str, float]:
         """Current counts of requests and pages, and totals since the engine was made.
@@ -85,6 +94,7 @@ class Managed(abc.ABC):
         weights are in the memory of the host.
         """
         checks.require_running(running)
+        self._require_no_followers("update_weights")
         with self._turn:
             self._require_open()
             check_update(self.lm, scales, version)
@@ -132,6 +142,7 @@ class Managed(abc.ABC):
         for a model that is divided among devices.
         """
         require_type("weights", weights, bool)
+        self._require_no_followers("sleep")
         if weights:
             self.lm.require_one_device("moving the weights to the host of")
         with self._turn:
@@ -155,6 +166,104 @@ class Managed(abc.ABC):
             self._runner.wake()
         self._wake.set()
 
+    def lead(self, host: str) -> None:
+        """In process 0, lets the engine run over all processes; returns when all have connected.
+
+        host: the name or address of this machine, by which the others reach it. They call `follow`
+        with it. From then on process 0 takes requests, and tells the others which programs to
+        launch, so all of the engine works but `compile`, `sleep`, `update_weights`, capture, steer,
+        and adapters that are added or removed later. If a process ends, all requests end with a
+        ProcessLostError that names it, and the engine closes; closing it ends the others' `follow`.
+
+        Raises ValueError for another process, for a model that is not divided among the devices of
+        several, for an engine with requests, and for a host that is not of this machine; and
+        ProcessLostError if a process does not connect.
+        """
+        with self._turn:
+            self._require_member(host, "lead")
+            self._led_adapters = self.lm.adapters.version
+            self._followers = Followers(host, self._lose)
+            self._runner.programs.tell = self._followers.tell
+
+    def follow(self, host: str) -> None:
+        """In a process other than 0: runs process 0's programs until it closes its engine.
+
+        host: as for `lead`. The engine must have the same model and arguments as that of process 0;
+        it is closed afterwards.
+
+        Raises ValueError as `lead` does, and ProcessLostError if process 0 ends.
+        """
+        with self._turn:
+            self._require_member(host, "follow")
+            try:
+                with launches(host) as received:
+                    for launch in received:
+                        self._runner.follow(launch)
+            finally:
+                self._end_all("cancelled", CancelledError("the engine was closed"))
+
+    @property
+    def lost_process(self) -> Exception | None:
+        """The error of the first process that has ended while it followed this one."""
+        return None if self._followers is None else self._followers.lost
+
+    def _lose(self, error: Exception) -> None:
+        """Ends all requests after a process has ended. A step may wait for it forever."""
+        with self._door:
+            self._is_closed = True
+        is_taken = self._turn.take_within(STEP_SECONDS)
+        try:
+            self._end_all("error", error)
+        finally:
+            if is_taken:
+                self._turn.__exit__()
+
+    def _cause(self, error: Exception) -> Exception:
+        """The error that ends requests if a step has raised `error`: perhaps a lost process."""
+        return error if self._followers is None else self._followers.why(error)
+
+    def _require_member(self, host: object, what: str) -> None:
+        """Raises ValueError where `lead` or `follow` is not possible."""
+        require_type("host", host, str)
+        self._require_open()
+        if self.lm.processes == 1:
+            raise ValueError(
+                f"{what} needs a model that is divided among the devices of several processes: "
+                "call jax.distributed.initialize, then mpjax.load(..., devices=jax.device_count())"
+            )
+        number = jax.process_index()
+        if (number == 0) != (what == "lead"):
+            raise ValueError(f"process {number} calls {what}: process 0 leads, the others follow")
+        if self._inbox or self._runner.has_work or self._followers is not None:
+            raise ValueError(f"the engine has requests or leads: call {what} once, before submit")
+
+    def _require_lead(self) -> None:
+        """Raises ValueError for a model divided among processes that don't follow this one."""
+        if self.lm.processes > 1 and self._followers is None:
+            raise ValueError(
+                f"the model is divided among devices of {self.lm.processes} processes, whose "
+                "threads would take different steps: call lead in process 0 and follow in the "
+                "others, or submit the same requests in each and iterate over the engine there"
+            )
+
+    def _require_no_followers(self, what: str) -> None:
+        """Raises ValueError if other processes follow this one, which can't do `what`."""
+        if self._followers is not None:
+            raise ValueError(
+                f"{what} is not possible over several processes: only programs of requests are "
+                "launched in all of them. Call compile in each before lead and follow; for the "
+                "rest, start the engine again"
+            )
+
+    def _require_possible(self, options: RowsOptions, row: int) -> None:
+        """Raises ValueError for a request that can't run over several processes."""
+        if self._followers is None:
+            return
+        if any(options.watches[row]):
+            self._require_no_followers("capture or steer")
+        if options.adapters[row] is not None and self.lm.adapters.version != self._led_adapters:
+            self._require_no_followers("an adapter after a change of the model's adapters")
+
     def _put_back(self, running: str) -> None:
         """Applies `running` to the requests that have started; no program may be in flight."""
         planner = self._runner.planner
@@ -170,6 +279,10 @@ class Managed(abc.ABC):
         """Raises ValueError for an engine that sleeps."""
         if self.is_asleep:
             raise ValueError("the engine sleeps: call wake first")
+
+    @abc.abstractmethod
+    def _end_all(self, reason: str, error: Exception) -> None:
+        """Closes the engine and ends all requests; the caller holds the turn."""
 
     @abc.abstractmethod
     def _require_open(self) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from mpjax.constraints.automaton import SMALL_CLASSES
 from mpjax.engine.pages import WINDOW_SLACK
@@ -72,8 +74,12 @@ def count_pages(
             f"{given}: a page of {lm.page_size} tokens takes {sum(each)} bytes, and "
             f"{slots} slots {fixed} bytes besides: give it more, or fewer slots"
         )
-    counts = tuple(count + 1 for count in pages)
-    return dataclasses.replace(sizes, pages=counts, snapshots=snapshots)
+    found = [*(count + 1 for count in pages), snapshots]
+    if lm.processes > 1:  # whose machines may have less memory: arrays have equal sizes in all
+        every = multihost_utils.process_allgather(np.array(found, np.int32))
+        found = np.min(every, axis=0).tolist()
+    *counts, snapshots = found
+    return dataclasses.replace(sizes, pages=tuple(counts), snapshots=snapshots)
 
 
 def most_pages(sizes: Sizes, max_tokens: int, window: int | None) -> int:

@@ -26,6 +26,7 @@ from mpjax.engine.forcing import look_ahead, take_forced
 from mpjax.engine.handle import Event, Handle, New, PromptLogprobs, Scores
 from mpjax.engine.pending import Pending, keep_captured, run_of, steps_of
 from mpjax.engine.planner import Decode, Extend, Planner
+from mpjax.engine.processes import Launch
 from mpjax.engine.program_run import Drawer, ProgramRun
 from mpjax.engine.programs import Stepping
 from mpjax.engine.request import Request
@@ -79,6 +80,7 @@ class Runner:
         self._state = committed(self._create_state(), self._lm.model.mesh)
         self._layout = filling.Layout.of(self._state)
         self._pending: Pending | None = None
+        self._forwarded: Any = None  # of another process's last program, if it was `forward`
 
     @property
     def has_work(self) -> bool:
@@ -251,6 +253,19 @@ class Runner:
         """Stores the state that a program has returned."""
         self._attached = state.processors or self._attached
         self._state = dataclasses.replace(state, processors=())
+
+    def follow(self, launch: Launch) -> None:
+        """Launches the program that process 0 has launched."""
+        state = self._with_control() if launch.controlled else self._state
+        first, *others = launch.arguments
+        if launch.name == "choose":
+            others.insert(1, (*self._forwarded[:-1], None))  # without captures
+        elif launch.name == "begin_control" and others[0] is not None:
+            others[0] = jax.tree.unflatten(jax.tree.structure(self._on_device(None)), others[0])
+        found = getattr(self.programs, launch.name)(state, first, *others, **dict(launch.how))
+        state, *results = [found] if isinstance(found, State) else found
+        self._keep(state)
+        self._forwarded = results[0] if launch.name == "forward" else None
 
     def _extend(self, plan: Extend) -> Pending:
         read = [piece.row for piece in plan.pieces]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpjax.engine.histories import create_histories
@@ -66,9 +67,17 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     arrays are committed. So all arrays of an engine are, and new weights recompile nothing.
     """
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda x: x if x.committed else jax.device_put(x, whole or x.sharding), tree
-    )
+
+    def put(array: jax.Array) -> jax.Array:
+        if array.committed:
+            return array
+        if whole is None or whole.is_fully_addressable:
+            return jax.device_put(array, whole or array.sharding)
+        # `device_put` would wait for all processes, to compare their arrays.
+        own = np.asarray(array)
+        return jax.make_array_from_callback(own.shape, whole, lambda index: own[index])
+
+    return jax.tree.map(put, tree)
 
 
 def places(state: State) -> tuple[int, int]:

@@ -24,6 +24,13 @@ class Turn:
                 "cancel requests, but not run, stop or close the engine"
             )
 
+    def take_within(self, seconds: float) -> bool:
+        """Takes the turn unless its holder keeps it for longer; returns whether it did."""
+        is_taken = self._lock.acquire(timeout=seconds)
+        if is_taken:
+            self._holder = threading.get_ident()
+        return is_taken
+
     def __enter__(self) -> None:
         """Waits for the turn. Raises ValueError in the thread that holds it."""
         self.require_other()

@@ -23,13 +23,14 @@ from starlette.types import Receive, Scope, Send
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import Handle
 from mpjax.engine.options import TooLongError
+from mpjax.errors import ProcessLostError
 from mpjax.files.json_text import json_text
 from mpjax.language_model import LanguageModel
 from mpjax.sampling.random_keys import following
 from mpjax.serve.adapters import ServedAdapters
 from mpjax.serve.answers import Answer, Chats, Completions, Style, pieces
 from mpjax.serve.embeddings import EMBEDDINGS
-from mpjax.serve.errors import WRONG_API_KEY, RequestError
+from mpjax.serve.errors import NOT_OFFERED, WRONG_API_KEY, RequestError
 from mpjax.serve.logs import GONE, LOGGER, AccessLog, Record, record_of
 from mpjax.serve.metrics import exposition
 from mpjax.serve.requests import Asked, read_chat, read_completion, refusal_of_engine
@@ -166,6 +167,9 @@ class _Server:
                 raise RequestError(message, "model")
             arguments = self.engine.lm, body, self.limits.ignore_unknown
             if of_base:
+                if (count := self.engine.lm.processes) > 1:
+                    message = f"embeddings and scores are not computed over {count} processes"
+                    raise RequestError(f"{message}: ask a server of one", code=NOT_OFFERED)
                 return JSONResponse(await self._compute(answer, *arguments))
             found = await asyncio.to_thread(answer, *arguments)
             known = {"max_model_len": self.engine.max_tokens}
@@ -408,7 +412,7 @@ async def _stream(style: Style, answer: Answer, record: Record) -> AsyncIterator
 
 def _failure(error: Exception) -> RequestError:
     """The error of an answer as a RequestError (500). Unexpected exceptions are logged."""
-    if isinstance(error, ValueError | RuntimeError):
+    if isinstance(error, ValueError | RuntimeError | ProcessLostError):
         return RequestError(str(error), status=500)
     LOGGER.error("an answer failed", exc_info=error)
     return RequestError(f"{type(error).__name__}: {error}", status=500)

@@ -142,6 +142,11 @@ MESSAGES = {
         "--unknown": (2, "Usage: "),
         "generate x --model '/nowhere/at all'": (1, "/nowhere/at all does not exist"),
         "chat --model {tiny}": (1, "has no chat template, like most base models"),
+        "serve --process 1": (1, "--process and --coordinator are for several processes"),
+        "serve --processes 2": (1, "--coordinator is missing: expected the machine of process 0"),
+        "serve --processes 2 --coordinator x:y": (1, "--coordinator is 'x:y'"),
+        "serve --processes 2 --process 2": (1, "--process is 2: expected 0 to 1"),
+        "serve --processes 2 --max-adapters 1": (1, "--max-adapters needs one process"),
         "serve --model missing --api-key ''": (2, "--api-key is empty: give a key"),
     },
 }

@@ -42,12 +42,11 @@ def test_steps_are_of_one_thread(tiny, monkeypatch):
         assert engine.step() == []
 
 
-def test_processes_take_their_steps_together(tiny, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+def test_processes_take_their_steps_together(tiny):
     with make_engine(tiny) as engine:
         engine.start()  # each process has the whole model
         engine.stop()
-        engine.lm = types.SimpleNamespace(devices=4)
+        engine.lm = types.SimpleNamespace(processes=2)
         with pytest.raises(ValueError, match="devices of 2 processes, whose threads would take"):
             engine.start()
 

@@ -206,6 +206,37 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_size_and_masks(
     assert chosen == [expected]
 
 
+def test_cudnn_gets_an_even_number_of_tokens(monkeypatch, pretend_gpu, rng):
+    seen, plain = [], jax.nn.dot_product_attention
+
+    def attention(queries, *others, implementation, **options):
+        seen.append((implementation, queries.shape[1]))
+        return plain(queries, *others, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    x = jnp.asarray(rng.standard_normal((2, 5, 2, 64)), jnp.bfloat16)
+    found = prefill_attention(x, x, x)
+    assert seen == [("cudnn", 6)]
+    expected = prefill_attention(x, x, x, implementation="reference")
+    assert found.shape == expected.shape
+    error = relative_error(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    assert error < GATES["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_derivatives_of_an_odd_number_of_tokens_on_the_gpu(rng):
+    x = jnp.asarray(rng.standard_normal((2, 5, 2, 64)), jnp.bfloat16)
+
+    def loss(x, implementation=None):
+        found = prefill_attention(x, x, x, implementation=implementation)
+        return (found.astype(jnp.float32) ** 2).sum()
+
+    found, expected = (
+        np.asarray(jax.grad(loss)(x, name), np.float32) for name in ("cudnn", "reference")
+    )
+    assert relative_error(found, expected) < 0.02
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",

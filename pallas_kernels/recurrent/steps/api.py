@@ -162,7 +162,10 @@ def _read_rows(name: str, rows: Any, count: int) -> StateRows:
 def _run(
     name: str, implementation: str | None, arguments: tuple[Any, ...], **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the step of an implementation, with the derivatives of the reference."""
+    """Runs the step of an implementation, with the derivatives of the reference.
+
+    Steps of several tokens of a row have no derivatives.
+    """
     has_work = bool(len(arguments[0]))
     chosen = choose(
         name,
@@ -172,6 +175,8 @@ def _run(
         lambda _: device.why_triton_cannot_run(),
     )
     plain: Callable[..., Any] = functools.partial(getattr(reference, name), **options)
+    if arguments[-1].begins is not None:
+        plain = functools.partial(reference.in_order, plain)
     if chosen == "reference":
         result: tuple[jax.Array, jax.Array] = plain(*arguments)
         return result

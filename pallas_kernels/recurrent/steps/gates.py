@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ class DeltaGates:
         None: 1.
     """
 
+    of_tokens: ClassVar[tuple[str, ...]] = ("decay", "rate")
     decay: Any
     rate: Any
     speed: Any
@@ -75,6 +77,7 @@ class ScanGates:
     steps: [..., heads]. speed, shift, skip: [heads]. least, most: None for no limit (static).
     """
 
+    of_tokens: ClassVar[tuple[str, ...]] = ("steps",)
     steps: Any
     speed: Any
     shift: Any
@@ -104,6 +107,17 @@ class ScanGates:
         if self.least is not None:
             steps = jnp.maximum(steps, self.least)
         return steps if self.most is None else jnp.minimum(steps, self.most)
+
+
+def for_tokens(function: Callable[[Any], Any], gates: Any) -> Any:
+    """The gates with a function of each array that has an axis of tokens.
+
+    gates: DeltaGates or ScanGates; or parameters without such arrays, which are returned.
+    """
+    names = getattr(gates, "of_tokens", ())
+    if not names:
+        return gates
+    return dataclasses.replace(gates, **{name: function(getattr(gates, name)) for name in names})
 
 
 def read_arrays(

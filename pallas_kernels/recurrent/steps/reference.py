@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,8 +12,49 @@ from mpjax.kernels.recurrent.convolution import causal_convolution
 from mpjax.kernels.recurrent.delta import gated_delta_rule
 from mpjax.kernels.recurrent.delta_inputs import DeltaInputs
 from mpjax.kernels.recurrent.scan import state_space_scan
-from mpjax.kernels.recurrent.steps.gates import DeltaGates, ScanGates
+from mpjax.kernels.recurrent.steps.gates import DeltaGates, ScanGates, for_tokens
 from mpjax.kernels.recurrent.steps.rows import StateRows
+
+
+def in_order(
+    step: Callable[..., tuple[jax.Array, jax.Array]], x: jax.Array, *others: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs and states of a step of each row's tokens, one token of one row after another.
+
+    others: the step's parameters, states and rows. XLA fuses nothing else into a token's step, so
+    every call runs the same code for it.
+    """
+    *parameters, states, rows = others
+
+    def run(token: jax.Array, row: jax.Array, is_new: jax.Array, states: jax.Array) -> Any:
+        one = StateRows(rows.slots[row][None], is_new[None])
+        own = jax.lax.dynamic_slice_in_dim(x, token, 1)
+        gates = [
+            for_tokens(lambda array: jax.lax.dynamic_slice_in_dim(array, token, 1), each)
+            for each in parameters
+        ]
+        before = one.take(states)
+        own, gates, before = jax.lax.optimization_barrier((own, gates, before))
+        new = StateRows(jnp.zeros(1, jnp.int32), jnp.zeros(1, bool))
+        found, after = jax.lax.optimization_barrier(step(own, *gates, before, new))
+        return found[0], one.put(states, after)
+
+    shapes = jax.eval_shape(run, *(jnp.int32(0),) * 2, jnp.bool(0), states)[0]
+    outputs = jnp.zeros((len(x), *shapes.shape), shapes.dtype)
+
+    def of_row(row: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        begin, is_new = rows.begins[row], rows.is_new[row]
+
+        def of_token(token: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+            outputs, states = carry
+            found, states = run(token, row, is_new & (token == begin), states)
+            return outputs.at[token].set(found), states
+
+        return jax.lax.fori_loop(begin, begin + rows.counts[row], of_token, carry)
+
+    # XLA would unroll a short loop of known length.
+    count = jax.lax.optimization_barrier(jnp.int32(len(rows.slots)))
+    return jax.lax.fori_loop(0, count, of_row, (outputs, states))
 
 
 def convolution_step(

@@ -2,7 +2,8 @@
 
 A state is divided among programs along independent channels: values of the delta rule, channels of
 a head in Mamba2, all channels of a convolution. So no program waits for another, and a single row
-keeps a GPU busy. The slot of a row's state is loaded inside the kernel.
+keeps a GPU busy. The slot of a row's state is loaded inside the kernel. Several tokens of a row are
+processed one after another, with the state in registers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,24 @@ class _Operands(NamedTuple):
     parameters: Any
     slots: Any  # int32 [rows]
     is_new: Any  # int32 [rows]
+    begins: Any = None  # int32 [rows]
+    counts: Any = None  # int32 [rows]
+
+    @classmethod
+    def of(cls, x: jax.Array, parameters: Any, rows: StateRows) -> _Operands:
+        """The inputs of rows."""
+        return cls(
+            x, parameters, rows.slots, rows.is_new.astype(jnp.int32), rows.begins, rows.counts
+        )
+
+
+def _over_tokens(operands: _Operands, state: Any, advance: Callable[[jax.Array, Any], Any]) -> Any:
+    """The state after all tokens of a program's row. advance: (token, state) → state."""
+    row = pl.program_id(1)
+    if operands.begins is None:
+        return advance(row, state)
+    begin, count = load(operands.begins.at[row]), load(operands.counts.at[row])
+    return jax.lax.fori_loop(begin, begin + count, advance, state)
 
 
 class _Place(NamedTuple):
@@ -65,7 +84,7 @@ def convolution_step(
     settings = Settings("convolution_step", warps=CONVOLUTION_WARPS)
     outputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
     programs = pl.cdiv(x.shape[1], CHANNELS)
-    operands = _Operands(x, (weight, bias), rows.slots, rows.is_new.astype(jnp.int32))
+    operands = _Operands.of(x, (weight, bias), rows)
     return _launch(kernel, operands, states, outputs, (programs, settings, interpret))
 
 
@@ -83,7 +102,7 @@ def gated_delta_step(
     settings = Settings("gated_delta_step", warps=WARPS)
     outputs = jax.ShapeDtypeStruct((len(channels), heads, width), jnp.float32)
     programs = heads * pl.cdiv(width, part)
-    operands = _Operands(channels, gates, rows.slots, rows.is_new.astype(jnp.int32))
+    operands = _Operands.of(channels, gates, rows)
     kernel = functools.partial(_delta, part=part)
     return _launch(kernel, operands, states, outputs, (programs, settings, interpret))
 
@@ -102,7 +121,7 @@ def state_space_step(
     settings = Settings("state_space_step", warps=WARPS)
     outputs = jax.ShapeDtypeStruct((len(channels), heads, width), jnp.float32)
     programs = heads * pl.cdiv(width, part)
-    operands = _Operands(channels, gates, rows.slots, rows.is_new.astype(jnp.int32))
+    operands = _Operands.of(channels, gates, rows)
     kernel = functools.partial(_scan, part=part)
     return _launch(kernel, operands, states, outputs, (programs, settings, interpret))
 
@@ -124,7 +143,7 @@ def _launch(
         operands,
         states,
         out_shape=(outputs, jax.ShapeDtypeStruct(states.shape, states.dtype)),
-        grid=(programs, len(operands.x)),
+        grid=(programs, len(operands.slots)),
         settings=settings,
         interpret=interpret,
         aliases={len(jax.tree.leaves(operands)): 1},
@@ -141,42 +160,45 @@ def _part(size: int, width: int) -> int:
 def _convolution(
     operands: _Operands, before: Any, outputs: Any, states: Any, *, silu: bool
 ) -> None:
-    program, row = first_program_id(), pl.program_id(1)
+    program = first_program_id()
     weight, bias = operands.parameters
     taps, channels = weight.shape[1], operands.x.shape[1]
     place = _Place.find(operands, states)
     channel = program * CHANNELS + jnp.arange(CHANNELS)
     inside = channel < channels
-    # All loads come before the first store, since the compiler doesn't move loads up past a store.
-    new = load(operands.x.at[row, channel], mask=inside, other=0)
-    kept = [
+    kept = tuple(
         load(
             before.at[place.slot, jnp.int32(tap), channel],
             mask=inside & place.has_state,
             other=0,
         )
         for tap in range(taps - 1)
-    ]
-    factors = [
-        load(weight.at[channel, jnp.int32(tap)], mask=inside, other=0) for tap in range(taps)
-    ]
-    kept.append(new.astype(states.dtype))
-    known = [*(state.astype(new.dtype) for state in kept[:-1]), new]
-    total = jnp.zeros(CHANNELS, jnp.float32)
-    for factor, tap in zip(factors, known, strict=True):
-        total += tap.astype(jnp.float32) * factor.astype(jnp.float32)
-    if bias is not None:
-        total += load(bias.at[channel], mask=inside, other=0).astype(jnp.float32)
-    if silu:
-        total = total * _sigmoid(total)
-    store(outputs.at[row, channel], total.astype(outputs.dtype), mask=inside)
-    for number, state in enumerate(kept[1:]):
+    )
+
+    def advance(token: jax.Array, kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # All loads come before the first store: the compiler doesn't move loads up past a store.
+        new = load(operands.x.at[token, channel], mask=inside, other=0)
+        factors = [
+            load(weight.at[channel, jnp.int32(tap)], mask=inside, other=0) for tap in range(taps)
+        ]
+        known = [*(state.astype(new.dtype) for state in kept), new]
+        total = jnp.zeros(CHANNELS, jnp.float32)
+        for factor, tap in zip(factors, known, strict=True):
+            total += tap.astype(jnp.float32) * factor.astype(jnp.float32)
+        if bias is not None:
+            total += load(bias.at[channel], mask=inside, other=0).astype(jnp.float32)
+        if silu:
+            total = total * _sigmoid(total)
+        store(outputs.at[token, channel], total.astype(outputs.dtype), mask=inside)
+        return (*kept, new.astype(states.dtype))[1:]
+
+    for number, state in enumerate(_over_tokens(operands, kept, advance)):
         target = states.at[place.slot, jnp.int32(number), channel]
         store(target, state, mask=inside & place.has_token)
 
 
 def _delta(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: int) -> None:
-    program, row = first_program_id(), pl.program_id(1)
+    program = first_program_id()
     heads, size, width = states.shape[1:]
     parts = pl.cdiv(width, part)
     head, place = program // parts, _Place.find(operands, states)
@@ -185,22 +207,26 @@ def _delta(operands: _Operands, before: Any, outputs: Any, states: Any, *, part:
     v = program % parts * part + jnp.arange(part)
     inside = (k < size)[:, None] & (v < width)[None, :]
     where = place.slot, head, k[:, None], v[None, :]
-    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
     shared = head // (heads // (keys // size)) * size
-    query, key = (
-        _normal(load(operands.x.at[row, begin + shared + k], mask=k < size, other=0))
-        for begin in (0, keys)
-    )
-    value = load(operands.x.at[row, 2 * keys + head * width + v], mask=v < width, other=0)
-    factor, rate = _delta_gates(operands.parameters, row, head, k < size)
-    query = query * size**-0.5
-    known = (state * (factor * key)[:, None]).sum(0)
-    asked = (state * (factor * query)[:, None]).sum(0)
-    error = rate * (value.astype(jnp.float32) - known)
-    output = asked + (query * key).sum() * error
-    after = factor[:, None] * state + key[:, None] * error[None, :]
+
+    def advance(token: jax.Array, state: jax.Array) -> jax.Array:
+        query, key = (
+            _normal(load(operands.x.at[token, begin + shared + k], mask=k < size, other=0))
+            for begin in (0, keys)
+        )
+        value = load(operands.x.at[token, 2 * keys + head * width + v], mask=v < width, other=0)
+        factor, rate = _delta_gates(operands.parameters, token, head, k < size)
+        query = query * size**-0.5
+        known = (state * (factor * key)[:, None]).sum(0)
+        asked = (state * (factor * query)[:, None]).sum(0)
+        error = rate * (value.astype(jnp.float32) - known)
+        output = asked + (query * key).sum() * error
+        store(outputs.at[token, head, v], output, mask=v < width)
+        return factor[:, None] * state + key[:, None] * error[None, :]
+
+    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
+    after = _over_tokens(operands, state, advance)
     store(states.at[where], after, mask=inside & place.has_token)
-    store(outputs.at[row, head, v], output, mask=v < width)
 
 
 def _normal(x: jax.Array) -> jax.Array:
@@ -210,7 +236,7 @@ def _normal(x: jax.Array) -> jax.Array:
 
 
 def _delta_gates(
-    gates: Any, row: jax.Array, head: jax.Array, inside: jax.Array
+    gates: Any, token: jax.Array, head: jax.Array, inside: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The decay factors of a head's state, float32 [1] or [K], and β, float32 [1].
 
@@ -218,19 +244,19 @@ def _delta_gates(
     """
     one, channel = head + jnp.arange(1), jnp.arange(len(inside))
     rate, speed = (
-        load(ref).astype(jnp.float32) for ref in (gates.rate.at[row, one], gates.speed.at[one])
+        load(ref).astype(jnp.float32) for ref in (gates.rate.at[token, one], gates.speed.at[one])
     )
     if len(gates.shift.shape) == 1:
-        raw = [load(gates.decay.at[row, one]), load(gates.shift.at[one])]
+        raw = [load(gates.decay.at[token, one]), load(gates.shift.at[one])]
     else:
-        places = gates.decay.at[row, head, channel], gates.shift.at[head, channel]
+        places = gates.decay.at[token, head, channel], gates.shift.at[head, channel]
         raw = [load(place, mask=inside, other=0) for place in places]
     decay, shift = (x.astype(jnp.float32) for x in raw)
     return jnp.exp(-jnp.exp(speed) * _softplus(decay + shift)), gates.scaled(_sigmoid(rate))
 
 
 def _scan(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: int) -> None:
-    program, row = first_program_id(), pl.program_id(1)
+    program = first_program_id()
     heads, width, size = states.shape[1:]
     parts = pl.cdiv(width, part)
     head, place = program // parts, _Place.find(operands, states)
@@ -240,25 +266,32 @@ def _scan(operands: _Operands, before: Any, outputs: Any, states: Any, *, part: 
     n = jnp.arange(pl.next_power_of_2(size))
     inside = (channel < width)[:, None] & (n < size)[None, :]
     where = place.slot, head, channel[:, None], n[None, :]
-    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
     is_real = channel < width
-    x = load(operands.x.at[row, head * width + channel], mask=is_real, other=0)
     first = inner + head // (heads // (shared // size)) * size
-    b, c = (
-        load(operands.x.at[row, begin + n], mask=n < size, other=0).astype(jnp.float32)
-        for begin in (first, first + shared)
-    )
     gates, one = operands.parameters, head + jnp.arange(1)
-    speed, shift, skip = (
-        load(array.at[one]).astype(jnp.float32) for array in (gates.speed, gates.shift, gates.skip)
-    )
-    step = gates.limited(_softplus(load(gates.steps.at[row, one]).astype(jnp.float32) + shift))
-    x = x.astype(jnp.float32)
-    factor = jnp.exp(-jnp.exp(speed) * step)[:, None]
-    after = factor * state + (step * x)[:, None] * b[None, :]
+
+    def advance(token: jax.Array, state: jax.Array) -> jax.Array:
+        x = load(operands.x.at[token, head * width + channel], mask=is_real, other=0)
+        b, c = (
+            load(operands.x.at[token, begin + n], mask=n < size, other=0).astype(jnp.float32)
+            for begin in (first, first + shared)
+        )
+        speed, shift, skip = (
+            load(array.at[one]).astype(jnp.float32)
+            for array in (gates.speed, gates.shift, gates.skip)
+        )
+        steps = load(gates.steps.at[token, one]).astype(jnp.float32)
+        step = gates.limited(_softplus(steps + shift))
+        x = x.astype(jnp.float32)
+        factor = jnp.exp(-jnp.exp(speed) * step)[:, None]
+        after = factor * state + (step * x)[:, None] * b[None, :]
+        output = (after * c[None, :]).sum(1) + skip * x
+        store(outputs.at[token, head, channel], output, mask=is_real)
+        return after
+
+    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
+    after = _over_tokens(operands, state, advance)
     store(states.at[where], after, mask=inside & place.has_token)
-    output = (after * c[None, :]).sum(1) + skip * x
-    store(outputs.at[row, head, channel], output, mask=is_real)
 
 
 def _softplus(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from mpjax import kernels
 from mpjax.kernels import DeltaGates, ScanGates, StateRows
 from mpjax.kernels.recurrent.shapes import PUBLISHED, RecurrentShape
 from mpjax.kernels.recurrent.steps import reference, triton
+from mpjax.kernels.recurrent.steps.gates import for_tokens
 
 # A program has a part of a state, whose sizes are no powers of two, and all of it.
 SMALL = (
@@ -96,6 +98,45 @@ def test_the_convolution_kernel_does_what_plain_jnp_does(width, bias, silu):
     require_alike(found, expected, states)
 
 
+@pytest.mark.parametrize("kind", ["delta", "scan", "convolution"])
+def test_several_tokens_of_a_row_are_steps_one_after_another(kind):
+    """By kernels and in plain jnp: with the bits of single steps, wherever tokens are cut."""
+    if kind == "convolution":
+        name, (x, *given, states) = "convolution_step", draw_convolution(4, True, "bfloat16")
+        x = jnp.concatenate([x, x + 1])
+        options = {"silu": True}
+    else:
+        shape = next(shape for shape in SMALL if shape.kind == kind)
+        name, (x, *given, states) = step_of(shape), draw_step(shape, 8, 5)
+        options = {}
+    begins, counts = jnp.array([0, 8, 2, 5]), jnp.array([2, 0, 3, 3])
+    single = functools.partial(getattr(reference, name), **options)
+    for plain in (True, False):
+        kernel = functools.partial(getattr(triton, name), **options, interpret=True)
+        run = jax.jit(functools.partial(reference.in_order, single) if plain else kernel)
+
+        def read(begins, counts, states, is_new, run=run):
+            rows = StateRows(SLOTS, is_new, begins, counts)
+            return run(x, *given, states, rows)
+
+        outputs, after = read(begins, counts, states, ROWS.is_new)
+        first = jnp.minimum(counts, 1)
+        begun, half = read(begins, first, states, ROWS.is_new)
+        rest, whole = read(begins + first, counts - first, half, jnp.zeros(4, bool))
+        np.testing.assert_array_equal(whole, after)
+        is_first = np.isin(np.arange(8), [0, 2, 5]).reshape(8, *[1] * (rest.ndim - 1))
+        pieces = np.where(is_first, begun, rest)
+        np.testing.assert_array_equal(pieces, outputs)
+        if plain:
+            expected = outputs, after
+    outputs, expected_outputs = (np.asarray(y, np.float64) for y in (outputs, expected[0]))
+    np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-2, atol=1e-5)
+    np.testing.assert_allclose(after, expected[1], rtol=1e-5, atol=1e-5)
+    third = [for_tokens(lambda gates: gates[2:3], each) for each in given]
+    one, _ = jax.jit(single)(x[2:3], *third, states, StateRows(SLOTS[2:3], ROWS.is_new[2:3]))
+    np.testing.assert_allclose(one[0], expected_outputs[2], rtol=1e-2, atol=1e-5)
+
+
 @pytest.mark.usefixtures("pretend_gpu")
 @pytest.mark.parametrize("shape", PUBLISHED, ids=lambda shape: shape.name)
 def test_a_gpu_runs_kernels_with_states_in_place(shape, lower_for_cuda):
@@ -167,6 +208,7 @@ def test_gradients_are_those_of_plain_jnp(shape, monkeypatch):
         ({"states": jnp.ones((5, 3, 16))}, r"expected \[rows, channels\], and float32"),
         ({"gates": 1}, "gates is 1"),
         ({"rows": StateRows(SLOTS[:3], ROWS.is_new)}, "expected int32 and bool of shape"),
+        ({"rows": dataclasses.replace(ROWS, begins=SLOTS)}, "counts is None: expected an array"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong, message):

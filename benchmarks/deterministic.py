@@ -1,4 +1,4 @@
-"""Deterministic mode by Qwen3-8B's shapes: whether bits are equal, and its speed.
+"""Deterministic mode by published shapes: whether bits are equal, and its speed.
 
 python -m benchmarks.deterministic --layers 8
 
@@ -17,6 +17,8 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,16 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
 from mpjax.models import Decoder, Qwen3
 from mpjax.models.deterministic import in_own_mode, with_determinism
-from mpjax.models.presets import QWEN3_8B
+from mpjax.models.presets import QWEN3_8B, published
 from mpjax.models.state import DecoderCache
 from mpjax.precision import Precision
 from mpjax.sampling.draw import logprobs
 
 ROWS, TOKENS = 64, 161  # 10,240 predicted tokens
-PIECES = 37, 1, 64, 5, 53
+PIECES = 37, 1, 64, 1, 37, 20
 SMALL = dataclasses.replace(
     QWEN3_8B, vocab_size=2048, hidden_size=256, num_heads=4, num_kv_heads=2, stop_ids=()
 )
@@ -79,11 +82,13 @@ def differing(model: Decoder, format: str) -> dict[str, int]:
         f"3 rows, pieces of {PIECES}": (slice(9, 12), PIECES),
         "one row, at once": (slice(63, 64), (count,)),
     }
-    found = {}
-    for name, (rows, pieces) in ways.items():
-        own = read(model, format, tokens[rows], pieces)
-        found[name] = int((own.view(np.uint32) != expected[rows].view(np.uint32)).sum())
-    return found
+
+    def count_of(way: tuple[slice, Sequence[int]]) -> int:
+        own = read(model, format, tokens[way[0]], way[1])
+        return int((own.view(np.uint32) != expected[way[0]].view(np.uint32)).sum())
+
+    with ThreadPoolExecutor() as pool:  # their programs are compiled at the same time
+        return dict(zip(ways, pool.map(count_of, ways.values()), strict=True))
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -96,8 +101,8 @@ def seconds(run: Callable[[], Any]) -> float:
     return min(times[1:])
 
 
-def speeds(model: Decoder, format: str) -> dict[str, float]:
-    """Milliseconds of a decoding step with 1 and 64 rows, and of a prompt."""
+def runs(model: Decoder, format: str) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Decoding with 1 and 64 rows, and a prompt: a call, and how many steps it has."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def decode(model: Decoder, batch: int) -> jax.Array:
@@ -118,10 +123,21 @@ def speeds(model: Decoder, format: str) -> dict[str, float]:
 
     prompt = jnp.ones((1, PROMPT), jnp.int32)
     return {
-        "step of 1 row": 1e3 * seconds(lambda: decode(model, 1)) / STEPS,
-        "step of 64 rows": 1e3 * seconds(lambda: decode(model, 64)) / STEPS,
-        f"prompt of {PROMPT}": 1e3 * seconds(lambda: prefill(model, prompt)),
+        "step of 1 row": (lambda: decode(model, 1), STEPS),
+        "step of 64 rows": (lambda: decode(model, 64), STEPS),
+        f"prompt of {PROMPT}": (lambda: prefill(model, prompt), 1),
     }
+
+
+def speeds(models: Sequence[Decoder], format: str) -> list[dict[str, float]]:
+    """The milliseconds of each of `runs`, for each model."""
+    calls = [runs(model, format) for model in models]
+    with ThreadPoolExecutor() as pool:  # compiles
+        list(pool.map(lambda call: call[0](), [call for each in calls for call in each.values()]))
+    return [
+        {name: 1e3 * seconds(call) / steps for name, (call, steps) in each.items()}
+        for each in calls
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,25 +147,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=8, help="by default %(default)s of 36")
+    parser.add_argument("--model", default="qwen3-8b", help="by default %(default)s")
+    parser.add_argument("--layers", type=int, default=8, help="by default %(default)s")
     parser.add_argument("--precision", default="W4A16KV16", help="by default %(default)s")
     parser.add_argument("--small", action="store_true", help="a small shape, for a CPU")
-    parser.add_argument("--no-speed", action="store_true", help="compares bits alone")
+    parser.add_argument("--only", choices=("bits", "speed"), help="by default both")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="writes deterministic.json")
     options = parser.parse_args(arguments)
     precision = Precision.of(options.precision)
-    config = SMALL if options.small else QWEN3_8B
-    config = dataclasses.replace(config, layers=config.layers[: options.layers])
-    usual = random_model(Qwen3, config, precision.weights)
+    family, config = (Qwen3, SMALL) if options.small else published(options.model)
+    config = dataclasses.replace(config, layers=config.layers[: options.layers], stop_ids=())
+    usual = random_model(family, config, precision.weights)
     model, kv = with_determinism(usual, precision.kv), str(precision.kv)
-    counts = differing(model, kv)
-    for name, count in counts.items():
-        print(f"{name}: {count} tokens differ")
-    if not options.no_speed:
-        own, plain = speeds(model, kv), speeds(usual, kv)
+    result: dict[str, Any] = {
+        "model": options.model,
+        "layers": options.layers,
+        "precision": options.precision,
+    }
+    if options.only != "speed":
+        result["differing"] = differing(model, kv)
+        for name, count in result["differing"].items():
+            print(f"{name}: {count} tokens differ", flush=True)
+    if options.only != "bits":
+        own, plain = speeds((model, usual), kv)
+        result |= {"milliseconds": own, "usual_milliseconds": plain}
         for name, found in own.items():
             ratio = plain[name] / found
             print(f"{name}: {found:.3f} ms, usually {plain[name]:.3f} ms: {ratio:.2f} of the speed")
-    return int(any(counts.values()))
+    if options.save:
+        measure.save("deterministic", result, options.save)
+    return int(any(result.get("differing", {}).values()))
 
 
 if __name__ == "__main__":

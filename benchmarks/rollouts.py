@@ -1,15 +1,15 @@
-"""Measures what rollouts ask of an engine: python -m benchmarks.rollouts [PRECISION].
+"""Measures what rollouts ask of an engine: python -m benchmarks.rollouts [--save FOLDER].
 
 Updates of Qwen3-8B's shapes (by default W4A16KV16) from a model in bfloat16 on the same device, the
 memory that an update takes beside both, and sleep and wake, also with the weights. `--small` takes
-a small shape, for a CPU.
+a small shape, for a CPU. `--save` writes rollouts.json to a folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 
 import mpjax
+from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
 from mpjax.models import Qwen3
 from mpjax.models.presets import QWEN3_8B
@@ -49,8 +50,9 @@ def most_bytes() -> int:
     return int(stats.get("peak_bytes_in_use", 0))
 
 
-def main(text: str, *, is_small: bool) -> None:
-    """Prints a line for each measurement."""
+def main(text: str, *, is_small: bool) -> dict[str, float]:
+    """Prints a line for each measurement, and returns them."""
+    result: dict[str, float] = {}
     precision, config = Precision.of(text), SMALL if is_small else QWEN3_8B
     lm = mpjax.LanguageModel(
         random_model(Qwen3, config, precision.weights), None, precision.kv, Path()
@@ -60,11 +62,13 @@ def main(text: str, *, is_small: bool) -> None:
     print(f"both models: {both / 1e9:.2f} GB, the most so far {before / 1e9:.2f} GB")
     print(f"first update: {seconds(lambda: mpjax.update(lm, trainer), lm):.2f} s, with compiling")
     if most := most_bytes():
-        print(f"most bytes beside both models: {(most - max(both, before)) / 1e6:.0f} MB or less")
+        result["most_megabytes"] = (most - max(both, before)) / 1e6
+        print(f"most bytes beside both models: {result['most_megabytes']:.0f} MB or less")
     for scales in ("new", "keep"):
         call = functools.partial(mpjax.update, lm, trainer, scales=scales)
         call()
         found = [seconds(call, lm) for _ in range(ROUNDS)]
+        result[f"update_{scales}_milliseconds"] = 1e3 * min(found)
         print(f"update, {scales} scales: {1e3 * min(found):.1f} ms")
     with mpjax.Engine(lm, slots=4, max_tokens=64, cache_memory=0.2) as engine:
         prompt = list(range(1, 30))
@@ -76,8 +80,17 @@ def main(text: str, *, is_small: bool) -> None:
             same = engine.submit(prompt, max_new_tokens=8).result().tokens == before_sleep
             what = f"asleep, weights={weights_too}: {used / 1e9:.2f} GB, wake {wake:.2f} s"
             print(f"{what}, equal tokens: {same}")
+            result["wake_weights_seconds" if weights_too else "wake_seconds"] = wake
+    return result
 
 
 if __name__ == "__main__":
-    given = [each for each in sys.argv[1:] if each != "--small"]
-    main(given[0] if given else "W4A16KV16", is_small="--small" in sys.argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollouts")
+    parser.add_argument("--precision", default="W4A16KV16", help="by default %(default)s")
+    parser.add_argument("--small", action="store_true", help="a small shape, for a CPU")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="writes rollouts.json")
+    options = parser.parse_args()
+    found = main(options.precision, is_small=options.small)
+    if options.save:
+        named = {"precision": options.precision, "is_small": options.small}
+        measure.save("rollouts", named | found, options.save)

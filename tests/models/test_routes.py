@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax.kernels import KVFormat
 from mpjax.models.state import WHOLE
 from tests.models.small import small_mixture, small_model
 
@@ -70,6 +72,23 @@ def test_a_trainer_replays_what_a_sampler_chose():
     np.testing.assert_allclose(found, own, atol=1e-4)
     others = {0: (np.asarray(routes[0]) + 1) % 4}
     assert np.abs(mpjax.token_logprobs(MODEL, text, lengths, routes=others) - own).max() > 0.05
+
+
+def test_an_engine_returns_routes_of_its_requests():
+    """Of prompt and new tokens but the last, in chunks, also behind a prefix that others share."""
+    lm = mpjax.LanguageModel(MODEL, None, KVFormat(), Path(), 16)
+    prompts = [[*range(1, 25), 30], [*range(1, 25), 31, 32]]
+    with mpjax.Engine(lm, slots=2, max_tokens=64, chunk_tokens=16, cache_memory=1 << 24) as engine:
+        options = {"sampling": {"stop_ids": ()}, "max_new_tokens": 6, "capture": {"router": [0]}}
+        handles = [engine.submit(prompt, **options).result() for prompt in prompts]
+    for prompt, handle in zip(prompts, handles, strict=True):
+        text = np.array([[*prompt, *handle.tokens]])
+        routes = {layer: found[None] for layer, found in handle.captured["router"].items()}
+        assert routes[0].shape == (1, text.shape[1] - 1, 2)
+        found = mpjax.token_logprobs(MODEL, text, routes=routes)
+        np.testing.assert_allclose(found[0, len(prompt) - 1 :], handle.logprobs, atol=1e-4)
+        [seen] = MODEL.inspect(text, capture={"router": [0]})[1]["router"].values()
+        np.testing.assert_array_equal(routes[0], seen[:, :-1])
 
 
 def test_routes_that_do_not_fit_are_named():

@@ -13,12 +13,18 @@ from mpjax.kernels import KVFormat, UnsupportedError, device
 from mpjax.kernels.attention.api import BLOCKS
 from mpjax.kernels.invariance import batch_invariant
 from mpjax.models.attention import GroupedQuerySpec
-from mpjax.models.config import LayerSpec
+from mpjax.models.config import LayerSpec, MixerSpec
 from mpjax.models.experts import ExpertsSpec
+from mpjax.models.gated_delta import GatedDeltaSpec
+from mpjax.models.latent import LatentSpec
+from mpjax.models.mamba2 import Mamba2Spec
+from mpjax.models.parallel import JointSpec
+from mpjax.models.short_conv import ShortConvSpec
 
 if TYPE_CHECKING:
     from mpjax.models.decoder import Decoder
 
+RECURRENT = GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 CPU_HAS_EXPERTS = jax.__version_info__ >= (0, 11)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -35,6 +41,8 @@ def with_determinism(model: Decoder, format: KVFormat | None) -> Decoder:
         raise UnsupportedError(f"deterministic: {reason}")
     model = nnx.clone(model)
     model.deterministic = format
+    if model.mesh is not None:
+        model.share.deterministic = format  # type: ignore[attr-defined]
     return model
 
 
@@ -44,24 +52,32 @@ def _why_not(model: Decoder, format: KVFormat) -> str | None:
         return f"{format}: {BLOCKS}"
     if format.scaling is not None:
         return f"{format}: a forward pass without a cache has no static scales"
-    if model.mesh is not None:
-        return "sums over several devices have an order of their own: load the model on one device"
     reasons = (_why_not_layer(layer) for layer in model.config.layers)
     return next((reason for reason in reasons if reason), None)
 
 
 def _why_not_layer(layer: LayerSpec) -> str | None:
-    mixer = layer.attention
-    if mixer is not None and not isinstance(mixer, GroupedQuerySpec):
-        return f"layers of kind {mixer.kind} have no batch-invariant form"
-    if mixer is not None and mixer.bidirectional:
-        return "bidirectional attention has no steps with which a forward pass could agree"
-    if mixer is not None and (mixer.chunked or mixer.reads_back is not None):
-        return "attention in chunks, and to other layers' keys, has no batch-invariant form"
+    if layer.attention is not None and (reason := _why_not_mixer(layer.attention)):
+        return reason
     if layer.per_layer is not None or layer.streams is not None:
         return "per-layer embeddings and several residual streams have no batch-invariant form"
     if isinstance(layer.mlp, ExpertsSpec) and not device.on_gpu() and not CPU_HAS_EXPERTS:
         return "experts on a CPU need JAX 0.11, before which XLA rounds them by the number of rows"
+    return None
+
+
+def _why_not_mixer(mixer: MixerSpec) -> str | None:
+    if isinstance(mixer, JointSpec):
+        reasons = (_why_not_mixer(part) for part in mixer.parts.values())
+        return next((reason for reason in reasons if reason), None)
+    if isinstance(mixer, (*RECURRENT, LatentSpec)):
+        return None
+    if not isinstance(mixer, GroupedQuerySpec):
+        return f"layers of kind {mixer.kind} have no batch-invariant form"
+    if mixer.bidirectional:
+        return "bidirectional attention has no steps with which a forward pass could agree"
+    if mixer.chunked or mixer.reads_back is not None:
+        return "attention in chunks, and to other layers' keys, has no batch-invariant form"
     return None
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import Inbox, device, open_inbox, sum_over_devices
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.sums.api import why_no_inbox
 from mpjax.kernels.sums.plans import MOST_BYTES, Problem, plan_of
 from mpjax.models.state import StepContext
@@ -26,8 +27,12 @@ _inbox = contextvars.ContextVar[Inbox | None]("inbox", default=None)
 
 
 def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype for a sum of `size` elements over devices; dtype: of activations."""
-    return jnp.dtype(jnp.float32 if size * 4 <= LATENCY_BYTES else dtype)
+    """The dtype for a sum of `size` elements over devices; dtype: of activations.
+
+    In a batch-invariant context it doesn't depend on the size.
+    """
+    is_wide = is_batch_invariant() or size * 4 <= LATENCY_BYTES
+    return jnp.dtype(jnp.float32 if is_wide else dtype)
 
 
 def step(
@@ -35,12 +40,13 @@ def step(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """`Decoder.forward` for a device's share, with an inbox if sums are planned to use one.
 
-    Only with a cache, since then no gradient is needed.
+    Only with a cache, since then no gradient is needed, and not in deterministic mode.
     """
     config, axis = share.config, str(share.axis)
     size = tokens.size * config.hidden_size
     most_bytes = size * summing_dtype(size, config.dtype).itemsize
-    if context.starts is not None and why_no_inbox(axis) is None:
+    can_open = context.starts is not None and share.deterministic is None
+    if can_open and why_no_inbox(axis) is None:
         problem = Problem(jax.lax.axis_size(axis), most_bytes, device.limits())
         if plan_of(problem).implementation == "mosaic" and most_bytes <= MOST_BYTES:
             context = dataclasses.replace(context, inbox=open_inbox(axis, most_bytes))
@@ -73,6 +79,8 @@ def add_terms(terms: jax.Array, dtype: jax.typing.DTypeLike, axis: str) -> jax.A
 
     dtype: of activations; see `summing_dtype`.
     """
+    if is_batch_invariant():  # factors of terms are not fused with their sum in some programs alone
+        terms = jax.lax.optimization_barrier(terms)
     size = terms[0].size
     if terms.dtype != (wanted := summing_dtype(size, dtype)):
         terms = terms.sum(0, keepdims=True).astype(wanted)

@@ -22,9 +22,11 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.recurrent.delta_chunks import MOST
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.convolution import convolve, is_step
+from mpjax.models.in_order import in_order
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations, shared
 from mpjax.models.maps import LinearMaps
 from mpjax.models.recurrent import RecurrentMixer
@@ -185,7 +187,7 @@ class GatedDelta(RecurrentMixer):
         self.decay = nnx.Param(jnp.zeros(shapes["decay"], jnp.float32))
         self.shift = nnx.Param(jnp.ones(shapes["shift"], jnp.float32))
         self.scale = nnx.Param(jnp.ones(shapes["scale"], jnp.float32))
-        self.spec = spec
+        self.spec, self.kept = spec, spec.state(config)
         self.epsilon = config.rms_norm_eps if spec.epsilon is None else spec.epsilon
 
     @property
@@ -238,11 +240,24 @@ class GatedDelta(RecurrentMixer):
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The outputs of the delta rule, float32 [..., value heads, channels], and the states."""
+        if states is not None and is_batch_invariant():
+            return in_order(gated_delta_step, self._chunks, channels, (gates,), states, context)
         if states is not None and is_step(channels):
             token = dataclasses.replace(gates, decay=gates.decay[:, 0], rate=gates.rate[:, 0])
             rows = context.rows(states)
             outputs, states = gated_delta_step(channels[:, 0], token, states, rows)
             return outputs[:, None], states
+        return self._chunks(channels, (gates,), states, context)
+
+    def _chunks(
+        self,
+        channels: jax.Array,
+        parameters: tuple[DeltaGates],
+        states: Any,
+        context: StepContext,
+    ) -> tuple[jax.Array, Any]:
+        """The result of `_rule` in chunks of tokens."""
+        [gates] = parameters
         query, key, value = self._heads(channels)
         inputs = DeltaInputs(query, key, value, *gates.applied())
         if states is None:

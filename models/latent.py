@@ -29,10 +29,12 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.checks import as_dtype, require_type
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.gradients import with_gradients_of
+from mpjax.kernels.invariance import in_row_tiles, is_batch_invariant
 from mpjax.kernels.kv_cache.api import HEAD_DIMS
 from mpjax.kernels.kv_cache.cache import create_pages
 from mpjax.kernels.kv_cache.reference import gather
-from mpjax.models import rotary
+from mpjax.models import own_pages, rotary
 from mpjax.models.config import AttentionSpec, DecoderConfig
 from mpjax.models.kv_state import KVState
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding, as_activations
@@ -43,6 +45,8 @@ from mpjax.models.state import Room, StepContext
 # Latents of earlier tokens are expanded to keys and values for at least this number of new tokens,
 # if the keys and values take no more than these bytes.
 EXPANDED_TOKENS, EXPANDED_BYTES = 128, 2**30
+Projections = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_projections`
+Maps = tuple[jax.Array, jax.Array]  # see `_maps`
 EPSILON = 1e-6  # of both norms, whatever the epsilon of the model's other norms
 
 
@@ -244,29 +248,28 @@ class LatentAttention(nnx.Module):
 
         x: [batch, tokens, hidden], or varlen [tokens, hidden]. Few new tokens attend to latents,
         with queries multiplied by the map from latents to keys; many attend to expanded keys and
-        values.
+        values. In deterministic mode all attend to latents, without a cache in pages for the call.
         """
         require_type("LatentAttention: context", context, StepContext)
         x = as_activations("LatentAttention: x", x)
-        keys, rotated, latents, rotary_part = self._projections(x, context)
-        span = None
+        keys, rotated, latents, rotary_part = projections = self._projections(x, context)
+        span, maps = None, self._maps(keys.dtype)
         if state is not None:
             span = context.span(self.group, has_blocks=False)
             state = append(state, latents[..., None, :], rotary_part[..., None, :], span)
-        if state is None or span is None or span.fresh:
-            key, value = self._expanded(latents, rotary_part)
-            query = _padded(jnp.concatenate([keys, rotated], -1), key.shape[-1])
-            found = prefill_attention(query, key, value, Masks(self.scale))
-            found = found[..., : self.spec.values]
+        if is_batch_invariant() and (state is None or span is None):
+            runs = self._whole, self._through_pages
+            found = with_gradients_of(*runs, projections, maps, context)
+        elif state is None or span is None or (span.fresh and not is_batch_invariant()):
+            found = self._whole(projections, maps, context)
         elif self._is_expanded(x, span, state):
-            found = self._over_expanded(jnp.concatenate([keys, rotated], -1), state, span)
+            query = jnp.concatenate([keys, rotated], -1)
+            found = self._over_expanded(query, state, span, maps)
         else:
-            found = self._absorbed(keys, rotated, state, span)
+            found = self._absorbed(keys, rotated, state, span, maps)
         return found.reshape(*found.shape[:-2], self.heads * self.spec.values), state
 
-    def _projections(
-        self, x: Activations, context: StepContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def _projections(self, x: Activations, context: StepContext) -> Projections:
         """Queries [..., heads, keys] and [..., heads, rotary], latents and rotary parts [..., ·].
 
         Rotary channels are rotated, with RoPE's pairs in the kernels' order.
@@ -298,7 +301,7 @@ class LatentAttention(nnx.Module):
         growth = 1 + rate * jnp.log1p(positions // self.spec.growth_context)
         return (query.astype(jnp.float32) * growth[..., None, None]).astype(query.dtype)
 
-    def _maps(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    def _maps(self, dtype: jnp.dtype) -> Maps:
         """The maps from latents to keys and to values, [rank, heads, channels] each."""
         if self.expand.adapter is not None:
             raise ValueError(
@@ -310,19 +313,38 @@ class LatentAttention(nnx.Module):
         apart = kernel.astype(dtype).reshape(self.rank, self.heads, -1)
         return apart[..., : self.spec.keys], apart[..., self.spec.keys :]
 
+    def _whole(self, projections: Projections, maps: Maps, context: StepContext) -> jax.Array:
+        """Attention of whole sequences over expanded keys and values, [..., heads, values]."""
+        keys, rotated, latents, part = projections
+        key, value = self._expanded(latents, part, maps)
+        query = _padded(jnp.concatenate([keys, rotated], -1), key.shape[-1])
+        found = prefill_attention(query, key, value, Masks(self.scale))
+        return found[..., : self.spec.values]
+
+    def _through_pages(
+        self, projections: Projections, maps: Maps, context: StepContext
+    ) -> jax.Array:
+        """The same over latents in pages for the call; see `own_pages`."""
+        keys, rotated, latents, part = projections
+        kept = LatentState(1, self.rank, latents.dtype.name, None, self.spec.rotary)
+        pages, span = own_pages.empty(kept, context.kv_format, latents.shape[:2])
+        pages = append(pages, latents[..., None, :], part[..., None, :], span)
+        return self._absorbed(keys, rotated, pages, span, maps)
+
     def _absorbed(
-        self, keys: jax.Array, rotated: jax.Array, state: KVPages, span: Span
+        self, keys: jax.Array, rotated: jax.Array, state: KVPages, span: Span, maps: Maps
     ) -> jax.Array:
         """Attention over latents with absorbed queries, [..., heads, values]."""
-        to_keys, to_values = self._maps(keys.dtype)
-        query = _einsum("...hk,rhk->...hr", keys, to_keys)
+        to_keys, to_values = maps
+        query = _by_head("thk,rhk->thr", keys, to_keys)
         means = latent_attention(query, rotated, state, span, scale=self.scale)
-        return _einsum("...hr,rhv->...hv", means, to_values)
+        return _by_head("thr,rhv->thv", means, to_values)
 
-    def _expanded(self, latents: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _expanded(
+        self, latents: jax.Array, part: jax.Array, maps: Maps
+    ) -> tuple[jax.Array, jax.Array]:
         """Keys and values [batch, tokens, heads, ·] of latents, zero-padded to one size."""
         spec = self.spec
-        maps = self._maps(latents.dtype)
         keys, values = (_einsum("...r,rhc->...hc", latents, one) for one in maps)
         shape = *keys.shape[:-1], spec.rotary
         keys = jnp.concatenate([keys, jnp.broadcast_to(part[..., None, :], shape)], -1)
@@ -330,14 +352,16 @@ class LatentAttention(nnx.Module):
 
     def _is_expanded(self, x: Activations, span: Span, state: KVPages) -> bool:
         """Whether latents of the whole cache are expanded: for many tokens, if memory suffices."""
+        if is_batch_invariant():
+            return False
         channels = 2 * self.heads * self.spec.padded_dim * jnp.dtype(x.dtype).itemsize
         capacity = span.block_tables.size * state.page_size
         return x.shape[-2] >= EXPANDED_TOKENS and capacity * channels <= EXPANDED_BYTES
 
-    def _over_expanded(self, query: jax.Array, state: KVPages, span: Span) -> jax.Array:
+    def _over_expanded(self, query: jax.Array, state: KVPages, span: Span, maps: Maps) -> jax.Array:
         """Attention over keys and values of all cached latents, [..., heads, values]."""
         latents, parts = (x[:, :, 0].astype(query.dtype) for x in gather(state, span.block_tables))
-        keys, values = self._expanded(latents, parts)
+        keys, values = self._expanded(latents, parts, maps)
 
         def paged(x: jax.Array) -> jax.Array:
             pages = x.reshape(-1, state.page_size, *x.shape[2:])
@@ -353,6 +377,17 @@ class LatentAttention(nnx.Module):
 
 def _linear(maps: LinearMaps, config: DecoderConfig, rngs: nnx.Rngs) -> Linear:
     return Linear.create(maps.shapes[0], bias=maps.bias, dtype=config.dtype, rngs=rngs)
+
+
+def _by_head(axes: str, x: jax.Array, maps: jax.Array) -> jax.Array:
+    """An einsum of x [..., heads, channels] with a map of each head, by rows of all heads."""
+    *places, heads, channels = x.shape
+
+    def multiply(rows: jax.Array, maps: jax.Array) -> jax.Array:
+        return _einsum(axes, rows.reshape(-1, heads, channels), maps).reshape(len(rows), -1)
+
+    found = in_row_tiles(multiply, x.reshape(-1, heads * channels), maps)
+    return found.reshape(*places, heads, -1)
 
 
 def _einsum(axes: str, x: jax.Array, maps: jax.Array) -> jax.Array:

@@ -16,9 +16,11 @@ from flax import nnx
 from mpjax.kernels import ScanGates, state_space_scan, state_space_step
 from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.cutting import Run
+from mpjax.kernels.invariance import in_row_tiles, is_batch_invariant
 from mpjax.models.config import DecoderConfig, MixerSpec
 from mpjax.models.convolution import convolve, is_step
 from mpjax.models.device_sums import add_over_devices
+from mpjax.models.in_order import in_order
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, Rounding
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.recurrent import RecurrentMixer
@@ -179,7 +181,7 @@ class Mamba2(RecurrentMixer):
         self.skip = nnx.Param(jnp.ones(spec.heads, jnp.float32))
         has_norm, inner = spec.norm != "none", spec.sizes[0]
         self.norm = nnx.data(RMSNorm(inner, spec.epsilon, config.dtype) if has_norm else None)
-        self.spec = spec
+        self.spec, self.kept = spec, spec.state(config)
         self.joint_axis: str | None = None  # mesh axis that divides the heads
 
     @property
@@ -230,11 +232,23 @@ class Mamba2(RecurrentMixer):
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The outputs of heads, float32 [..., heads, head_dim], and the states."""
-        spec, places = self.spec, channels.shape[:-1]
+        if states is not None and is_batch_invariant():
+            return in_order(state_space_step, self._chunks, channels, (gates,), states, context)
         if states is not None and is_step(channels):
             token = dataclasses.replace(gates, steps=gates.steps[:, 0])
             y, states = state_space_step(channels[:, 0], token, states, context.rows(states))
             return y[:, None], states
+        return self._chunks(channels, (gates,), states, context)
+
+    def _chunks(
+        self,
+        channels: jax.Array,
+        parameters: tuple[ScanGates],
+        states: Any,
+        context: StepContext,
+    ) -> tuple[jax.Array, Any]:
+        """The result of `_scan` in chunks of tokens."""
+        spec, places, [gates] = self.spec, channels.shape[:-1], parameters
         inner, _, shared, _, _ = spec.sizes
         x, b, c = jnp.split(channels, (inner, inner + shared), -1)
         x = x.reshape(*places, spec.heads, spec.head_dim)
@@ -259,11 +273,14 @@ class Mamba2(RecurrentMixer):
 
     def _normed(self, y: jax.Array) -> jax.Array:
         assert self.norm is not None
-        groups = y.reshape(*y.shape[:-1], self.spec.groups, -1)
-        sums = jnp.sum(jnp.square(groups), -1, keepdims=True)
-        if self.spec.joint_channels is not None:
-            assert self.joint_axis is not None
+
+        def squares(y: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.square(y.reshape(*y.shape[:-1], self.spec.groups, -1)), -1)
+
+        sums = in_row_tiles(squares, y)[..., None]
+        if self.joint_axis is not None and self.spec.joint_channels is not None:
             sums = add_over_devices(sums, self.joint_axis)
+        groups = y.reshape(*y.shape[:-1], self.spec.groups, -1)
         channels = self.spec.joint_channels or groups.shape[-1]
         normed = groups * jax.lax.rsqrt(sums / channels + self.norm.epsilon)
         weight = jax.lax.broadcast_to_rank(self.norm.weight.get_value(), y.ndim)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import QuantizedActivations
+from mpjax.kernels.invariance import in_row_tiles
 from mpjax.models.device_sums import add_over_devices
 from mpjax.models.layers import Activations, Rounding
 from mpjax.models.share import HeadShares
@@ -50,8 +51,12 @@ def means_of_squares(
 
     parts: [..., this device's channels]. channels: the number of channels on all devices.
     """
-    sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in parts]
-    totals = jnp.split(add_over_devices(jnp.concatenate(sums, -1), axis), len(sums), -1)
+
+    def squares(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+
+    sums = jnp.concatenate([in_row_tiles(squares, x) for x in parts], -1)
+    totals = jnp.split(add_over_devices(sums, axis), len(parts), -1)
     return [total / count for total, count in zip(totals, channels, strict=True)]
 
 

@@ -37,7 +37,8 @@ def attend(
 
     def through_pages(terms: jax.Array, parameters: nnx.State, context: StepContext) -> jax.Array:
         module = nnx.merge(graph, parameters)
-        pages, span = _empty(module, context.kv_format, terms.shape[1:3], dtype)
+        state = KVState(module.heads[1], module.head_dim, jnp.dtype(dtype).name, None)
+        pages, span = empty(state, context.kv_format, terms.shape[1:3])
         found, _ = module.over_cache(terms, context, pages, span, dtype)
         assert isinstance(found, jax.Array)  # without blocks it is not rounded
         return found
@@ -55,14 +56,11 @@ def attend(
     return with_gradients_of(plainly, through_pages, terms, parameters, context)
 
 
-def _empty(
-    attention: Attention, format: KVFormat | None, shape: tuple[int, ...], dtype: jnp.dtype
-) -> tuple[KVPages, Span]:
+def empty(state: KVState, format: KVFormat | None, shape: tuple[int, ...]) -> tuple[KVPages, Span]:
     """Empty pages of sequences of shape [batch, tokens], and the span of all their tokens."""
     assert format is not None
     batch, tokens = shape
     entries = -(-tokens // PAGE_SIZE)
-    state = KVState(attention.heads[1], attention.head_dim, jnp.dtype(dtype).name, None)
     pages = state.create(Room(batch * entries, batch, format, PAGE_SIZE), None)
     tables = jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
     starts = jnp.zeros(batch, jnp.int32)

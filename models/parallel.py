@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.models.config import DecoderConfig, MixerSpec
-from mpjax.models.layers import Activations, Rounding, shared
+from mpjax.models.layers import Activations, Rounding, joined_terms, shared
 from mpjax.models.maps import Fold, LinearMaps
 from mpjax.models.mixer import Mixer
 from mpjax.models.recurrent import RecurrentMixer
@@ -204,11 +203,8 @@ class Parallel(nnx.Module):
 
     def terms(self, mixed: Any, context: StepContext) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is that of both mixers' outputs."""
-        found = [
-            mixer.terms(each, context).astype(jnp.float32)
-            for mixer, each in zip(self.parts.values(), mixed, strict=True)
-        ]
-        return jnp.concatenate(found)
+        parts = zip(self.parts.values(), mixed, strict=True)
+        return joined_terms(*(mixer.terms(each, context) for mixer, each in parts))
 
     def inputs(self, x: jax.Array, mixed: Any) -> dict[str, jax.Array]:
         """The input of each linear map, by its path; see `Mixer.inputs`."""

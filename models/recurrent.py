@@ -7,10 +7,12 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.models.layers import Activations
-from mpjax.models.state import StepContext
+from mpjax.models.state import SequenceState, StepContext
 
 
 @functools.partial(
@@ -61,7 +63,11 @@ class RecurrentMixer(nnx.Module):
     No token can be removed from an updated state. So a tentative step returns the state as it was,
     with the projections of the step's tokens. Once it is known how many tokens are kept, only the
     recurrence runs again, which needs no weights of linear maps.
+
+    kept: the kind of the state.
     """
+
+    kept: SequenceState
 
     def project(self, x: Activations, context: StepContext) -> Any:
         """The recurrence's inputs of each token: a tree of arrays [batch, tokens, ...]."""
@@ -78,6 +84,12 @@ class RecurrentMixer(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """The mixer without its last map, and the state: a Tentative if the step is tentative."""
         inputs = self.project(x, context)
+        if state is None and is_batch_invariant():
+            # Whole sequences begin with zeros, and then are as those with a cache.
+            rows = jax.tree.leaves(inputs)[0] if context.counts is None else context.counts
+            shapes, dtype = self.kept.shapes, self.kept.dtype
+            zeros = tuple(jnp.zeros((len(rows), *shape), dtype) for shape in shapes)
+            return self.advance(inputs, context, zeros)[0], None
         mixed, after = self.advance(inputs, context, state)
         if context.tentative and state is not None:
             return mixed, Tentative(state, inputs)

@@ -330,24 +330,22 @@ class ShardedDecoder(Decoder):
         *,
         every_position: bool,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """All layers and the head; see `Decoder`. Each device has a part of the logits' columns."""
+        """All layers and the head; see `Decoder`, and `_columns` for the logits."""
         run = _every_position if every_position else _last_position
-        axes = tokens.ndim + (1 if every_position else 0)
-        columns = PartitionSpec(*[None] * (max(axes, 2) - 1), *self._divided)
+        given = self._columns(max(tokens.ndim + every_position, 2)), self._divided
         found: tuple[jax.Array, tuple[Any, ...]] = self._on_shares(
-            run, (WHOLE, WHOLE, self._divided), (columns, self._divided), tokens, context, states
+            run, (WHOLE, WHOLE, self._divided), given, tokens, context, states
         )
         return found
 
     def _drafted(
         self, tokens: jax.Array, context: StepContext, state: Any, hidden: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """The results of `draft`; see `Drafts`. Each device has a part of the logits' columns."""
+        """The results of `draft`; see `Drafts`, and `_columns` for the logits."""
         taken = WHOLE, WHOLE, self._divided, WHOLE
-        given = PartitionSpec(None, *self._divided), WHOLE, self._divided
-        arguments = tokens, context, state, hidden
+        given = self._columns(2), WHOLE, self._divided
         found: tuple[jax.Array, jax.Array, Any] = self._on_shares(
-            Decoder._drafted, taken, given, *arguments
+            Decoder._drafted, taken, given, tokens, context, state, hidden
         )
         return found
 
@@ -384,10 +382,8 @@ class ShardedDecoder(Decoder):
 
     def settle_states(self, states: tuple[Any, ...], context: StepContext) -> tuple[Any, ...]:
         """The states after a tentative step; see `Decoder`."""
-        taken, arguments = (self._divided, WHOLE), (states, context)
-        found: tuple[Any, ...] = self._on_shares(
-            Decoder.settle_states, taken, self._divided, *arguments
-        )
+        given, taken, both = self._divided, (self._divided, WHOLE), (states, context)
+        found: tuple[Any, ...] = self._on_shares(Decoder.settle_states, taken, given, *both)
         return found
 
     def copy_states(
@@ -427,6 +423,10 @@ class ShardedDecoder(Decoder):
     def _divided(self) -> PartitionSpec:
         """The PartitionSpec of arrays whose first axis is divided among the devices."""
         return PartitionSpec(self.share.axis)
+
+    def _columns(self, axes: int) -> PartitionSpec:
+        """Of logits: each device has some columns, but all in deterministic mode."""
+        return WHOLE if self.deterministic else PartitionSpec(*[None] * (axes - 1), *self._divided)
 
     def _map(
         self,

@@ -84,6 +84,7 @@ class ShortConv(RecurrentMixer):
         self.conv = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, config.dtype))
         zeros = nnx.Param(jnp.zeros(spec.channels, config.dtype)) if spec.bias else None
         self.conv_bias = nnx.data(zeros)
+        self.kept = spec.state(config)
 
     @property
     def activations(self) -> Rounding:

@@ -358,9 +358,10 @@ class StepContext:
         """The indices of the step's sequences in an array [sequences, ...] of a SequenceState.
 
         A sequence without tokens in the step has no index; one at its first token begins with
-        zeros.
+        zeros, and so do all without a cache.
         """
-        assert self.starts is not None
+        if self.starts is None:
+            return StateRows(jnp.arange(len(states)), jnp.ones(len(states), bool))
         assert self.counts is not None
         slots = jnp.arange(len(self.counts)) if self.slots is None else self.slots
         return StateRows(jnp.where(self.counts > 0, slots, len(states)), self.starts == 0)

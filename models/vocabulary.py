@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.models.device_sums import add_over_devices
 
 NEVER = -1e30  # a logit whose probability is 0 beside any other
@@ -55,10 +56,16 @@ class Vocabulary:
         return self.mask(wide)
 
     def mask(self, logits: jax.Array) -> jax.Array:
-        """This device's logits [..., columns], with -inf in columns beyond the vocabulary."""
+        """This device's logits [..., columns], with -inf in columns beyond the vocabulary.
+
+        In a batch-invariant context those of all devices, so that sums over them have one order.
+        """
         if self.axis is None:
             return logits
         columns = logits.shape[-1]
         ids = jax.lax.axis_index(self.axis) * columns + jnp.arange(columns, dtype=jnp.int32)
         is_token = jax.lax.broadcast_to_rank(ids < self.size, logits.ndim)
-        return jnp.where(is_token, logits, -jnp.inf)
+        logits = jnp.where(is_token, logits, -jnp.inf)
+        if not is_batch_invariant():
+            return logits
+        return jax.lax.all_gather(logits, self.axis, axis=logits.ndim - 1, tiled=True)

@@ -6,6 +6,7 @@ neither the other tokens nor the size of the pages and block tables.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +30,31 @@ def paged_attention(
 
     span: a result of `Span.read`.
     """
+    if pages.format.key_codes.hadamard and not transformed:
+        [turned] = hadamard.transform_pieces([queries], queries.shape[-1], queries.dtype)
+        queries = turned.astype(queries.dtype)
+
+    def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kv_cache.gather(pages, table, transformed=True)
+
+    return over_cache(queries, pages, span, masks, read)
+
+
+def over_cache(
+    queries: jax.Array,
+    pages: KVPages,
+    span: Span,
+    masks: Masks,
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+) -> jax.Array:
+    """Attention of queries [..., query heads, channels] over the keys and values from `read`.
+
+    read: block table [1, entries] → keys and values [1, tokens, KV heads, channels].
+    """
     *leading, heads, dim = queries.shape
     dtype, group = queries.dtype, (pages.keys.shape[1], -1)
-    if pages.format.key_codes.hadamard and not transformed:
-        [turned] = hadamard.transform_pieces([queries], dim, dtype)
-        queries = turned.astype(dtype)
     entries = TILE // pages.page_size
+    width = jax.eval_shape(read, jnp.zeros((1, entries), jnp.int32))[1].shape[-1]
     tables = jnp.pad(span.block_tables, ((0, 0), (0, -span.block_tables.shape[1] % entries)))
     sequence, number, is_real = _places(span, tuple(leading))
     # A padding token has no keys: it visits no tile.
@@ -49,8 +69,8 @@ def paged_attention(
 
         def add(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             sums, total, peak = carry
-            own = jax.lax.dynamic_slice(table, (tile * entries,), (entries,))
-            keys, values = kv_cache.gather(pages, own[None], transformed=True)
+            table_part = jax.lax.dynamic_slice(table, (tile * entries,), (entries,))
+            keys, values = read(table_part[None])
             scores = masks.scale_for(dim) * _einsum("hgd,khd->hgk", query, keys[0])
             if masks.softcap is not None:
                 scores = masks.softcap * jnp.tanh(scores / masks.softcap)
@@ -64,10 +84,14 @@ def paged_attention(
             return sums * shrink + product, total, new_peak
 
         peak = jnp.full((*query.shape[:2], 1), LEAST) if sinks is None else sinks[..., None]
-        begun = jnp.zeros(query.shape), jnp.full(peak.shape, 0.0 if sinks is None else 1.0), peak
+        begun = (
+            jnp.zeros((*query.shape[:2], width)),
+            jnp.full(peak.shape, 0.0 if sinks is None else 1.0),
+            peak,
+        )
         last = (jnp.minimum(end, capacity) + TILE - 1) // TILE
         sums, total, _ = jax.lax.fori_loop(begin // TILE, last, add, begun)
-        return (sums / jnp.where(total == 0, 1.0, total)).reshape(heads, dim).astype(dtype)
+        return (sums / jnp.where(total == 0, 1.0, total)).reshape(heads, width).astype(dtype)
 
     tokens = queries.reshape(-1, heads, dim), tables[sequence], ends
 
@@ -76,8 +100,9 @@ def paged_attention(
         return found.at[index].set(attend(tuple(token)))
 
     # XLA would unroll a short loop of known length, and fuse its steps in other ways.
+    empty = jnp.zeros((len(ends), heads, width), dtype)
     count = jax.lax.optimization_barrier(jnp.int32(len(ends)))
-    return jax.lax.fori_loop(0, count, put, jnp.zeros_like(tokens[0])).reshape(queries.shape)
+    return jax.lax.fori_loop(0, count, put, empty).reshape(*queries.shape[:-1], width)
 
 
 def _einsum(axes: str, *arrays: jax.Array) -> jax.Array:

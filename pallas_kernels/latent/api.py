@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
-from mpjax.kernels.attention import reference, triton
+from mpjax.kernels.attention import reference, token_by_token, triton
 from mpjax.kernels.attention.latent_loop import LatentQueries
 from mpjax.kernels.attention.plans import AttentionConfig
 from mpjax.kernels.batch import Span
 from mpjax.kernels.checks import as_arrays, require_floats, static_number
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.invariance import in_row_tiles, is_batch_invariant
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.api import read_span, require_pages, why_not_written
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.formats import KVFormat
-from mpjax.kernels.latent.plan import LatentProblem, plan_by_rule
+from mpjax.kernels.latent.plan import LatentProblem, invariant_plan, plan_by_rule
 from mpjax.kernels.masks import Masks
 
 KINDS = (16, 8, 4, "4t")  # of latents
@@ -111,11 +112,11 @@ def by_triton(
 ) -> jax.Array:
     """Launches the kernel. span: a result of `Span.read`."""
     is_turned = pages.format.key_codes.hadamard
-    queries = hadamard.transform(queries) if is_turned else queries
+    queries = in_row_tiles(hadamard.transform, queries) if is_turned else queries
     both = LatentQueries(queries, rotated)
     found = triton.paged_attention(both, pages, span, masks, config, interpret=interpret)
     assert isinstance(found, jax.Array)
-    return hadamard.transform(found) if is_turned else found  # its own inverse
+    return in_row_tiles(hadamard.transform, found) if is_turned else found  # its own inverse
 
 
 def _reference(
@@ -125,8 +126,19 @@ def _reference(
         latents, rotary = kv_cache.gather(pages, *places)
         return jnp.concatenate([latents, rotary], -1), latents
 
+    if not is_batch_invariant():
+        both = jnp.concatenate([queries, rotated.astype(queries.dtype)], -1)
+        return reference.over_cache(both, span, masks, read)
+
+    def read_tile(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        latents, rotary = kv_cache.gather(pages, table, transformed=True)
+        return jnp.concatenate([latents, rotary], -1), latents
+
+    is_turned = pages.format.key_codes.hadamard
+    queries = in_row_tiles(hadamard.transform, queries) if is_turned else queries
     both = jnp.concatenate([queries, rotated.astype(queries.dtype)], -1)
-    return reference.over_cache(both, span, masks, read)
+    found = token_by_token.over_cache(both, pages, span, masks, read_tile)
+    return in_row_tiles(hadamard.transform, found) if is_turned else found
 
 
 def _config(queries: jax.Array, pages: KVPages, span: Span) -> AttentionConfig:
@@ -134,6 +146,8 @@ def _config(queries: jax.Array, pages: KVPages, span: Span) -> AttentionConfig:
     batch, entries = span.block_tables.shape
     tokens, bits = entries * pages.page_size, pages.format.key_codes.bits
     problem = LatentProblem(batch, rows, tokens, loaded_bytes(pages), bits)
+    if is_batch_invariant():
+        return invariant_plan(problem, device.limits())
     return plan_by_rule(problem, device.limits())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from mpjax.kernels.attention.plans import OTHER_BYTES, AttentionConfig
@@ -16,6 +17,7 @@ KEYS, KEYS_OF_4_BITS = 32, 64
 WARPS = 4
 MOST_AHEAD = 4  # tiles that a program loads ahead
 RESIDENT = 2  # programs on a multiprocessor: one multiplies while the other waits for its tile
+SPLITS = 8  # of a sequence, in batch-invariant calls
 
 
 class LatentProblem(NamedTuple):
@@ -43,3 +45,9 @@ def plan_by_rule(problem: LatentProblem, limits: Limits) -> AttentionConfig:
     most = RESIDENT * limits.multiprocessors // programs
     splits = max(1, min(-(-problem.tokens // keys), most))
     return AttentionConfig(rows, keys, splits, WARPS, ahead + 1)
+
+
+def invariant_plan(problem: LatentProblem, limits: Limits) -> AttentionConfig:
+    """The batch-invariant configuration, which depends on the pages' format and channels alone."""
+    usual = plan_by_rule(problem, limits)
+    return dataclasses.replace(usual, tile_rows=MOST_ROWS, splits=SPLITS)

@@ -14,6 +14,7 @@ from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.low_rank import reference, triton
+from mpjax.kernels.sums.api import sum_over_devices
 
 Implementation = Literal["triton", "reference"]
 
@@ -76,7 +77,7 @@ def add_low_rank(
     else:
         inner = with_gradients_of(reference.shrink, triton.shrink, rows, down, own)
     if axis is not None:
-        inner = jax.lax.psum(inner, axis)
+        inner = sum_over_devices(inner, axis)
     if name == "reference":
         return reference.expand(flat, inner, ups, own).reshape(terms.shape)
     found = with_gradients_of(reference.expand, triton.expand, flat, inner, ups, own)

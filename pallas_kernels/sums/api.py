@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, require_floats, require_type, shown, whole_number
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.sums.layout import MOST_DEVICES, UNIT, inbox_words
 from mpjax.kernels.varying_axes import vary_alike
 
@@ -67,11 +68,12 @@ def sum_over_devices(
     x: floats of any shape; the result has its shape and dtype.
     has_terms: whether to sum over the first axis of x, too; the result has size 1 there.
     axis: the name of the axis. inbox: of this axis, or None.
-    implementation: `reference` is `jax.lax.psum`; `mosaic` is a kernel in which each device writes
-        its x into the others' inboxes, and adds all in float32 in the order of the devices, so all
-        get the same bits. It takes float32 and bfloat16, gives at most the inbox's bytes, and has
-        no gradient. All devices must compute the same sums in the same order. By default the
-        kernel if there is an inbox and x suits it.
+    implementation: `reference` is `jax.lax.psum`, which adds in an order that depends on an
+        element's place, or in a batch-invariant context a sum in the order of the devices.
+        `mosaic` is a kernel in which each device writes its x into the others' inboxes, and adds
+        all in float32 in the order of the devices, so all get the same bits. It takes float32 and
+        bfloat16, gives at most the inbox's bytes, and has no gradient. All devices must compute the
+        same sums in the same order. By default the kernel if there is an inbox and x suits it.
 
     Raises ValueError for arguments of other kinds, and UnsupportedError, with the reason, if a
     forced implementation can't run.
@@ -94,7 +96,8 @@ def sum_over_devices(
         lambda _: reason,
     )
     if name == "reference":
-        return jax.lax.psum(terms.sum(0, keepdims=True) if has_terms else x, axis)
+        total = terms.sum(0, keepdims=True) if has_terms else x
+        return _in_order(total, axis) if is_batch_invariant() else jax.lax.psum(total, axis)
     assert inbox is not None
     from mpjax.kernels.sums import mosaic
 
@@ -105,6 +108,12 @@ def sum_over_devices(
     total = mosaic.add(padded, inbox.words, devices, most_bytes)[:size]
     shape = (1, *x.shape[1:]) if has_terms else x.shape
     return vary_alike((total.reshape(shape), x))[0]
+
+
+def _in_order(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of all devices' arrays, which each device gets and adds in the devices' order."""
+    first, *others = jax.lax.all_gather(x, axis)
+    return functools.reduce(jnp.add, others, first)
 
 
 def why_no_inbox(axis: str) -> str | None:

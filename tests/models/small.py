@@ -26,6 +26,7 @@ from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import MixerSpec
 from mpjax.models.eagle import tokens_place, with_eagle
 from mpjax.models.gated_delta import GatedDeltaSpec
+from mpjax.models.latent import LatentSpec
 from mpjax.models.mamba2 import Mamba2Spec
 from mpjax.models.mtp import with_mtp
 from mpjax.models.parallel import ParallelSpec
@@ -103,6 +104,13 @@ def hybrid_model(seed: int = 0, **changes: Any) -> Decoder:
     return small_model(dataclasses.replace(CONFIG, layers=layers, **changes), seed)
 
 
+def latent_model(seed: int = 0, **changes: Any) -> Decoder:
+    """A model of two layers with latent attention; changes: of fields of the configuration."""
+    spec = LatentSpec(rank=64, rotary=64, keys=16, values=24, query_rank=48)
+    layers = (dataclasses.replace(CONFIG.layers[0], attention=spec),) * 2
+    return small_model(dataclasses.replace(CONFIG, head_dim=64, layers=layers, **changes), seed)
+
+
 def mtp_model(seed: int = 0, *, experts: bool = False, **changes: Any) -> Decoder:
     """A small Qwen3.5 of two layers, or with experts, with an MTP head.
 
@@ -139,19 +147,18 @@ def eagle_model(
     return model
 
 
-def small_mixture(shared: bool) -> Decoder:
+def small_mixture(shared: bool, **changes: Any) -> Decoder:
     """A model of one layer with experts and strong weights.
 
     It is like Mixtral; shared: like Qwen2-MoE, with an MLP for all tokens that has a gate, and with
-    biases in experts.
+    biases in experts. changes: of fields of the configuration.
     """
     mlp = ExpertsSpec(32, num_experts=4, bias=shared, renormalize=not shared)
     if shared:
         mlp = dataclasses.replace(mlp, shared_size=96, shared_gate=True)
     layer = LayerSpec(CONFIG.layers[0].attention, mlp)
-    model = nnx.eval_shape(
-        lambda: Decoder(dataclasses.replace(CONFIG, layers=(layer,)), nnx.Rngs(0))
-    )
+    config = dataclasses.replace(CONFIG, layers=(layer,), **changes)
+    model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
 
     def strong(x: jax.ShapeDtypeStruct) -> jax.Array:

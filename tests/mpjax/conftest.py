@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,9 +27,9 @@ TINY = LLAMA | {
 }
 
 
-def write_tiny_model(folder: Path, layers: int = 1) -> Path:
-    """A checkpoint of the shape TINY with the bundled model's tokenizer."""
-    config = TINY | {"num_hidden_layers": layers}
+def write_tiny_model(folder: Path, layers: int = 1, **changes: Any) -> Path:
+    """A checkpoint of the shape TINY with the bundled model's tokenizer; changes: of its config."""
+    config = TINY | {"num_hidden_layers": layers} | changes
     tensors = random_tensors(config, np.random.default_rng(8))
     for name, tensor in tensors.items():
         # Small maps: a random model whose maps are large says the same token forever.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax.kernels import KVFormat, UnsupportedError
-from mpjax.models.deterministic import with_determinism
-from tests.models.small import hybrid_model
+from tests.models.small import hybrid_model, latent_model
+from tests.mpjax.conftest import write_tiny_model
 from tests.mpjax.engine.conftest import make_engine, resize
 
 PROMPT, LONGEST = 40, 96  # the most tokens of a prompt, and of a request
@@ -56,12 +58,17 @@ def check(lm, text, requests, pages, chunk):
 
 @pytest.fixture(scope="module")
 def models(two_layers_folder):
-    return {
+    found = {
         text: mpjax.load(
             two_layers_folder, precision=f"W4A16{text}", dtype="bf16", deterministic=True
         )
         for text in ("KV16", "KV8")
     }
+    others = {"recurrent layers": (hybrid_model, "KV16"), "latents": (latent_model, "KV4t")}
+    for name, (make, text) in others.items():
+        lm = mpjax.LanguageModel(make(vocab_size=2048), None, KVFormat.parse(text), Path(), 16)
+        found[name] = lm.in_mode(deterministic=True)
+    return found
 
 
 prompts = st.builds(
@@ -78,16 +85,30 @@ batches = st.lists(
 )
 
 
-@settings(max_examples=5, deadline=None)
+@pytest.mark.parametrize("name", ["KV16", "KV8", "recurrent layers", "latents"])
+@settings(max_examples=3, deadline=None)
 @given(
     requests=batches,
-    text=st.sampled_from(["KV16", "KV8"]),
     pages=st.sampled_from([9, 40]),
     chunk=st.sampled_from([16, 128]),
 )
-def test_the_sampler_has_the_trainer_s_bits(models, requests, text, pages, chunk):
+def test_the_sampler_has_the_trainer_s_bits(models, name, requests, pages, chunk):
     """Behind shared prefixes, chunked, preempted, in any slot and among any neighbours."""
-    check(models[text], text, requests, pages, chunk)
+    check(models[name], str(models[name].kv_format), requests, pages, chunk)
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_sampler_has_the_trainer_s_bits(tmp_path):
+    """Behind shared prefixes, in chunks of one page, preempted and among others."""
+    folder = write_tiny_model(tmp_path / "tiny", layers=2, head_dim=64)
+    lm = mpjax.load(folder, precision="W4A16KV8", dtype="bf16", deterministic=True)
+    rng = np.random.default_rng(0)
+    shared = [7 + i for i in range(20)]
+    requests = [
+        (shared * (number % 2) + rng.integers(1, 2000, 5 + 4 * number).tolist(), 24, number // 2)
+        for number in range(5)
+    ]
+    check(lm, "KV8", requests, pages=9, chunk=16)
 
 
 def test_a_forward_pass_does_not_depend_on_rows_and_padding(models):
@@ -139,8 +160,5 @@ def test_what_cannot_be_deterministic_is_refused(two_layers_folder):
     lm = load("W16A16KV8")
     with pytest.raises(ValueError, match="the cache is KV16, and the model deterministic with KV8"):
         make_engine(lm, "KV16")
-    hybrid = with_determinism(hybrid_model(), None)
-    with pytest.raises(UnsupportedError, match="layers of kind gated_delta have no"):
-        with_determinism(hybrid, KVFormat())
     with pytest.raises(ValueError, match="deterministic is 1: expected a bool"):
         mpjax.load(two_layers_folder, deterministic=1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from benchmarks import speculation
-from benchmarks.report import Figures, Results, of_columns, rows_of
+from benchmarks.report import Figures, Result, Results, of_columns, rows_of
 from mpjax.bench import adapters, experts, mixers, serve, sums, tables
 from mpjax.bench import speculation as steps
 
@@ -49,6 +51,27 @@ def _control(results: Results) -> tuple[list[str], list[list[str]]]:
     return headers, lines
 
 
+DETERMINISTIC: tables.Columns = {
+    "layers": "{layers}",
+    "precision": "{precision}",
+    "case": "{case}",
+    "tokens that differ": "{differing}",
+    "deterministic": "{own:.2f} ms",
+    "usual": "{usual:.2f} ms",
+    "of the speed": "{share:.2f}",
+}
+
+
+def _modes(results: Results) -> Iterator[Result]:
+    """A row for each case of the results of benchmarks.deterministic."""
+    for result in results:
+        for case, count in result.get("differing", {}).items():
+            yield {**result, "case": case, "differing": count}
+        for case, own in result.get("milliseconds", {}).items():
+            times = {"own": own, "usual": (usual := result["usual_milliseconds"][case])}
+            yield {**result, "case": case, **times, "share": usual / own}
+
+
 FIGURES = {
     "adapters": Figures(("adapters*.json",), of_columns(adapters.COLUMNS)),
     "control": Figures(("control*.json",), _control),
@@ -65,5 +88,9 @@ FIGURES = {
         f"devices-{shapes}": Figures((f"devices-{shapes}*.json",), of_columns(DEVICES))
         for shapes in ("llama3-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b")
     },
+    "deterministic": Figures(
+        ("deterministic*.json",),
+        lambda results: tables.table(DETERMINISTIC, _modes(results)),
+    ),
     "sums": Figures(("sums*.json",), of_columns(sums.COLUMNS)),
 }

@@ -134,7 +134,9 @@ def load(
     folders, mtp = _find_adapters(reading.get("adapters", {})), reading.get("mtp", False)
     require_type("mtp", mtp, bool)
     drafter = reading.get("drafter")
-    drafter = None if drafter is None else find_folder(drafter).resolve()
+    if drafter is not None:
+        require_type("drafter", drafter, str, os.PathLike, hint=", the folder of an EAGLE-3 head")
+        drafter = find_folder(drafter).resolve()
     folder = find_folder(path_or_id).resolve()
     family = reading.get("family")
     if is_saved(folder):

@@ -161,5 +161,7 @@ def test_folders_without_a_readable_head_are_refused(folder, tmp_path):
         load(path)
     with pytest.raises(CheckpointError, match="does not exist: expected a checkpoint folder"):
         load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"drafter is 5: expected .*, the folder of an EAGLE-3"):
+        load(5)
     with pytest.raises(ValueError, match="is not empty: choose another folder"):
         write_drafter(load(folder).model, folder)

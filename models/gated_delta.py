@@ -130,11 +130,11 @@ class GatedDeltaSpec(MixerSpec):
     def working_bytes(self, config: DecoderConfig, tokens: int) -> int:
         """Peak bytes: qkvz's outputs, and in float32 the convolution's, gates and outputs.
 
-        Beside these, kernels keep two numbers for each pair of tokens of a chunk.
+        Beside these, kernels keep 12 bytes for each pair of tokens of a chunk.
         """
         item = as_dtype("dtype", config.dtype).itemsize
         read, values = self.key_heads * sum(self.sizes), self.value_heads * self.value_dim
-        pairs = 2 * MOST * self.value_heads
+        pairs = 3 * MOST * self.value_heads
         return tokens * (2 * read * item + 4 * (self.channels + 2 * values + pairs))
 
     def divide(self, count: int, units: Mapping[str, int]) -> GatedDeltaSpec:

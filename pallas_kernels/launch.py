@@ -219,6 +219,13 @@ class Triton(Target):
         """Casts x to `dtype` and back to float32; Triton, unlike XLA, keeps both casts."""
         return x.astype(dtype).astype(jnp.float32)
 
+    def split(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Float32 x, rounded to `dtype`, and as float32 again, with few conversions."""
+        if x.size < 2 * 32 or x.ndim < 2:  # a thread has no pair of elements
+            return super().split(x, dtype)
+        rounded = self.narrow(x, dtype)
+        return rounded, self.widen(rounded)
+
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:

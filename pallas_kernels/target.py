@@ -87,6 +87,11 @@ class Target:
         """Rounds float32 x to the nearest values of a floating-point `dtype`; returns float32."""
         return rounding.round_to(x, dtype)
 
+    def split(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Float32 x, rounded to `dtype`, bfloat16 or float16, and as float32 again."""
+        rounded = self.round_to(x, dtype)
+        return rounded.astype(dtype), rounded
+
     def column(self, x: jax.Array, width: int) -> jax.Array:
         """Reshapes values of output channels [tile_n] to broadcast to a tile [tile_n, width]."""
         return x[:, None]

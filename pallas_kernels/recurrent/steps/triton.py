@@ -16,13 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mpjax.kernels import device
+from mpjax.kernels.invariance import is_batch_invariant
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, store
 from mpjax.kernels.recurrent.delta_inputs import EPSILON
 from mpjax.kernels.recurrent.steps.gates import DeltaGates, ScanGates
 from mpjax.kernels.recurrent.steps.rows import StateRows
 
 TILE, WARPS = 4096, 4  # elements of a state in a program's registers, 32 per thread
+# The same for the delta rule, with few programs, and with many.
+FEW, MANY = (2048, 2), (8192, 2)
+FEW_PROGRAMS = 3  # for each multiprocessor
 CHANNELS, CONVOLUTION_WARPS = 256, 2  # of a program of the convolution
+ONCE = "evict_first"  # of caches: a step reads and writes a state once
 LEAST_PART = 8  # channels: 32 bytes, the least that memory loads
 
 
@@ -32,16 +38,14 @@ class _Operands(NamedTuple):
     x: Any  # [rows, channels]
     parameters: Any
     slots: Any  # int32 [rows]
-    is_new: Any  # int32 [rows]
+    is_new: Any  # bool [rows]
     begins: Any = None  # int32 [rows]
     counts: Any = None  # int32 [rows]
 
     @classmethod
     def of(cls, x: jax.Array, parameters: Any, rows: StateRows) -> _Operands:
         """The inputs of rows."""
-        return cls(
-            x, parameters, rows.slots, rows.is_new.astype(jnp.int32), rows.begins, rows.counts
-        )
+        return cls(x, parameters, rows.slots, rows.is_new, rows.begins, rows.counts)
 
 
 def _over_tokens(operands: _Operands, state: Any, advance: Callable[[jax.Array, Any], Any]) -> Any:
@@ -66,7 +70,7 @@ class _Place(NamedTuple):
         row = pl.program_id(1)
         slot, is_new = load(operands.slots.at[row]), load(operands.is_new.at[row])
         has_token = (slot >= 0) & (slot < states.shape[0])
-        return cls(jnp.clip(slot, 0, states.shape[0] - 1), has_token, has_token & (is_new == 0))
+        return cls(jnp.clip(slot, 0, states.shape[0] - 1), has_token, has_token & ~is_new)
 
 
 def convolution_step(
@@ -98,8 +102,8 @@ def gated_delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """The delta rule of one token of each row; see the public function."""
     heads, size, width = states.shape[1:]
-    part = _part(size, width)
-    settings = Settings("gated_delta_step", warps=WARPS)
+    part, warps = _values_and_warps(len(rows.slots) * heads, size, width)
+    settings = Settings("gated_delta_step", warps=warps)
     outputs = jax.ShapeDtypeStruct((len(channels), heads, width), jnp.float32)
     programs = heads * pl.cdiv(width, part)
     operands = _Operands.of(channels, gates, rows)
@@ -151,9 +155,27 @@ def _launch(
     return result
 
 
-def _part(size: int, width: int) -> int:
-    """The channels of a program, of `width` in all, each with `size` elements of the state."""
-    fitting = max(LEAST_PART, TILE // pl.next_power_of_2(size))
+def _values_and_warps(heads: int, size: int, width: int) -> tuple[int, int]:
+    """The values of a head in a program of the delta rule, and its warps.
+
+    They decide the order of sums, so that a batch-invariant step has the same for all batches.
+
+    heads: of all rows. size, width: of the keys and values of a head.
+    """
+    if is_batch_invariant():
+        return _part(size, width), WARPS
+    part, warps = _part(size, width, FEW[0]), FEW[1]
+    if heads * pl.cdiv(width, part) > FEW_PROGRAMS * device.multiprocessors():
+        part, warps = _part(size, width, MANY[0]), MANY[1]
+    return part, warps
+
+
+def _part(size: int, width: int, tile: int = TILE) -> int:
+    """The channels of a program, of `width` in all, each with `size` elements of the state.
+
+    tile: the elements of a program.
+    """
+    fitting = max(LEAST_PART, tile // pl.next_power_of_2(size))
     return min(fitting, pl.next_power_of_2(width))
 
 
@@ -224,9 +246,11 @@ def _delta(operands: _Operands, before: Any, outputs: Any, states: Any, *, part:
         store(outputs.at[token, head, v], output, mask=v < width)
         return factor[:, None] * state + key[:, None] * error[None, :]
 
-    state = load(before.at[where], mask=inside & place.has_state, other=0.0)
+    is_known = inside & place.has_state
+    state = load(before.at[where], mask=is_known, other=0.0, eviction_policy=ONCE)
     after = _over_tokens(operands, state, advance)
-    store(states.at[where], after, mask=inside & place.has_token)
+    is_used = inside & place.has_token
+    store(states.at[where], after, mask=is_used, eviction_policy=ONCE)
 
 
 def _normal(x: jax.Array) -> jax.Array:

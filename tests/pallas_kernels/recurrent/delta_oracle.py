@@ -48,7 +48,7 @@ def draw(
     if gates == "forgotten":
         decay -= 200
     if gates == "mixed":
-        decay = np.where(rng.uniform(size=decay.shape) < 0.1, -3e4, decay * 1e-3)
+        decay = np.where(rng.uniform(size=decay.shape) < 0.1, -3e38, decay * 1e-3)
         key[:] = key[:1] + 0.01 * key
         rate = (rate < 0.9).astype(float)
     arrays = (x.astype(np.float32) for x in (query, key, value, decay, rate))

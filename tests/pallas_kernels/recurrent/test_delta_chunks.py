@@ -25,7 +25,7 @@ def inputs_of(tokens: int, gates: str, sizes=SIZES, *, by_channel: bool = False)
     return dataclasses.replace(found, **dict(zip(("query", "key"), narrow, strict=True)))
 
 
-def require_alike(found, expected, scale: float, tolerance: float = 1e-6) -> None:
+def require_alike(found, expected, scale: float, tolerance: float = 3e-5) -> None:
     np.testing.assert_allclose(found, expected, atol=tolerance * scale)
 
 
@@ -82,13 +82,13 @@ def test_padded_prompts_and_gradients_are_those_of_plain_jnp(by_channel, interpr
 @pytest.mark.parametrize(
     ("form", "by_channel"), [("padded", False), ("varlen", False), ("varlen", True)]
 )
-def test_a_gpu_runs_both_kernels(form, by_channel, lower_for_cuda):
+def test_a_gpu_runs_all_kernels(form, by_channel, lower_for_cuda):
     inputs = inputs_of(96, "usual", (1, 2, 128, 128), by_channel=by_channel)
     if form == "padded":
         inputs = jax.tree.map(lambda x: x[None], inputs)
     program = lower_for_cuda(gated_delta_rule, inputs, None, jnp.array([90]))
-    assert 'name = "gated_delta_solve"' in program
-    assert 'name = "gated_delta_chunks"' in program
+    for name in ("pairs", "invert", "chunks"):
+        assert f'name = "gated_delta_{name}"' in program
 
 
 def test_inputs_that_the_kernels_cannot_read_are_told(interpreted):
@@ -112,5 +112,5 @@ def test_long_prompts_on_a_gpu(gates, sizes, by_channel):
     for row, (begin, end) in enumerate(((0, 3000), (3000, 3001), (3001, 4000))):
         own = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], inputs)
         expected, last = recurrence(own, np.zeros(sizes[1:]))
-        require_alike(outputs[begin:end], expected, np.abs(expected).max(), 5e-6)
-        require_alike(after[row], last, np.abs(last).max(), 5e-6)
+        require_alike(outputs[begin:end], expected, np.abs(expected).max())
+        require_alike(after[row], last, np.abs(last).max())

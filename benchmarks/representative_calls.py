@@ -99,9 +99,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"experts routed {text} 1", functools.partial(_routed_mlp, text)
     for name in ROUTINGS:
         yield f"route {name}", functools.partial(_route, name)
-    for rows, outputs in itertools.product((1, 64, 2048), ((4096, 1024, 1024), (12288,) * 2)):
-        name = f"adapters {rows} {len(outputs)}"
-        yield name, functools.partial(_adapters, rows, outputs)
+    for rows, outputs in itertools.product((1, 64, 2048), ((4096, 1024, 1024), (12288,) * 2, ())):
+        make = functools.partial(_adapters, rows, outputs)
+        name = f"adapters {rows} {len(outputs) or 'gated'}"
+        yield name, make if outputs else functools.partial(_gated_adapters, rows)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
         name = f"step {weights} {cache} {tokens} {batch}"
         yield name, functools.partial(_step, weights, cache, tokens, batch)
@@ -238,6 +239,15 @@ def _adapters(rows: int, outputs: tuple[int, ...]) -> Call:
         for shape in ((1, rows, sum(outputs)), (rows, 4096), (16, 4096, 16 * len(outputs)))
     ]
     return kernels.add_low_rank, (*arrays, ups, Array((rows,), jnp.int32))
+
+
+def _gated_adapters(rows: int) -> Call:
+    """A gated MLP's first product with the changes of 16 adapters of rank 16."""
+    shape = GemmShape("gate_up", 4096, 24576)
+    ups = [Array((16, 16, 12288), jnp.bfloat16)] * 2
+    x, down = Array((rows, 4096), jnp.bfloat16), Array((16, 4096, 32), jnp.bfloat16)
+    call = functools.partial(kernels.gated_low_rank, activation="silu")
+    return call, (x, _weight("uint4:g128", shape), down, ups, Array((rows,), jnp.int32))
 
 
 def _recurrent(shape: RecurrentShape, rows: int) -> Call:

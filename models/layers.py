@@ -148,8 +148,9 @@ class Linear(nnx.Module):
         """Terms [splits, ..., out] whose sum is x · kernel + bias, for `RMSNorm.add` to add."""
         kernel: Any = self.kernel.get_value()
         if self.bias is None and isinstance(kernel, QuantizedTensor):
-            terms = matmul_terms(x, kernel)
-            return terms if self.adapter is None else self.adapter.add_terms(terms, x, context)
+            if self.adapter is not None:
+                return self.adapter.terms(x, kernel, context)
+            return matmul_terms(x, kernel)
         return self(x, context)[None]
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -239,8 +240,27 @@ class FusedLinear(nnx.Module):
             return ActivationFormat()
         return shared([part.activations for part in self.parts])
 
+    @property
+    def _packed(self) -> Any:
+        """The packed kernel of all maps, if there is one, and no bias; else None."""
+        first, *others = self.parts
+        is_one = not others and first.bias is None and first.format is not None
+        return first.kernel.get_value() if is_one else None
+
+    def gated(self, x: Activations, context: StepContext, activation: str) -> jax.Array | None:
+        """activation(gate) · up, if this is fused with an adapter's change of both; else None."""
+        adapter, kernel = self.adapter, self._packed
+        if adapter is None or kernel is None or self.factors or adapter.axis is not None:
+            return None
+        if not adapter.is_in_kernels(context):
+            return None
+        return adapter.gated(x, kernel, context, activation)
+
     def terms(self, x: Activations, context: StepContext = WHOLE) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum is the concatenated outputs of all maps."""
+        kernel = self._packed
+        if self.adapter is not None and kernel is not None:
+            return self._scaled(self.adapter.terms(x, kernel, context))
         if len(self.parts) == 1:
             terms = self.parts[0].terms(x, context)
         else:

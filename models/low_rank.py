@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import QuantizedActivations, add_low_rank
+from mpjax.kernels import (
+    QuantizedActivations,
+    QuantizedTensor,
+    add_low_rank,
+    gated_low_rank,
+    matmul_low_rank_terms,
+    matmul_terms,
+)
 from mpjax.kernels.checks import are_between, as_array, shown
 from mpjax.kernels.invariance import product as in_rows
 from mpjax.kernels.low_rank.reference import product
@@ -99,6 +106,25 @@ class LowRank(nnx.Module):
         rest = self._rest(wide.sum(0) if self.gain is not None else wide, x, context, bias)
         return jnp.concatenate([wide, rest[None]])
 
+    def is_in_kernels(self, context: StepContext) -> bool:
+        """Whether rows choose from a stack, without DoRA's gains: what kernels compute."""
+        is_plain = self.gain is None and self.is_stack and bool(self.ups)
+        return is_plain and context.adapters is not None
+
+    def gated(
+        self, x: Activations, kernel: QuantizedTensor, context: StepContext, activation: str
+    ) -> jax.Array:
+        """activation(gate) · up of x · kernel plus the change, if `is_in_kernels`; in x's dtype."""
+        operands = self._operands(x, context)
+        return gated_low_rank(operands[0], kernel, *operands[1:], activation=activation)
+
+    def terms(self, x: Activations, kernel: QuantizedTensor, context: StepContext) -> jax.Array:
+        """Terms [splits, ..., out] of x · kernel plus the change."""
+        if not self.is_in_kernels(context):
+            return self.add_terms(matmul_terms(x, kernel), x, context)
+        operands = self._operands(x, context)
+        return matmul_low_rank_terms(operands[0], kernel, *operands[1:], axis=self.axis)
+
     def change(self, x: jax.Array, context: StepContext) -> jax.Array:
         """The change float32 [..., out] for x [..., in], without the gain."""
         if not self.is_stack:
@@ -171,13 +197,18 @@ class LowRank(nnx.Module):
 
     def _added(self, terms: jax.Array, x: Activations, context: StepContext) -> jax.Array:
         """Adds a stack's changes, without the gain, to one of the terms [splits, ..., out]."""
-        assert isinstance(x, jax.Array)  # `activations` asks for 16 bits beside an adapter
         if context.adapters is None:
             return terms
+        return add_low_rank(terms, *self._operands(x, context), axis=self.axis)
+
+    def _operands(
+        self, x: Activations, context: StepContext
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array], jax.Array]:
+        """For the kernels: x, a stack's first and second factors, and each token's adapter."""
+        assert isinstance(x, jax.Array)  # `activations` asks for 16 bits beside an adapter
         down, ups, _ = self.arrays
         rows = self._numbers(x.shape[:-1], context)[..., 0]
-        down, *ups = (array.astype(x.dtype) for array in (down, *ups))
-        return add_low_rank(terms, x, down, ups, rows, axis=self.axis)
+        return x, down.astype(x.dtype), [up.astype(x.dtype) for up in ups], rows
 
     def _numbers(self, shape: tuple[int, ...], context: StepContext) -> jax.Array:
         """The adapter of each token, int32 [*shape, 1], from 1; 0 for none."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.kernels import gated, hadamard
+from mpjax.kernels import ActivationFormat, gated, hadamard
 from mpjax.models.config import DecoderConfig, MLPSpec
 from mpjax.models.device_sums import add_over_devices
 from mpjax.models.layers import (
@@ -149,8 +149,13 @@ class GatedMLP(nnx.Module):
     def gated(self, x: Activations | Projected, context: StepContext = WHOLE) -> Activations:
         """The input of `down` [..., intermediate_size], rounded for `down` if there is a cache."""
         x = as_activations("GatedMLP: x", x)
-        terms = self._sparse(self.gate_up.terms(x, context))
         format = self.down.activations if context.is_cached else None
+        is_plain = self.hadamard is None and self.quantile is None
+        if is_plain and format in (None, ActivationFormat()):
+            fused = self.gate_up.gated(x, context, self.activation)
+            if fused is not None:
+                return fused
+        terms = self._sparse(self.gate_up.terms(x, context))
         return gated(terms, self.activation, dtype=x.dtype, format=format, hadamard=self.hadamard)
 
     def _sparse(self, terms: jax.Array) -> jax.Array:

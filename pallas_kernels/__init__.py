@@ -26,7 +26,7 @@ from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.layout import KVLayout
 from mpjax.kernels.kv_cache.scales import cache_scales
 from mpjax.kernels.latent.api import latent_attention, latent_format
-from mpjax.kernels.low_rank.api import add_low_rank
+from mpjax.kernels.low_rank.api import add_low_rank, gated_low_rank, matmul_low_rank_terms
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.partition import partition_specs
 from mpjax.kernels.plain_codes import PlainCodes
@@ -92,6 +92,7 @@ __all__ = [
     "gated",
     "gated_delta_rule",
     "gated_delta_step",
+    "gated_low_rank",
     "gated_silu",
     "grouped_matmul",
     "grouped_matmul_terms",
@@ -99,6 +100,7 @@ __all__ = [
     "latent_attention",
     "latent_format",
     "matmul",
+    "matmul_low_rank_terms",
     "matmul_terms",
     "open_inbox",
     "pack",

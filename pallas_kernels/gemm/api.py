@@ -145,6 +145,34 @@ def matmul_terms(
     return terms.reshape(-1, *outputs)
 
 
+def can_run_beside(rows: jax.Array, weight: QuantizedTensor) -> bool:
+    """Whether another kernel's programs can run in the launch of rows [M, K] · weight [K, N].
+
+    They can if Triton's kernel multiplies by default, with 16-bit activations and a single launch.
+    """
+    if not rows.size or ProductFormat.of(weight.format, None).activations.values:
+        return False
+    problem = Problem.of(rows.shape[0], weight)
+    if _default(problem, rows, weight) != "triton" or _why_not("triton", rows, weight):
+        return False
+    return plans.triton_config_of(problem).unsplit is None
+
+
+def matmul_terms_beside(
+    rows: jax.Array, weight: QuantizedTensor, beside: triton.Beside
+) -> tuple[jax.Array, jax.Array]:
+    """Terms [splits, M, N] of `matmul_terms`, and the result of another kernel in the same launch.
+
+    rows: [M, K], for which `can_run_beside` is true. The terms have the dtype of rows, or float32.
+    """
+    rows, weight = _in_packed_order(rows, weight, ProductFormat.of(weight.format, None))  # type: ignore[assignment]
+    config = plans.triton_config_of(Problem.of(rows.shape[0], weight))
+    found: tuple[jax.Array, jax.Array] = triton.matmul_terms(
+        rows, weight, config, jnp.dtype(rows.dtype), beside
+    )
+    return found
+
+
 def _read(operation: str, x: Any, weight: Any) -> tuple[Any, Any]:
     """Converts x and the weight to arrays, unless they are quantised.
 

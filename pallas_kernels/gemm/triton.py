@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,24 @@ from mpjax.kernels.target import current_target
 # Input channels of one product. The compiler would split a product of all channels of a step in
 # two, and wait for both halves before it decodes the next step (docs/kernels/products.md).
 CHANNELS_PER_PRODUCT = 128
+
+
+Index = tuple[jax.Array, jax.Array, jax.Array]  # of a program in a grid
+
+
+class Beside(Protocol):
+    """Another kernel's programs in the launch of a product: a tree of their arrays, with sizes."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The numbers of programs."""
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of their result."""
+
+    def run_beside(self, result_ref: Any, number: jax.Array) -> None:
+        """In the kernel, where arrays are references, runs the program with this number."""
 
 
 class Operands(NamedTuple):
@@ -69,9 +89,10 @@ def matmul_terms(
     weight: QuantizedTensor,
     config: TritonConfig,
     out_dtype: jnp.dtype,
+    beside: Beside | None = None,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Any:
     """Terms [splits, M, N] whose sum over the first axis is x [M, K] · W [K, N].
 
     Several terms are float32; a single term has `out_dtype`. With `config.unsplit` there is a
@@ -79,14 +100,16 @@ def matmul_terms(
     with zeros to whole blocks of K.
 
     x: bfloat16 or float16, or QuantizedActivations if the format has 8-bit activations.
+    beside: programs of another kernel in the same launch, of a configuration without `unsplit`;
+        then the results are the terms and the other kernel's result.
     """
     run = functools.partial(_launch, x, weight, out_dtype=out_dtype, interpret=interpret)
     if config.unsplit is None:
-        return run(config)
-    whole = run(dataclasses.replace(config, splits=1), outputs=config.unsplit)
+        return run(config, beside=beside)
+    whole = run(dataclasses.replace(config, splits=1), part=(0, config.unsplit))
     if config.unsplit >= weight.shape[1]:
         return whole
-    rest = run(config, first=config.unsplit).sum(0, keepdims=True).astype(out_dtype)
+    rest = run(config, part=(config.unsplit, None)).sum(0, keepdims=True).astype(out_dtype)
     # XLA compiles this to one fusion, which writes in place; `.at[].set` would take three.
     return jax.lax.dynamic_update_slice(whole, rest, (0, 0, config.unsplit))
 
@@ -98,13 +121,15 @@ def _launch(
     *,
     out_dtype: jnp.dtype,
     interpret: bool,
-    first: int = 0,
-    outputs: int | None = None,
-) -> jax.Array:
-    """Launches the kernel for the output channels from `first` on: terms [splits, M, N − first].
+    part: tuple[int, int | None] = (0, None),
+    beside: Beside | None = None,
+) -> Any:
+    """Launches the kernel for some output channels: terms [splits, M, N − first].
 
-    outputs: the number of channels to compute; the others are undefined. None computes all.
+    part: the first channel, and the number of channels to compute; the others are undefined. None
+        computes all. beside: as in `matmul_terms`.
     """
+    first, outputs = part
     values, x_scales = parts_of(x, weight.format)
     rows, columns = values.shape[0], weight.shape[1] - first
     steps = steps_of(weight, config)
@@ -116,7 +141,6 @@ def _launch(
         format=weight.format,
         scale_dtype=weight.scale_dtype,
         config=dataclasses.replace(config, splits=splits),
-        steps=steps,
         first_output=first,
     )
     operands = Operands(
@@ -127,22 +151,38 @@ def _launch(
         weight.channel_scales,
         weight.table,
     )
+    product = jax.ShapeDtypeStruct(
+        (terms, rows, columns), out_dtype if splits == 1 else jnp.float32
+    )
+    tiles = pl.cdiv(rows, config.tile_m), pl.cdiv(min(outputs or columns, columns), config.tile_n)
+    others = 0 if beside is None else pl.cdiv(math.prod(beside.grid), tiles[0] * terms)
     return launch(
-        kernel,
-        operands,
-        out_shape=jax.ShapeDtypeStruct(
-            (terms, rows, columns), out_dtype if splits == 1 else jnp.float32
-        ),
-        grid=(
-            pl.cdiv(rows, config.tile_m),
-            pl.cdiv(min(outputs or columns, columns), config.tile_n),
-            terms,
-        ),
+        kernel if beside is None else functools.partial(_kernel_beside, kernel, tiles[1]),
+        operands if beside is None else (operands, beside),
+        out_shape=product if beside is None else (product, beside.result),
+        grid=(tiles[0], tiles[1] + others, terms),
         settings=Settings(
             f"matmul_{weight.format.codes}", warps=config.warps, stages=config.stages
         ),
         interpret=interpret,
     )
+
+
+def _kernel_beside(
+    kernel: Callable[..., None], tiles: int, inputs: Any, out_ref: Any, other_ref: Any
+) -> None:
+    """Runs the product's kernel in the first `tiles` programs of the second axis, then the other.
+
+    inputs: the operands of both.
+    """
+    operands, beside = inputs
+    index = row, column, split = first_program_id(), pl.program_id(1), pl.program_id(2)
+    pl.when(column < tiles)(functools.partial(kernel, operands, out_ref, index=index))
+    number = ((column - tiles) * pl.num_programs(2) + split) * pl.num_programs(0) + row
+
+    @pl.when((column >= tiles) & (number < math.prod(beside.grid)))
+    def _() -> None:
+        beside.run_beside(other_ref, number)
 
 
 def parts_of(
@@ -176,11 +216,13 @@ def _kernel(
     format: WeightFormat,
     scale_dtype: str,
     config: TritonConfig,
-    steps: int,
     first_output: int,
+    index: Index | None = None,
 ) -> None:
-    program = Program(operands, format, scale_dtype, config, first_output)
+    """A program of the product. index: its place in the grid; None to read it."""
+    program = Program(operands, format, scale_dtype, config, first_output, index=index)
     split, splits = program.split, config.splits
+    steps = operands.x.shape[1] // (format.planes * program.width)
 
     def sum_of(split: jax.Array | int) -> jax.Array:
         ends = split * steps // splits, (split + 1) * steps // splits
@@ -205,6 +247,7 @@ class Program:
     first_output: the first output channel that the launch computes. tile: the rows [tile_m] and
         output channels [tile_n] of the program; None to derive them from the program's index in the
         grid.
+    index: the program's place in the grid; None to read it.
     """
 
     def __init__(
@@ -215,6 +258,8 @@ class Program:
         config: TritonConfig,
         first_output: int = 0,
         tile: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        index: Index | None = None,
     ) -> None:
         self.operands, self.format, self.scale_dtype = operands, format, scale_dtype
         self.kind, self.target = code_kinds.of(format), current_target()
@@ -224,11 +269,13 @@ class Program:
         self.parts = format.plane_width // width  # the number of steps of a block
         tile_m, tile_n = config.tile_m, config.tile_n
         if tile is None:
-            self.row = first_program_id() * tile_m + jnp.arange(tile_m)
-            self.output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
+            row = first_program_id() if index is None else index[0]
+            column = pl.program_id(1) if index is None else index[1]
+            self.row = row * tile_m + jnp.arange(tile_m)
+            self.output = first_output + column * tile_n + jnp.arange(tile_n)
         else:
             self.row, self.output = tile
-        self.split = pl.program_id(2)
+        self.split = pl.program_id(2) if index is None else index[2]
         self.lane = jnp.arange(width)
         # There are masks only if a tile may extend beyond the matrix.
         is_inside = tile is None and self.rows % tile_m == 0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, shown
+from mpjax.kernels.gemm import api as gemm
 from mpjax.kernels.gradients import with_gradients_of
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.invariance import is_batch_invariant
-from mpjax.kernels.low_rank import reference, triton
+from mpjax.kernels.low_rank import gate, reference, triton
+from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.rowwise.api import gated
+from mpjax.kernels.rowwise.reference import ACTIVATIONS
 from mpjax.kernels.sums.api import sum_over_devices
 
 Implementation = Literal["triton", "reference"]
@@ -38,7 +43,7 @@ def add_low_rank(
         [places, rank, outputs], with the maps' outputs concatenated in N.
     adapters: int32 [...], the adapter of each row, from 1; 0 for rows without a change.
     axis: the mesh axis over which the products with `down` are summed, if K is divided; else None.
-    implementation: `triton`, one or two kernels on a CUDA GPU of compute capability 8.0 or more,
+    implementation: `triton`, two kernels on a CUDA GPU of compute capability 8.0 or more,
         for x and factors in bfloat16 or float16 of one dtype; or `reference`, the grouped product.
         By default the kernels if they can run.
 
@@ -49,13 +54,9 @@ def add_low_rank(
     terms, x, down, adapters = as_arrays(
         "add_low_rank", terms=terms, x=x, down=down, adapters=adapters
     )
-    if not isinstance(ups, Sequence):
-        raise ValueError(
-            f"add_low_rank: ups is {shown(ups)}: expected a list, of each map an array"
-        )
+    ups = _maps("add_low_rank", ups)
     if axis is not None and not isinstance(axis, str):
         raise ValueError(f"add_low_rank: axis is {shown(axis)}: expected the name of a mesh axis")
-    ups = tuple(as_array("add_low_rank: ups", up) for up in ups)
     require_floats("add_low_rank", terms=terms, x=x, down=down)
     _check(terms, x, down, ups, adapters)
     name = choose(
@@ -69,9 +70,6 @@ def add_low_rank(
         terms = terms.sum(0, keepdims=True)
     rows, own = x.reshape(-1, x.shape[-1]), adapters.reshape(-1).astype(jnp.int32)
     flat = terms.reshape(len(terms), -1, terms.shape[-1])
-    if name == "triton" and axis is None and triton.repeats(rows, down, ups):
-        whole = with_gradients_of(reference.add, triton.add, flat, rows, down, ups, own)
-        return whole.reshape(terms.shape)  # type: ignore[no-any-return]
     if name == "reference":
         inner = reference.shrink(rows, down, own)[None]
     else:
@@ -84,8 +82,145 @@ def add_low_rank(
     return found.reshape(terms.shape)  # type: ignore[no-any-return]
 
 
+def matmul_low_rank_terms(
+    x: jax.Array,
+    weight: QuantizedTensor,
+    down: jax.Array,
+    ups: Sequence[jax.Array],
+    adapters: jax.Array,
+    *,
+    axis: str | None = None,
+) -> jax.Array:
+    """Terms [splits, ..., N] of x · weight (`matmul_terms`), with the change of `add_low_rank`.
+
+    x: [..., K]. weight: [K, N]. Other arguments, derivatives and errors are as for `add_low_rank`.
+    On a GPU, x · down of few rows is computed by programs in the launch of the product.
+    """
+    x, down, adapters = as_arrays("matmul_low_rank_terms", x=x, down=down, adapters=adapters)
+    ups = _maps("matmul_low_rank_terms", ups)
+    if not _runs_beside(x, weight, down, ups, axis):
+        return add_low_rank(gemm.matmul_terms(x, weight), x, down, ups, adapters, axis=axis)
+    outputs = *x.shape[:-1], weight.shape[1]
+    _check(jax.ShapeDtypeStruct((1, *outputs), x.dtype), x, down, ups, adapters)
+    arrays = x.reshape(-1, x.shape[-1]), weight, down, ups, adapters.reshape(-1)
+    found = with_gradients_of(_apart, _beside, *arrays)
+    return found.reshape(-1, *outputs)  # type: ignore[no-any-return]
+
+
+def gated_low_rank(
+    x: jax.Array,
+    weight: QuantizedTensor,
+    down: jax.Array,
+    ups: Sequence[jax.Array],
+    adapters: jax.Array,
+    *,
+    activation: str,
+) -> jax.Array:
+    """activation(gate) · up [..., I] of gate and up from `matmul_low_rank_terms`, in x's dtype.
+
+    activation: as for `gated`. weight: [K, 2 · I]. ups: of gate and up [places, rank, I]. Other
+    arguments, derivatives and errors are as for `matmul_low_rank_terms`. On a GPU the kernel of the
+    activation adds the changes.
+    """
+    x, down, adapters = as_arrays("gated_low_rank", x=x, down=down, adapters=adapters)
+    ups = _maps("gated_low_rank", ups)
+    is_known = isinstance(activation, str) and activation in ACTIVATIONS
+    if not is_known or len(ups) != 2 or ups[0].shape != ups[1].shape:
+        raise ValueError(
+            f"gated_low_rank: the activation is {shown(activation)}, and ups have the shapes "
+            f"{[up.shape for up in ups]}: expected {' or '.join(ACTIVATIONS)}, and two equal shapes"
+        )
+    is_run = isinstance(weight, QuantizedTensor) and x.size and not is_batch_invariant()
+    if not is_run or _why_not(x, down, ups) is not None:
+        terms = matmul_low_rank_terms(x, weight, down, ups, adapters)
+        return gated(terms, activation, dtype=x.dtype)  # type: ignore[return-value]
+    outputs = *x.shape[:-1], weight.shape[-1]
+    _check(jax.ShapeDtypeStruct((1, *outputs), x.dtype), x, down, ups, adapters)
+    arrays = x.reshape(-1, x.shape[-1]), weight, down, ups, adapters.reshape(-1)
+    whole, kernels = (
+        functools.partial(function, activation=activation)
+        for function in (_gated_apart, _gated_in_kernels)
+    )
+    found = with_gradients_of(whole, kernels, *arrays)
+    return found.reshape(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+def _gated_apart(*arrays: Any, activation: str) -> Any:
+    """The activation by separate kernels, for the arguments of `_apart`."""
+    return gated(_apart(*arrays), activation, dtype=arrays[0].dtype)
+
+
+def _gated_in_kernels(
+    rows: jax.Array,
+    weight: QuantizedTensor,
+    down: jax.Array,
+    ups: Sequence[jax.Array],
+    adapters: jax.Array,
+    *,
+    activation: str,
+) -> jax.Array:
+    """The activation whose kernel adds the changes to the terms."""
+    adapters = adapters.astype(jnp.int32)
+    if _runs_beside(rows, weight, down, ups, None):
+        first = triton.Shrink.of(rows, down, adapters)
+        terms, inner = gemm.matmul_terms_beside(rows, weight, first)
+    else:
+        terms, inner = gemm.matmul_terms(rows, weight), triton.shrink(rows, down, adapters)
+    found: jax.Array = gate.gated(terms, inner, ups, adapters, activation=activation)
+    return found
+
+
+def _maps(operation: str, ups: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The second factors as arrays. Raises ValueError for what is no list of arrays."""
+    if not isinstance(ups, Sequence):
+        raise ValueError(f"{operation}: ups is {shown(ups)}: expected a list, of each map an array")
+    return tuple(as_array(f"{operation}: ups", up) for up in ups)
+
+
+def _runs_beside(
+    x: jax.Array,
+    weight: QuantizedTensor,
+    down: jax.Array,
+    ups: Sequence[jax.Array],
+    axis: str | None,
+) -> bool:
+    """Whether x · down can be computed in the launch of x · weight; false if they don't fit."""
+    fits = isinstance(weight, QuantizedTensor) and x.shape[-1:] == weight.shape[:1]
+    if not fits or len(weight.shape) != 2 or axis is not None or is_batch_invariant():
+        return False
+    rows = x.reshape(-1, x.shape[-1])
+    is_run = _why_not(x, down, ups) is None and len(rows) <= triton.FEW_ROWS
+    return is_run and gemm.can_run_beside(rows, weight)
+
+
+def _apart(
+    rows: jax.Array,
+    weight: QuantizedTensor,
+    down: jax.Array,
+    ups: Sequence[jax.Array],
+    adapters: jax.Array,
+) -> jax.Array:
+    """The terms by separate kernels."""
+    return add_low_rank(gemm.matmul_terms(rows, weight), rows, down, ups, adapters)
+
+
+def _beside(
+    rows: jax.Array,
+    weight: QuantizedTensor,
+    down: jax.Array,
+    ups: Sequence[jax.Array],
+    adapters: jax.Array,
+) -> jax.Array:
+    """The terms by two kernels, the first of which computes x · weight and x · down."""
+    adapters = adapters.astype(jnp.int32)
+    first = triton.Shrink.of(rows, down, adapters)
+    terms, inner = gemm.matmul_terms_beside(rows, weight, first)
+    found: jax.Array = triton.expand(terms, inner, ups, adapters)
+    return found
+
+
 def _check(
-    terms: jax.Array,
+    terms: jax.Array | jax.ShapeDtypeStruct,
     x: jax.Array,
     down: jax.Array,
     ups: Sequence[jax.Array],

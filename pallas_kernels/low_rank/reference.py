@@ -33,17 +33,6 @@ def expand(
     return jnp.concatenate([first.astype(terms.dtype)[None], terms[1:]])
 
 
-def add(
-    terms: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    ups: Sequence[jax.Array],
-    adapters: jax.Array,
-) -> jax.Array:
-    """The terms [splits, rows, N], to the first of which the rows' changes are added."""
-    return expand(terms, shrink(x, down, adapters)[None], ups, adapters)
-
-
 def product(x: jax.Array, stack: jax.Array, adapters: jax.Array) -> jax.Array:
     """Products float32 [..., k, N] of x [..., K] or [..., k, K] and k matrices of a stack.
 

@@ -1,14 +1,18 @@
-"""Both products of adapters as Triton kernels, which add to the base's product in place.
+"""Both products of adapters as Triton kernels, the second of which adds to the base's in place.
 
-For few rows there is one kernel, in which each program repeats the first product: `down` is small,
-and a second launch would take longer. For more rows there are two kernels. The channels of the
-first product are divided among programs (split-K), whose sums the second product adds up. Rows with
-the same adapter are a tile of a tensor-core product, for which a factor is loaded once. The
-segments of such rows are the same for all maps of a step, and XLA computes them once.
+*Shrink* computes x · down, with the channels divided among programs (split-K). A program has rows
+with one adapter: one of few rows; of another step, a segment of up to 16 rows, for which a factor
+is loaded once; or of a prompt, adjacent rows, whose adapters the program processes in turn. The
+segments are the same for all maps of a step, and XLA computes them once.
+
+*Expand* sums these parts, multiplies them by up and adds. Its programs have one row of a step. They
+wait for memory only, so a program is one warp, many of which are resident, and rows with the same
+adapter read its factor from the L2 cache. Of a prompt they have adjacent rows, as those of shrink.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,29 +25,27 @@ from mpjax.kernels import device
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.target import current_target
 
-FEW_ROWS = 8  # with more, programs that repeat the first product would read too much
-MOST_REPEATED = 1 << 18  # elements of a map's `down` that each program reads
-STEP_ROWS = 256  # with more, a program has adjacent rows, and processes their adapters in turn
-ROWS, SLOTS = 16, 16  # rows of a segment; programs that share the segments
-BLOCK_ROWS = 64  # adjacent rows of a program
+FEW_ROWS = 8  # with more, a program of shrink has a segment
+STEP_ROWS = 256  # with more, a program has adjacent rows
+ROWS, BLOCK_ROWS = 16, 32  # rows of a segment; adjacent rows of a program
 LEAST = 16  # of each axis of a tensor-core product
 CHANNELS, RANKS = 128, 64  # of a program's tiles, at most
-CHANNELS_OF_ROW, OUTPUTS_OF_ROW = 1024, 256  # of tiles of the single kernel for few rows
-MOST_PARTS, PROGRAMS = 32, 4  # parts of the channels; programs on each multiprocessor
-MOST_STEPS, MOST_PROGRAMS = 8, 1024  # tiles of outputs in a program; programs with one tile
+ELEMENTS = 8192  # of a tile of `down` without a tensor-core product, at most
+PARTS = 32  # parts of the channels, at most
+PROGRAMS, PROGRAMS_OF_PROMPT = 4, 2  # of shrink on each multiprocessor
+OUTPUTS_OF_ROW, OUTPUTS = 256, 128  # of a program of expand: with one row, and with several
 NO_MORE = 1 << 30  # above all numbers of adapters
 
 
 class Segments(NamedTuple):
     """Segments of up to ROWS rows with the same adapter.
 
-    adapters: int32 [segments]. rows: int32 [segments, ROWS], padded with the number of all rows.
-    count: int32 [1], the number of segments.
+    adapters: int32 [segments], 0 for segments without rows. rows: int32 [segments, ROWS], padded
+    with the number of all rows.
     """
 
     adapters: Any
     rows: Any
-    count: Any
 
     @classmethod
     def of(cls, adapters: jax.Array, places: int) -> Segments:
@@ -58,46 +60,101 @@ class Segments(NamedTuple):
         # The index of the segment, in rows where one begins.
         segment = (begins[None, :] & is_earlier).sum(1, dtype=jnp.int32)
         begun = same & begins[None, :] & (earlier[None, :] == (earlier - place)[:, None])
-        own = jnp.where(has_one, jnp.where(begun, segment[None, :], 0).sum(1), most)
+        own = jnp.where(begun, segment[None, :], -1).max(1)
+        is_own = own[None, :] == jnp.arange(most, dtype=jnp.int32)[:, None]  # [segments, rows]
+        is_at = place[None, :] == jnp.arange(ROWS, dtype=jnp.int32)[:, None]  # [ROWS, rows]
         return cls(
-            jnp.zeros(most, jnp.int32).at[own].set(adapters, mode="drop"),
-            jnp.full((most, ROWS), rows, jnp.int32).at[own, place].set(number, mode="drop"),
-            begins.sum(dtype=jnp.int32)[None],
+            jnp.where(is_own, adapters[None, :], 0).max(1),
+            jnp.where(is_own[:, None] & is_at[None], number[None, None, :], rows).min(2),
         )
 
 
-def repeats(x: jax.Array, down: jax.Array, ups: Sequence[jax.Array]) -> bool:
-    """Whether `add` is faster than `shrink` and `expand`; arguments as theirs."""
-    return len(x) <= FEW_ROWS and down.shape[1] * ups[0].shape[1] <= MOST_REPEATED
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "down", "chosen"],
+    meta_fields=["width", "steps", "tile"],
+)
+@dataclasses.dataclass(frozen=True)
+class Shrink:
+    """The first product: arrays outside of a kernel, references inside, and sizes.
 
-
-@functools.partial(jax.jit, static_argnames="interpret")
-def add(
-    terms: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    ups: Sequence[jax.Array],
-    adapters: jax.Array,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Adds the adapters' product x · down · up to the base's product, in one kernel for few rows.
-
-    terms: [splits, rows, N], the base's partial sums; the first is changed in place. Other
-    arguments are as in `shrink` and `expand`.
+    x: [rows, K]. down: [places, K, maps · rank]. chosen: the Segments, or the adapters of
+    all rows. width: channels of a program's tile. steps: tiles of a program, one after the
+    other. tile: ranks of a program.
     """
-    tiles = sum(pl.cdiv(up.shape[2], OUTPUTS_OF_ROW) for up in ups)
-    found: jax.Array = launch(
-        _add,
-        terms,
-        (x, down, tuple(ups), adapters),
-        out_shape=jax.ShapeDtypeStruct(terms.shape, terms.dtype),
-        grid=(len(x), tiles),
-        settings=Settings("adapter_add", warps=8),
-        interpret=interpret,
-        aliases={0: 0},
-    )
-    return found
+
+    x: Any
+    down: Any
+    chosen: Any
+    width: int
+    steps: int
+    tile: int
+
+    @classmethod
+    def of(cls, x: jax.Array, down: jax.Array, adapters: jax.Array) -> Shrink:
+        """The product for rows with adapters int32 [rows]."""
+        (rows, channels), (places, _, ranks) = x.shape, down.shape
+        is_step = FEW_ROWS < rows <= STEP_ROWS
+        chosen = Segments.of(adapters, places) if is_step else adapters
+        programs = programs_of(chosen, FEW_ROWS)
+        tile = min(RANKS, max(LEAST, pl.next_power_of_2(ranks)))
+        if rows <= FEW_ROWS:  # one tile: without a tensor-core product, no loads are pipelined
+            width = max(CHANNELS, pl.next_power_of_2(pl.cdiv(channels, PARTS)))
+            return cls(x, down, chosen, min(width, ELEMENTS // tile), 1, tile)
+        wanted = (
+            device.multiprocessors()
+            * (PROGRAMS_OF_PROMPT if rows > STEP_ROWS else PROGRAMS)
+            // programs
+        )
+        tiles = pl.cdiv(channels, CHANNELS)
+        steps = pl.cdiv(tiles, max(1, min(tiles, PARTS, wanted)))
+        return cls(x, down, chosen, CHANNELS, steps, tile)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The numbers of programs for different rows, parts of the channels, and tiles of ranks."""
+        parts = pl.cdiv(self.x.shape[1], self.width * self.steps)
+        return programs_of(self.chosen, FEW_ROWS), parts, pl.cdiv(self.down.shape[2], self.tile)
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        """Terms float32 [parts, rows, maps · rank]; of rows without an adapter, any numbers."""
+        shape = self.grid[1], len(self.x), self.down.shape[2]
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def run(self, terms_ref: Any, program: jax.Array, part: jax.Array, of_ranks: jax.Array) -> None:
+        """In a kernel, computes and stores the terms of the program at these places in `grid`."""
+        (rows, channels), ranks = self.x.shape, self.down.shape[2]
+        rank = of_ranks * self.tile + jnp.arange(self.tile)
+        is_rank = None if ranks % self.tile == 0 else rank < ranks
+        count: Any = self.steps
+        if channels % (self.width * self.steps) and self.steps > 1:
+            count = jnp.clip(pl.cdiv(channels, self.width) - part * self.steps, 0, self.steps)
+
+        def multiply(adapter: jax.Array, row: jax.Array, has: jax.Array | None) -> None:
+            def add(step: jax.Array, total: jax.Array) -> jax.Array:
+                channel = (part * self.steps + step) * self.width + jnp.arange(self.width)
+                is_inside = None if channels % self.width == 0 else channel < channels
+                mask = _both(_column(is_inside), _row(is_rank))
+                factor = self.down.at[adapter - 1, channel[:, None], rank[None, :]]
+                values = self.x.at[_place(row, channel)]
+                values = load_masked(values, _tile_mask(has, is_inside))
+                return total + _product(values, load_masked(factor, mask))
+
+            total = jnp.zeros((*row.shape, self.tile), jnp.float32)
+            if self.steps == 1:
+                total = add(jnp.int32(0), total)
+            else:
+                total = jax.lax.fori_loop(0, count, add, total)
+            store_tile(terms_ref.at[(part, *_place(row, rank))], total, _tile_mask(has, is_rank))
+
+        for_adapters(self.chosen, program, rows, multiply, most=FEW_ROWS)
+
+    def run_beside(self, terms_ref: Any, number: jax.Array) -> None:
+        """As `run` for the program with this number, in a launch with other programs."""
+        _, parts, tiles = self.grid
+        program, rest = number // (parts * tiles), number % (parts * tiles)
+        self.run(terms_ref, program, rest // tiles, rest % tiles)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -109,21 +166,19 @@ def shrink(
     down: [places, K, maps · rank]. adapters: int32 [rows], from 1; terms of rows with 0 are any
     numbers.
     """
-    (rows, channels), (places, _, ranks) = x.shape, down.shape
-    chosen, programs = _chosen(adapters, places)
-    steps = pl.cdiv(channels, CHANNELS)
-    parts = max(1, min(steps, MOST_PARTS, PROGRAMS * device.multiprocessors() // programs))
-    tile = min(RANKS, max(LEAST, pl.next_power_of_2(ranks)))
+    operands = Shrink.of(x, down, adapters)
     terms: jax.Array = launch(
-        functools.partial(_shrink, tile=tile, steps=pl.cdiv(steps, parts)),
-        (x, down, chosen),
-        out_shape=jax.ShapeDtypeStruct((parts, rows, ranks), jnp.float32),
-        grid=(programs, parts, pl.cdiv(ranks, tile)),
+        lambda operands, terms_ref: operands.run(
+            terms_ref, first_program_id(), pl.program_id(1), pl.program_id(2)
+        ),
+        operands,
+        out_shape=operands.result,
+        grid=operands.grid,
         settings=Settings("adapter_shrink", warps=4, stages=3),
         interpret=interpret,
     )
     # A prompt's terms would be read again for every tile of outputs.
-    return terms.sum(0, keepdims=True) if rows > STEP_ROWS else terms
+    return terms.sum(0, keepdims=True) if len(x) > STEP_ROWS else terms
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -139,30 +194,31 @@ def expand(
 
     inner: float32 [parts, rows, maps · rank]. ups: of each map [places, rank, outputs].
     """
-    chosen, programs = _chosen(adapters, len(ups[0]))
-    is_step, steps = isinstance(chosen, Segments), 1
-    size = 256 if is_step else 128
-    while steps < MOST_STEPS and programs * sum(_tiles(ups, size * steps)) > MOST_PROGRAMS:
-        steps *= 2
+    rows = len(adapters)
+    is_row = rows <= STEP_ROWS
+    size = OUTPUTS_OF_ROW if is_row else OUTPUTS
     found: jax.Array = launch(
-        functools.partial(_expand, size=size, steps=steps),
+        functools.partial(_expand, size=size),
         terms,
-        (inner, tuple(ups), chosen),
+        (inner, tuple(ups), adapters),
         out_shape=jax.ShapeDtypeStruct(terms.shape, terms.dtype),
-        grid=(programs, sum(_tiles(ups, size * steps))),
-        settings=Settings("adapter_expand", warps=4 if is_step else 8),
+        grid=(
+            sum(_tiles(ups, size)),
+            programs_of(adapters, STEP_ROWS),
+        ),  # a prompt's tiles of one row are adjacent
+        settings=Settings("adapter_expand", warps=1 if is_row else 4),
         interpret=interpret,
         aliases={0: 0},
     )
     return found
 
 
-def _chosen(adapters: jax.Array, places: int) -> tuple[Segments | jax.Array, int]:
-    """The arrays by which a kernel's programs find their rows, and the number of programs."""
-    if len(adapters) > STEP_ROWS:
-        return adapters, pl.cdiv(len(adapters), BLOCK_ROWS)
-    segments = Segments.of(adapters, places)
-    return segments, min(SLOTS, len(segments.adapters))
+def programs_of(chosen: Any, most: int) -> int:
+    """The number of programs for different rows. most: rows that programs have one at a time."""
+    if isinstance(chosen, Segments):
+        return int(chosen.adapters.shape[0])
+    rows = int(chosen.shape[0])
+    return rows if rows <= most else pl.cdiv(rows, BLOCK_ROWS)
 
 
 def _tiles(ups: Sequence[Any], size: int) -> list[int]:
@@ -170,177 +226,156 @@ def _tiles(ups: Sequence[Any], size: int) -> list[int]:
     return [pl.cdiv(up.shape[2], size) for up in ups]
 
 
-def _add(terms_ref: Any, inputs: Any, found_ref: Any) -> None:
-    x_ref, down_ref, up_refs, adapters_ref = inputs
-    row, place = first_program_id(), pl.program_id(1)
-    adapter = load(adapters_ref.at[row])
-    first, before = 0, 0  # the map's first program, and its first output
-    for number, tiles in enumerate(_tiles(up_refs, OUTPUTS_OF_ROW)):
-        outputs = _Outputs(number, before, place - first, 1, OUTPUTS_OF_ROW)
-        references = terms_ref, x_ref, down_ref, up_refs[number], found_ref
-        is_mine = (place >= first) & (place < first + tiles) & (adapter > 0)
-        pl.when(is_mine)(functools.partial(_add_row, references, outputs, adapter - 1, row))
-        first, before = first + tiles, before + up_refs[number].shape[2]
-
-
-def _add_row(references: Any, place: _Outputs, entry: jax.Array, row: jax.Array) -> None:
-    """Adds some outputs of a map to a row, by an entry of the stacks."""
-    terms_ref, x_ref, down_ref, up_ref, found_ref = references
-    (_, ranks, outputs), channels = up_ref.shape, down_ref.shape[1]
-    rank, output = jnp.arange(pl.next_power_of_2(ranks)), place.outputs(jnp.int32(0))
-    is_rank = None if len(rank) == ranks else rank < ranks
-    is_output = None if outputs % place.size == 0 else output < outputs
-    mask = _both(_row(is_output), _column(is_rank))
-    # Loaded first: they don't wait for the first product.
-    up = load_masked(up_ref.at[entry, rank[:, None], output[None, :]], mask)
-    target = jnp.int32(0), row, place.before + output
-    base = load_masked(terms_ref.at[target], is_output).astype(jnp.float32)
-    width = min(CHANNELS_OF_ROW, pl.next_power_of_2(channels))
-    total = jnp.zeros((width, len(rank)), jnp.float32)
-    for begin in range(0, channels, width):
-        channel = begin + jnp.arange(width)
-        is_inside = None if begin + width <= channels else channel < channels
-        column = (place.number * ranks + rank)[None, :]
-        factor = load_masked(
-            down_ref.at[entry, channel[:, None], column], _both(_column(is_inside), _row(is_rank))
-        )
-        values = load_masked(x_ref.at[row, channel], is_inside).astype(jnp.float32)
-        total += factor.astype(jnp.float32) * values[:, None]
-    inner = total.sum(0).astype(up.dtype).astype(jnp.float32)
-    sums = base + (inner[:, None] * up.astype(jnp.float32)).sum(0)
-    store(found_ref.at[target], sums.astype(found_ref.dtype), mask=is_output)
-
-
-def _shrink(inputs: Any, terms_ref: Any, *, tile: int, steps: int) -> None:
-    x_ref, down_ref, chosen = inputs
-    (rows, channels), ranks = x_ref.shape, down_ref.shape[2]
-    program, part = first_program_id(), pl.program_id(1)
-    rank = pl.program_id(2) * tile + jnp.arange(tile)
-    is_rank = None if ranks % tile == 0 else rank < ranks
-    count: Any = steps
-    if channels % (CHANNELS * steps):
-        count = jnp.clip(pl.cdiv(channels, CHANNELS) - part * steps, 0, steps)
-
-    def multiply(adapter: jax.Array, row: jax.Array, has: jax.Array) -> None:
-        def add(step: jax.Array, total: jax.Array) -> jax.Array:
-            channel = (part * steps + step) * CHANNELS + jnp.arange(CHANNELS)
-            is_inside = None if channels % CHANNELS == 0 else channel < channels
-            mask = _both(_column(is_inside), _row(is_rank))
-            factor = load_masked(down_ref.at[adapter - 1, channel[:, None], rank[None, :]], mask)
-            wanted = _both(has[:, None], _row(is_inside))
-            values = load_masked(x_ref.at[row[:, None], channel[None, :]], wanted)
-            return total + current_target().dot(values, factor)
-
-        total = jax.lax.fori_loop(0, count, add, jnp.zeros((len(row), tile), jnp.float32))
-        place, mask = (
-            terms_ref.at[part, row[:, None], rank[None, :]],
-            _both(has[:, None], _row(is_rank)),
-        )
-        _store(place, total, mask)
-
-    _for_adapters(chosen, program, rows, multiply)
-
-
-def _expand(terms_ref: Any, inputs: Any, found_ref: Any, *, size: int, steps: int) -> None:
+def _expand(terms_ref: Any, inputs: Any, found_ref: Any, *, size: int) -> None:
     inner_ref, up_refs, chosen = inputs
-    program, place, rows = first_program_id(), pl.program_id(1), terms_ref.shape[1]
+    place, program, rows = first_program_id(), pl.program_id(1), terms_ref.shape[1]
     first, before = 0, 0  # the map's first program, and its first output
-    for number, tiles in enumerate(_tiles(up_refs, size * steps)):
-        outputs = _Outputs(number, before, (place - first) * steps, steps, size)
-        references = terms_ref, inner_ref, up_refs[number], found_ref
-        expand_map = functools.partial(_expand_map, references, outputs)
-        run = functools.partial(_for_adapters, chosen, program, rows, expand_map)
+    for number, (tiles, up_ref) in enumerate(zip(_tiles(up_refs, size), up_refs, strict=True)):
+        output = (place - first) * size + jnp.arange(size)
+        factors = Factors(inner_ref, up_ref, number, before, output)
+        expand_map = functools.partial(_expand_map, terms_ref, factors, found_ref)
+        run = functools.partial(for_adapters, chosen, program, rows, expand_map, most=STEP_ROWS)
         if len(up_refs) == 1:
             run()
         else:
             pl.when((place >= first) & (place < first + tiles))(run)
-        first, before = first + tiles, before + up_refs[number].shape[2]
+        first, before = first + tiles, before + up_ref.shape[2]
 
 
-class _Outputs(NamedTuple):
-    """The outputs of a program: those of a map's tiles.
+def _expand_map(
+    terms_ref: Any,
+    factors: Factors,
+    found_ref: Any,
+    adapter: jax.Array,
+    row: jax.Array,
+    has: jax.Array | None,
+) -> None:
+    """Adds some outputs of a map. adapter, row, has: as of `for_adapters`."""
+    target, kept = factors.target(row, has)
+    target = (jnp.int32(0), *target)
+    base = load_masked(terms_ref.at[target], kept).astype(jnp.float32)
+    sums = base + factors.product(factors.load(adapter, row, has), row)
+    store_tile(found_ref.at[target], sums.astype(found_ref.dtype), kept)
 
-    number: of the map. before: the outputs of the maps before it. first: the first tile. steps: the
-    number of tiles. size: outputs of a tile.
+
+class Factors(NamedTuple):
+    """In a kernel, the two factors of some outputs of a map's change.
+
+    inner: the first products [parts, rows, maps · rank], of a prompt in one part. up: the map's
+    factors [places, rank, outputs]. number: of the map. before: the number of outputs of the maps
+    before it. output: the map's outputs in a tile. all_rows: whether rows may have no adapter, for
+    a change of zeros. Methods get a program's rows as `for_adapters` passes them.
     """
 
+    inner: Any
+    up: Any
     number: int
     before: int
-    first: jax.Array
-    steps: int
-    size: int
+    output: jax.Array
+    all_rows: bool = False
 
-    def outputs(self, step: jax.Array) -> jax.Array:
-        """The map's outputs of a tile."""
-        return (self.first + step) * self.size + jnp.arange(self.size)
+    @property
+    def is_output(self) -> jax.Array | None:
+        """Which of a tile's outputs the map has; None for all."""
+        outputs = self.up.shape[2]
+        return None if outputs % len(self.output) == 0 else self.output < outputs
+
+    def target(self, row: jax.Array, has: jax.Array | None) -> tuple[Any, Any]:
+        """The indices of the outputs, rows first, and their mask."""
+        return _place(row, self.before + self.output), _tile_mask(has, self.is_output)
+
+    def load(
+        self, adapter: jax.Array, row: jax.Array, has: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The first products [rows, rank], or of one row their terms [parts, rank], and `up`."""
+        rank, is_rank = self._ranks(adapter)
+        mask = _both(_row(self.is_output), _column(is_rank))
+        up = load_masked(self.up.at[adapter - 1, rank[:, None], self.output[None, :]], mask)
+        column = self.number * self.up.shape[1] + rank
+        if row.ndim:
+            place = self.inner.at[(jnp.int32(0), *_place(row, column))]
+            return load_masked(place, _tile_mask(has, is_rank)), up
+        parts = self.inner.shape[0]
+        part = jnp.arange(pl.next_power_of_2(parts))
+        is_part = None if len(part) == parts else part < parts
+        place = self.inner.at[part[:, None], row, column[None, :]]
+        return load_masked(place, _both(_column(is_part), _row(is_rank))), up
+
+    def product(self, loaded: tuple[jax.Array, jax.Array], row: jax.Array) -> jax.Array:
+        """The change of a tile in float32, of the result of `load`."""
+        inner, up = loaded
+        if row.ndim == 0:
+            inner = inner.sum(0)
+        return _product(inner.astype(up.dtype), up)
+
+    def _ranks(self, adapter: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The ranks of a tile, and which of them count; None for all."""
+        ranks = self.up.shape[1]
+        rank = jnp.arange(max(LEAST, pl.next_power_of_2(ranks)))
+        is_rank = None if len(rank) == ranks else rank < ranks
+        if self.all_rows:
+            is_rank = _both(is_rank, jnp.broadcast_to(adapter > 0, rank.shape))
+        return rank, is_rank
 
 
-def _expand_map(references: Any, place: _Outputs, *rows: jax.Array) -> None:
-    """Adds some outputs of a map.
-
-    references: to the terms, the first products, the map's factors, and the result. rows: the
-    adapter's number, the rows, and whether each has the adapter.
-    """
-    (terms_ref, inner_ref, up_ref, found_ref), (adapter, row, has) = references, rows
-    _, ranks, outputs = up_ref.shape
-    rank = jnp.arange(max(LEAST, pl.next_power_of_2(ranks)))
-    is_rank = None if len(rank) == ranks else rank < ranks
-    wanted, column = _both(has[:, None], _row(is_rank)), (place.number * ranks + rank)[None, :]
-    parts = range(inner_ref.shape[0])  # whose loads do not wait for each other
-    loads = [
-        load_masked(inner_ref.at[jnp.int32(part), row[:, None], column], wanted) for part in parts
-    ]
-    inner = functools.reduce(jnp.add, loads).astype(up_ref.dtype)
-
-    def add(step: jax.Array, _: jax.Array) -> jax.Array:
-        output = place.outputs(step)
-        is_output = None if outputs % (place.size * place.steps) == 0 else output < outputs
-        mask = _both(_row(is_output), _column(is_rank))
-        factor = load_masked(up_ref.at[adapter - 1, rank[:, None], output[None, :]], mask)
-        target = jnp.int32(0), row[:, None], (place.before + output)[None, :]
-        kept = _both(has[:, None], _row(is_output))
-        base = load_masked(terms_ref.at[target], kept).astype(jnp.float32)
-        sums = base + current_target().dot(inner, factor)
-        _store(found_ref.at[target], sums.astype(found_ref.dtype), kept)
-        return step
-
-    jax.lax.fori_loop(0, place.steps, add, jnp.int32(0))
-
-
-def _for_adapters(
+def for_adapters(
     chosen: Any,
     program: jax.Array,
     rows: int,
-    multiply: Callable[[jax.Array, jax.Array, jax.Array], None],
+    multiply: Callable[[jax.Array, jax.Array, jax.Array | None], None],
+    *,
+    most: int,
+    first: int = 1,
 ) -> None:
     """Calls `multiply(adapter, row indices, mask of the rows)` for each adapter of a program.
 
-    chosen: Segments, or the adapters of all rows. rows: their number.
+    chosen: Segments, or the adapters of all rows. rows: their number. most: up to this number, a
+    program has one row, which `multiply` gets as a scalar, without a mask. first: 0 to call it also
+    for rows without an adapter, else 1.
     """
     if isinstance(chosen, Segments):
-        slots = min(SLOTS, chosen.adapters.shape[0])
-        count = load(chosen.count.at[jnp.int32(0)])
-
-        def step(turn: jax.Array, last: jax.Array) -> jax.Array:
-            segment = program + turn * slots
-            row = load(chosen.rows.at[segment, jnp.arange(ROWS)])
-            multiply(load(chosen.adapters.at[segment]), row, row < rows)
-            return last
-
-        jax.lax.fori_loop(0, pl.cdiv(count - program, slots), step, jnp.int32(0))
+        adapter = load(chosen.adapters.at[program])
+        row = load(chosen.rows.at[program, jnp.arange(ROWS)])
+        pl.when(adapter > 0)(lambda: multiply(adapter, row, row < rows))
         return
-    number = jnp.arange(BLOCK_ROWS)
-    row = program * BLOCK_ROWS + number
-    own = load_masked(chosen.at[row], None if rows % BLOCK_ROWS == 0 else row < rows)
-    again = (own[:, None] == own[None, :]) & (number[None, :] < number[:, None])
-    is_first = (own > 0) & (again.astype(jnp.int32).sum(1) == 0)
+    if rows <= most:
+        adapter = load(chosen.at[program])
+        pl.when(adapter >= first)(lambda: multiply(adapter, program, None))
+        return
+    row = program * BLOCK_ROWS + jnp.arange(BLOCK_ROWS)
+    own = load(chosen.at[row]) if rows % BLOCK_ROWS == 0 else _own(chosen, row, rows)
 
-    def go_on(_: jax.Array, last: jax.Array) -> jax.Array:
-        adapter = jnp.where(own > last, own, NO_MORE).min()
+    def after(last: jax.Array) -> jax.Array:
+        return jnp.where(own > last, own, NO_MORE).min()
+
+    def go_on(adapter: jax.Array) -> jax.Array:
         multiply(adapter, row, own == adapter)
-        return adapter
+        return after(adapter)
 
-    jax.lax.fori_loop(0, is_first.astype(jnp.int32).sum(), go_on, jnp.int32(0))
+    jax.lax.while_loop(lambda adapter: adapter < NO_MORE, go_on, after(jnp.int32(first - 1)))
+
+
+def _own(adapters: Any, row: jax.Array, rows: int) -> jax.Array:
+    """The adapters of a block's rows; −1 beyond the last row."""
+    is_row = row < rows
+    return jnp.where(is_row, load_masked(adapters.at[row], is_row), -1)
+
+
+def _product(values: jax.Array, factor: jax.Array) -> jax.Array:
+    """The product [rows, N] or [N] of values [rows, K] or [K] and a factor [K, N], in float32."""
+    if values.ndim == 2:
+        return current_target().dot(values, factor)
+    return (values.astype(jnp.float32)[:, None] * factor.astype(jnp.float32)).sum(0)
+
+
+def _place(row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The indices of a tile of rows, or of a tile of one row."""
+    return (row[:, None], column[None, :]) if row.ndim else (row, column)
+
+
+def _tile_mask(has: jax.Array | None, is_inside: jax.Array | None) -> jax.Array | None:
+    """The mask of a tile of rows, some of which the program has, or of a tile of one row."""
+    return is_inside if has is None else _both(has[:, None], _row(is_inside))
 
 
 def _both(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
@@ -357,5 +392,6 @@ def _column(mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else mask[:, None]
 
 
-def _store(ref: Any, tile: jax.Array, mask: jax.Array | None) -> None:
+def store_tile(ref: Any, tile: jax.Array, mask: jax.Array | None) -> None:
+    """Stores a tile. mask: as `tile`, or broadcastable to it; None for all."""
     store(ref, tile, mask=None if mask is None else jnp.broadcast_to(mask, tile.shape))

@@ -193,13 +193,18 @@ def _gated_kernel(
     row, channel, mask = row_of(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
-    target = current_target()
-    argument = ACTIVATIONS[activation](gate)
-    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
-    wide = gate * sigmoid * up
+    wide = activated(gate, up, activation)
     if hadamard is not None:
         wide = transform_tile(wide, hadamard)
     _store(result_ref, wide, row, channel, mask)
+
+
+def activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """In a kernel, activation(gate) · up of float32 tiles."""
+    target = current_target()
+    argument = ACTIVATIONS[activation](gate)
+    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
+    return gate * sigmoid * up
 
 
 def _hadamard_kernel(x_ref: Any, result_ref: Any, *, block: int, size: int) -> None:

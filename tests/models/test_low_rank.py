@@ -71,8 +71,8 @@ def test_gradients_are_those_of_the_formula(rng):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(("tokens", "kernels"), [(1, 1), (64, 2)])
-def test_a_stack_is_added_by_kernels_on_a_gpu(lower_for_cuda, tokens, kernels):
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_stack_is_added_by_kernels_on_a_gpu(lower_for_cuda, tokens):
     """No factors are gathered for rows, and no terms are copied."""
     shape, places = jax.ShapeDtypeStruct, 8
     factors = shape((places, 4096, 2 * 16), jnp.bfloat16)
@@ -87,6 +87,6 @@ def test_a_stack_is_added_by_kernels_on_a_gpu(lower_for_cuda, tokens, kernels):
     x, adapters = shape((tokens, 4096), jnp.bfloat16), shape((tokens,), jnp.int32)
     with device.described_as("NVIDIA H200"):
         text = lower_for_cuda(add, terms, x, factors, ups, adapters)
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == kernels
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
     assert f"tensor<3x{tokens}x5120" not in text
     assert "tensor<64x4096x32xbf16>" not in text

@@ -17,6 +17,7 @@ import mpjax.kernels.gemm.dequantize
 import mpjax.kernels.gemm.gradient
 import mpjax.kernels.gemm.triton
 import mpjax.kernels.kv_cache.triton
+import mpjax.kernels.low_rank.gate
 import mpjax.kernels.low_rank.triton
 import mpjax.kernels.rotary.triton
 import mpjax.kernels.rowwise.blocks
@@ -90,7 +91,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.experts.triton, "routed_products"),
         (mpjax.kernels.experts.counting, "counted"),
         (mpjax.kernels.experts.routing_triton, "route"),
-        (mpjax.kernels.low_rank.triton, "add"),
+        (mpjax.kernels.low_rank.gate, "gated"),
         (mpjax.kernels.low_rank.triton, "shrink"),
         (mpjax.kernels.low_rank.triton, "expand"),
         (mpjax.kernels.kv_cache.triton, "append"),

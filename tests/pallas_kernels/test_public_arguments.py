@@ -144,6 +144,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         )(X),
         {"axis": "i", "inbox": None, "has_terms": True},
     ),
+    "matmul_low_rank_terms": (
+        kernels.matmul_low_rank_terms,
+        {"x": X, "weight": PACKED, "down": STACK[..., :4], "adapters": CHOSEN[:, 0]}
+        | {"ups": [jnp.ones((4, 2, 10)), jnp.ones((4, 2, 6))]},
+    ),
+    "gated_low_rank": (
+        kernels.gated_low_rank,
+        {"x": X, "weight": PACKED, "down": STACK[..., :4], "adapters": CHOSEN[:, 0]}
+        | {"ups": [jnp.ones((4, 2, 8))] * 2, "activation": "silu"},
+    ),
     "route": (
         kernels.route,
         {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)}

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, add_low_rank
+from mpjax.kernels import (
+    UnsupportedError,
+    add_low_rank,
+    gated,
+    gated_low_rank,
+    matmul_low_rank_terms,
+    matmul_terms,
+    quantize,
+)
 from mpjax.kernels.low_rank import triton
 from mpjax.kernels.low_rank.triton import FEW_ROWS, STEP_ROWS, Segments
 from tests.sweeps import in_sweep
@@ -49,10 +59,8 @@ def error(found, expected):
     return np.abs(found - expected).mean() / np.abs(expected).mean()
 
 
-def run(terms, x, down, ups, adapters, *, interpret, one=False):
+def run(terms, x, down, ups, adapters, *, interpret):
     adapters = adapters.astype(jnp.int32)
-    if one:
-        return triton.add(jnp.array(terms), x, down, ups, adapters, interpret=interpret)
     inner = triton.shrink(x, down, adapters, interpret=interpret)
     return triton.expand(jnp.array(terms), inner, ups, adapters, interpret=interpret)
 
@@ -74,18 +82,17 @@ def test_kernels_are_the_formula(rng, rows, places, sizes, rank, dtype, interpre
     splits = 1 + rows % 2
     arguments = problem(rng, rows, places, sizes, rank, splits=splits, dtype=dtype)
     expected, without = formula(*arguments), np.asarray(arguments[-1]) == 0
-    for one in (False, True) if rows <= FEW_ROWS else (False,):
-        found = run(*arguments, interpret=interpret, one=one)
-        assert (found.shape, found.dtype) == (arguments[0].shape, arguments[0].dtype)
-        assert error(found, expected) < (8e-3 if dtype == jnp.bfloat16 else 1e-3)
-        np.testing.assert_array_equal(found[:, without], arguments[0][:, without])
+    found = run(*arguments, interpret=interpret)
+    assert (found.shape, found.dtype) == (arguments[0].shape, arguments[0].dtype)
+    assert error(found, expected) < (8e-3 if dtype == jnp.bfloat16 else 1e-3)
+    np.testing.assert_array_equal(found[:, without], arguments[0][:, without])
 
 
 @pytest.mark.parametrize("places", [2, 33])
 def test_more_rows_than_a_tile_share_an_adapter(places, rng):
     """Rows of one adapter among others are gathered, a segment at a time."""
     terms, x, down, ups, _ = problem(rng, 64, places, (32,))
-    adapters = jnp.asarray([1, 0, 1, 1] * 16)  # three tiles of 16
+    adapters = jnp.asarray([1, 0, 1, 1] * 16)  # three segments
     found = run(terms, x, down, ups, adapters, interpret=True)
     assert error(found, formula(terms, x, down, ups, adapters)) < 8e-3
 
@@ -120,19 +127,46 @@ def test_gradients_of_the_kernels_are_those_of_the_reference(rng, interpreted_tr
         assert np.abs(one - other).mean() < 2e-2 * np.abs(other).mean()
 
 
+@pytest.mark.parametrize("rows", [3, in_sweep(20), in_sweep(STEP_ROWS + 3)])
+def test_fused_changes_are_those_of_separate_operations(rng, interpreted_triton, rows):
+    """Few rows share the product's launch; the activation adds the changes of gate and up."""
+    _, x, down, ups, adapters = problem(rng, rows, 2, (40, 40), channels=256)
+    weight = quantize(random(rng, 256, 80, dtype=jnp.float32), "uint4:g128")
+    arrays = x, weight, down, ups, adapters.at[:3].set(jnp.asarray([2, 0, 1]))
+    expected = formula((x @ weight.dequantize(x.dtype))[None], x, down, ups, arrays[-1])
+    assert error(matmul_low_rank_terms(*arrays), expected) < 8e-3
+    gate, up = np.split(expected, 2, -1)
+    found = gated_low_rank(*arrays, activation="silu")
+    assert error(found[None], gate / (1 + np.exp(-gate)) * up) < 8e-3
+
+
+def test_gradients_of_fused_changes_are_those_of_separate_operations(rng, interpreted_triton):
+    _, x, down, ups, adapters = problem(rng, 3, 2, (16, 16), channels=128)
+    weight = quantize(random(rng, 128, 32, dtype=jnp.float32), "uint4:g128")
+
+    def loss(x, down, ups, is_fused):
+        if is_fused:
+            found = gated_low_rank(x, weight, down, ups, adapters, activation="silu")
+            return (found.astype(jnp.float32) ** 2).sum()
+        terms = add_low_rank(matmul_terms(x, weight), x, down, ups, adapters)
+        return (gated(terms, "silu", dtype=x.dtype).astype(jnp.float32) ** 2).sum()
+
+    grads = [jax.grad(loss, (0, 1, 2))(x, down, ups, is_fused) for is_fused in (True, False)]
+    for one, other in zip(*map(jax.tree.leaves, grads), strict=True):
+        assert np.abs(one - other).mean() < 2e-2 * np.abs(other).mean()
+
+
 def test_segments_are_rows_of_one_adapter():
     adapters = jnp.asarray([3, 0, 1] + [3] * 17)
     found = Segments.of(adapters, 4)
-    assert found.count.tolist() == [3]
-    assert found.adapters[:3].tolist() == [3, 1, 3]
+    assert found.adapters.tolist() == [3, 1, 3, 0, 0]
     rows = [[row for row in segment if row < 20] for segment in found.rows.tolist()]
-    assert rows[:3] == [[0, *range(3, 18)], [2], [18, 19]]
-    assert not any(rows[3:])
+    assert rows == [[0, *range(3, 18)], [2], [18, 19], [], []]
 
 
 @pytest.mark.usefixtures("pretend_gpu")
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 1), (64, 2), (2048, 2)])
-def test_a_gpu_runs_kernels_in_place(rng, lower_for_cuda, rows, kernels):
+@pytest.mark.parametrize("rows", [1, 64, 2048])
+def test_a_gpu_runs_kernels_in_place(rng, lower_for_cuda, rows):
     shape = jax.ShapeDtypeStruct
     sizes = 4096, 1024, 1024
     arguments = (
@@ -142,8 +176,25 @@ def test_a_gpu_runs_kernels_in_place(rng, lower_for_cuda, rows, kernels):
         shape((rows,), jnp.int32),
     )
     text = lower_for_cuda(add_low_rank, *arguments)
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == kernels
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
     assert "output_operand_alias" in text  # in place
+
+
+@pytest.mark.usefixtures("pretend_gpu")
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+def test_few_rows_have_two_kernels_with_their_product(lower_for_cuda, rows):
+    """One computes x · weight and x · down; the other adds, or is also the activation."""
+    shape = jax.ShapeDtypeStruct
+    arrays = (
+        shape((rows, 1024), jnp.bfloat16),
+        jax.eval_shape(lambda w: quantize(w, "uint4:g128"), shape((1024, 2048), jnp.float32)),
+        shape((16, 1024, 32), jnp.bfloat16),
+        [shape((16, 16, 1024), jnp.bfloat16)] * 2,
+        shape((rows,), jnp.int32),
+    )
+    for fused in (matmul_low_rank_terms, functools.partial(gated_low_rank, activation="silu")):
+        text = lower_for_cuda(fused, *arrays)
+        assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 
 def test_what_does_not_fit_is_an_error(rng):
@@ -158,5 +209,8 @@ def test_what_does_not_fit_is_an_error(rng):
     ):
         with pytest.raises(ValueError, match=r"expected \[splits"):
             add_low_rank(*wrong)
+    weight = quantize(jnp.ones((160, 24)), "uint4:g32")
+    with pytest.raises(ValueError, match="expected silu or gelu, and two equal shapes"):
+        gated_low_rank(x, weight, down, ups, adapters, activation="silu")
     with pytest.raises(UnsupportedError, match="one dtype"):
         add_low_rank(terms, x.astype(jnp.float32), down, ups, adapters, implementation="triton")

@@ -55,6 +55,13 @@ def test_qat(kind, printed):
     assert float(after) < float(before) / 8
 
 
+def test_train_drafter(printed):
+    text = printed("train_drafter.py", "3")
+    [(before, after)] = re.findall(r"loss ([\d.]+) before, ([\d.]+) after 3 steps", text)
+    assert float(after) < float(before)
+    assert text.count("the plain tokens: True") == 2
+
+
 def test_adapters(printed):
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)", printed("adapters.py"))]
     assert len(losses) == 7
